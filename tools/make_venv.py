@@ -1,0 +1,43 @@
+"""Make a virtual environment; on a bare Debian, install the package that `venv` needs first."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+
+
+def has_ensurepip() -> bool:
+    """Debian splits ensurepip into a package of its own; without it a venv has no pip."""
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def main() -> int:
+    """Create the environment named on the command line."""
+    target = sys.argv[1]
+    package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
+    if not has_ensurepip():
+        if os.geteuid() != 0 or shutil.which("apt-get") is None:
+            print(
+                f"holdfast: {sys.executable} cannot make virtual environments; "
+                f"install {package} first (as root: apt-get install {package})",
+                file=sys.stderr,
+            )
+            return 2
+        print(f"installing {package} (Debian keeps venv in a package of its own)", flush=True)
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)
+        subprocess.run(["apt-get", "install", "-y", "-qq", package], check=True, env=environment)
+        # The running interpreter started without ensurepip: a new one sees it.
+        subprocess.run([sys.executable, "-m", "venv", target], check=True)
+        return 0
+    venv.create(target, with_pip=True, symlinks=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The real servers that the tests use: one list, in one place.
+
+`tools/servers.py install` installs what is missing where it may (root and apt), and otherwise says
+which tests cannot run and why. With CI=true a missing server is a failure.
+Tests ask `find()` for a binary, so that there is no second list.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+POLICY = Path("/usr/sbin/policy-rc.d")
+
+
+@dataclass(frozen=True)
+class Server:
+    """One real server: its Debian package, its binary, and what the tests do with it."""
+
+    name: str
+    package: str
+    binary: str
+    purpose: str
+
+
+SERVERS = (
+    Server(
+        "postgres",
+        "postgresql",
+        "/usr/lib/postgresql/*/bin/postgres",
+        "an installed PostgreSQL, by its bin directory",
+    ),
+    Server("chromium", "chromium", "chromium", "the live page, in a real browser"),
+)
+
+
+def find(name: str) -> str | None:
+    """The path of a server's binary, or None where it is not installed."""
+    server = next(s for s in SERVERS if s.name == name)
+    if "/" in server.binary:
+        return max(glob.glob(server.binary), default=None)
+    return shutil.which(server.binary)
+
+
+def missing() -> list[Server]:
+    """The servers of the list that are not on this machine."""
+    return [s for s in SERVERS if find(s.name) is None]
+
+
+def install(servers: list[Server]) -> None:
+    """Install packages without letting Debian start their daemons: the tests start their own."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    guard = not POLICY.exists()
+    if guard:
+        POLICY.write_text("#!/bin/sh\nexit 101\n")
+        POLICY.chmod(0o755)
+    try:
+        subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)
+        packages = [s.package for s in servers]
+        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    finally:
+        if guard:
+            POLICY.unlink()
+
+
+def main() -> int:
+    """Install what is missing, then say what still is."""
+    wanted = missing()
+    if wanted and os.geteuid() == 0 and shutil.which("apt-get"):
+        names = ", ".join(s.package for s in wanted)
+        print(f"installing the servers that the tests use: {names}", flush=True)
+        try:
+            install(wanted)
+        except (subprocess.CalledProcessError, OSError) as error:
+            print(f"holdfast: the packages could not be installed: {error}", file=sys.stderr)
+        wanted = missing()
+    for server in wanted:
+        print(
+            f"holdfast: {server.name} is not installed, so the tests of {server.purpose} cannot run "
+            f"(as root: apt-get install {server.package})",
+            file=sys.stderr,
+        )
+    return 1 if wanted and os.environ.get("CI") == "true" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
