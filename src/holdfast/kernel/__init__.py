@@ -1,0 +1,99 @@
+"""The kernel: what every long-lived connection needs, and the standard library alone.
+
+A part of a system is a `Child` of a `Supervisor`: started in order, restarted by rule, stopped in
+reverse. It is found by others through a `Registry`, says what it is doing with a `Machine` and a
+`StatusMonitor`, waits between attempts as a `Backoff` says, and tells a `Recorder` what happened and
+why. The small words (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Clock`) are the ones
+that every system needs, written once.
+"""
+
+from ._backoff import Backoff
+from ._chart import Chart
+from ._child import Child, Context
+from ._clock import Clock
+from ._condition import Condition, StatusChange
+from ._deadline import Deadline
+from ._errors import (
+    AlreadyRegistered,
+    BackoffExhausted,
+    DeadlineExceeded,
+    HoldfastError,
+    IllegalMove,
+    KeyedWorkError,
+    NotRegistered,
+    NotRunning,
+    QueueFull,
+    RestartIntensityExceeded,
+    StaleGeneration,
+    StartFailed,
+    SupervisionError,
+    WaitTimeout,
+    WorkCancelled,
+    WorkerCrashed,
+)
+from ._flight import FlightCancelled, SingleFlight
+from ._generation import Generation
+from ._keyed import KeyedStatistics, KeyedWorkers
+from ._machine import Machine, Move
+from ._recorder import Event, Recorder, RecorderStatistics
+from ._registry import Down, Registration, Registry, Via
+from ._rules import AutoShutdown, Restart, Strategy
+from ._state import State
+from ._status import StatusMonitor
+from ._supervisor import Supervisor
+from ._tree import Tree
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # Supervision
+    "AutoShutdown",
+    "Child",
+    "Context",
+    "Restart",
+    "Strategy",
+    "Supervisor",
+    "Tree",
+    # Names
+    "Down",
+    "Registration",
+    "Registry",
+    "Via",
+    # State
+    "Chart",
+    "Condition",
+    "Machine",
+    "Move",
+    "State",
+    "StatusChange",
+    "StatusMonitor",
+    # Work
+    "KeyedStatistics",
+    "KeyedWorkers",
+    "SingleFlight",
+    # Time and replacement
+    "Backoff",
+    "Clock",
+    "Deadline",
+    "Generation",
+    # What happened
+    "Event",
+    "Recorder",
+    "RecorderStatistics",
+    # Errors
+    "AlreadyRegistered",
+    "BackoffExhausted",
+    "DeadlineExceeded",
+    "FlightCancelled",
+    "HoldfastError",
+    "IllegalMove",
+    "KeyedWorkError",
+    "NotRegistered",
+    "NotRunning",
+    "QueueFull",
+    "RestartIntensityExceeded",
+    "StaleGeneration",
+    "StartFailed",
+    "SupervisionError",
+    "WaitTimeout",
+    "WorkCancelled",
+    "WorkerCrashed",
+]

@@ -1,0 +1,157 @@
+"""How long to wait before the next attempt.
+
+The n-th failure gives the base wait b = start · factor^(n-1), capped at `max`; jitter is applied
+after the cap, so that many clients that have all reached it still do not come back together:
+
+========== ============================ =====================================================
+jitter     the wait                     what for
+========== ============================ =====================================================
+``none``   b                            one client, or waits that a test or a person predicts
+``full``   uniform in [0, b)            many clients of one server: spreads them the widest
+``half``   b + uniform in [0, b/2)      spreads, and still guarantees a pause of b
+f (0…1)    b · (1 + uniform in [-f, f)) a pause near b; 0.25 is b give or take a quarter
+========== ============================ =====================================================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from ._clock import Clock
+from ._errors import BackoffExhausted
+from ._words import counted, duration, refuse
+
+__all__ = ["Backoff", "Jitter"]
+
+Jitter = Literal["none", "full", "half"] | float
+
+
+class Backoff:
+    """Exponential waits between attempts, capped and jittered, and how long it has been going on.
+
+    `start` is the first wait, and `max` the longest before jitter: the price of noticing late
+    that the other side is back. `max_attempts` counts failures in all: the last one raises
+    `BackoffExhausted` instead of returning a wait; None never gives up. Call `succeed()` only
+    when health is proven: a connection that is accepted and then dropped is not a success.
+    """
+
+    __slots__ = (
+        "_base",
+        "_clock",
+        "_failing_since",
+        "attempts",
+        "factor",
+        "jitter",
+        "max",
+        "max_attempts",
+        "start",
+    )
+
+    def __init__(
+        self,
+        start: float = 1.0,
+        max: float = 10.0,  # noqa: A002 - the word that everyone looks for
+        *,
+        factor: float = 2.0,
+        jitter: Jitter = "none",
+        max_attempts: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        refuse("Backoff", _mistakes(start, max, factor, jitter, max_attempts))
+        self.start = start
+        self.max = max
+        self.factor = factor
+        self.jitter = jitter
+        self.max_attempts = max_attempts
+        #: Failures since the last success.
+        self.attempts = 0
+        self._clock = clock
+        self._base = start
+        self._failing_since: float | None = None
+
+    def fail(self) -> float:
+        """An attempt has failed: returns the seconds to wait before the next one."""
+        clock = self._clock or Clock.current()
+        self.attempts += 1
+        if self._failing_since is None:
+            self._failing_since = clock.monotonic()
+        if self.max_attempts is not None and self.attempts >= self.max_attempts:
+            raise BackoffExhausted(self._exhausted())
+        base = self._base
+        # The base is grown step by step up to the cap: a power would overflow after a long outage.
+        self._base = min(base * self.factor, self.max)
+        return self._jittered(base, clock)
+
+    def succeed(self) -> float:
+        """Health is proven: returns how long the retrying took, and starts over."""
+        took = self.retrying_for
+        self.attempts = 0
+        self._base = self.start
+        self._failing_since = None
+        return took
+
+    def fresh(self) -> Backoff:
+        """A new one with the same policy, nothing failed yet."""
+        return Backoff(
+            self.start,
+            self.max,
+            factor=self.factor,
+            jitter=self.jitter,
+            max_attempts=self.max_attempts,
+            clock=self._clock,
+        )
+
+    @property
+    def retrying_for(self) -> float:
+        """Seconds since the first failure after the last success; 0.0 when nothing failed."""
+        if self._failing_since is None:
+            return 0.0
+        return (self._clock or Clock.current()).monotonic() - self._failing_since
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_attempts is None else f" of {self.max_attempts}"
+        state = "nothing failed"
+        if self.attempts:
+            state = f"{self.attempts}{limit} failed in {duration(self.retrying_for)}"
+        return (
+            f"<Backoff {self.start:g} s x{self.factor:g} to {self.max:g} s, "
+            f"jitter {self.jitter}: {state}>"
+        )
+
+    def _jittered(self, base: float, clock: Clock) -> float:
+        if self.jitter == "none":
+            return base
+        chance = clock.random.random()
+        if self.jitter == "full":
+            return base * chance
+        if self.jitter == "half":
+            return base + base / 2 * chance
+        return base * (1 + self.jitter * (2 * chance - 1))
+
+    def _exhausted(self) -> str:
+        return (
+            f"gave up after {counted(self.attempts, 'failed attempt')} "
+            f"(max_attempts={self.max_attempts}) in {duration(self.retrying_for)}; see the last "
+            "failure for the reason, and allow more attempts if the other side may yet come back"
+        )
+
+
+def _mistakes(
+    start: float, longest: float, factor: float, jitter: Jitter, max_attempts: int | None
+) -> list[str]:
+    found = []
+    if not 0 < start < math.inf:
+        found.append(f"start={start!r} must be more than 0 seconds, and finite")
+    if not start <= longest < math.inf:
+        found.append(f"max={longest!r} must be at least start={start!r} seconds, and finite")
+    if not 1 <= factor < math.inf:
+        found.append(f"factor={factor!r} must be at least 1, and finite")
+    if isinstance(jitter, str):
+        if jitter not in ("none", "full", "half"):
+            found.append(f"jitter={jitter!r} must be 'none', 'full', 'half' or a number 0 to 1")
+    elif not 0 <= jitter <= 1:
+        found.append(f"jitter={jitter!r} must be between 0 and 1")
+    if max_attempts is not None and max_attempts < 1:
+        found.append(f"max_attempts={max_attempts!r} must be at least 1, or None for no limit")
+    return found

@@ -1,0 +1,136 @@
+"""What a machine may do: its phases, the steps of each, and the legal moves, declared once.
+
+A chart is made at import time as a constant, so that the documentation draws it from the same
+declaration that the running machine obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ._chart_render import mermaid, table
+from ._state import ANY, Moves, Rule, State, StateLike, pairs_of, written
+from ._words import refuse
+
+__all__ = ["Chart"]
+
+
+class Chart:
+    """Phases with their steps in order, the legal moves between them, and where it begins.
+
+    A phase with no steps, such as `"active": ()`, is a state by itself. A move from a whole
+    phase, or from `"*"`, is meant for restarts and failures: it may be made from each of those
+    states, the target itself included. All mistakes in a declaration are reported at once:
+    unknown or doubled states, moves declared twice, states never reached.
+    """
+
+    def __init__(
+        self, *, phases: Mapping[str, Sequence[str]], moves: Moves, initial: StateLike
+    ) -> None:
+        self.phases: Mapping[str, tuple[str, ...]] = {
+            phase: tuple(steps) or (phase,) for phase, steps in phases.items()
+        }
+        self.states = tuple(State(phase, step) for phase in phases for step in self.phases[phase])
+        pairs = list(pairs_of(moves))
+        refuse(
+            "Chart",
+            [
+                *_not_lists(phases),
+                *self._wrong_names(),
+                *self._wrong_moves(pairs, written(initial)),
+            ],
+        )
+        self.initial = self._entered(written(initial))
+        self.rules = tuple(Rule(self._left(source), self._entered(to)) for source, to in pairs)
+        self._legal = {state: self._targets_of(state) for state in self.states}
+        refuse("Chart", self._unreachable())
+
+    def find(self, state: StateLike) -> State | None:
+        """The state that this names, if there is one."""
+        text = written(state)
+        return self._entered(text) if self._known(text) else None
+
+    def legal(self, state: State) -> tuple[State, ...]:
+        """The states that may follow this one."""
+        return self._legal[state]
+
+    def text(self) -> str:
+        """The legal moves as a table for people."""
+        return table(self.states, self.phases, self.rules)
+
+    def mermaid(self) -> str:
+        """The chart as a Mermaid state diagram, for the documentation."""
+        return mermaid(self.initial, self.phases, self.rules)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The declaration as plain data for JSON."""
+        return {
+            "phases": {phase: list(steps) for phase, steps in self.phases.items()},
+            "initial": str(self.initial),
+            "moves": [{"from": rule.source, "to": str(rule.target)} for rule in self.rules],
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"<Chart: {len(self.phases)} phases, {len(self.states)} states, "
+            f"{len(self.rules)} moves, from {self.initial}>"
+        )
+
+    def _known(self, text: str) -> bool:
+        phase, slash, step = text.partition("/")
+        return phase in self.phases and (not slash or step in self.phases[phase])
+
+    def _entered(self, text: str) -> State:
+        phase, _, step = text.partition("/")
+        return State(phase, step or self.phases[phase][0])
+
+    def _left(self, text: str) -> str:
+        # A phase with one step is no group: its move starts from that state.
+        single = len(self.phases.get(text, ())) == 1
+        return str(self._entered(text)) if single else text
+
+    def _targets_of(self, state: State) -> tuple[State, ...]:
+        return tuple(dict.fromkeys(rule.target for rule in self.rules if rule.covers(state)))
+
+    def _wrong_names(self) -> Iterator[str]:
+        if not self.phases:
+            yield "phases: there must be at least one"
+        for phase, steps in self.phases.items():
+            if len(steps) > 1 and phase in steps:
+                yield f"step {phase!r} is called like its phase, which has other steps: rename it"
+            for name in dict.fromkeys((phase, *steps)):
+                if not name or set(name) & {"/", ANY}:
+                    yield f"{name!r} in phase {phase!r} must not be empty nor hold '/' or '*'"
+            for step in dict.fromkeys(steps):
+                if steps.count(step) > 1:
+                    yield f"step {step!r} stands {steps.count(step)} times in phase {phase!r}"
+
+    def _wrong_moves(self, pairs: list[tuple[str, str]], initial: str) -> Iterator[str]:
+        if not self._known(initial):
+            yield f"initial={initial!r} is no declared state"
+        for pair in dict.fromkeys(pairs):
+            source, target = pair
+            move = f"move {source!r} -> {target!r}"
+            if source != ANY and not self._known(source):
+                yield f"{move}: {source!r} is no declared state"
+            if not self._known(target):
+                yield f"{move}: {target!r} is no declared state"
+            if pairs.count(pair) > 1:
+                yield f"{move} is declared {pairs.count(pair)} times"
+
+    def _unreachable(self) -> Iterator[str]:
+        reached, fresh = {self.initial}, [self.initial]
+        while fresh:
+            following = set(self._legal[fresh.pop()]) - reached
+            reached |= following
+            fresh.extend(following)
+        for state in self.states:
+            if state not in reached:
+                yield f"{str(state)!r} can never be reached from {str(self.initial)!r}"
+
+
+def _not_lists(phases: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for phase, steps in phases.items():
+        if isinstance(steps, str):
+            yield f"the steps of phase {phase!r} must be a list: write [{steps!r}]"

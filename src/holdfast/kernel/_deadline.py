@@ -1,0 +1,117 @@
+"""One limit for a whole operation, however many steps it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from types import TracebackType
+
+from ._clock import Clock
+from ._errors import DeadlineExceeded
+from ._words import duration
+
+__all__ = ["Deadline"]
+
+
+class Deadline:
+    """A point in time, made once and passed down, so that steps share what is left of it.
+
+    Make it with `Deadline.after(seconds)` or `Deadline.never()`. It belongs to the clock that was
+    current then; `enforce` works in any loop, because it asks only for what remains.
+    """
+
+    __slots__ = ("_at", "_clock", "_given")
+
+    def __init__(self, at: float, given: float, clock: Clock) -> None:
+        self._at = at
+        self._given = given
+        self._clock = clock
+
+    @classmethod
+    def after(cls, seconds: float | None, clock: Clock | None = None) -> Deadline:
+        """The time so many seconds from now; None is never."""
+        clock = clock or Clock.current()
+        if seconds is None:
+            return cls(math.inf, math.inf, clock)
+        if math.isnan(seconds):
+            raise ValueError("Deadline: seconds=nan is no length of time; use None for never")
+        return cls(clock.monotonic() + seconds, seconds, clock)
+
+    @classmethod
+    def never(cls) -> Deadline:
+        """No limit."""
+        return cls(math.inf, math.inf, Clock.system())
+
+    def remaining(self) -> float:
+        """Seconds left: 0.0 when it has passed, infinity for never."""
+        return self._at if self._at == math.inf else max(0.0, self._at - self._clock.monotonic())
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds left, as locks and sockets want it: None for never."""
+        return None if self._at == math.inf else self.remaining()
+
+    @property
+    def expired(self) -> bool:
+        """Whether no time is left."""
+        return self.remaining() <= 0.0
+
+    def check(self, what: str = "the operation") -> None:
+        """Raise `DeadlineExceeded` if no time is left."""
+        if self.expired:
+            raise DeadlineExceeded(self._words(what))
+
+    def enforce(self, what: str = "the operation") -> Enforcement:
+        """An `async with` block that is cancelled when the deadline passes.
+
+        It raises `DeadlineExceeded` only if this deadline ended the block: a timeout or a
+        cancellation from elsewhere passes through untouched. Without time left it does not begin.
+        """
+        return Enforcement(self, what)
+
+    def min(self, other: Deadline) -> Deadline:
+        """The earlier of the two."""
+        return self if self.remaining() <= other.remaining() else other
+
+    def __repr__(self) -> str:
+        if self._at == math.inf:
+            return "<Deadline never>"
+        left = f"{duration(self.remaining())} left"
+        return f"<Deadline of {self._given:g} s, {'expired' if self.expired else left}>"
+
+    def _words(self, what: str) -> str:
+        over = self._clock.monotonic() - self._at
+        return (
+            f"{what} did not end within its {self._given:g} s (they were over {over:.3f} s ago); "
+            "allow more time, or look at what took so long"
+        )
+
+
+class Enforcement:
+    """The block made by `Deadline.enforce`."""
+
+    __slots__ = ("_deadline", "_scope", "_what")
+
+    def __init__(self, deadline: Deadline, what: str) -> None:
+        self._deadline = deadline
+        self._what = what
+        self._scope: asyncio.Timeout | None = None
+
+    async def __aenter__(self) -> Deadline:
+        self._deadline.check(self._what)
+        self._scope = asyncio.timeout(self._deadline.timeout)
+        await self._scope.__aenter__()
+        return self._deadline
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._scope is not None
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError as ended:
+            # Only the scope itself raises here; a TimeoutError of the block's own passes by.
+            raise DeadlineExceeded(self._deadline._words(self._what)) from ended.__cause__

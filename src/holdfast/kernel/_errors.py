@@ -1,0 +1,137 @@
+"""The errors of the kernel, one root for all of Holdfast.
+
+::
+
+    HoldfastError                  everything that Holdfast raises on purpose
+    ├── SupervisionError
+    │   ├── StartFailed            a child did not start: it raised, or it gave no sign in time
+    │   ├── RestartIntensityExceeded  children failed too often; carries the history of causes
+    │   └── NotRunning             the supervisor has stopped, so it takes no children
+    ├── AlreadyRegistered          the key has a live owner; carries the current value
+    ├── NotRegistered              nobody owns the key right now
+    ├── IllegalMove                a machine was asked for a move that it does not declare
+    ├── WaitTimeout                a status was not reached in time; says what is missing
+    ├── BackoffExhausted           the last attempt that the policy allows has failed
+    ├── KeyedWorkError
+    │   ├── QueueFull              one key has too much work waiting
+    │   ├── WorkerCrashed          the work before this one failed, so this one was not started
+    │   └── WorkCancelled          the key or the pool was cancelled before this work ran
+    ├── StaleGeneration            the user of something that has been replaced meanwhile
+    └── DeadlineExceeded           the time for the whole operation is over
+
+Every message says what broke, in numbers where there are any, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+__all__ = [
+    "AlreadyRegistered",
+    "BackoffExhausted",
+    "DeadlineExceeded",
+    "HoldfastError",
+    "IllegalMove",
+    "KeyedWorkError",
+    "NotRegistered",
+    "NotRunning",
+    "QueueFull",
+    "RestartIntensityExceeded",
+    "StaleGeneration",
+    "StartFailed",
+    "SupervisionError",
+    "WaitTimeout",
+    "WorkCancelled",
+    "WorkerCrashed",
+]
+
+
+class HoldfastError(Exception):
+    """The root of every error that Holdfast raises on purpose."""
+
+
+class SupervisionError(HoldfastError):
+    """Something about a supervised child or its supervisor."""
+
+
+class StartFailed(SupervisionError):
+    """The child of this name did not start; what it raised, if anything, is chained to this error."""
+
+    def __init__(self, message: str, child: str) -> None:
+        super().__init__(message)
+        self.child = child
+
+
+class NotRunning(SupervisionError):
+    """The supervisor is not running, so it cannot do what was asked."""
+
+
+class RestartIntensityExceeded(SupervisionError):
+    """Children failed more often than the supervisor may restart them.
+
+    `causes` holds the failures within the window, the oldest first.
+    """
+
+    def __init__(self, message: str, causes: Sequence[BaseException] = ()) -> None:
+        super().__init__(message)
+        self.causes = tuple(causes)
+
+
+class AlreadyRegistered(HoldfastError):
+    """The key has a live owner; `current` is the value that it registered."""
+
+    def __init__(self, key: Hashable, current: Any) -> None:
+        super().__init__(
+            f"{key!r} is already registered, by {current!r}; "
+            "use that one, or stop it before registering another"
+        )
+        self.key = key
+        self.current = current
+
+
+class NotRegistered(HoldfastError):
+    """Nobody owns the key right now."""
+
+    def __init__(self, key: Hashable) -> None:
+        super().__init__(
+            f"{key!r} is not registered now: its owner has not started, is being restarted, "
+            "or has ended; wait for it with Via.wait()"
+        )
+        self.key = key
+
+
+class IllegalMove(HoldfastError):
+    """A machine was asked for a move that it does not declare."""
+
+
+class WaitTimeout(HoldfastError, TimeoutError):
+    """A status was not reached in time; the message says which conditions are missing."""
+
+
+class BackoffExhausted(HoldfastError):
+    """The last attempt that a backoff policy allows has failed."""
+
+
+class KeyedWorkError(HoldfastError):
+    """Work for one key of `KeyedWorkers` was not done."""
+
+
+class QueueFull(KeyedWorkError):
+    """One key has as much work waiting as it may."""
+
+
+class WorkerCrashed(KeyedWorkError):
+    """Earlier work of the same key failed, so this work was not started."""
+
+
+class WorkCancelled(KeyedWorkError):
+    """The key, or the whole pool, was cancelled before this work was started."""
+
+
+class StaleGeneration(HoldfastError):
+    """The caller holds something that has been replaced meanwhile."""
+
+
+class DeadlineExceeded(HoldfastError, TimeoutError):
+    """The time for the whole operation is over."""

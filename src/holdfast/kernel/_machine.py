@@ -1,0 +1,179 @@
+"""A state machine that only makes declared moves, and remembers why it made each one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ._chart import Chart
+from ._clock import Clock
+from ._errors import IllegalMove
+from ._observers import Observers
+from ._recorder import Cause, Event, Recorder, in_words
+from ._state import Moves, State, StateLike, written
+from ._words import duration, refuse
+
+__all__ = ["Machine", "Move"]
+
+
+class Move(NamedTuple):
+    """One move that a machine made."""
+
+    #: When, in monotonic seconds.
+    at: float
+    #: When, in seconds since 1970, for people.
+    wall: float
+    source: State
+    target: State
+    #: Why, in words.
+    cause: str
+    #: Seconds that the machine had been in the source.
+    lasted: float
+    #: What was recorded about it, to be the cause of later events; None without a recorder.
+    event: Event | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The move as plain data for JSON."""
+        return {
+            "wall": self.wall,
+            "from": str(self.source),
+            "to": str(self.target),
+            "cause": self.cause,
+            "lasted": self.lasted,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target} after {duration(self.lasted)}, because {self.cause}"
+
+
+class Machine:
+    """Is in one state at a time and moves only as its chart allows.
+
+    Give it a `Chart` made elsewhere, or the phases, moves and initial state of one. It is plain
+    synchronous code for one owner: the loop, or whoever holds the lock. `history` is how many
+    moves it remembers; the recorder, if given, gets each state with its cause.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chart: Chart | None = None,
+        *,
+        phases: Mapping[str, Sequence[str]] | None = None,
+        moves: Moves = (),
+        initial: StateLike = "",
+        clock: Clock | None = None,
+        recorder: Recorder | None = None,
+        history: int = 100,
+    ) -> None:
+        refuse(f"Machine {name!r}", _mistakes(chart, phases, history))
+        self.name = name
+        self.chart = chart or Chart(phases=phases or {}, moves=moves, initial=initial)
+        self._clock = clock
+        self._recorder = recorder
+        self._history: deque[Move] = deque(maxlen=history)
+        self._observers: Observers[Move] = Observers(f"machine {name!r}")
+        self._state = self.chart.initial
+        self._since = self._now().monotonic()
+        self._record(None)
+
+    @property
+    def state(self) -> State:
+        """Where it is."""
+        return self._state
+
+    @property
+    def phase(self) -> str:
+        """The phase that it is in."""
+        return self._state.phase
+
+    @property
+    def step(self) -> str:
+        """The step of the phase that it is at."""
+        return self._state.step
+
+    @property
+    def since(self) -> float:
+        """When it got there, in monotonic seconds."""
+        return self._since
+
+    @property
+    def history(self) -> tuple[Move, ...]:
+        """The last moves, the oldest first."""
+        return tuple(self._history)
+
+    def may(self, to: StateLike) -> bool:
+        """Whether it may move there from here."""
+        return self.chart.find(to) in self.chart.legal(self._state)
+
+    def move(self, to: StateLike, *, cause: Cause) -> Move:
+        """Move there, because of something; raises `IllegalMove` if that is not declared."""
+        target = self.chart.find(to)
+        if target is None or target not in self.chart.legal(self._state):
+            raise IllegalMove(self._refusal(to, in_words(cause)))
+        clock = self._now()
+        now, source = clock.monotonic(), self._state
+        lasted = now - self._since
+        self._state, self._since = target, now
+        event = self._record(cause)
+        move = Move(now, clock.wall(), source, target, in_words(cause), lasted, event)
+        self._history.append(move)
+        self._observers.tell(move)
+        return move
+
+    def observe(self, callback: Callable[[Move], None]) -> Callable[[], None]:
+        """Call this after each move; returns what ends that. One that raises breaks nothing."""
+        return self._observers.add(callback)
+
+    def text(self) -> str:
+        """The legal moves as a table for people."""
+        return self.chart.text()
+
+    def mermaid(self) -> str:
+        """The chart as a Mermaid state diagram, for the documentation."""
+        return self.chart.mermaid()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Where it is, for how long, and how it got there, as plain data for JSON."""
+        return {
+            "name": self.name,
+            "phase": self.phase,
+            "step": self.step,
+            "for": self._now().monotonic() - self._since,
+            "history": [move.as_dict() for move in self._history],
+        }
+
+    def __repr__(self) -> str:
+        lasted = duration(self._now().monotonic() - self._since)
+        return f"<Machine {self.name}: at {self._state} for {lasted}>"
+
+    def _now(self) -> Clock:
+        return self._clock or Clock.current()
+
+    def _record(self, cause: Cause | None) -> Event | None:
+        if self._recorder is None:
+            return None
+        phase, step = self._state
+        text = f"at {phase}" if phase == step else f"at {phase} / {step}"
+        return self._recorder.record(
+            self.name, text, kind="state", cause=cause, phase=phase, step=step
+        )
+
+    def _refusal(self, to: StateLike, cause: str) -> str:
+        words = f"{self.name}: may not move from {self._state} to {written(to)} (because {cause})"
+        if self.chart.find(to) is None:
+            words += ", which is no declared state"
+        legal = ", ".join(map(str, self.chart.legal(self._state))) or "nothing"
+        return f"{words}; from {self._state} it may move to {legal}"
+
+
+def _mistakes(
+    chart: Chart | None, phases: Mapping[str, Sequence[str]] | None, history: int
+) -> list[str]:
+    found = []
+    if (chart is None) == (phases is None):
+        found.append("give either a chart, or phases with moves and initial")
+    if history < 0:
+        found.append(f"history={history!r} must be 0 or more moves")
+    return found

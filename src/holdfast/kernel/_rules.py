@@ -1,0 +1,102 @@
+"""What a supervisor decides, as plain functions: who restarts, with whom, and when to give up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Literal
+
+from ._ownership import Reason
+
+__all__ = [
+    "AutoShutdown",
+    "AutoShutdownName",
+    "Intensity",
+    "Restart",
+    "RestartName",
+    "Strategy",
+    "StrategyName",
+    "affected",
+    "ends_supervisor",
+    "wants_restart",
+]
+
+
+class Strategy(StrEnum):
+    """Which siblings are restarted together with a child that failed."""
+
+    ONE_FOR_ONE = "one_for_one"  #: the failed child alone
+    ONE_FOR_ALL = "one_for_all"  #: every child
+    REST_FOR_ONE = "rest_for_one"  #: the failed child and those started after it
+
+
+class Restart(StrEnum):
+    """After which ends a child is restarted."""
+
+    PERMANENT = "permanent"  #: after every end
+    TRANSIENT = "transient"  #: after a failure, not after a normal return
+    TEMPORARY = "temporary"  #: never
+
+
+class AutoShutdown(StrEnum):
+    """Whether a supervisor ends when its significant children have ended for good."""
+
+    NEVER = "never"
+    ANY_SIGNIFICANT = "any_significant"  #: when the first of them has ended
+    ALL_SIGNIFICANT = "all_significant"  #: when the last of them has ended
+
+
+# Plain strings do as well; a StrEnum equals its value.
+StrategyName = Literal["one_for_one", "one_for_all", "rest_for_one"]
+RestartName = Literal["permanent", "transient", "temporary"]
+AutoShutdownName = Literal["never", "any_significant", "all_significant"]
+
+
+def wants_restart(restart: Restart | RestartName, reason: Reason) -> bool:
+    """Whether a child that ended by itself, for this reason, is to be started again."""
+    if restart == Restart.PERMANENT:
+        return True
+    return restart == Restart.TRANSIENT and isinstance(reason, BaseException)
+
+
+def affected(strategy: Strategy, names: Sequence[str], failed: str) -> Sequence[str]:
+    """The children that are stopped and started again when one failed, in the order of starting."""
+    if strategy is Strategy.ONE_FOR_ONE:
+        return [failed]
+    if strategy is Strategy.ONE_FOR_ALL:
+        return list(names)
+    return list(names[names.index(failed) :])
+
+
+def ends_supervisor(auto: AutoShutdown, significant_left: int) -> bool:
+    """Whether the supervisor ends now that a significant child has ended for good."""
+    if auto is AutoShutdown.ALL_SIGNIFICANT:
+        return significant_left == 0
+    return auto is AutoShutdown.ANY_SIGNIFICANT
+
+
+class Intensity:
+    """How many restarts are allowed within a period: a sliding window that remembers the causes."""
+
+    def __init__(self, limit: int, period: float) -> None:
+        if limit < 0 or period <= 0:
+            raise ValueError(
+                f"intensity=({limit}, {period}) must be a number of restarts ≥ 0 "
+                "and a period > 0 in seconds"
+            )
+        self.limit = limit
+        self.period = period
+        self._window: deque[tuple[float, str, BaseException | None]] = deque()
+
+    def allows(self, now: float, child: str, reason: Reason) -> bool:
+        """Count one restart; False when it is one too many."""
+        self._window.append((now, child, reason if isinstance(reason, BaseException) else None))
+        while now - self._window[0][0] > self.period:
+            self._window.popleft()
+        return len(self._window) <= self.limit
+
+    @property
+    def causes(self) -> list[tuple[float, str, BaseException | None]]:
+        """The restarts of the window, as (time, child, failure), the oldest first."""
+        return list(self._window)

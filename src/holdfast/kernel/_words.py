@@ -1,0 +1,102 @@
+"""Plain words and plain data: one way to say a thing, everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+__all__ = ["causes_of", "counted", "describe", "duration", "plain", "refuse", "shorten"]
+
+#: Long enough for a driver's sentence, short enough that a thousand of them are nothing.
+MAX_TEXT = 300
+#: How far back the causes of an error are told.
+MAX_CAUSES = 5
+MAX_GROUP = 3
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line: its message, and in brackets its SQLSTATE and what kind it is."""
+    kind = type(error).__name__
+    state = getattr(error, "sqlstate", None)
+    if isinstance(state, str) and state:
+        kind = f"{state} {_CAMEL.sub(' ', kind).lower()}"
+    message = _message(error)
+    return f"{message} ({kind})" if message else kind
+
+
+def causes_of(error: BaseException) -> tuple[str, ...]:
+    """The error and the errors that it was raised from, each described, the nearest first."""
+    told: list[str] = []
+    link: BaseException | None = error
+    while link is not None and len(told) < MAX_CAUSES:
+        told.append(describe(link))
+        link = link.__cause__
+    if link is not None:
+        told.append("further causes, not kept")
+    return tuple(told)
+
+
+def duration(seconds: float) -> str:
+    """A length of time as people say it: "4.2 s", "14 s", "8 m 12 s", "3 h 5 m", "2 days 4 h"."""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} m"
+    return f"{counted(whole // 86400, 'day')} {whole % 86400 // 3600} h"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: "1 key", "2 keys"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def refuse(subject: str, mistakes: Iterable[str]) -> None:
+    """Raise one ValueError that names all the mistakes, if there are any."""
+    if found := list(mistakes):
+        raise ValueError(f"{subject}: " + "; ".join(found))
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it; what it cannot hold appears as its repr."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return repr(value)
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return _group_message(error)
+    try:
+        text = str(error)
+    except Exception:
+        # An error whose text cannot be had must not hide that there was an error.
+        return "its message cannot be shown"
+    return shorten(text)
+
+
+def _group_message(group: BaseExceptionGroup[BaseException]) -> str:
+    shown = [describe(error) for error in group.exceptions[:MAX_GROUP]]
+    if (more := len(group.exceptions) - len(shown)) > 0:
+        shown.append(f"{more} more")
+    return shorten(f"{group.message}: {', '.join(shown)}")
+
+
+def shorten(text: str) -> str:
+    """The text on one line, cut where it gets long."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"

@@ -1,0 +1,21 @@
+"""A clock that stands still until it is told the time."""
+
+from __future__ import annotations
+
+import random
+
+from holdfast.kernel._clock import Clock
+
+#: 2026-11-15 12:00:00 UTC.
+NOON = 1794744000.0
+
+
+class FakeClock(Clock):
+    """Monotonic time starts at zero, wall time at noon; both move only by `advance`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now = 0.0
+        super().__init__(lambda: self.now, lambda: NOON + self.now, random.Random(seed))
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,0 +1,135 @@
+"""One limit for the whole operation, and only its own end is reported as such."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from tests.kernel.fake_clock import FakeClock
+
+from holdfast.kernel._deadline import Deadline
+from holdfast.kernel._errors import DeadlineExceeded, HoldfastError
+
+
+def test_time_left() -> None:
+    clock = FakeClock()
+    deadline = Deadline.after(5, clock)
+    clock.advance(2)
+    assert deadline.remaining() == 3.0
+    assert deadline.timeout == 3.0
+    assert not deadline.expired
+    deadline.check()
+    assert repr(deadline) == "<Deadline of 5 s, 3.0 s left>"
+
+
+def test_time_runs_out() -> None:
+    clock = FakeClock()
+    deadline = Deadline.after(5, clock)
+    clock.advance(5.25)
+    assert deadline.remaining() == 0.0
+    assert deadline.expired
+    assert repr(deadline) == "<Deadline of 5 s, expired>"
+    with pytest.raises(DeadlineExceeded, match=r"^the login did not end within its 5 s .*0.250 s"):
+        deadline.check("the login")
+
+
+@pytest.mark.parametrize("deadline", [Deadline.never(), Deadline.after(None)])
+def test_never(deadline: Deadline) -> None:
+    assert deadline.remaining() == math.inf
+    assert deadline.timeout is None
+    assert not deadline.expired
+    deadline.check()
+    assert repr(deadline) == "<Deadline never>"
+
+
+def test_nan_is_no_time() -> None:
+    with pytest.raises(ValueError, match="nan"):
+        Deadline.after(math.nan)
+
+
+def test_the_earlier_of_two_even_on_different_clocks() -> None:
+    one, other = FakeClock(), FakeClock()
+    other.advance(1000)
+    short, long = Deadline.after(1, other), Deadline.after(2, one)
+    assert short.min(long) is short
+    assert long.min(short) is short
+    assert long.min(Deadline.never()) is long
+    assert Deadline.never().min(long) is long
+
+
+async def test_a_block_that_ends_in_time_is_left_alone() -> None:
+    deadline = Deadline.after(60)
+    async with deadline.enforce("work") as inner:
+        assert inner is deadline
+        await asyncio.sleep(0)
+    async with Deadline.never().enforce():
+        await asyncio.sleep(0)
+
+
+async def test_a_block_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"^opening the stream did not end within its 0\.01"):
+        async with Deadline.after(0.01).enforce("opening the stream"):
+            await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_without_time_left_the_block_does_not_begin() -> None:
+    clock = FakeClock()
+    deadline = Deadline.after(1, clock)
+    clock.advance(1)
+    begun = False
+    with pytest.raises(DeadlineExceeded):
+        async with deadline.enforce():
+            begun = True
+    assert not begun
+
+
+async def test_a_timeout_from_within_passes_through() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        async with Deadline.after(60).enforce():
+            raise TimeoutError("of the driver")
+    assert not isinstance(caught.value, HoldfastError)
+
+
+async def test_the_blocks_own_timeout_is_kept_even_when_the_deadline_fired_too() -> None:
+    async def driver() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise TimeoutError("of the driver") from None
+
+    with pytest.raises(TimeoutError) as caught:
+        async with Deadline.after(0.01).enforce():
+            await driver()
+    assert str(caught.value) == "of the driver"
+
+
+async def test_a_cancellation_from_outside_stays_one() -> None:
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with Deadline.after(60).enforce():
+            entered.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(("outer", "inner", "fires"), [(60, 0.01, "inner"), (0.01, 60, "outer")])
+async def test_of_two_nested_ones_the_earlier_fires(outer: float, inner: float, fires: str) -> None:
+    async def work() -> None:
+        async with (
+            Deadline.after(outer).enforce("the outer"),
+            Deadline.after(inner).enforce("the inner"),
+        ):
+            await asyncio.Event().wait()
+
+    with pytest.raises(DeadlineExceeded, match=f"^the {fires} did not"):
+        await work()

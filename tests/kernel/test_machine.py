@@ -1,0 +1,209 @@
+"""A machine makes only declared moves, each with its cause, and remembers them."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from tests.kernel.fake_clock import NOON, FakeClock
+
+from holdfast.kernel._chart import Chart
+from holdfast.kernel._errors import IllegalMove
+from holdfast.kernel._machine import Machine, Move
+from holdfast.kernel._recorder import Recorder
+from holdfast.kernel._state import State
+
+LINK = Chart(
+    phases={"starting": ["dial", "login"], "active": (), "closed": ()},
+    moves=[
+        ("starting/dial", "starting/login"),
+        ("starting/login", "active"),
+        ("active", "starting"),
+        ("starting", "starting"),
+        ("*", "closed"),
+    ],
+    initial="starting",
+)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def machine(clock: FakeClock) -> Machine:
+    return Machine("link", LINK, clock=clock)
+
+
+def test_it_begins_where_it_is_told(machine: Machine) -> None:
+    assert machine.state == State("starting", "dial") == ("starting", "dial")
+    assert (machine.phase, machine.step, machine.since) == ("starting", "dial", 0.0)
+    assert machine.history == ()
+
+
+def test_a_move_has_a_cause_and_a_time(machine: Machine, clock: FakeClock) -> None:
+    clock.advance(2.5)
+    move = machine.move("starting/login", cause="the server answered")
+    assert move == Move(
+        at=2.5,
+        wall=NOON + 2.5,
+        source=State("starting", "dial"),
+        target=State("starting", "login"),
+        cause="the server answered",
+        lasted=2.5,
+        event=None,
+    )
+    assert machine.history == (move,)
+    assert machine.since == 2.5
+    assert str(move) == "starting/dial -> starting/login after 2.5 s, because the server answered"
+
+
+def test_an_illegal_move_names_both_states_and_the_legal_ones(machine: Machine) -> None:
+    with pytest.raises(IllegalMove) as caught:
+        machine.move("active", cause=TimeoutError("no answer"))
+    assert str(caught.value) == (
+        "link: may not move from starting/dial to active "
+        "(because no answer (TimeoutError)); "
+        "from starting/dial it may move to starting/login, starting/dial, closed"
+    )
+    assert machine.state == ("starting", "dial")
+    assert machine.history == ()
+
+
+def test_a_move_to_an_unknown_state_says_so(machine: Machine) -> None:
+    with pytest.raises(IllegalMove, match=r"to starting/gone .*, which is no declared state; "):
+        machine.move("starting/gone", cause="test")
+
+
+def test_nothing_follows_an_end(clock: FakeClock) -> None:
+    machine = Machine("x", phases={"a": (), "b": ()}, moves=[("a", "b")], initial="a", clock=clock)
+    machine.move("b", cause="done")
+    with pytest.raises(IllegalMove, match="from b it may move to nothing"):
+        machine.move("a", cause="again")
+
+
+def test_restart_moves_from_a_whole_phase_and_from_anywhere(machine: Machine) -> None:
+    machine.move("starting", cause="first dial failed")
+    machine.move("starting/login", cause="answered")
+    machine.move("starting", cause="login failed")
+    assert machine.may("closed")
+    assert not machine.may("active")
+    assert not machine.may("gone")
+    machine.move("closed", cause="stop")
+    machine.move("closed", cause="stop again")
+    assert [str(move.target) for move in machine.history] == [
+        "starting/dial",
+        "starting/login",
+        "starting/dial",
+        "closed",
+        "closed",
+    ]
+
+
+def test_history_is_bounded(clock: FakeClock) -> None:
+    machine = Machine("link", LINK, clock=clock, history=2)
+    for number in range(5):
+        machine.move("starting", cause=str(number))
+    assert [move.cause for move in machine.history] == ["3", "4"]
+
+
+def test_observers_see_each_move_in_order_even_if_one_moves_again(machine: Machine) -> None:
+    first: list[str] = []
+    second: list[str] = []
+
+    def eager(move: Move) -> None:
+        first.append(str(move.target))
+        if move.target == ("starting", "login"):
+            machine.move("active", cause="at once")
+
+    machine.observe(eager)
+    stop = machine.observe(lambda move: second.append(str(move.target)))
+    machine.move("starting/login", cause="answered")
+    assert first == second == ["starting/login", "active"]
+    stop()
+    machine.move("starting", cause="lost")
+    assert first[-1] == "starting/dial"
+    assert second[-1] == "active"
+
+
+def test_an_observer_that_raises_is_reported_once_and_breaks_nothing(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Move] = []
+
+    def broken(move: Move) -> None:
+        raise ValueError("cannot draw")
+
+    machine.observe(broken)
+    machine.observe(seen.append)
+    with caplog.at_level(logging.ERROR, "holdfast.kernel"):
+        machine.move("starting", cause="one")
+        machine.move("starting", cause="two")
+    assert [move.cause for move in seen] == ["one", "two"]
+    assert len(caplog.records) == 1
+    assert "broken" in caplog.text
+    assert "of machine 'link' failed" in caplog.text
+
+
+def test_states_are_recorded_with_their_causes(clock: FakeClock) -> None:
+    recorder = Recorder(clock=clock)
+    machine = Machine("link", LINK, clock=clock, recorder=recorder)
+    answered = recorder.record("server", "answered")
+    move = machine.move("starting/login", cause=answered)
+    assert move.cause == "answered"
+    machine.move("active", cause="the password was right")
+    last = machine.move("closed", cause=ConnectionResetError("peer reset"))
+    events = recorder.events("link")
+    assert [(event.kind, event.text) for event in events] == [
+        ("state", "at starting / dial"),
+        ("state", "at starting / login"),
+        ("state", "at active"),
+        ("state", "at closed"),
+    ]
+    assert recorder.cause(events[1]) is answered
+    assert move.event is events[1]
+    assert last.event is events[3]
+    clock.advance(14)
+    assert recorder.explain("link") == (
+        "at closed for 14 s\n  because  peer reset (ConnectionResetError)"
+    )
+
+
+def test_as_dict_and_repr(machine: Machine, clock: FakeClock) -> None:
+    clock.advance(1)
+    machine.move("starting/login", cause="answered")
+    clock.advance(3)
+    assert repr(machine) == "<Machine link: at starting/login for 3.0 s>"
+    assert json.loads(json.dumps(machine.as_dict())) == {
+        "name": "link",
+        "phase": "starting",
+        "step": "login",
+        "for": 3.0,
+        "history": [
+            {
+                "wall": NOON + 1,
+                "from": "starting/dial",
+                "to": "starting/login",
+                "cause": "answered",
+                "lasted": 1.0,
+            }
+        ],
+    }
+
+
+def test_it_renders_its_chart(machine: Machine) -> None:
+    assert machine.text() == LINK.text()
+    assert machine.mermaid() == LINK.mermaid()
+
+
+@pytest.mark.parametrize("given", [{}, {"chart": LINK, "phases": {"a": ()}}])
+def test_a_chart_or_its_parts(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"Machine 'x': give either .*; history=-1 must be"):
+        Machine("x", history=-1, **given)  # type: ignore[arg-type]
+
+
+def test_without_a_clock_it_takes_the_current_one() -> None:
+    machine = Machine("link", LINK)
+    assert machine.as_dict()["for"] >= 0.0
