@@ -81,7 +81,7 @@ bench: $(VENV)/.dev ## Run every benchmark and print its table
 	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file; done
 
 bench-check: $(VENV)/.dev ## Run the quick benchmarks against benchmarks/targets.toml
-	@$(BIN)/python -m benchmarks._check
+	@$(BIN)/python benchmarks/_check.py
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

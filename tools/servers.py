@@ -36,6 +36,8 @@ SERVERS = (
         "an installed PostgreSQL, by its bin directory",
     ),
     Server("chromium", "chromium", "chromium", "the live page, in a real browser"),
+    Server("redis", "redis-server", "redis-server", "leases and rate limits in Redis"),
+    Server("pgbouncer", "pgbouncer", "/usr/sbin/pgbouncer", "PostgreSQL behind PgBouncer"),
 )
 
 

@@ -54,7 +54,7 @@ class Action:
     times: int = 0
 
 
-# -- the model ------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------
 
 
 class GaveUp(Exception):
@@ -189,7 +189,7 @@ class Model:
                 return
 
 
-# -- the real thing ---------------------------------------------------------------------------------
+# -- the real thing ----------------------------------------------------------------------------
 
 
 class Theatre:
@@ -358,7 +358,7 @@ def check_stop_order(trace: list[str], spec: Spec) -> None:
         assert indices == sorted(indices, reverse=True), f"{path} stopped out of order: {trace}"
 
 
-# -- the schedules -----------------------------------------------------------------------------------
+# -- the schedules -----------------------------------------------------------------------------
 
 
 def specs(depth: int) -> st.SearchStrategy[Spec]:

@@ -2,9 +2,9 @@
 
 A part of a system is a `Child` of a `Supervisor`: started in order, restarted by rule, stopped in
 reverse. It is found by others through a `Registry`, says what it is doing with a `Machine` and a
-`StatusMonitor`, waits between attempts as a `Backoff` says, and tells a `Recorder` what happened and
-why. The small words (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Clock`) are the ones
-that every system needs, written once.
+`StatusMonitor`, waits between attempts as a `Backoff` says, and tells a `Recorder` what happened
+and why. The small words (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Clock`) are
+those that every system needs, written once.
 """
 
 from ._backoff import Backoff

@@ -63,12 +63,12 @@ class Child:
         if self.start_timeout <= 0:
             found.append(f"start_timeout={self.start_timeout} must be > 0 s")
         if self.shutdown <= 0:
-            found.append(f"shutdown={self.shutdown} must be > 0 s: to end takes a turn of the loop")
+            found.append(f"shutdown={self.shutdown} must be > 0 s")
         return found
 
 
 class Context:
-    """What a child is given at each start: its name, its clock, and the way to say that it is up."""
+    """What a child is given at each start: its name, its clock, and a way to say that it is up."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class SupervisionError(HoldfastError):
 
 
 class StartFailed(SupervisionError):
-    """The child of this name did not start; what it raised, if anything, is chained to this error."""
+    """The child of this name did not start; what it raised, if anything, is chained."""
 
     def __init__(self, message: str, child: str) -> None:
         super().__init__(message)

@@ -19,61 +19,18 @@ from asyncio import CancelledError, Future, Task, get_running_loop
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from ._errors import KeyedWorkError, QueueFull, WaitTimeout, WorkCancelled, WorkerCrashed
+from ._pump import KeyedStatistics, Pump, fail
 from ._recorder import Recorder
 from ._words import counted, describe, refuse
 
-__all__ = ["KeyedStatistics", "KeyedWorkers"]
+__all__ = ["KeyedWorkers"]
 
 K = TypeVar("K", bound=Hashable)
 ItemT = TypeVar("ItemT")
 R = TypeVar("R")
-
-
-class KeyedStatistics(NamedTuple):
-    """What keyed workers do now, and what became of everything submitted so far."""
-
-    #: Keys that have work.
-    keys: int
-    #: Items that wait behind the running one of their key.
-    queued: int
-    #: Items accepted so far.
-    submitted: int
-    #: Items refused because the queue of their key was full.
-    rejected: int
-    #: Items whose handler returned.
-    completed: int
-    #: Items whose handler raised.
-    failed: int
-    #: Items not started because the item before them failed.
-    crashed: int
-    #: Items ended by `cancel()`, or by the end of the loop.
-    cancelled: int
-    #: Items not started because their caller had cancelled them.
-    skipped: int
-
-
-class _Pump(Generic[ItemT, R]):
-    """What is kept for a key while it has work."""
-
-    __slots__ = ("cancelling", "first", "queue", "started", "task")
-
-    def __init__(self, first: Future[R]) -> None:
-        self.first = first
-        self.started = False
-        self.cancelling = False
-        # Most keys have one item at a time: the queue is made for the second.
-        self.queue: deque[tuple[ItemT, Future[R]]] | None = None
-        self.task: Task[None]
-
-    def waiting(self) -> list[Future[R]]:
-        """The futures of what has not been started, taken out of the queue."""
-        futures = [future for _, future in self.queue or ()]
-        if self.queue:
-            self.queue.clear()
-        return futures if self.started else [self.first, *futures]
 
 
 class KeyedWorkers(Generic[K, ItemT, R]):
@@ -98,7 +55,8 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         self.max_queue = max_queue
         self._handler = handler
         self._recorder = recorder
-        self._pumps: dict[K, _Pump[ItemT, R]] = {}
+        self._pumps: dict[K, Pump[ItemT, R]] = {}
+        self._fresh: list[Pump[ItemT, R]] = []
         self._drained: list[Future[None]] = []
         self._closed = False
         self._submitted = self._rejected = self._completed = 0
@@ -116,10 +74,12 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         future: Future[R] = loop.create_future()
         pump = self._pumps.get(key)
         if pump is None:
-            self._pumps[key] = pump = _Pump(future)
+            self._pumps[key] = pump = Pump(future)
             run = self._run(key, item, future, pump)
             pump.task = loop.create_task(run, name=f"{self.name} {key!r}")
-            pump.task.add_done_callback(self._ended)
+            if not self._fresh:
+                loop.call_soon(loop.call_soon, self._look_at_fresh)
+            self._fresh.append(pump)
         elif pump.queue is None:
             pump.queue = deque(((item, future),))
         elif len(pump.queue) < self.max_queue:
@@ -166,14 +126,13 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         pump = self._pumps.get(key)
         if pump is None:
             return 0
-        waiting = [future for future in pump.waiting() if not future.done()]
-        self._give_up(waiting, key, "before it was started")
+        cancelled = self._give_up_waiting(key, pump)
         if not pump.started:
-            return len(waiting)
+            return cancelled
         if not pump.cancelling:
             pump.cancelling = True
             pump.task.cancel()
-        return len(waiting) + 1
+        return cancelled + 1
 
     async def close(self, timeout: float | None = None) -> None:
         """Take no more work, and wait for what there is; cancel what is left after the timeout."""
@@ -227,7 +186,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
             f"{now.queued} waiting, {now.completed} done, {now.failed} failed>"
         )
 
-    async def _run(self, key: K, item: ItemT, future: Future[R], pump: _Pump[ItemT, R]) -> None:
+    async def _run(self, key: K, item: ItemT, future: Future[R], pump: Pump[ItemT, R]) -> None:
         # This loop is the hot path. It waits nowhere but in the handler: between the end of an
         # item and the look at the queue nobody else can run.
         handler = self._handler
@@ -237,26 +196,30 @@ class KeyedWorkers(Generic[K, ItemT, R]):
                 try:
                     result = await handler(key, item)
                 except Exception as error:
-                    self._crash(key, pump, future, error)
-                    return
+                    return self._crash(key, pump, future, error)
                 except CancelledError:
-                    if not self._was_cancelled(key, pump, future):
-                        return
+                    self._cancelled += 1
+                    fail(future, self._cancellation(key, "while it ran"))
+                    if not self._may_go_on(key, pump):
+                        return None
+                except GeneratorExit:
+                    # The loop is gone, and with it whoever could be told.
+                    raise
                 except BaseException as error:
                     self._crash(key, pump, future, error)
+                    pump.task.add_done_callback(_seen)
                     raise
                 else:
                     self._completed += 1
                     if not future.done():
                         future.set_result(result)
-                    if pump.cancelling:
-                        await self._absorb(pump)
+                    if pump.cancelling and not await self._absorbed(key, pump):
+                        return None
             elif future.cancelled():
                 self._skipped += 1
-            if not pump.queue:
-                break
-            item, future = pump.queue.popleft()
-        self._stop(key)
+            if not (queue := pump.queue):
+                return self._stop(key)
+            item, future = queue.popleft()
 
     def _stop(self, key: K) -> None:
         del self._pumps[key]
@@ -265,66 +228,79 @@ class KeyedWorkers(Generic[K, ItemT, R]):
                 if not drained.done():
                     drained.set_result(None)
 
-    def _crash(
-        self, key: K, pump: _Pump[ItemT, R], future: Future[R], error: BaseException
-    ) -> None:
+    def _crash(self, key: K, pump: Pump[ItemT, R], future: Future[R], error: BaseException) -> None:
         self._failed += 1
-        _fail(future, error)
-        waiting = [each for each in pump.waiting() if not each.done()]
-        for each in waiting:
+        fail(future, error)
+        more = 0
+        for each in pump.take_waiting():
+            if each.cancelled():
+                self._skipped += 1
+                continue
+            more += 1
             crashed = WorkerCrashed(
                 f"{self.name}: the work of {key!r} before this one failed: {describe(error)}; "
                 "this one was not started: submit it again if it is still wanted"
             )
             crashed.__cause__ = error
-            _fail(each, crashed)
-        self._crashed += len(waiting)
+            fail(each, crashed)
+        self._crashed += more
         if self._recorder is not None:
-            text = f"the work of {key!r} failed, {len(waiting)} more not started"
+            text = f"the work of {key!r} failed, {more} more not started"
             self._recorder.record(self.name, text, kind="failure", cause=error)
         self._stop(key)
 
-    def _was_cancelled(self, key: K, pump: _Pump[ItemT, R], future: Future[R]) -> bool:
-        """Whether the pump may go on, because it was `cancel()` that ended the item."""
-        self._give_up([future], key, "while it ran")
+    def _may_go_on(self, key: K, pump: Pump[ItemT, R]) -> bool:
+        """Whether it was `cancel()` that ended the item, and nobody who ends the whole task."""
         if pump.cancelling:
             pump.cancelling = False
             if pump.task.uncancel() == 0:
                 return True
-        # Somebody else ends the task, as the loop does at its end: nobody will do the rest.
-        self._give_up(pump.waiting(), key, "before it was started")
+        # The loop does so at its end: nobody will do the rest.
+        self._give_up_waiting(key, pump)
         self._stop(key)
         return False
 
-    async def _absorb(self, pump: _Pump[ItemT, R]) -> None:
-        # The item ended before the cancellation reached it; here it does not hit the next one.
+    async def _absorbed(self, key: K, pump: Pump[ItemT, R]) -> bool:
+        # The item ended before the cancellation reached it; taken here, it spares the next one.
         try:
             await asyncio.sleep(0)
         except CancelledError:
             pass
-        pump.task.uncancel()
-        pump.cancelling = False
+        return self._may_go_on(key, pump)
 
-    def _give_up(self, futures: list[Future[R]], key: K, when: str) -> None:
-        self._cancelled += len(futures)
-        for future in futures:
-            _fail(future, WorkCancelled(f"{self.name}: the work of {key!r} was cancelled {when}"))
+    def _give_up_waiting(self, key: K, pump: Pump[ItemT, R]) -> int:
+        cancelled = 0
+        for future in pump.take_waiting():
+            if future.cancelled():
+                self._skipped += 1
+            else:
+                cancelled += 1
+                fail(future, self._cancellation(key, "before it was started"))
+        self._cancelled += cancelled
+        return cancelled
 
-    def _ended(self, task: Task[None]) -> None:
-        if not task.cancelled():
-            # A KeyboardInterrupt has gone up through the loop already.
-            task.exception()
-            return
+    def _cancellation(self, key: K, when: str) -> WorkCancelled:
+        return WorkCancelled(f"{self.name}: the work of {key!r} was cancelled {when}")
+
+    def _look_at_fresh(self) -> None:
+        # A task that is cancelled before its first step never runs at all, not even a `finally`.
+        # A callback on each would notice, at a tenth of the whole cost; by now, two turns after
+        # the submit, only those that need one are left.
+        fresh, self._fresh = self._fresh, []
+        for pump in fresh:
+            if not pump.started:
+                pump.task.add_done_callback(self._never_started)
+
+    def _never_started(self, task: Task[None]) -> None:
         for key, pump in self._pumps.items():
             if pump.task is task:
-                # It was cancelled before its first step, and so never came to its own end.
-                self._give_up(pump.waiting(), key, "before it was started")
-                self._stop(key)
-                return
+                self._skipped += pump.first.cancelled()
+                self._give_up_waiting(key, pump)
+                return self._stop(key)
+        return None
 
 
-def _fail(future: Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        # Marks it as seen: a caller that dropped the future is not complained about at exit.
-        future.exception()
+def _seen(task: Task[None]) -> None:
+    # It has gone up through the loop already; asyncio need not complain about it again.
+    if not task.cancelled():
+        task.exception()

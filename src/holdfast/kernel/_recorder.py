@@ -227,7 +227,9 @@ class Recorder:
         if known is loop:
             return clock
         clock = Clock.current()
-        self._clock_of = (loop, clock)
+        if getattr(loop, "clock", None) is None:
+            # A loop with clocks of its own, as a simulated one, may have one for each that asks.
+            self._clock_of = (loop, clock)
         return clock
 
     def _open(self, component: str) -> deque[Event]:

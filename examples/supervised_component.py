@@ -1,0 +1,37 @@
+"""A supervised component in twenty lines: it dials, says that it is up, and is restarted when it breaks.
+
+Expected output:
+
+    link 1 is up
+    link 2 is up
+    running for 0.0 s
+      because  1st restart
+"""
+
+import asyncio
+import logging
+
+from holdfast.kernel import Child, Context, Supervisor
+
+
+async def listener(ctx: Context) -> None:
+    link = f"link {ctx.generation}"  # dial here: a raise before started() is a failed start
+    ctx.started(link)  # the next sibling starts only now
+    print(f"{link} is up")
+    if ctx.generation == 1:
+        raise ConnectionResetError("the server went away")
+    await asyncio.Event().wait()  # return: done; raise: restarted; cancel: stopped
+
+
+async def main() -> None:
+    logging.disable()  # the supervisor logs the failure with its traceback; here the story is enough
+    async with Supervisor("root", strategy="rest_for_one") as root:
+        await root.start_child(Child("listener", listener))
+        while root.value("listener") != "link 2":
+            await asyncio.sleep(0)
+        for line in root.recorder.explain("root/listener").splitlines()[:2]:
+            print(line.partition(" at ")[0])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

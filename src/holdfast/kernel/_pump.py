@@ -1,0 +1,69 @@
+"""What keyed workers keep for a key while it has work, and what they count."""
+
+from __future__ import annotations
+
+from asyncio import Future, Task
+from collections import deque
+from typing import Any, Generic, NamedTuple, TypeVar
+
+__all__ = ["KeyedStatistics", "Pump", "fail"]
+
+ItemT = TypeVar("ItemT")
+R = TypeVar("R")
+
+
+class KeyedStatistics(NamedTuple):
+    """What keyed workers do now, and what became of everything submitted so far."""
+
+    #: Keys that have work.
+    keys: int
+    #: Items that wait behind the running one of their key.
+    queued: int
+    #: Items accepted so far.
+    submitted: int
+    #: Items refused because the queue of their key was full.
+    rejected: int
+    #: Items whose handler returned.
+    completed: int
+    #: Items whose handler raised.
+    failed: int
+    #: Items not started because the item before them failed.
+    crashed: int
+    #: Items ended by `cancel()`, or by the end of the loop.
+    cancelled: int
+    #: Items not started because their caller had cancelled them.
+    skipped: int
+
+
+class Pump(Generic[ItemT, R]):
+    """The work of one key."""
+
+    __slots__ = ("cancelling", "first", "queue", "started", "task")
+
+    def __init__(self, first: Future[R]) -> None:
+        #: The future of the item that the pump was made for.
+        self.first = first
+        #: Whether the task has made its first step; from then on it is always in a handler.
+        self.started = False
+        #: Whether `cancel()` has cancelled the task, and the task has not yet noticed.
+        self.cancelling = False
+        # Most keys have one item at a time: the queue is made for the second.
+        self.queue: deque[tuple[ItemT, Future[R]]] | None = None
+        self.task: Task[None]
+
+    def take_waiting(self) -> list[Future[R]]:
+        """The futures of what has not been started, which now never will be."""
+        futures = [future for _, future in self.queue or ()]
+        if self.queue:
+            self.queue.clear()
+        if not self.started and not self.first.done():
+            futures.insert(0, self.first)
+        return futures
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Set the error, unless the caller has left."""
+    if not future.done():
+        future.set_exception(error)
+        # Marks it as seen: a caller that dropped the future is not complained about at exit.
+        future.exception()

@@ -1,0 +1,188 @@
+"""Names for live things: atomic, freed with their owner, monitored once, never leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+
+from holdfast.kernel import (
+    AlreadyRegistered,
+    Child,
+    Context,
+    Down,
+    NotRegistered,
+    Registry,
+    Supervisor,
+)
+from holdfast.testing import run_one, scaled
+
+
+async def test_a_key_has_one_owner_and_the_error_carries_the_current_value() -> None:
+    registry: Registry[str, object] = Registry("profiles")
+    first = object()
+    registry.register("alice", first)
+    with pytest.raises(AlreadyRegistered, match="'alice' is already registered") as caught:
+        registry.register("alice", object())
+    assert caught.value.current is first
+    assert registry.whereis("alice") is first
+    assert repr(registry) == "<Registry profiles: 1 registered, 0 awaited>"
+
+
+async def test_a_key_is_freed_when_its_owning_task_ends() -> None:
+    registry: Registry[str, int] = Registry()
+
+    async def owner() -> None:
+        registry.register("k", 1)
+
+    await asyncio.create_task(owner())
+    await asyncio.sleep(0)
+    assert "k" not in registry
+
+
+async def test_a_given_owner_keeps_the_key() -> None:
+    registry: Registry[str, int] = Registry()
+    release = asyncio.Event()
+    task = asyncio.create_task(release.wait())
+    registry.register("k", 1, owner=task)
+    assert registry.items() == [("k", 1)]
+    release.set()
+    await task
+    await asyncio.sleep(0)
+    assert len(registry) == 0
+
+
+async def test_nobody_registers_for_an_owner_that_has_ended() -> None:
+    registry: Registry[str, int] = Registry()
+    task = asyncio.create_task(asyncio.sleep(0))
+    await task
+    with pytest.raises(RuntimeError, match="can own nothing more"):
+        registry.register("k", 1, owner=task)
+    assert "k" not in registry
+
+
+async def test_unregister_is_harmless_twice_and_never_frees_a_successor() -> None:
+    registry: Registry[str, int] = Registry()
+    first = registry.register("k", 1)
+    first.unregister()
+    second = registry.register("k", 2)
+    first.unregister()
+    registry.unregister("nobody")
+    assert registry.whereis("k") == 2
+    assert repr(second) == "<Registration 'k' live>"
+    assert repr(first) == "<Registration 'k' ended>"
+    registry.unregister("k")
+    assert list(registry) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("return", "normal"), ("cancel", "shutdown"), ("raise", None)]
+)
+async def test_a_monitor_gives_exactly_one_down_with_the_reason(
+    how: str, reason: str | None
+) -> None:
+    registry: Registry[str, int] = Registry()
+    go = asyncio.Event()
+    failure = ValueError("broke")
+
+    async def owner() -> None:
+        registry.register("k", 1)
+        await go.wait()
+        if how == "raise":
+            raise failure
+
+    task = asyncio.create_task(owner())
+    await asyncio.sleep(0)
+    downs = [registry.monitor("k") for _ in range(3)]
+    abandoned = registry.monitor("k")
+    abandoned.cancel()
+    if how == "cancel":
+        task.cancel()
+    go.set()
+    expected = Down("k", failure if reason is None else reason)
+    assert await asyncio.gather(*downs) == [expected] * 3
+    await asyncio.gather(task, return_exceptions=True)
+    assert await registry.monitor("k") == Down("k", "unknown")
+
+
+async def test_a_monitor_of_a_key_given_up_says_so() -> None:
+    registry: Registry[str, int] = Registry()
+    registration = registry.register("k", 1)
+    down = registry.monitor("k")
+    registration.unregister()
+    assert await down == Down("k", "unregistered")
+
+
+def test_via_survives_restarts_of_the_owner() -> None:
+    async def scenario(sim: object) -> None:
+        registry: Registry[str, int] = Registry()
+        via = registry.via("link")
+        with pytest.raises(NotRegistered, match="wait for it with Via"):
+            via.resolve()
+        with pytest.raises(NotRegistered):
+            await via.wait(timeout=2)
+        assert repr(via) == "<Via 'link' not registered now>"
+        assert len(registry._arrivals) == 0
+
+        async def link(ctx: Context) -> None:
+            await asyncio.sleep(1)
+            ctx.register(registry, "link", ctx.generation)
+            ctx.started()
+            await asyncio.sleep(1)
+            raise ConnectionResetError
+
+        async with Supervisor(children=[Child("link", link)], intensity=None):
+            assert via.resolve() == 1
+            down = await registry.monitor("link")
+            assert isinstance(down.reason, ConnectionResetError)
+            assert await via.wait(timeout=5) == 2
+            assert via == registry.via("link")
+            assert len({via, registry.via("link")}) == 1
+
+    for seed in range(20):
+        run_one(scenario, seed)
+
+
+def test_the_key_is_free_before_the_next_start_in_every_schedule() -> None:
+    async def scenario(sim: object) -> None:
+        registry: Registry[str, int] = Registry()
+
+        async def owner(ctx: Context) -> None:
+            registry.register("k", ctx.generation)  # AlreadyRegistered here would be the defect
+            ctx.started()
+            await asyncio.sleep(0)
+            raise ValueError
+
+        async with Supervisor(children=[Child("owner", owner)], intensity=None) as root:
+            await asyncio.sleep(0)
+            for _ in range(200):
+                await asyncio.sleep(0)
+        failures = [node.last_failure for node in root.tree().walk()]
+        assert not any("registered" in (failure or "") for failure in failures)
+
+    for seed in range(scaled(200, least=20)):
+        run_one(scenario, seed)
+
+
+async def test_keys_do_not_leak() -> None:
+    """A million cycles at full scale keep memory flat."""
+    registry: Registry[int, int] = Registry()
+    for key in range(2000):
+        registry.register(key, key).unregister()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for key in range(scaled(1_000_000)):
+            registration = registry.register(key, key)
+            if key % 100 == 0:
+                registry.monitor(key).cancel()
+            registration.unregister()
+            if key % 1000 == 0:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 100_000
+    assert len(registry) == 0

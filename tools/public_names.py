@@ -1,0 +1,70 @@
+"""Check that every public name is documented: a docstring of its own, and a page of the reference.
+
+A package's public names are those of its `__all__`; each package has a page in docs/reference that
+documents all of them (automodule), and each name needs a docstring for that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+import holdfast
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+#: Rooms whose users are not programmers: their reference is a page about the command.
+WITHOUT_API = {"holdfast.cli"}
+
+
+def packages() -> list[str]:
+    """The rooms of the house, and their public modules."""
+    found = []
+    for room in pkgutil.iter_modules(holdfast.__path__, "holdfast."):
+        found.append(room.name)
+        package = importlib.import_module(room.name)
+        if room.ispkg:
+            found += [
+                module.name
+                for module in pkgutil.iter_modules(package.__path__, f"{room.name}.")
+                if not module.name.rpartition(".")[2].startswith("_")
+            ]
+    return [name for name in found if name not in WITHOUT_API]
+
+
+def is_data(value: object) -> bool:
+    """Constants and type aliases have no docstring of their own in Python."""
+    return not (inspect.isclass(value) or inspect.isroutine(value))
+
+
+def mistakes(package: str, pages: str) -> list[str]:
+    """What is missing in the documentation of one package."""
+    module = importlib.import_module(package)
+    found = []
+    names = getattr(module, "__all__", None)
+    if names is None:
+        return [f"{package} has no __all__"]
+    if f"automodule:: {package}\n" not in pages:
+        found.append(f"{package} is not in docs/reference (add `.. automodule:: {package}`)")
+    for name in names:
+        value = getattr(module, name)
+        if not is_data(value) and not (
+            value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+        ):
+            found.append(f"{package}.{name} has no docstring")
+    return found
+
+
+def main() -> int:
+    """Report every public name that is not documented."""
+    pages = "".join(page.read_text() + "\n" for page in REFERENCE.glob("*.md"))
+    found = [mistake for package in packages() for mistake in mistakes(package, pages)]
+    for mistake in found:
+        print(f"public names: {mistake}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
