@@ -84,8 +84,8 @@ def main() -> int:
         wanted = missing()
     for server in wanted:
         print(
-            f"holdfast: {server.name} is not installed, so the tests of {server.purpose} cannot run "
-            f"(as root: apt-get install {server.package})",
+            f"holdfast: {server.name} is not installed, so the tests of {server.purpose} "
+            f"cannot run (as root: apt-get install {server.package})",
             file=sys.stderr,
         )
     return 1 if wanted and os.environ.get("CI") == "true" else 0

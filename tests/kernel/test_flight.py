@@ -66,22 +66,24 @@ async def test_nothing_is_kept_after_the_end() -> None:
 
 
 async def test_who_asks_in_the_turn_of_the_end_asks_anew() -> None:
-    flight = SingleFlight()
-    late: list[asyncio.Task[str]] = []
+    flight, ending = SingleFlight(), asyncio.Event()
+
+    async def first() -> str:
+        # Wakes the latecomer to run after this task's end, and before asyncio's callbacks of it.
+        ending.set()
+        return "first"
 
     async def second() -> str:
         return "second"
 
-    async def first() -> str:
-        def ask() -> None:
-            late.append(asyncio.create_task(flight.do("k", second)))
+    async def latecomer() -> str:
+        await ending.wait()
+        return await flight.do("k", second)
 
-        # Two turns: this task ends in the next one, just before `ask` starts its caller.
-        asyncio.get_running_loop().call_soon(ask)
-        return "first"
-
+    late = asyncio.create_task(latecomer())
+    await turns()
     assert await flight.do("k", first) == "first"
-    assert await late[0] == "second"
+    assert await late == "second"
 
 
 async def test_keys_do_not_wait_for_each_other() -> None:
@@ -152,6 +154,7 @@ async def test_a_newcomer_waits_for_the_end_of_a_cancelled_attempt() -> None:
     newcomer = asyncio.create_task(flight.do("k", attempts))
     await turns()
     assert attempts.count == 1
+    assert not leaving.done()
     attempts.gate.set()
     attempts.tidy.set()
     assert await newcomer == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tracemalloc
 
 import pytest
@@ -166,23 +167,29 @@ def test_the_key_is_free_before_the_next_start_in_every_schedule() -> None:
 
 
 async def test_keys_do_not_leak() -> None:
-    """A million cycles at full scale keep memory flat."""
+    """A million cycles at full scale keep memory flat: the second half adds nothing to the first."""
+    # asyncio's remarks on a busy loop are kept by the log capture: that memory is not ours.
+    asyncio.get_running_loop().slow_callback_duration = 60
     registry: Registry[int, int] = Registry()
-    for key in range(2000):
-        registry.register(key, key).unregister()
+    levels = []
     tracemalloc.start()
     try:
-        before = tracemalloc.get_traced_memory()[0]
-        for key in range(scaled(1_000_000)):
-            registration = registry.register(key, key)
-            if key % 100 == 0:
-                registry.monitor(key).cancel()
-            registration.unregister()
-            if key % 1000 == 0:
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        grown = tracemalloc.get_traced_memory()[0] - before
+        for _ in range(2):
+            await _register_and_unregister(registry, scaled(500_000))
+            gc.collect()
+            levels.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert grown < 100_000
+    assert levels[1] - levels[0] < 10_000
     assert len(registry) == 0
+
+
+async def _register_and_unregister(registry: Registry[int, int], cycles: int) -> None:
+    for key in range(cycles):
+        registration = registry.register(key, key)
+        if key % 100 == 0:
+            registry.monitor(key).cancel()
+        registration.unregister()
+        if key % 1000 == 0:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)

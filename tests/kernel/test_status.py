@@ -15,6 +15,7 @@ from tests.kernel.fake_clock import FakeClock
 
 from holdfast.kernel._condition import Condition, StatusChange
 from holdfast.kernel._errors import WaitTimeout
+from holdfast.kernel._ownership import _owned
 from holdfast.kernel._recorder import Recorder
 from holdfast.kernel._status import StatusMonitor
 
@@ -183,6 +184,21 @@ async def test_a_cleared_condition_is_not_cleared_again_by_its_owners_end(
     monitor.clear("connected", "on purpose")
     await holder.end()
     assert monitor.conditions()["connected"].detail == "on purpose"
+
+
+async def test_an_owner_is_not_burdened_by_conditions_it_has_lost(
+    monitor: StatusMonitor[Level],
+) -> None:
+    owner = asyncio.current_task()
+    assert owner is not None
+    monitor.set("migrated")
+    before = len(_owned[owner]._clean_ups)
+    for _ in range(100):
+        monitor.set("connected")
+        monitor.clear("connected", "test")
+        monitor.set("connected")
+        monitor.set("connected", owner="nobody")
+    assert len(_owned[owner]._clean_ups) == before
 
 
 async def test_waiting_for_what_is_already_so(monitor: StatusMonitor[Level]) -> None:

@@ -26,7 +26,7 @@ from ._pump import KeyedStatistics, Pump, fail
 from ._recorder import Recorder
 from ._words import counted, describe, refuse
 
-__all__ = ["KeyedWorkers"]
+__all__ = ["KeyedStatistics", "KeyedWorkers"]
 
 K = TypeVar("K", bound=Hashable)
 ItemT = TypeVar("ItemT")
@@ -223,10 +223,13 @@ class KeyedWorkers(Generic[K, ItemT, R]):
 
     def _stop(self, key: K) -> None:
         del self._pumps[key]
-        if self._drained and not self._pumps:
-            for drained in self._drained:
-                if not drained.done():
-                    drained.set_result(None)
+        if self._pumps:
+            return
+        # An empty dict still has the room for all that it ever held; this gives it back.
+        self._pumps.clear()
+        for drained in self._drained:
+            if not drained.done():
+                drained.set_result(None)
 
     def _crash(self, key: K, pump: Pump[ItemT, R], future: Future[R], error: BaseException) -> None:
         self._failed += 1

@@ -133,9 +133,6 @@ class StatusMonitor(Generic[S]):
             del self._waiters[waiter]
             if timer is not None:
                 timer.cancel()
-            if waiter.future.done() and not waiter.future.cancelled():
-                # Marks the outcome as seen if the waiting task was cancelled in the same turn.
-                waiter.future.exception()
 
     def subscribe(self, callback: Callable[[StatusChange[S]], None]) -> Callable[[], None]:
         """Call this at each change of a condition; returns what ends that."""
@@ -182,9 +179,6 @@ class StatusMonitor(Generic[S]):
             holder.let_go()
 
     def _owner_ended(self, name: str, task: Owner, reason: Reason) -> None:
-        holder = self._holders.get(name)
-        if holder is None or holder.task is not task:
-            return
         del self._holders[name]
         words = f"its owner {task.get_name()} ended: {ending(reason)}"
         try:

@@ -1,0 +1,126 @@
+"""Tools for tests, shipped so that users can test their own code with them.
+
+- `simulate` runs a scenario on an event loop with virtual time and a seeded, faulty network, once
+  per seed; `run_one` runs a single seed.
+- `mutant` plants a named defect for one test, and `assert_caught` proves that a scenario notices.
+- `stress_threads` drives a thread-safe object from many threads.
+- `FaultProxy` stands between a client and a real server, and breaks what passes.
+- `scaled` and `base_seed` are the one knob for the size and the chance of such tests.
+
+What holds in every simulation:
+
+- The same seed gives the same schedule, in any process.
+- Callbacks keep asyncio's order; only tasks may be late. One connection's bytes keep their order.
+- Time moves only when nothing can run; when nothing can ever run again, that is a `Deadlock`.
+- An exception that nobody retrieves fails the seed.
+- A killed host runs nothing any more, not even a `finally`.
+
+Names are looked up on first use: pytest imports this package at its start (for the plugin), and
+should not pay for the rest.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._errors import (
+        Deadlock,
+        HostKilled,
+        Livelock,
+        MutantRejected,
+        MutantSurvived,
+        SimulationError,
+        SimulationFailed,
+        StressFailed,
+        Stuck,
+        TimeLimit,
+        Unhandled,
+        Unsimulated,
+    )
+    from ._hosts import Host
+    from ._loop import SimLoop
+    from ._mutants import Caught, Mutant, assert_caught, mutant
+    from ._network import Network
+    from ._proxy import FaultProxy
+    from ._report import Report
+    from ._run import Outcome, Scenario, run_one
+    from ._scale import base_seed, scaled
+    from ._sim import Sim
+    from ._simulate import simulate
+    from ._stress import StressReport, stress_threads
+    from ._trace import Trace, TraceEvent
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # Simulation
+    "Host",
+    "Network",
+    "Outcome",
+    "Report",
+    "Scenario",
+    "Sim",
+    "SimLoop",
+    "Trace",
+    "TraceEvent",
+    "run_one",
+    "simulate",
+    # Mutants
+    "Caught",
+    "Mutant",
+    "assert_caught",
+    "mutant",
+    # Threads
+    "StressReport",
+    "stress_threads",
+    # Real connections
+    "FaultProxy",
+    # Size and chance
+    "base_seed",
+    "scaled",
+    # Errors
+    "Deadlock",
+    "HostKilled",
+    "Livelock",
+    "MutantRejected",
+    "MutantSurvived",
+    "SimulationError",
+    "SimulationFailed",
+    "StressFailed",
+    "Stuck",
+    "TimeLimit",
+    "Unhandled",
+    "Unsimulated",
+]
+
+_HOMES = {
+    "_errors": (
+        "Deadlock HostKilled Livelock MutantRejected MutantSurvived SimulationError "
+        "SimulationFailed StressFailed Stuck TimeLimit Unhandled Unsimulated"
+    ),
+    "_hosts": "Host",
+    "_loop": "SimLoop",
+    "_mutants": "Caught Mutant assert_caught mutant",
+    "_network": "Network",
+    "_proxy": "FaultProxy",
+    "_report": "Report",
+    "_run": "Outcome Scenario run_one",
+    "_scale": "base_seed scaled",
+    "_sim": "Sim",
+    "_simulate": "simulate",
+    "_stress": "StressReport stress_threads",
+    "_trace": "Trace TraceEvent",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,161 @@
+"""Planted defects: a simulation that cannot fail proves nothing, so prove that it can."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
+
+from ._errors import MutantRejected, MutantSurvived, SimulationFailed
+from ._run import Scenario
+from ._scale import base_seed
+from ._simulate import simulate
+
+__all__ = ["Caught", "Mutant", "assert_caught", "mutant"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ABSENT: Any = object()
+# A mutant that fails in one of these ways is misspelt, not misbehaving.
+_CLUMSY = (NameError, ImportError, SyntaxError, TypeError, AttributeError)
+
+
+class Mutant:
+    """A named defect, planted while its `with` block or the decorated function runs."""
+
+    def __init__(self, owner: Any, attribute: str, replacement: Any, *, name: str) -> None:
+        self.owner = owner
+        self.attribute = attribute
+        self.replacement = replacement
+        self.name = name
+        self._before: Any = None
+        self._planted = False
+        self._check()
+
+    def _check(self) -> None:
+        original = inspect.getattr_static(self.owner, self.attribute, _ABSENT)
+        if original is _ABSENT:
+            raise MutantRejected(
+                f"mutant {self.name!r}: {self._where} does not exist; "
+                "was it renamed? A defect that cannot be planted tests nothing"
+            )
+        if original is self.replacement:
+            raise MutantRejected(f"mutant {self.name!r}: {self._where} is what it was")
+
+    @property
+    def _where(self) -> str:
+        return f"{getattr(self.owner, '__name__', repr(self.owner))}.{self.attribute}"
+
+    def __enter__(self) -> Mutant:
+        if self._planted:
+            raise MutantRejected(f"mutant {self.name!r} is planted already")
+        self._check()
+        # The raw value, because a class hides its static and class methods behind descriptors.
+        self._before = vars(self.owner).get(self.attribute, _ABSENT)
+        setattr(self.owner, self.attribute, self.replacement)
+        self._planted = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._planted = False
+        if self._before is _ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self._before)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Plant the defect while a function, or a coroutine function, runs."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def planted_async(*args: P.args, **options: P.kwargs) -> Any:
+                with self:
+                    return await function(*args, **options)
+
+            return cast(Callable[P, R], planted_async)
+
+        @functools.wraps(function)
+        def planted(*args: P.args, **options: P.kwargs) -> R:
+            with self:
+                return function(*args, **options)
+
+        return planted
+
+    def __repr__(self) -> str:
+        state = "planted in" if self._planted else "for"
+        return f"<Mutant {self.name!r} {state} {self._where}>"
+
+
+def mutant(owner: Any, attribute: str, replacement: Any, *, name: str) -> Mutant:
+    """Describe a defect: `with` it, or under it as a decorator, `owner.attribute` is replaced.
+
+    What was there comes back whatever happens; an attribute that does not exist is an error.
+    """
+    return Mutant(owner, attribute, replacement, name=name)
+
+
+@dataclass(frozen=True)
+class Caught:
+    """A mutant that a scenario noticed."""
+
+    #: The mutant's name.
+    name: str
+    #: The first seed that noticed.
+    seed: int
+    #: How many schedules that took.
+    schedules: int
+    #: What the scenario raised.
+    error: BaseException | None
+
+    def __str__(self) -> str:
+        return (
+            f"mutant {self.name!r} caught by schedule {self.schedules:,} (seed {self.seed}): "
+            f"{type(self.error).__name__}"
+        )
+
+
+def assert_caught(
+    scenario: Scenario[Any],
+    planted: Mutant,
+    *,
+    within: int = 1000,
+    clean: int = 25,
+    first_seed: int | None = None,
+    allow: tuple[type[BaseException], ...] = (),
+    **options: Any,
+) -> Caught:
+    """Pass if the scenario passes as it is, and fails within so many seeds with the mutant planted.
+
+    :param within: seeds in which the defect must show; the search stops at the first.
+    :param clean: seeds that must pass without the defect.
+    :param allow: error types to accept although they usually mean that the mutant is misspelt
+        (TypeError, AttributeError, NameError and the like).
+    :param options: for `simulate()`.
+    """
+    simulate(scenario, clean, first_seed=first_seed, **options)
+    first = base_seed() if first_seed is None else first_seed
+    try:
+        # As a list, because a number would follow --sim-seeds.
+        with planted:
+            simulate(scenario, list(range(first, first + within)), **options)
+    except SimulationFailed as failed:
+        cause = failed.__cause__
+        if isinstance(cause, _CLUMSY) and not isinstance(cause, allow):
+            raise MutantRejected(
+                f"mutant {planted.name!r} does not misbehave, it breaks: {cause!r}; mend it, "
+                f"or accept this with allow=({type(cause).__name__},)"
+            ) from cause
+        return Caught(planted.name, failed.seed, failed.position + 1, cause)
+    raise MutantSurvived(
+        f"mutant {planted.name!r} survived {within:,} schedules from seed {first}: "
+        "the scenario does not test what this breaks"
+    )

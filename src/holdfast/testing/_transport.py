@@ -1,0 +1,334 @@
+"""The end of a simulated connection that a protocol holds in its hands.
+
+It keeps to what asyncio's own socket transport does: which calls raise, when `connection_lost`
+comes, what `close` still sends and `abort` does not, when a protocol is told to pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+from ._pipe import FIN, NETWORK, RST, Pipe, Signal
+
+if TYPE_CHECKING:
+    from ._hosts import Process
+    from ._loop import SimLoop
+    from ._server import SimServer
+
+__all__ = ["SimTransport"]
+
+_HIGH = 64 * 1024
+
+
+class SimTransport(asyncio.Transport):
+    """One end of a simulated TCP connection."""
+
+    incoming: Pipe
+    outgoing: Pipe
+
+    def __init__(
+        self, loop: SimLoop, process: Process, context: Context, address: str, extra: dict[str, Any]
+    ) -> None:
+        super().__init__(extra)
+        self.loop = loop
+        self.process = process
+        self.context = context
+        self.address = address
+        self.server: SimServer | None = None
+        self._protocol: asyncio.BaseProtocol | None = None
+        self._inbox: deque[bytes | Signal] = deque()
+        self._buffer = bytearray()
+        self._reading = False
+        self._at_eof = False
+        self._writes_eof = False
+        self._closing = False
+        self._lost = False
+        self._high, self._low = _HIGH, _HIGH // 4
+        self._protocol_paused = False
+        self._reset_sent = False
+        self._giving_up: asyncio.TimerHandle | None = None
+        process.transports[self] = None
+
+    # What a protocol sees
+
+    def start(self, protocol: asyncio.BaseProtocol) -> None:
+        """Hand the connection to its protocol; what has come meanwhile follows."""
+        self._protocol = protocol
+        if self._closing:
+            return
+        protocol.connection_made(self)
+        if not self._closing:
+            self._reading = True
+            self.wake()
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """The protocol that gets what arrives."""
+        assert self._protocol is not None
+        return self._protocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Give what arrives from now on to another protocol."""
+        self._protocol = protocol
+
+    def is_closing(self) -> bool:
+        """Whether the transport is closed, or about to be."""
+        return self._closing
+
+    @property
+    def gone(self) -> bool:
+        """Whether the socket is closed."""
+        return self._lost
+
+    def __repr__(self) -> str:
+        state = "closed" if self._lost else "closing" if self._closing else "open"
+        peer = self.outgoing.receiver.address
+        return (
+            f"<SimTransport {self.address} -> {peer} {state}, {len(self._buffer)} bytes buffered>"
+        )
+
+    # Reading
+
+    def is_reading(self) -> bool:
+        """Whether arriving bytes go to the protocol now."""
+        return self._reading and not self._closing and not self._at_eof
+
+    def pause_reading(self) -> None:
+        """Leave arriving bytes in the window, so that the sender slows down."""
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if not self._closing and not self._reading:
+            self._reading = True
+            self.wake()
+
+    def wake(self) -> None:
+        """Read what waits, in a turn of its own, as a readable socket would be."""
+        if self._inbox:
+            self.loop.call_soon(self._read, context=self.context)
+
+    def arrive(self, item: bytes | Signal) -> None:
+        """Something came in from the network."""
+        if self._lost:
+            self._refuse_late(item)
+        elif self._inbox or self.process.paused or not self._notices(item):
+            self._inbox.append(item)
+        else:
+            self.context.run(self._receive, item)
+
+    def _notices(self, item: bytes | Signal) -> bool:
+        """A socket that is only written to finds out about a reset, and about nothing else."""
+        if item is RST and (self._buffer or self._closing):
+            return True
+        return self._reading and not self._closing
+
+    def _refuse_late(self, item: bytes | Signal) -> None:
+        """A closed socket answers data with a reset: so a peer learns that nobody reads."""
+        if isinstance(item, bytes) and not self._reset_sent:
+            self._farewell(RST)
+
+    def _read(self) -> None:
+        if self._closing and RST in self._inbox:
+            self._receive(RST)
+        while self._inbox and self._reading and not self._closing:
+            item = self._inbox.popleft()
+            while isinstance(item, bytes) and self._inbox and isinstance(self._inbox[0], bytes):
+                item += self._inbox.popleft()  # type: ignore[operator]
+            self._receive(item)
+
+    def _receive(self, item: bytes | Signal) -> None:
+        if isinstance(item, bytes):
+            self.incoming.consumed(len(item))
+            self._call("data_received", self._feed, item)
+        elif item is RST:
+            self._break(self._reset_by_peer(), farewell=None)
+        else:
+            self._at_eof = True
+            if not self._call("eof_received", self._protocol_eof):
+                self.close()
+
+    def _protocol_eof(self) -> bool | None:
+        protocol: Any = self._protocol
+        keep_open: bool | None = protocol.eof_received()
+        return keep_open
+
+    def _feed(self, data: bytes) -> None:
+        protocol: Any = self._protocol
+        if not isinstance(protocol, asyncio.BufferedProtocol):
+            protocol.data_received(data)
+            return
+        while data:
+            buffer = memoryview(protocol.get_buffer(len(data)))
+            size = min(len(buffer), len(data))
+            buffer[:size] = data[:size]
+            protocol.buffer_updated(size)
+            data = data[size:]
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        """A protocol that raises loses its connection, and the error is not lost with it."""
+        try:
+            return method(*args)
+        except Exception as error:
+            message = f"protocol.{name}() failed"
+            self.loop.call_exception_handler(
+                {"message": message, "exception": error, "transport": self}
+            )
+            self._break(error)
+            return True
+
+    # Writing
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        """Send bytes, as far as the window allows; the rest is buffered."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise TypeError(f"data must be bytes-like, not {type(data).__name__}")
+        if self._writes_eof:
+            raise RuntimeError("cannot write after write_eof()")
+        if self._lost or not data:
+            return
+        if RST in self._inbox:
+            self._break(self._reset_by_peer(), farewell=None)
+            return
+        self._buffer += data
+        self._send()
+        if len(self._buffer) > self._high and not self._protocol_paused:
+            self._protocol_paused = True
+            self._call("pause_writing", self.get_protocol().pause_writing)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether bytes are buffered because the window was full."""
+        return bool(self._buffer)
+
+    def flush(self) -> None:
+        """The window has opened: send on."""
+        if self._lost:
+            return
+        self._send()
+        if self._protocol_paused and len(self._buffer) <= self._low:
+            self._protocol_paused = False
+            self._call("resume_writing", self.get_protocol().resume_writing)
+        if not self._buffer:
+            self._flushed()
+
+    def _send(self) -> None:
+        room = self.outgoing.room
+        if self._buffer and room > 0:
+            data = bytes(self._buffer[:room])
+            del self._buffer[:room]
+            self.outgoing.send(data)
+
+    def _flushed(self) -> None:
+        if self._writes_eof:
+            self.outgoing.signal(FIN)
+        if self._closing:
+            self._lose(None)
+
+    def can_write_eof(self) -> bool:
+        """TCP can close one direction alone."""
+        return True
+
+    def write_eof(self) -> None:
+        """Close our direction after what is buffered; the peer may go on sending."""
+        if self._writes_eof or self._closing:
+            return
+        self._writes_eof = True
+        if not self._buffer:
+            self.outgoing.signal(FIN)
+
+    def get_write_buffer_size(self) -> int:
+        """How many bytes wait for the window."""
+        return len(self._buffer)
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        """The low and the high mark."""
+        return self._low, self._high
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Set the marks at which the protocol is paused and resumed."""
+        if high is None:
+            high = _HIGH if low is None else 4 * low
+        if low is None:
+            low = high // 4
+        if not high >= low >= 0:
+            raise ValueError(f"high ({high!r}) must be >= low ({low!r}) must be >= 0")
+        self._high, self._low = high, low
+        if len(self._buffer) > high and not self._protocol_paused:
+            self._protocol_paused = True
+            self._call("pause_writing", self.get_protocol().pause_writing)
+
+    # Ending
+
+    def close(self) -> None:
+        """Stop reading, send what is buffered, then end the stream."""
+        if self._closing:
+            return
+        self._closing = True
+        if not self._buffer:
+            self._lose(None)
+
+    def abort(self) -> None:
+        """End at once; what is buffered is lost."""
+        self._break(None)
+
+    def _break(self, error: Exception | None, farewell: Signal | None = FIN) -> None:
+        if not self._lost:
+            self._buffer.clear()
+            self._lose(error, farewell)
+
+    def _reset_by_peer(self) -> OSError:
+        """Linux tells a reset apart that comes after the end of the stream."""
+        if self._at_eof:
+            return BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    def give_up_after(self, seconds: float) -> None:
+        """Bytes were lost on the way: the network stack repeats them for so long, then gives up."""
+        if self._giving_up is None and not self._lost:
+            self._giving_up = self.loop.call_later(seconds, self._give_up, context=NETWORK)
+
+    def _give_up(self) -> None:
+        self._break(TimeoutError(errno.ETIMEDOUT, "Connection timed out"), farewell=None)
+
+    def _lose(self, error: Exception | None, farewell: Signal | None = FIN) -> None:
+        self._shut(RST if farewell is FIN and self._unread() else farewell)
+        self.loop.call_soon(self._connection_lost, error, context=self.context)
+
+    def _unread(self) -> bool:
+        return any(isinstance(item, bytes) for item in self._inbox)
+
+    def _shut(self, farewell: Signal | None) -> None:
+        """What the network stack does when the socket is closed."""
+        self._closing = self._lost = True
+        self._inbox.clear()
+        if farewell is RST or (farewell is FIN and not self._writes_eof):
+            self._farewell(farewell)
+
+    def _farewell(self, signal: Signal) -> None:
+        self._reset_sent = signal is RST
+        self.outgoing.signal(signal)
+
+    def _connection_lost(self, error: Exception | None) -> None:
+        self._forget()
+        if self._protocol is not None:
+            self._protocol.connection_lost(error)
+
+    def _forget(self) -> None:
+        self.process.transports.pop(self, None)
+        self.loop.network.ended(self)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        if self.server is not None:
+            self.server.detach(self)
+
+    def killed(self) -> None:
+        """The process is gone; the machine ends the connection for it."""
+        if not self._lost:
+            self._buffer.clear()
+            self._shut(RST if self._unread() or self.loop.network.chance(0.5) else FIN)
+        self._forget()

@@ -1,0 +1,137 @@
+"""Schedules shared among forked processes; the first failing seed is the same all the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ._errors import SimulationError
+from ._run import Scenario, run_one
+
+_PATIENCE = 5.0
+
+__all__ = ["Verdict", "run_forked"]
+
+
+@dataclass
+class Verdict:
+    """Which schedules ran, and the first position at which one failed."""
+
+    digests: dict[int, int] = field(default_factory=dict)
+    failed: int | None = None
+
+    @classmethod
+    def of(cls, scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any]) -> Verdict:
+        """Run seeds here, up to the first that fails."""
+        verdict = cls()
+        for position, seed in enumerate(seeds):
+            if not verdict.run(scenario, position, seed, options):
+                break
+        return verdict
+
+    def run(
+        self, scenario: Scenario[Any], position: int, seed: int, options: dict[str, Any]
+    ) -> bool:
+        """Run one seed; whether it passed."""
+        outcome = run_one(scenario, seed, **options)
+        self.digests[position] = outcome.digest
+        if not outcome.ok:
+            self.failed = position
+        return outcome.ok
+
+    def digest(self) -> int:
+        """One number over all schedules, in the order of the seeds."""
+        return (
+            hash(tuple(self.digests[key] for key in sorted(self.digests))) & 0xFFFF_FFFF_FFFF_FFFF
+        )
+
+    def merge(self, other: Verdict) -> None:
+        """Take over what another process found."""
+        self.digests |= other.digests
+        found = [each for each in (self.failed, other.failed) if each is not None]
+        self.failed = min(found, default=None)
+
+
+def run_forked(
+    scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any], count: int
+) -> Verdict:
+    """Run every seed in one of `count` processes; worker k takes every count-th seed from k on."""
+    context = multiprocessing.get_context("fork")
+    # Everybody goes on until it has passed the lowest failure that anybody has seen.
+    lowest = context.Value("q", len(seeds))
+    workers: dict[Connection, Any] = {}
+    try:
+        for start in range(count):
+            here, there = context.Pipe(duplex=False)
+            positions = range(start, len(seeds), count)
+            process = context.Process(
+                target=_work, args=(there, lowest, scenario, seeds, positions, options), daemon=True
+            )
+            _start(process)
+            there.close()
+            workers[here] = process
+        return _collect(workers)
+    finally:
+        for here, process in workers.items():
+            here.close()
+            _end(process)
+
+
+def _start(process: Any) -> None:
+    with warnings.catch_warnings():
+        # From 3.12 on Python warns of any fork beside threads; these children only compute.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+
+
+def _end(process: Any) -> None:
+    process.join(0 if sys.exc_info()[0] else _PATIENCE)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _collect(workers: dict[Connection, Any]) -> Verdict:
+    verdict = Verdict()
+    waiting = list(workers)
+    while waiting:
+        for ready in wait(waiting):
+            assert isinstance(ready, Connection)
+            waiting.remove(ready)
+            try:
+                verdict.merge(ready.recv())
+            except EOFError:
+                workers[ready].join()
+                raise SimulationError(
+                    f"a worker died (exit code {workers[ready].exitcode}) in the middle of a "
+                    "schedule: run with processes=1 to see where"
+                ) from None
+    return verdict
+
+
+def _work(
+    result: Connection,
+    lowest: Any,
+    scenario: Scenario[Any],
+    seeds: Sequence[int],
+    positions: Iterable[int],
+    options: dict[str, Any],
+) -> None:
+    # Ctrl-C goes to the whole group; the parent ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    verdict = Verdict()
+    for position in positions:
+        if position > lowest.value:
+            break
+        if not verdict.run(scenario, position, seeds[position], options):
+            with lowest.get_lock():
+                lowest.value = min(lowest.value, position)
+            break
+    result.send(verdict)
+    result.close()

@@ -1,0 +1,317 @@
+"""Threads run async work on one private loop, and always get an outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from holdfast.kernel._errors import DeadlineExceeded, HoldfastError
+from holdfast.kernel._loop_thread import LoopThread
+
+LIMIT = 10.0
+
+
+@pytest.fixture
+def loop_thread() -> Iterator[LoopThread]:
+    with LoopThread("test-loop") as thread:
+        yield thread
+
+
+class Stuck:
+    """Work that waits until it is cancelled, and says so."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+
+    async def __call__(self) -> None:
+        self.entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+async def fails() -> None:
+    raise LookupError("not there")
+
+
+async def where() -> tuple[str, int]:
+    return threading.current_thread().name, id(asyncio.get_running_loop())
+
+
+def test_work_runs_on_the_loops_own_thread(loop_thread: LoopThread) -> None:
+    assert repr(loop_thread) == "<LoopThread test-loop: not started, 0 at work>"
+    name, loop = loop_thread.run(where())
+    assert name == "test-loop"
+    assert loop_thread.run(where()) == (name, loop)
+    assert loop_thread.alive
+    assert "running" in repr(loop_thread)
+
+
+def test_an_error_of_the_work_is_the_callers(loop_thread: LoopThread) -> None:
+    with pytest.raises(LookupError, match="not there"):
+        loop_thread.run(fails())
+
+
+def test_many_threads_share_it(loop_thread: LoopThread) -> None:
+    results: list[tuple[str, int]] = []
+
+    def work() -> None:
+        results.extend([loop_thread.run(where(), LIMIT) for _ in range(50)])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert len(results) == 400
+    assert len(set(results)) == 1
+
+
+def test_a_timeout_cancels_the_work_and_says_the_number(loop_thread: LoopThread) -> None:
+    stuck = Stuck()
+    with pytest.raises(DeadlineExceeded, match=r"not end within 0\.01 s and has been cancelled"):
+        loop_thread.run(stuck(), timeout=0.01)
+    assert stuck.cancelled.wait(LIMIT)
+
+
+def test_a_timeout_of_the_work_itself_is_passed_on(loop_thread: LoopThread) -> None:
+    async def driver() -> None:
+        raise TimeoutError("of the driver")
+
+    with pytest.raises(TimeoutError, match="of the driver") as caught:
+        loop_thread.run(driver(), LIMIT)
+    assert not isinstance(caught.value, HoldfastError)
+
+
+def test_from_its_own_thread_it_refuses_to_wait_for_itself(loop_thread: LoopThread) -> None:
+    async def deadlock() -> None:
+        loop_thread.run(where())
+
+    with pytest.raises(RuntimeError, match="would wait for itself for ever"):
+        loop_thread.run(deadlock(), LIMIT)
+
+
+def test_submit_returns_a_future_that_can_be_cancelled(loop_thread: LoopThread) -> None:
+    assert loop_thread.submit(where()).result(LIMIT)[0] == "test-loop"
+    stuck = Stuck()
+    future = loop_thread.submit(stuck())
+    assert stuck.entered.wait(LIMIT)
+    assert future.cancel()
+    assert stuck.cancelled.wait(LIMIT)
+
+
+def test_work_whose_future_is_dropped_is_not_collected(loop_thread: LoopThread) -> None:
+    stuck = Stuck()
+    loop_thread.submit(stuck())
+    assert stuck.entered.wait(LIMIT)
+    gc.collect()
+    loop_thread.run(asyncio.sleep(0))
+    assert not stuck.cancelled.is_set()
+    assert "1 at work" in repr(loop_thread)
+
+
+def test_spawned_work_that_fails_is_logged(
+    loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "holdfast.kernel"):
+        future = loop_thread.spawn(fails(), name="refiller")
+        assert isinstance(future.exception(LIMIT), LookupError)
+    assert "background work 'refiller' failed" in caplog.text
+
+
+def test_an_interrupt_cancels_the_work(loop_thread: LoopThread) -> None:
+    stuck = Stuck()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        stuck.entered.wait(LIMIT)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop_thread.run(stuck(), LIMIT)
+    thread.join(LIMIT)
+    assert stuck.cancelled.wait(LIMIT)
+
+
+def test_stop_cancels_the_work_and_fails_who_waits() -> None:
+    loop_thread = LoopThread("test-loop")
+    stuck = Stuck()
+    outcome: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            loop_thread.run(stuck(), LIMIT)
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert stuck.entered.wait(LIMIT)
+    loop_thread.stop()
+    thread.join(LIMIT)
+    assert stuck.cancelled.is_set()
+    assert isinstance(outcome[0], CancelledError)
+    assert "was stopped" in str(outcome[0])
+    assert not loop_thread.alive
+    assert repr(loop_thread) == "<LoopThread test-loop: stopped, 0 at work>"
+    loop_thread.stop()
+
+
+def test_after_stop_it_takes_no_work() -> None:
+    for start in (False, True):
+        loop_thread = LoopThread("test-loop")
+        if start:
+            loop_thread.run(where())
+        loop_thread.stop()
+        for use in (loop_thread.run, loop_thread.submit, loop_thread.spawn):
+            with pytest.raises(RuntimeError, match="test-loop has been stopped"):
+                use(where())
+
+
+def test_stop_from_within_does_not_wait_for_itself() -> None:
+    loop_thread = LoopThread("test-loop")
+
+    async def stop() -> None:
+        loop_thread.stop()
+
+    loop_thread.run(stop(), LIMIT)
+    loop_thread.stop(LIMIT)
+    assert not loop_thread.alive
+
+
+def test_work_that_will_not_end_is_named() -> None:
+    loop_thread = LoopThread("test-loop")
+    entered, release = threading.Event(), threading.Event()
+
+    async def stubborn() -> None:
+        entered.set()
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    loop_thread.spawn(stubborn(), name="stubborn work")
+    assert entered.wait(LIMIT)
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0.05 s: .*stubborn work.*"):
+        loop_thread.stop(0.05)
+    release.set()
+    loop_thread.stop(LIMIT)
+    assert not loop_thread.alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_that_is_broken_from_within_leaves_nobody_waiting() -> None:
+    loop_thread = LoopThread("test-loop")
+
+    async def gives_up() -> None:
+        raise SystemExit(3)
+
+    stuck = Stuck()
+    waiting = loop_thread.submit(stuck())
+    assert stuck.entered.wait(LIMIT)
+    with pytest.raises((CancelledError, SystemExit)):
+        loop_thread.run(gives_up(), LIMIT)
+    with pytest.raises(CancelledError):
+        waiting.result(LIMIT)
+    with pytest.raises(RuntimeError, match="has been stopped"):
+        loop_thread.run(where())
+    loop_thread.stop(LIMIT)
+    assert not loop_thread.alive
+
+
+def test_the_shared_one_is_one_per_process() -> None:
+    shared = LoopThread.shared()
+    assert LoopThread.shared() is shared
+    shared.stop()
+    fresh = LoopThread.shared()
+    assert fresh is not shared
+    assert fresh.run(where(), LIMIT)[0] == "holdfast-loop"
+    fresh.stop()
+
+
+FORK = """
+    import asyncio, os, sys, warnings
+    from holdfast.kernel._loop_thread import LoopThread
+
+    async def pid():
+        return os.getpid()
+
+    parent = LoopThread.shared()
+    assert parent.run(pid()) == os.getpid()
+    inherited = os.getpid()
+    child = os.fork()
+    if child == 0:
+        assert "of process" in repr(parent), repr(parent)
+        try:
+            parent.run(pid(), 5)
+        except RuntimeError as error:
+            assert f"belongs to process {inherited}" in str(error), error
+        else:
+            sys.exit("the inherited loop thread was used")
+        parent.stop()
+        fresh = LoopThread.shared()
+        assert fresh is not parent
+        assert fresh.run(pid(), 5) == os.getpid()
+        del parent
+        print("child ok", flush=True)
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    assert parent.run(pid(), 5) == os.getpid()
+    print("parent ok", flush=True)
+"""
+
+EXIT = """
+    import asyncio
+    from holdfast.kernel._loop_thread import LoopThread
+
+    started = asyncio.Event()
+
+    async def background():
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            print("tidied up", flush=True)
+
+    LoopThread.shared().spawn(background())
+    LoopThread.shared().run(started.wait())
+"""
+
+
+def run_script(script: str) -> str:
+    """In a process of its own, because pytest's must neither fork nor end."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_after_a_fork_the_child_has_a_fresh_one() -> None:
+    assert run_script(FORK).split("\n") == ["child ok", "parent ok", ""]
+
+
+def test_at_the_end_of_the_interpreter_work_is_tidied_up() -> None:
+    assert run_script(EXIT) == "tidied up\n"

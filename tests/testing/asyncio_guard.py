@@ -1,0 +1,155 @@
+"""What the simulation relies on beyond asyncio's documentation, checked on one interpreter.
+
+Run as a program, by every interpreter that can be found, with nothing but the standard library:
+it prints "ok" and the digests of a few schedules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import sys
+import threading
+from typing import Any
+
+from holdfast.testing import Deadlock, Sim, SimLoop, run_one
+
+
+class Spy(asyncio.BaseEventLoop):
+    """A loop that notes what the base class asks of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = 0
+        self.cancelled: list[Any] = []
+
+    def _run_once(self) -> None:
+        self.turns += 1
+        loop: Any = self
+        for _ in range(len(loop._ready)):
+            loop._ready.popleft()._run()
+
+    def _timer_handle_cancelled(self, handle: Any) -> None:
+        self.cancelled.append(handle)
+
+
+def check_the_loop() -> None:
+    loop: Any = Spy()
+    assert isinstance(loop._ready, collections.deque)
+    assert loop._thread_id is None
+    assert loop._stopping is False
+    assert loop._task_factory is None
+    assert callable(loop._check_closed)
+    handle = loop.call_soon(len, "")
+    assert loop._ready[-1] is handle
+    assert (handle._cancelled, handle._callback) == (False, len)
+    assert handle._context is not None
+    timer: Any = asyncio.TimerHandle(1.0, len, ("",), loop, None)
+    timer.cancel()
+    assert timer._cancelled
+    assert loop.cancelled == [timer]
+
+    async def thread() -> int | None:
+        return loop._thread_id  # type: ignore[no-any-return]
+
+    assert loop.run_until_complete(thread()) == threading.get_ident()
+    assert loop.turns > 0
+    loop.close()
+
+
+def check_the_steps_of_a_task() -> None:
+    """Every step of a task is a handle whose callback knows the task."""
+    loop: Any = SimLoop(1, drift=False)
+    owners: list[Any] = []
+    run_once = loop._run_once
+
+    def spy() -> None:
+        owners.extend(getattr(handle._callback, "__self__", None) for handle in loop._ready)
+        run_once()
+
+    loop._run_once = spy
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(1)
+        await asyncio.Event().wait()
+
+    task: Any = loop.create_task(work())
+    assert task._log_destroy_pending is True
+    assert task._fut_waiter is None
+    loop.call_later(2, task.cancel)
+    try:
+        loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        pass
+    assert sum(owner is task for owner in owners) >= 4, owners
+    loop.close()
+
+
+def check_who_waits() -> None:
+    async def scenario(sim: Sim) -> None:
+        async def waiter() -> None:
+            await asyncio.Event().wait()
+
+        await asyncio.create_task(waiter(), name="waiter")
+
+    outcome = run_one(scenario, 1)
+    assert isinstance(outcome.error, Deadlock), outcome
+    assert "waiter  waits on  <asyncio.locks.Event object" in str(outcome.error)
+
+
+async def bad_day(sim: Sim) -> int:
+    """Streams, a kill, a pause, a group that is cancelled: most of what asyncio offers."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(line)
+            await writer.drain()
+        writer.close()
+
+    async def client() -> int:
+        answered = 0
+        while answered < 5:
+            try:
+                reader, writer = await asyncio.open_connection("server", 8000)
+            except OSError:
+                await asyncio.sleep(0.1)
+                continue
+            try:
+                while answered < 5:
+                    writer.write(b"hello\n")
+                    if not await asyncio.wait_for(reader.readline(), 5):
+                        break
+                    answered += 1
+                    await asyncio.sleep(sim.random(0, 1))
+            except OSError:
+                pass
+            finally:
+                writer.close()
+        return answered
+
+    server = await sim.serve(echo)
+    sim.at(sim.random(0, 2), server.restart)
+    sim.at(3.0, server.pause)
+    sim.at(4.0, server.resume)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client()) for _ in range(3)]
+    return sum(task.result() for task in tasks)
+
+
+def main() -> None:
+    check_the_loop()
+    check_the_steps_of_a_task()
+    check_who_waits()
+    digests = []
+    for seed in range(20):
+        outcome = run_one(bad_day, seed)
+        assert outcome.result() == 15
+        assert run_one(bad_day, seed).digest == outcome.digest
+        digests.append(outcome.digest)
+    json.dump({"version": sys.version_info[:2], "digests": digests}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,522 @@
+"""Each fault of the proxy, byte by byte, against a server that echoes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.testing.proxy_support import echo_server, read_all
+
+from holdfast.testing._proxy_faults import Faults, Rate
+from holdfast.testing.proxy import Caller, FaultProxy
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[FaultProxy]:
+    async with echo_server() as port, FaultProxy("127.0.0.1", port) as proxy:
+        yield proxy
+
+
+async def connect(proxy: FaultProxy) -> Streams:
+    return await asyncio.open_connection(proxy.host, proxy.port)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    try:
+        await writer.wait_closed()
+    except ConnectionError:
+        pass
+
+
+async def send(streams: Streams, data: bytes) -> bytes:
+    reader, writer = streams
+    writer.write(data)
+    return await reader.readexactly(len(data))
+
+
+async def test_it_carries_both_ways_and_passes_on_the_end(proxy: FaultProxy) -> None:
+    streams = await connect(proxy)
+    assert await send(streams, b"hello") == b"hello"
+    streams[1].write(b"last words")
+    streams[1].write_eof()
+    assert await read_all(streams[0]) == (b"last words", False)
+    await close(streams[1])
+    counts = await proxy.wait_until(lambda counts: counts.open == 0)
+    assert counts == (1, 0, 0, 0, 0, 15, 15, 0)
+
+
+async def test_much_data_arrives_as_it_was(proxy: FaultProxy) -> None:
+    reader, writer = await connect(proxy)
+    data = random.Random(1).randbytes(3_000_000)
+
+    async def push() -> None:
+        writer.write(data)
+        await writer.drain()
+        writer.write_eof()
+
+    pushing = asyncio.create_task(push())
+    echoed, reset = await read_all(reader)
+    await pushing
+    assert not reset
+    assert hashlib.sha256(echoed).digest() == hashlib.sha256(data).digest()
+    await close(writer)
+
+
+async def test_refuse_is_a_real_refusal(proxy: FaultProxy) -> None:
+    kept = await connect(proxy)
+    port = proxy.port
+    for _ in range(2):
+        proxy.refuse()
+        with pytest.raises(ConnectionRefusedError):
+            await connect(proxy)
+        # Nobody else gets the port meanwhile.
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind((proxy.host, port))
+        assert await send(kept, b"still here") == b"still here"
+        proxy.refuse(False)
+        again = await connect(proxy)
+        assert await send(again, b"x") == b"x"
+        assert proxy.port == port
+        await close(again[1])
+    await close(kept[1])
+
+
+async def test_a_proxy_may_begin_by_refusing() -> None:
+    proxy = FaultProxy("127.0.0.1", 1, listen_port=0)
+    proxy.refuse()
+    async with proxy:
+        assert "refusing" in repr(proxy)
+        proxy.refuse(False)
+        assert proxy.port
+
+
+async def test_over_the_limit_is_a_reset(proxy: FaultProxy) -> None:
+    proxy.limit(0, 2)
+    within = [await connect(proxy), await connect(proxy)]
+    for streams in within:
+        assert await send(streams, b"in") == b"in"
+    over = await connect(proxy)
+    assert await read_all(over[0]) == (b"", True)
+    proxy.limit(None)
+    free = await connect(proxy)
+    assert await send(free, b"free") == b"free"
+    for streams in (*within, over, free):
+        await close(streams[1])
+    counts = await proxy.wait_until(lambda counts: counts.open == 0)
+    assert (counts.accepted, counts.limited) == (4, 1)
+
+
+async def test_over_the_limit_in_the_protocols_own_words(proxy: FaultProxy) -> None:
+    async def busy(caller: Caller) -> None:
+        name = await caller.read(3)
+        await caller.write(b"sorry " + name)
+        await caller.hang_up()
+
+    proxy.limit(0, 0, answer=busy)
+    reader, writer = await connect(proxy)
+    writer.write(b"bob")
+    assert await reader.readexactly(9) == b"sorry bob"
+    assert await reader.read() == b""
+    await close(writer)
+    # One who goes before he has heard the answer.
+    _, writer = await connect(proxy)
+    writer.write(b"b")
+    await close(writer)
+    counts = await proxy.wait_until(lambda counts: counts.open == 0 and counts.limited == 2)
+    assert counts.resets == 1
+
+
+async def test_a_stall_loses_nothing(proxy: FaultProxy) -> None:
+    streams = await connect(proxy)
+    assert await send(streams, b"before") == b"before"
+    proxy.stall()
+    streams[1].write(b"during")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(streams[0].read(1), 0.05)
+    proxy.resume()
+    assert await streams[0].readexactly(6) == b"during"
+    await close(streams[1])
+
+
+async def test_a_stall_blocks_the_sender_in_time(proxy: FaultProxy) -> None:
+    reader, writer = await connect(proxy)
+    proxy.stall()
+    data = random.Random(2).randbytes(48_000_000)
+
+    async def push() -> None:
+        writer.write(data)
+        await writer.drain()
+        writer.write_eof()
+
+    pushing = asyncio.create_task(push())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(pushing), 0.3)
+    proxy.resume()
+    echoed, _ = await read_all(reader)
+    await pushing
+    assert hashlib.sha256(echoed).digest() == hashlib.sha256(data).digest()
+    await close(writer)
+
+
+async def test_a_stall_holds_back_the_end_too(proxy: FaultProxy) -> None:
+    reader, writer = await connect(proxy)
+    assert await send((reader, writer), b"x") == b"x"
+    proxy.stall()
+    writer.write(b"last")
+    writer.write_eof()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(1), 0.05)
+    proxy.resume()
+    assert await read_all(reader) == (b"last", False)
+    await close(writer)
+
+
+async def test_a_black_hole_swallows(proxy: FaultProxy) -> None:
+    old = await connect(proxy)
+    assert await send(old, b"before") == b"before"
+    untouched = await connect(proxy)
+    assert await send(untouched, b"quiet") == b"quiet"
+    proxy.black_hole()
+    new = await connect(proxy)
+    old[1].write(b"lost")
+    new[1].write(b"lost too")
+    await asyncio.wait_for(proxy.wait_until(lambda counts: counts.bytes_swallowed == 12), 10)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(old[0].read(1), 0.05)
+    proxy.resume()
+    # What was lost cannot be made good, so these connections end; the third lost nothing.
+    assert await read_all(old[0]) == (b"", True)
+    assert await read_all(new[0]) == (b"", True)
+    assert await send(untouched, b"after") == b"after"
+    for streams in (old, new, untouched):
+        await close(streams[1])
+    counts = await proxy.wait_until(lambda counts: counts.open == 0)
+    assert counts.resets == 2
+
+
+async def test_in_a_black_hole_not_even_the_end_is_heard(proxy: FaultProxy) -> None:
+    streams = await connect(proxy)
+    assert await send(streams, b"x") == b"x"
+    proxy.black_hole()
+    await close(streams[1])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(proxy.wait_until(lambda counts: counts.open == 0), 0.05)
+    proxy.stall()
+    await asyncio.wait_for(proxy.wait_until(lambda counts: counts.open == 0), 10)
+
+
+async def test_reset_resets_all_now(proxy: FaultProxy) -> None:
+    every = [await connect(proxy) for _ in range(3)]
+    for streams in every:
+        assert await send(streams, b"x") == b"x"
+    assert proxy.reset() == 3
+    for reader, writer in every:
+        assert await asyncio.wait_for(read_all(reader), 10) == (b"", True)
+        await close(writer)
+    counts = await proxy.wait_until(lambda counts: counts.open == 0)
+    assert counts.resets == 3
+    assert proxy.reset() == 0
+
+
+async def test_a_connection_reset_before_it_began_is_closed(proxy: FaultProxy) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setblocking(False)
+        accepted = asyncio.Event()
+
+        def until_reset() -> None:
+            if proxy.reset():
+                accepted.set()
+            else:
+                loop.call_soon(until_reset)
+
+        await loop.sock_connect(client, (proxy.host, proxy.port))
+        # Told in the very step in which it is accepted, so that its task has not run yet.
+        until_reset()
+        await accepted.wait()
+        with pytest.raises(ConnectionResetError):
+            await loop.sock_recv(client, 1)
+    assert proxy.statistics().open == 0
+
+
+async def test_a_reset_by_the_client_is_passed_on() -> None:
+    heard: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.set_result((await read_all(reader))[1])
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, FaultProxy("127.0.0.1", server.sockets[0].getsockname()[1]) as proxy:
+        _, writer = await connect(proxy)
+        writer.write(b"x")
+        await proxy.wait_until(lambda counts: counts.bytes_up == 1)
+        client: socket.socket = writer.get_extra_info("socket")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        writer.transport.abort()
+        assert await asyncio.wait_for(heard, 10) is True
+        assert (await proxy.wait_until(lambda counts: counts.open == 0)).resets == 1
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+async def test_cut_after_so_many_bytes_down(proxy: FaultProxy, how: str) -> None:
+    old = await connect(proxy)
+    assert await send(old, b"before") == b"before"
+    proxy.cut_after(5, "down", how="reset" if how == "reset" else "close")
+    for streams in (old, await connect(proxy)):
+        streams[1].write(b"1234567")
+        assert await read_all(streams[0]) == (b"12345", how == "reset")
+        await close(streams[1])
+    proxy.cut_after(None)
+    streams = await connect(proxy)
+    assert await send(streams, b"1234567") == b"1234567"
+    await close(streams[1])
+
+
+async def test_cut_after_so_many_bytes_up(proxy: FaultProxy) -> None:
+    proxy.cut_after(4, "up")
+    streams = await connect(proxy)
+    assert await send(streams, b"123") == b"123"
+    streams[1].write(b"4567")
+    # Whether the echo of the fourth byte wins against the reset is not for the proxy to say.
+    data, reset = await read_all(streams[0])
+    assert reset
+    assert data in (b"", b"4")
+    await close(streams[1])
+    counts = await proxy.wait_until(lambda counts: counts.open == 0)
+    assert counts.bytes_up == 4
+
+
+async def test_latency_delays_and_keeps_the_order(proxy: FaultProxy) -> None:
+    loop = asyncio.get_running_loop()
+    streams = await connect(proxy)
+    await send(streams, b"x")
+    proxy.latency(0.1)
+    began = loop.time()
+    numbers = b"".join(b"%3d" % number for number in range(100))
+    for start in range(0, 300, 3):
+        streams[1].write(numbers[start : start + 3])
+        await asyncio.sleep(0)
+    assert await streams[0].readexactly(300) == numbers
+    assert loop.time() - began >= 0.2
+    proxy.latency(0.0)
+    await close(streams[1])
+
+
+@pytest.mark.serial
+async def test_latency_is_no_bandwidth_limit(proxy: FaultProxy) -> None:
+    loop = asyncio.get_running_loop()
+    streams = await connect(proxy)
+    await send(streams, b"x")
+    proxy.latency(0.5, "up")
+    began = loop.time()
+    for _ in range(20):
+        streams[1].write(b"0123456789")
+        await asyncio.sleep(0.01)
+    assert len(await streams[0].readexactly(200)) == 200
+    took = loop.time() - began
+    # One after the other they would have needed ten seconds.
+    assert 0.5 <= took < 5
+    await close(streams[1])
+
+
+async def test_throttle_slows_down(proxy: FaultProxy) -> None:
+    loop = asyncio.get_running_loop()
+    streams = await connect(proxy)
+    proxy.throttle(20_000, "down")
+    began = loop.time()
+    assert len(await send(streams, b"x" * 4000)) == 4000
+    # The last step's wait comes after its bytes.
+    assert loop.time() - began >= 4000 / 20_000 - 0.05
+    proxy.throttle(None)
+    assert len(await send(streams, b"x" * 1_000_000)) == 1_000_000
+    await close(streams[1])
+
+
+async def test_a_throttled_connection_can_be_swallowed_midway(proxy: FaultProxy) -> None:
+    streams = await connect(proxy)
+    proxy.throttle(1000, "up")
+    streams[1].write(b"x" * 50_000)
+    await proxy.wait_until(lambda counts: counts.bytes_up > 0)
+    proxy.black_hole()
+    counts = await proxy.wait_until(lambda counts: counts.bytes_swallowed > 0)
+    assert counts.bytes_up + counts.bytes_swallowed <= 50_000
+    assert counts.bytes_up < 25_000
+    proxy.reset()
+    await close(streams[1])
+
+
+async def test_a_server_that_is_not_there() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        async with FaultProxy("127.0.0.1", nobody.getsockname()[1]) as proxy:
+            reader, writer = await connect(proxy)
+            assert await read_all(reader) == (b"", True)
+            await close(writer)
+            assert proxy.statistics().refused == 1
+
+
+async def test_a_server_behind_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with echo_server(path), FaultProxy(path) as proxy:
+        assert proxy.upstream == str(path)
+        streams = await connect(proxy)
+        assert await send(streams, b"hello") == b"hello"
+        proxy.reset()
+        assert await read_all(streams[0]) == (b"", True)
+        await close(streams[1])
+
+
+async def test_the_other_loopback() -> None:
+    try:
+        proxy = FaultProxy("127.0.0.1", 1, listen_host="::1")
+        await proxy.start()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    try:
+        reader, writer = await connect(proxy)
+        assert await read_all(reader) == (b"", True)
+        await close(writer)
+    finally:
+        await proxy.close()
+
+
+async def test_closing_leaves_nothing() -> None:
+    before = set(asyncio.all_tasks())
+    async with echo_server() as port:
+        opened = psutil.Process().num_fds()
+        proxy = FaultProxy("127.0.0.1", port)
+        await proxy.start()
+        every = [await connect(proxy) for _ in range(5)]
+        for streams in every[:3]:
+            assert await send(streams, b"x") == b"x"
+        proxy.stall()
+        every[0][1].write(b"stuck")
+        await proxy.close()
+        assert proxy.statistics().open == 0
+        for reader, writer in every:
+            assert (await asyncio.wait_for(read_all(reader), 10))[0] == b""
+            await close(writer)
+        with pytest.raises(ConnectionRefusedError):
+            await connect(proxy)
+    await asyncio.sleep(0)
+    assert set(asyncio.all_tasks()) - before == set()
+    assert psutil.Process().num_fds() <= opened
+
+
+async def test_it_can_be_started_again_on_its_port() -> None:
+    async with echo_server() as port:
+        proxy = FaultProxy("127.0.0.1", port)
+        for _ in range(2):
+            async with proxy:
+                listening = proxy.port
+                streams = await connect(proxy)
+                assert await send(streams, b"x") == b"x"
+                with pytest.raises(RuntimeError, match="running already"):
+                    await proxy.start()
+                await close(streams[1])
+        assert proxy.port == listening
+
+
+async def test_its_repr_tells_what_it_does(proxy: FaultProxy) -> None:
+    here = f"{proxy.host}:{proxy.port} to {proxy.upstream}"
+    assert repr(proxy) == f"<FaultProxy {here}: forwarding; 0 open, 0 accepted>"
+    proxy.latency(0.2, "up")
+    proxy.throttle(100, "down")
+    proxy.cut_after(7)
+    proxy.limit(20, 5)
+    proxy.stall()
+    assert repr(proxy) == (
+        f"<FaultProxy {here}: stalling, latency up 0.2 s, reset after 7 bytes up, "
+        "throttle down 100 bytes/s, reset after 7 bytes down, limit 20/s with a burst of 5; "
+        "0 open, 0 accepted>"
+    )
+    proxy.refuse()
+    proxy.black_hole()
+    assert ": black hole, " in repr(proxy)
+    assert ", refusing, limit" in repr(proxy)
+    proxy.heal()
+    assert repr(proxy) == f"<FaultProxy {here}: forwarding; 0 open, 0 accepted>"
+    assert repr(FaultProxy("x", 1)).startswith("<FaultProxy not started, to x:1: ")
+
+
+def test_threads_switch_it_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def echo() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(ConnectionResetError):
+                while data := connection.recv(100):
+                    connection.sendall(data)
+
+        echoing = threading.Thread(target=echo)
+        echoing.start()
+        with FaultProxy("127.0.0.1", server.getsockname()[1]).in_thread() as proxy:
+            client = socket.create_connection((proxy.host, proxy.port))
+            with client:
+                client.sendall(b"x")
+                assert client.recv(1) == b"x"
+                proxy.stall()
+                client.sendall(b"y")
+                client.settimeout(0.05)
+                with pytest.raises(TimeoutError):
+                    client.recv(1)
+                client.settimeout(10)
+                proxy.resume()
+                assert client.recv(1) == b"y"
+                with pytest.raises(ValueError, match="would deliver before"):
+                    proxy.latency(-1)
+                assert proxy.reset() == 1
+                with pytest.raises(ConnectionResetError):
+                    client.recv(1)
+        echoing.join()
+    assert not [one for one in threading.enumerate() if one.name == "holdfast-fault-proxy"]
+
+
+def test_a_rate_is_tokens_that_come_with_time() -> None:
+    rate = Rate(10, 3, now=100.0)
+    assert [rate.take(100.0) for _ in range(4)] == [True, True, True, False]
+    assert not rate.take(100.09)
+    assert rate.take(100.11)
+    assert not rate.take(100.11)
+    # A long pause fills it, and no more than fills it.
+    assert [rate.take(200.0) for _ in range(4)] == [True, True, True, False]
+
+
+def test_settings_that_make_no_sense() -> None:
+    faults = Faults()
+    with pytest.raises(ValueError, match="deliver before it was sent"):
+        faults.set_latency(-0.1, None)
+    with pytest.raises(ValueError, match="neither 'up' nor 'down'"):
+        faults.set_latency(0.1, "sideways")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="would never end"):
+        faults.set_throttle(0, None)
+    with pytest.raises(ValueError, match="is negative"):
+        Rate(-1, 1, now=0)
+    with pytest.raises(ValueError, match="after -1 bytes"):
+        FaultProxy("x", 1).cut_after(-1)
+
+
+async def test_many_at_once(proxy: FaultProxy) -> None:
+    async def one(number: int) -> None:
+        streams = await connect(proxy)
+        text = os.urandom(100)
+        for _ in range(10):
+            assert await send(streams, text) == text
+        await close(streams[1])
+
+    await asyncio.gather(*(one(number) for number in range(100)))
+    counts = await proxy.wait_until(lambda counts: counts.open == 0)
+    assert counts == (100, 0, 0, 0, 0, 100_000, 100_000, 0)

@@ -1,0 +1,194 @@
+"""The proxy as a program: its commands, its help, its ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from holdfast.testing._proxy_commands import HELP, obey
+from holdfast.testing.proxy import FaultProxy
+
+PROGRAM = [sys.executable, "-W", "error", "-m", "holdfast.testing.proxy"]
+
+
+@contextmanager
+def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    command = [*PROGRAM, *arguments]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen[str], line: str) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def address(process: subprocess.Popen[str]) -> tuple[str, int]:
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    assert words[:2] == ["listening", "on"]
+    host, _, port = words[2].rstrip(",").rpartition(":")
+    return host, int(port)
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        yield server
+
+
+def name_of(server: socket.socket) -> str:
+    return "{}:{}".format(*server.getsockname())
+
+
+def test_it_forwards_and_is_switched_by_its_input(server: socket.socket) -> None:
+    with program(name_of(server)) as process:
+        place = address(process)
+        with socket.create_connection(place, timeout=30) as client:
+            behind, _ = server.accept()
+            with behind:
+                client.sendall(b"hello")
+                assert behind.recv(5) == b"hello"
+                assert ": stalling; 1 open, 1 accepted>" in say(process, "stall")
+                client.sendall(b"later")
+                behind.settimeout(0.1)
+                with pytest.raises(TimeoutError):
+                    behind.recv(5)
+                behind.settimeout(30)
+                assert "forwarding" in say(process, "resume")
+                assert behind.recv(5) == b"later"
+                assert "refusing" in say(process, "refuse on")
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(place)
+                assert say(process, "reset") == "reset 1 connections\n"
+                with pytest.raises(ConnectionResetError):
+                    client.recv(1)
+        say(process, "status")
+        assert process.stdout is not None
+        assert process.stdout.readline() == (
+            "accepted=1 refused=0 limited=0 open=0 resets=1 bytes_up=10 bytes_down=0 "
+            "bytes_swallowed=0\n"
+        )
+        out, error = process.communicate("nonsense\n\nlatency much\n", timeout=30)
+        assert process.returncode == 0
+        assert out == "ended\n"
+        assert error == (
+            "holdfast: there is no command 'nonsense': help lists them\n"
+            "holdfast: 'much' is no number\n"
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it(server: socket.socket, number: signal.Signals) -> None:
+    with program(name_of(server), "--no-input") as process:
+        with socket.create_connection(address(process), timeout=30):
+            server.accept()[0].close()
+            process.send_signal(number)
+            assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_quit_ends_it(server: socket.socket) -> None:
+    with program(name_of(server)) as process:
+        address(process)
+        assert say(process, "quit") == "ended\n"
+        assert process.wait(30) == 0
+
+
+def test_commands_to_begin_with(server: socket.socket) -> None:
+    arguments = ["--do", "limit 0 0", "--do", "latency 0.01", "--answer", "53400"]
+    with program(name_of(server), *arguments) as process:
+        with socket.create_connection(address(process), timeout=30) as client:
+            client.sendall(b"\0\0\0\x08\0\3\0\0")
+            assert b"C53400\0" in client.recv(1000)
+        assert "latency up 0.01 s" in say(process, "status")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_its_help_lists_the_commands() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert HELP in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["nowhere"], 2, "'nowhere' is not HOST:PORT"),
+        (["127.0.0.1:1", "--do", "dance"], 2, "there is no command 'dance'"),
+        (["127.0.0.1:1", "--answer", "1"], 2, "is no SQLSTATE"),
+        (["127.0.0.1:1", "--listen", "here"], 2, "'here' is not HOST:PORT"),
+    ],
+)
+def test_mistakes(arguments: list[str], code: int, text: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port(server: socket.socket) -> None:
+    done = run("127.0.0.1:1", "--listen", name_of(server))
+    assert done.returncode == 1
+    assert done.stderr == f"holdfast: cannot listen on {name_of(server)}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("stall", ": stalling;"),
+        ("black-hole", ": black hole;"),
+        ("resume", ": forwarding;"),
+        ("refuse on", ", refusing;"),
+        ("limit 20", "limit 20/s with a burst of 20;"),
+        ("limit 20 5", "limit 20/s with a burst of 5;"),
+        ("limit off", ": forwarding;"),
+        ("latency 0.2", "latency up 0.2 s, latency down 0.2 s;"),
+        ("latency 0.2 down", ": forwarding, latency down 0.2 s;"),
+        ("latency off", ": forwarding;"),
+        ("throttle 1000 up", ": forwarding, throttle up 1000 bytes/s;"),
+        ("cut 10 down", ": forwarding, reset after 10 bytes down;"),
+        ("cut off", ": forwarding;"),
+        ("heal", ": forwarding;"),
+        ("reset", "reset 0 connections"),
+        ("status", "accepted=0 "),
+        ("help", HELP),
+    ],
+)
+def test_each_command(line: str, text: str) -> None:
+    assert text in obey(FaultProxy("127.0.0.1", 1), line)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("stall now", "nothing may follow, and 'now' does"),
+        ("refuse", "say on or off"),
+        ("limit", "say how much, or off"),
+        ("limit 1 2 3", "say RATE and BURST, or off"),
+        ("latency 1 left", "'left' is neither up nor down"),
+        ("latency -1", "deliver before it was sent"),
+    ],
+)
+def test_each_mistake(line: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        obey(FaultProxy("127.0.0.1", 1), line)

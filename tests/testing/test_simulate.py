@@ -1,0 +1,263 @@
+"""Many schedules: the same everywhere, and one error that says how to see it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import floats, integers, lists
+
+from holdfast.testing import (
+    Report,
+    Sim,
+    SimulationError,
+    SimulationFailed,
+    Unhandled,
+    run_one,
+    simulate,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_SIM_SEED", raising=False)
+    monkeypatch.delenv("HOLDFAST_SIM_SEEDS", raising=False)
+
+
+async def chat(sim: Sim) -> int:
+    """Clients that ask five times each, of a server that is restarted meanwhile."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(line)
+        writer.close()
+
+    async def client(number: int) -> int:
+        done = tries = 0
+        while done < 5:
+            tries += 1
+            try:
+                reader, writer = await asyncio.open_connection("server", 8000)
+            except OSError:
+                await asyncio.sleep(0.1)
+                continue
+            try:
+                while done < 5:
+                    writer.write(b"%d\n" % number)
+                    if not await reader.readline():
+                        break
+                    done += 1
+                    await asyncio.sleep(sim.random(0, 1))
+            except OSError:
+                pass
+            finally:
+                writer.close()
+        return tries
+
+    server = await sim.serve(echo)
+    sim.at(sim.random(0, 3), server.restart)
+    return sum(await asyncio.gather(*(client(number) for number in range(5))))
+
+
+async def unlucky(sim: Sim) -> None:
+    await asyncio.sleep(sim.random(0, 1))
+    assert sim.rng.random() > 0.02, "an unlucky seed"
+
+
+def test_a_report_says_how_much_was_tried() -> None:
+    report = simulate(chat, 40, first_seed=1, processes=1)
+    assert isinstance(report, Report)
+    assert (report.schedules, report.distinct, report.processes) == (40, 40, 1)
+    assert report.schedules_per_s == pytest.approx(40 / report.seconds)
+    assert "40 schedules, 40 distinct, in " in str(report)
+
+
+def test_processes_share_the_work_and_change_nothing() -> None:
+    alone = simulate(chat, 64, first_seed=1, processes=1)
+    shared = simulate(chat, 64, first_seed=1, processes=2)
+    assert shared.processes == 2
+    assert (alone.schedules, alone.distinct, alone.digest) == (
+        shared.schedules,
+        shared.distinct,
+        shared.digest,
+    )
+
+
+def test_the_first_failing_seed_is_the_same_however_the_work_is_shared() -> None:
+    seeds = [seed for seed in range(1000) if not run_one(unlucky, seed).ok]
+    assert len(seeds) > 3, "or the scenario is too lucky to test anything"
+    for processes in (1, 2, 3):
+        with pytest.raises(SimulationFailed) as caught:
+            simulate(unlucky, 1000, first_seed=0, processes=processes)
+        assert caught.value.seed == caught.value.position == seeds[0]
+
+
+def test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it() -> None:
+    async def scenario(sim: Sim) -> None:
+        sim.note("before the storm")
+        await asyncio.sleep(1.25)
+        assert sim.seed != 13, "it is Friday"
+
+    with pytest.raises(SimulationFailed) as caught:
+        simulate(scenario, range(10, 20))
+    failed = caught.value
+    text = str(failed)
+    assert "seed 13 fails (4 of 10 schedules): AssertionError: it is Friday" in text
+    assert "repeat it with: HOLDFAST_SIM_SEED=13 pytest '" in text
+    assert "::test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it'" in text
+    assert "before the storm" in failed.trace
+    assert "1.250000  scenario                 runs at test_simulate.py:" in failed.trace
+    assert "it is Friday" in failed.traceback
+    assert "base_events.py" not in failed.traceback, "the machinery is not what went wrong"
+    assert isinstance(failed.__cause__, AssertionError)
+
+
+def test_one_seed_can_be_repeated_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[int, int]] = []
+
+    async def scenario(sim: Sim) -> None:
+        ran.append((sim.seed, os.getpid()))
+
+    monkeypatch.setenv("HOLDFAST_SIM_SEED", "4711")
+    simulate(scenario, 5000)
+    assert ran == [(4711, os.getpid())]
+
+
+def test_the_number_of_seeds_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(sim: Sim) -> None:
+        pass
+
+    monkeypatch.setenv("HOLDFAST_SIM_SEEDS", "3")
+    assert simulate(scenario, 5000).schedules == 3
+    assert simulate(scenario, [1, 2]).schedules == 2
+
+
+def test_seeds_begin_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    async def scenario(sim: Sim) -> None:
+        seeds.append(sim.seed)
+
+    monkeypatch.setenv("HOLDFAST_SEED", "100")
+    simulate(scenario, 3)
+    simulate(scenario, 2, first_seed=7)
+    assert seeds == [100, 101, 102, 7, 8]
+
+
+def test_a_simulation_of_nothing_is_an_error() -> None:
+    with pytest.raises(SimulationError, match="would always pass"):
+        simulate(chat, [])
+
+
+def test_a_scenario_that_depends_on_more_than_its_seed_is_found_out() -> None:
+    runs = 0
+
+    async def scenario(sim: Sim) -> None:
+        nonlocal runs
+        runs += 1
+        assert runs != 2
+
+    with pytest.raises(SimulationError, match="depends on more than its seed"):
+        simulate(scenario, 5)
+
+
+def test_a_worker_that_dies_is_reported() -> None:
+    parent = os.getpid()
+
+    async def scenario(sim: Sim) -> None:
+        if os.getpid() != parent:
+            os._exit(3)
+
+    with pytest.raises(SimulationError, match="a worker died \\(exit code 3\\)"):
+        simulate(scenario, 100, processes=2)
+
+
+async def test_a_simulation_is_not_started_from_a_coroutine() -> None:
+    with pytest.raises(SimulationError, match="call it from a plain function"):
+        run_one(unlucky, 1)
+    with pytest.raises(SimulationError, match="call it from a plain function"):
+        simulate(unlucky, 1000)
+
+
+def test_unhandled_exceptions_are_noted_beside_the_error_of_the_scenario() -> None:
+    async def scenario(sim: Sim) -> None:
+        sim.loop.call_soon(lambda: 1 / 0)
+        await asyncio.sleep(1)
+        raise LookupError("first")
+
+    outcome = run_one(scenario, 1)
+    assert isinstance(outcome.error, LookupError)
+    assert "ZeroDivisionError" in outcome.error.__notes__[0]
+    with pytest.raises(LookupError):
+        outcome.result()
+
+
+def test_an_error_in_a_destructor_fails_the_seed() -> None:
+    class Careless:
+        def __del__(self) -> None:
+            raise LookupError("on the way out")
+
+    async def scenario(sim: Sim) -> None:
+        Careless()
+
+    error = run_one(scenario, 1).error
+    assert isinstance(error, Unhandled)
+    assert "on the way out" in str(error)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=integers(0, 2**32), pauses=lists(floats(0, 5), max_size=5))
+def test_hypothesis_can_choose_the_schedule(seed: int, pauses: list[float]) -> None:
+    async def scenario(sim: Sim) -> float:
+        for pause in pauses:
+            await asyncio.sleep(pause)
+        return sim.now
+
+    assert run_one(scenario, seed).result() == pytest.approx(sum(pauses))
+
+
+def test_a_trace_keeps_the_newest_events() -> None:
+    async def scenario(sim: Sim) -> None:
+        for number in range(500):
+            sim.note(f"note {number}")
+
+    trace = run_one(scenario, 1, trace=True).trace
+    assert trace is not None
+    assert repr(trace) == "<Trace of 501 events, 400 kept>"
+    assert [event.what for event in trace][-1] == "note 499"
+    assert len(trace.text(3).splitlines()) == 3
+    assert run_one(scenario, 1).trace is None
+
+
+PROGRAM = """
+import asyncio
+from tests.testing.test_simulate import chat
+from holdfast.testing import run_one
+print([run_one(chat, seed).digest for seed in range(10)])
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
+def test_a_schedule_does_not_depend_on_the_hashes_of_a_process(hash_seed: str) -> None:
+    here = [run_one(chat, seed).digest for seed in range(10)]
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    there = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert there.stdout.strip() == str(here), there.stderr
+
+
+@pytest.mark.serial
+def test_a_hundred_schedules_take_a_few_seconds_at_most() -> None:
+    begin = time.monotonic()
+    simulate(chat, 100, processes=1)
+    # 130 a second is what is wanted of a free core; a third of it is enough to live with.
+    assert time.monotonic() - begin < 3 * 100 / 130

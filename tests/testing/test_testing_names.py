@@ -1,0 +1,37 @@
+"""The face of `holdfast.testing`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import holdfast.testing as testing
+
+
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    for name in testing.__all__:
+        assert getattr(testing, name) is not None
+        if name != "Scenario":  # an alias of types cannot have a docstring
+            assert getattr(testing, name).__doc__
+    assert set(testing.__all__) <= set(dir(testing))
+
+
+def test_what_types_see_is_what_runs() -> None:
+    """The names that are imported for type checkers are those that are looked up on first use."""
+    tree = ast.parse(Path(testing.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == testing._HOME
+    assert set(typed) == set(testing.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'simulator'"):
+        testing.simulator  # noqa: B018
