@@ -19,8 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from holdfast.kernel import Clock
-from holdfast.kernel._loop_thread import LoopThread
+from holdfast.kernel import Clock, LoopThread
 
 T = TypeVar("T")
 

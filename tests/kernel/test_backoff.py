@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kernel.fake_clock import FakeClock
 
-from holdfast.kernel._backoff import Backoff, Jitter
-from holdfast.kernel._errors import BackoffExhausted
+from holdfast.kernel import Backoff, BackoffExhausted
+from holdfast.kernel._backoff import Jitter
 
 seconds = st.floats(0.001, 1000)
 factors = st.floats(1, 10)

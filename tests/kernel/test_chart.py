@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from holdfast.kernel._chart import Chart
-from holdfast.kernel._state import Moves, State
+from holdfast.kernel import Chart, State
+from holdfast.kernel._state import Moves
 
 PHASES = {"starting": ["dial", "login"], "active": (), "closing": ["flush", "bye"], "closed": ()}
 LINK = Chart(

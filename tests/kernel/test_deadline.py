@@ -8,8 +8,7 @@ import math
 import pytest
 from tests.kernel.fake_clock import FakeClock
 
-from holdfast.kernel._deadline import Deadline
-from holdfast.kernel._errors import DeadlineExceeded, HoldfastError
+from holdfast.kernel import Deadline, DeadlineExceeded, HoldfastError
 
 
 def test_time_left() -> None:

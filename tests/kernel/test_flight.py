@@ -8,7 +8,7 @@ import gc
 
 import pytest
 
-from holdfast.kernel._flight import FlightCancelled, SingleFlight
+from holdfast.kernel import FlightCancelled, SingleFlight
 
 
 class Attempts:

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from holdfast.kernel._errors import StaleGeneration
-from holdfast.kernel._generation import Generation
+from holdfast.kernel import Generation, StaleGeneration
 
 
 def test_only_the_newest_token_is_current() -> None:

@@ -17,8 +17,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from holdfast.kernel._errors import DeadlineExceeded, HoldfastError
-from holdfast.kernel._loop_thread import LoopThread
+from holdfast.kernel import DeadlineExceeded, HoldfastError, LoopThread
 
 LIMIT = 10.0
 
@@ -247,7 +246,7 @@ def test_the_shared_one_is_one_per_process() -> None:
 
 FORK = """
     import asyncio, os, sys, warnings
-    from holdfast.kernel._loop_thread import LoopThread
+    from holdfast.kernel import LoopThread
 
     async def pid():
         return os.getpid()
@@ -279,7 +278,7 @@ FORK = """
 
 EXIT = """
     import asyncio
-    from holdfast.kernel._loop_thread import LoopThread
+    from holdfast.kernel import LoopThread
 
     started = asyncio.Event()
 

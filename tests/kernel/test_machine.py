@@ -8,11 +8,7 @@ import logging
 import pytest
 from tests.kernel.fake_clock import NOON, FakeClock
 
-from holdfast.kernel._chart import Chart
-from holdfast.kernel._errors import IllegalMove
-from holdfast.kernel._machine import Machine, Move
-from holdfast.kernel._recorder import Recorder
-from holdfast.kernel._state import State
+from holdfast.kernel import Chart, IllegalMove, Machine, Move, Recorder, State
 
 LINK = Chart(
     phases={"starting": ["dial", "login"], "active": (), "closed": ()},

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from tests.kernel.fake_clock import NOON, FakeClock
 
-from holdfast.kernel._recorder import Event, Recorder
+from holdfast.kernel import Event, Recorder
 
 
 @pytest.fixture

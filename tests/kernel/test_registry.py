@@ -167,7 +167,7 @@ def test_the_key_is_free_before_the_next_start_in_every_schedule() -> None:
 
 
 async def test_keys_do_not_leak() -> None:
-    """A million cycles at full scale keep memory flat: the second half adds nothing to the first."""
+    """A million cycles at full scale keep memory flat: the second half adds nothing."""
     # asyncio's remarks on a busy loop are kept by the log capture: that memory is not ours.
     asyncio.get_running_loop().slow_callback_duration = 60
     registry: Registry[int, int] = Registry()

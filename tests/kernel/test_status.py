@@ -13,11 +13,8 @@ from typing import Any
 import pytest
 from tests.kernel.fake_clock import FakeClock
 
-from holdfast.kernel._condition import Condition, StatusChange
-from holdfast.kernel._errors import WaitTimeout
+from holdfast.kernel import Condition, Recorder, StatusChange, StatusMonitor, WaitTimeout
 from holdfast.kernel._ownership import _owned
-from holdfast.kernel._recorder import Recorder
-from holdfast.kernel._status import StatusMonitor
 
 
 class Level(Enum):

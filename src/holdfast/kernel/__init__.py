@@ -17,6 +17,7 @@ from ._errors import (
     AlreadyRegistered,
     BackoffExhausted,
     DeadlineExceeded,
+    FlightCancelled,
     HoldfastError,
     IllegalMove,
     KeyedWorkError,
@@ -31,9 +32,10 @@ from ._errors import (
     WorkCancelled,
     WorkerCrashed,
 )
-from ._flight import FlightCancelled, SingleFlight
+from ._flight import SingleFlight
 from ._generation import Generation
 from ._keyed import KeyedStatistics, KeyedWorkers
+from ._loop_thread import LoopThread
 from ._machine import Machine, Move
 from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
@@ -68,6 +70,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Work
     "KeyedStatistics",
     "KeyedWorkers",
+    "LoopThread",
     "SingleFlight",
     # Time and replacement
     "Backoff",

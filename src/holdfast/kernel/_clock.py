@@ -42,7 +42,10 @@ class Clock:
         except RuntimeError:
             return _SYSTEM
         own = getattr(loop, "clock", None)
-        return own if isinstance(own, Clock) else cls(monotonic=loop.time)
+        if isinstance(own, Clock):
+            return own
+        # An ordinary loop's time is the system's, and one clock for all of them costs nothing.
+        return _SYSTEM if type(loop).time is asyncio.BaseEventLoop.time else cls(loop.time)
 
     @classmethod
     def system(cls) -> Clock:

@@ -12,10 +12,11 @@
     ├── IllegalMove                a machine was asked for a move that it does not declare
     ├── WaitTimeout                a status was not reached in time; says what is missing
     ├── BackoffExhausted           the last attempt that the policy allows has failed
+    ├── FlightCancelled            a shared attempt was cancelled, and not by its callers
     ├── KeyedWorkError
     │   ├── QueueFull              one key has too much work waiting
     │   ├── WorkerCrashed          the work before this one failed, so this one was not started
-    │   └── WorkCancelled          the key or the pool was cancelled before this work ran
+    │   └── WorkCancelled          the key, or all of them, was cancelled before this was done
     ├── StaleGeneration            the user of something that has been replaced meanwhile
     └── DeadlineExceeded           the time for the whole operation is over
 
@@ -31,6 +32,7 @@ __all__ = [
     "AlreadyRegistered",
     "BackoffExhausted",
     "DeadlineExceeded",
+    "FlightCancelled",
     "HoldfastError",
     "IllegalMove",
     "KeyedWorkError",
@@ -113,6 +115,10 @@ class BackoffExhausted(HoldfastError):
     """The last attempt that a backoff policy allows has failed."""
 
 
+class FlightCancelled(HoldfastError):
+    """The shared attempt was cancelled by somebody who is not one of its callers."""
+
+
 class KeyedWorkError(HoldfastError):
     """Work for one key of `KeyedWorkers` was not done."""
 
@@ -126,7 +132,7 @@ class WorkerCrashed(KeyedWorkError):
 
 
 class WorkCancelled(KeyedWorkError):
-    """The key, or the whole pool, was cancelled before this work was started."""
+    """The key, or all of them, was cancelled before this work was done."""
 
 
 class StaleGeneration(HoldfastError):

@@ -6,15 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-from ._errors import HoldfastError
+from ._errors import FlightCancelled
 
-__all__ = ["FlightCancelled", "SingleFlight"]
+__all__ = ["SingleFlight"]
 
 T = TypeVar("T")
-
-
-class FlightCancelled(HoldfastError):
-    """The shared attempt was cancelled by somebody who is not one of its callers."""
 
 
 class _Flight(Generic[T]):

@@ -8,9 +8,12 @@ supervisor runs the clean-ups itself, as the last thing before the task ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
+
+log = logging.getLogger("holdfast.kernel")
 
 __all__ = ["CleanUp", "Owned", "Reason", "adopt", "current_owner", "reason_of", "when_ended"]
 
@@ -25,22 +28,24 @@ class Owned:
     __slots__ = ("_clean_ups", "released")
 
     def __init__(self) -> None:
-        self._clean_ups: dict[int, CleanUp] = {}
+        self._clean_ups: dict[CleanUp, None] = {}
         self.released: Reason | None = None
 
     def add(self, clean_up: CleanUp) -> Callable[[], None]:
         """Run this at the end; returns what takes it back."""
-        key = id(clean_up)
-        self._clean_ups[key] = clean_up
-        return lambda: self._clean_ups.pop(key, None) and None
+        self._clean_ups[clean_up] = None
+        return lambda: self._clean_ups.pop(clean_up, None)
 
     def release(self, reason: Reason) -> None:
         """Run every clean-up, once."""
         if self.released is None:
             self.released = reason
             while self._clean_ups:
-                _, clean_up = self._clean_ups.popitem()
-                clean_up(reason)
+                clean_up, _ = self._clean_ups.popitem()
+                try:
+                    clean_up(reason)
+                except Exception:  # the others must still be run
+                    log.exception("a clean-up failed: %r", clean_up)
 
 
 _owned: WeakKeyDictionary[asyncio.Task[Any], Owned] = WeakKeyDictionary()

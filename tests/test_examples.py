@@ -1,0 +1,53 @@
+"""Every example runs as it stands and prints what it says it prints.
+
+An example says so in its docstring, under "Expected output:", indented. A line may hold `…` where
+the output differs from run to run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("[a-z]*.py"))
+SECONDS = 100
+
+
+def expected(example: Path) -> list[str]:
+    """The promised lines."""
+    docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
+    _, _, promised = docstring.partition("Expected output:\n")
+    lines = [line.removeprefix("    ") for line in promised.strip("\n").splitlines()]
+    assert lines, f"the docstring of {example.name} must have its 'Expected output:'"
+    return lines
+
+
+def pattern(line: str) -> str:
+    return ".*".join(re.escape(part) for part in line.split("…"))
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_what_it_promises(example: Path) -> None:
+    promised = expected(example)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(example)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = done.stdout.rstrip("\n").splitlines()
+    assert len(printed) == len(promised), done.stdout
+    for line, promise in zip(printed, promised, strict=True):
+        assert re.fullmatch(pattern(promise), line), f"promised {promise!r}, printed {line!r}"
