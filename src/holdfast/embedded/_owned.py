@@ -1,0 +1,49 @@
+"""Descriptors that belong to this process alone."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["Owned"]
+
+_open: set[int] = set()
+
+
+class Owned:
+    """An open descriptor that a fork of this process gives up at once.
+
+    A fork without exec (multiprocessing, a pre-forking server) has a copy of every descriptor: of
+    the pipe that tells a guard that we live, and of the lock that says that the server does.
+    """
+
+    __slots__ = ("_number",)
+
+    def __init__(self, descriptor: int) -> None:
+        self._number = descriptor
+        _open.add(descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        """Its number."""
+        return self._number
+
+    @property
+    def open(self) -> bool:
+        """Whether it is still open, and in this process."""
+        return self._number in _open
+
+    def close(self) -> None:
+        """Close it; once is enough."""
+        if self.open:
+            _open.discard(self._number)
+            os.close(self._number)
+            self._number = -1
+
+
+def _give_up() -> None:
+    for descriptor in _open:
+        os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_give_up)

@@ -1,0 +1,32 @@
+"""What all tests share: a real PostgreSQL, one per worker."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from holdfast.embedded import SyncEmbeddedPostgres
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[SyncEmbeddedPostgres]:
+    """A running PostgreSQL for tests that do not harm it; `postgres_url` is a database in it."""
+    with SyncEmbeddedPostgres() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres: SyncEmbeddedPostgres) -> Iterator[str]:
+    """The URL of an empty database for one test, on the server that its worker has."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    with psycopg.connect(postgres.url, autocommit=True) as connection:
+        connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+        yield postgres.url_of(name)
+        connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))

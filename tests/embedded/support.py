@@ -1,0 +1,66 @@
+"""What the tests of the embedded server share: SQL in one line, and owners that can be killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, LiteralString
+
+import psutil
+import psycopg
+import pytest
+
+__all__ = ["LIMIT", "as_root", "family", "gone", "owner", "running", "sql", "until"]
+
+#: Three times what the product may take at most to end a server that nobody owns any more.
+LIMIT = 45.0
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a server as another user")
+
+
+def sql(url: str, query: LiteralString, *parameters: Any) -> list[tuple[Any, ...]]:
+    """Run one statement on a connection of its own."""
+    with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
+        cursor = connection.execute(query, parameters or None)
+        return cursor.fetchall() if cursor.description else []
+
+
+def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
+    """Wait for something that another process does, and that nothing here can be told of."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit} s: {what}"
+        time.sleep(0.01)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and everything below it."""
+    first = psutil.Process(pid)
+    return [first, *first.children(recursive=True)]
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of the processes that run; a dead one that nobody has collected does not."""
+    return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def gone(processes: list[psutil.Process]) -> None:
+    """Wait until none of these processes runs."""
+    _, alive = psutil.wait_procs(processes, timeout=LIMIT)
+    assert alive == []
+
+
+@contextmanager
+def owner(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Another Python process that runs `program`, and talks with us through its pipes."""
+    command = [sys.executable, "-c", program, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()

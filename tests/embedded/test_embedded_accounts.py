@@ -1,0 +1,292 @@
+"""Who runs the server: nobody for root, and the user itself for everybody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.embedded.support import as_root, sql
+
+import holdfast
+from holdfast.embedded import BinariesNotFound, EmbeddedError, SyncEmbeddedPostgres, _reach
+from holdfast.embedded._account import Account
+from holdfast.embedded._binaries import Binaries
+from holdfast.embedded._directory import Directory
+
+NOBODY = 65534
+OTHER = "daemon"  # the second user that every system has
+
+
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A directory that everybody may enter, which root's tmp_path is not."""
+    place = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    place.chmod(0o755)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def caches(outside: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two places for copies of binaries, instead of the machine's own."""
+    places = (outside / "first", outside / "second")
+    monkeypatch.setattr(_reach, "CACHES", places)
+    return places
+
+
+@pytest.fixture
+def closed(outside: Path) -> Path:
+    """A site-packages with the wheel's newest server, in a directory that only root may enter."""
+    wheel = Binaries.from_wheel().prefix
+    site = outside / "closed" / "site-packages"
+    site.parent.mkdir(mode=0o700)
+    shutil.copytree(wheel, site / wheel.parent.name / wheel.name)
+    libraries = wheel.parent.with_name(wheel.parent.name + ".libs")
+    if libraries.is_dir():
+        shutil.copytree(libraries, site / libraries.name)
+    (site / wheel.parent.name / "__init__.py").write_text("raise ImportError('not to be used')")
+    return site
+
+
+def bin_dir(site: Path) -> Path:
+    return next(site.glob("*/pginstall*/bin"))
+
+
+@as_root
+def test_root_drops_to_nobody() -> None:
+    with SyncEmbeddedPostgres() as pg:
+        assert sql(pg.url, "show data_directory") == [(str(pg.data_dir / "data"),)]
+        # What root writes, only root can write.
+        assert {path.name for path in pg.data_dir.iterdir() if path.stat().st_uid} == {"data"}
+        server = psutil.Process(pg.pid)
+        assert server.username() == "nobody"
+        assert set(server.uids()) == {NOBODY}
+        assert 0 not in server.gids()
+        # No group of root's stays with it.
+        groups = Path(f"/proc/{pg.pid}/status").read_text().partition("\nGroups:")[2]
+        assert groups.splitlines()[0].split() == []
+
+
+@as_root
+def test_root_may_name_the_user(tmp_path: Path) -> None:
+    with SyncEmbeddedPostgres(tmp_path / "pg", run_as=OTHER, options={"fsync": "off"}) as pg:
+        assert psutil.Process(pg.pid).username() == OTHER
+    # Who owns the data goes on with them.
+    with SyncEmbeddedPostgres(tmp_path / "pg", options={"fsync": "off"}) as pg:
+        assert psutil.Process(pg.pid).username() == OTHER
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("name", "text"), [("no such user", "there is no user"), ("root", "refuses to run as root")]
+)
+def test_a_user_who_cannot_run_it(name: str, text: str) -> None:
+    with pytest.raises(EmbeddedError, match=text):
+        SyncEmbeddedPostgres(run_as=name).start()
+
+
+@as_root
+def test_data_below_a_closed_directory(outside: Path) -> None:
+    below = outside / "closed" / "below"
+    below.mkdir(parents=True)
+    below.parent.chmod(0o700)
+    below.chmod(0o700)
+    for _ in range(2):
+        with SyncEmbeddedPostgres(below / "pg", options={"fsync": "off"}) as pg:
+            sql(pg.url, "create table if not exists t as select generate_series(1, 10000) as n")
+            pg.kill()
+            pg.start()
+            assert sql(pg.url, "select count(*) from t") == [(10000,)]
+    assert stat.S_IMODE(below.stat().st_mode) == 0o700
+
+
+@as_root
+def test_binaries_below_a_closed_directory(closed: Path, caches: tuple[Path, Path]) -> None:
+    told: list[str] = []
+    with SyncEmbeddedPostgres(bin_dir=bin_dir(closed), on_progress=told.append) as pg:
+        assert sql(pg.url, "select 1") == [(1,)]
+        assert pg.bin_dir is not None
+        assert pg.bin_dir.is_relative_to(caches[0])
+        # A library that the server loads only when it is asked to.
+        sql(pg.url, "select pg_create_logical_replication_slot('s', 'pgoutput')")
+    assert told[0].startswith("copying PostgreSQL")
+    for path in caches[0].rglob("*"):
+        status = path.stat()
+        assert status.st_uid == 0
+        assert stat.S_IMODE(status.st_mode) & 0o022 == 0
+        assert stat.S_IMODE(status.st_mode) & 0o444 == 0o444
+    told.clear()
+    with SyncEmbeddedPostgres(bin_dir=bin_dir(closed), on_progress=told.append) as pg:
+        assert pg.running
+    assert told[0].startswith("making")
+
+
+@as_root
+def test_an_environment_below_a_closed_directory(closed: Path, outside: Path) -> None:
+    shutil.copytree(Path(holdfast.__file__).parent, closed / "holdfast")
+    program = """
+import sys
+from holdfast.embedded import SyncEmbeddedPostgres, _reach
+from pathlib import Path
+_reach.CACHES = (Path(sys.argv[1]),)
+with SyncEmbeddedPostgres() as pg:
+    print(_reach.__file__, pg.bin_dir, pg.version)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(outside / "cache")],
+        env={**os.environ, "PYTHONPATH": str(closed)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stderr == ""
+    source, used, version = done.stdout.split()
+    assert Path(source).is_relative_to(closed)
+    assert Path(used).is_relative_to(outside / "cache")
+    assert version == Binaries.from_wheel().version
+
+
+@as_root
+def test_makers_of_a_copy_do_not_disturb_each_other(
+    closed: Path, caches: tuple[Path, Path]
+) -> None:
+    binaries = Binaries.at(bin_dir(closed))
+    nobody = Account("nobody", NOBODY, NOBODY)
+    copies: list[Binaries] = []
+
+    def make() -> None:
+        copies.append(_reach.reachable(binaries, nobody))
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(copies) == 3
+    assert len(set(copies)) == 1
+    assert len(list(caches[0].iterdir())) == 1
+    assert Binaries.at(copies[0].bin_dir).version == binaries.version
+
+
+@as_root
+def test_a_cache_that_others_can_write_is_not_used(closed: Path, caches: tuple[Path, Path]) -> None:
+    binaries = Binaries.at(bin_dir(closed))
+    nobody = Account("nobody", NOBODY, NOBODY)
+    caches[0].mkdir()
+    os.chown(caches[0], NOBODY, NOBODY)
+    copy = _reach.reachable(binaries, nobody)
+    assert copy.bin_dir.is_relative_to(caches[1])
+    os.chown(caches[1], NOBODY, NOBODY)
+    with pytest.raises(BinariesNotFound, match="there is no place for a copy"):
+        _reach.reachable(binaries, nobody)
+
+
+@as_root
+def test_who_may_enter(outside: Path) -> None:
+    nobody = Account("nobody", NOBODY, NOBODY)
+    room = outside / "a" / "b"
+    room.mkdir(parents=True)
+    assert nobody.may_enter(room)
+    room.parent.chmod(0o700)
+    assert not nobody.may_enter(room)
+    os.chown(room.parent, 0, NOBODY)
+    assert not nobody.may_enter(room)
+    room.parent.chmod(0o710)
+    assert nobody.may_enter(room)
+    os.chown(room.parent, NOBODY, 0)
+    room.parent.chmod(0o011)
+    assert not nobody.may_enter(room)
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
+    account = Account.choose(Directory("/"))
+    assert (account.name, account.uid) == ("4000000", 4_000_000)
+    assert not account.foreign
+    assert account.drop == ""
+
+
+def test_only_root_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    with pytest.raises(EmbeddedError, match="only root may choose another user"):
+        Account.choose(Directory("/"), OTHER)
+
+
+def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EmbeddedError, match="cannot be made: Not a directory"):
+        SyncEmbeddedPostgres(tmp_path / "file" / "pg").start()
+
+
+def python_for_everybody() -> str:
+    nobody = Account("nobody", NOBODY, NOBODY)
+    new_enough = "import sys; sys.exit(sys.version_info < (3, 11))"
+    for python in (sys.executable, "/usr/local/bin/python3", "/usr/bin/python3"):
+        there = Path(python).exists() and nobody.may_enter(Path(python).resolve().parent)
+        if there and subprocess.run([python, "-c", new_enough]).returncode == 0:
+            return python
+    pytest.skip("there is no Python that an unprivileged user may run")
+
+
+AS_NOBODY = """
+import json, os, sys
+from holdfast.embedded import EmbeddedError, SyncEmbeddedPostgres, default_data_dir
+os.environ["XDG_STATE_HOME"] = sys.argv[2] + "/state"
+report = {"uid": os.geteuid()}
+try:
+    SyncEmbeddedPostgres("/holdfast-nobody", bin_dir=sys.argv[1]).start()
+except EmbeddedError as error:
+    report["not writable"] = str(error)
+os.mkdir(sys.argv[2] + "/readonly", 0o500)
+try:
+    SyncEmbeddedPostgres(sys.argv[2] + "/readonly", bin_dir=sys.argv[1]).start()
+except EmbeddedError as error:
+    report["read-only"] = str(error)
+for number in (1, 2):
+    with SyncEmbeddedPostgres(default_data_dir(), bin_dir=sys.argv[1]) as pg:
+        report[f"run {number}"] = [os.stat(f"/proc/{pg.pid}").st_uid, str(pg.data_dir)]
+        pg.kill()
+        pg.start()
+report["left"] = sorted(os.listdir(default_data_dir()))
+print(json.dumps(report))
+"""
+
+
+@as_root
+def test_an_unprivileged_user_needs_nothing(outside: Path) -> None:
+    python = python_for_everybody()
+    shutil.copytree(Path(holdfast.__file__).parent, outside / "source" / "holdfast")
+    home = outside / "home"
+    home.mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    binaries = _reach.reachable(Binaries.from_wheel(), Account("nobody", NOBODY, NOBODY))
+    done = subprocess.run(
+        [python, "-W", "error", "-c", AS_NOBODY, str(binaries.bin_dir), str(home)],
+        env={"PYTHONPATH": str(outside / "source"), "PYTHONDONTWRITEBYTECODE": "1"},
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stderr == ""
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["uid"] == NOBODY
+    assert "/holdfast-nobody cannot be made: Permission denied" in report["not writable"]
+    assert "/readonly cannot be written to: Permission denied" in report["read-only"]
+    place = f"{home}/state/holdfast/postgres"
+    assert report["run 1"] == report["run 2"] == [NOBODY, place]
+    assert report["left"] == ["data", "lock", "pgpass", "postgres.log"]

@@ -1,0 +1,294 @@
+"""What lies in the directory: made once, used again, never mistaken, one process at a time."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.embedded.support import as_root, owner, sql
+
+from holdfast.embedded import (
+    DataDirectoryInUse,
+    EmbeddedError,
+    EmbeddedPostgres,
+    SyncEmbeddedPostgres,
+    VersionMismatch,
+    default_data_dir,
+)
+from holdfast.embedded._pgpass import pgpass_line, pgpass_passwords
+
+# Data that stays is synced to disk, which is slow on a machine that does much else.
+Kept = functools.partial(SyncEmbeddedPostgres, options={"fsync": "off"})
+AsyncKept = functools.partial(EmbeddedPostgres, options={"fsync": "off"})
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "pg"
+
+
+async def test_a_second_start_uses_the_data_again(place: Path) -> None:
+    async with AsyncKept(place) as first:
+        sql(first.url, "create table kept as select 7 as n")
+        password = first.password
+    made = (place / "data" / "PG_VERSION").stat().st_ino
+    async with AsyncKept(place) as second:
+        assert sql(second.url, "select n from kept") == [(7,)]
+        assert second.password == password
+    assert (place / "data" / "PG_VERSION").stat().st_ino == made
+
+
+def test_data_that_stays_is_written_to_disk(place: Path) -> None:
+    with SyncEmbeddedPostgres(place) as pg:
+        assert sql(pg.url, "show fsync") == [("on",)]
+    with SyncEmbeddedPostgres() as pg:
+        assert sql(pg.url, "show fsync") == [("off",)]
+
+
+def test_the_password_is_for_its_owner_alone(place: Path) -> None:
+    with Kept(place) as pg:
+        assert stat.S_IMODE((place / "pgpass").stat().st_mode) == 0o600
+        assert stat.S_IMODE((place / "data").stat().st_mode) == 0o700
+        without = re.sub(r":[^:@]*@", "@", pg.url)
+        assert pg.password not in without
+        with pytest.raises(psycopg.OperationalError, match="no password supplied"):
+            sql(without, "select 1")
+        with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
+            sql(pg.url.replace(pg.password, "guess"), "select 1")
+
+
+def test_the_password_file_is_one_that_psql_reads(place: Path) -> None:
+    with Kept(place, user="o:d user") as pg:
+        assert pg.bin_dir is not None
+        command = [str(pg.bin_dir / "psql"), "-h", pg.host, "-p", str(pg.port), "-U", pg.user]
+        environment = {**os.environ, "PGPASSFILE": str(place / "pgpass"), "LC_ALL": "C"}
+        done = subprocess.run(
+            [*command, "-At", "-c", "select current_user", "postgres"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stderr == ""
+        assert done.stdout.strip() == pg.user
+        assert sql(pg.url, "select current_user") == [(pg.user,)]
+
+
+def test_another_user_than_the_data_knows(place: Path) -> None:
+    with Kept(place, user="first"):
+        pass
+    with pytest.raises(EmbeddedError, match="has the password of 'first', not of 'second'"):
+        Kept(place, user="second").start()
+
+
+def test_a_lost_password_can_be_given(place: Path) -> None:
+    with Kept(place, password="p@ss:w/rd") as pg:
+        assert sql(pg.url, "select 1") == [(1,)]
+    (place / "pgpass").unlink()
+    with pytest.raises(EmbeddedError, match="the password of nobody"):
+        Kept(place).start()
+    with Kept(place, password="p@ss:w/rd") as pg:
+        assert sql(pg.url, "select 1") == [(1,)]
+
+
+def test_half_made_data_is_made_again(place: Path) -> None:
+    left = place / "data.new-killed" / "data"
+    left.mkdir(parents=True)
+    (left / "PG_VERSION").write_text("18\n")
+    with Kept(place) as pg:
+        assert sql(pg.url, "select 1") == [(1,)]
+    assert not left.exists()
+
+
+def test_a_data_directory_of_postgres_itself_is_pointed_out(place: Path) -> None:
+    place.mkdir()
+    (place / "PG_VERSION").write_text("18\n")
+    with pytest.raises(EmbeddedError, match=re.escape(f"move it to {place / 'data'}")):
+        Kept(place).start()
+
+
+def test_data_of_something_else_is_not_touched(place: Path) -> None:
+    (place / "data").mkdir(parents=True)
+    (place / "data" / "letters").write_text("dear")
+    with pytest.raises(EmbeddedError, match="is not empty, and holds no data of PostgreSQL"):
+        Kept(place).start()
+    assert (place / "data" / "letters").read_text() == "dear"
+
+
+def test_an_empty_data_directory_is_used(place: Path) -> None:
+    (place / "data").mkdir(parents=True)
+    with Kept(place) as pg:
+        assert sql(pg.url, "select 1") == [(1,)]
+
+
+@pytest.mark.parametrize("name", ["holdfast.conf", "postgresql.conf", "../postgres.log", "../lock"])
+def test_links_are_not_followed(place: Path, tmp_path: Path, name: str) -> None:
+    with Kept(place):
+        pass
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (place / "data" / name).unlink()
+    (place / "data" / name).symlink_to(victim)
+    if name == "holdfast.conf":
+        with Kept(place):
+            pass
+    else:
+        with pytest.raises(EmbeddedError, match="Too many levels of symbolic links"):
+            Kept(place).start()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["postgres", "o:d", "back\\slash", "c\\:d", ":", "\\"])
+def test_passwords_by_user(name: str) -> None:
+    line = pgpass_line(name, f"{name}!{name}")
+    assert pgpass_passwords(f"# not this one\n{line}") == {name: f"{name}!{name}"}
+
+
+def test_data_of_another_version(place: Path) -> None:
+    with Kept(place, version=16) as pg:
+        assert pg.version is not None
+        assert pg.version.startswith("16.")
+        sql(pg.url, "create table kept as select 7 as n")
+    with pytest.raises(VersionMismatch, match=r"data of PostgreSQL 16, and this is PostgreSQL 18"):
+        Kept(place, version=18).start()
+    # Without a version, the data decide.
+    with Kept(place) as pg:
+        assert sql(pg.url, "select n from kept") == [(7,)]
+
+
+def test_two_in_one_process(place: Path) -> None:
+    with Kept(place) as pg:
+        with pytest.raises(DataDirectoryInUse, match=f"in use by process {os.getpid()} ") as caught:
+            Kept(place).start()
+        assert caught.value.pid == os.getpid()
+        assert sql(pg.url, "select 1") == [(1,)]
+
+
+def test_two_processes(place: Path) -> None:
+    program = """
+import sys
+from holdfast.embedded import SyncEmbeddedPostgres
+with SyncEmbeddedPostgres(sys.argv[1], options={"fsync": "off"}):
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+    with owner(program, str(place)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        with pytest.raises(DataDirectoryInUse, match=f"process {process.pid} \\(.*python.*\\)"):
+            Kept(place).start()
+        process.kill()
+        process.wait()
+        # Its server is still stopping, or has stopped: either way this one gets its turn.
+        with Kept(place) as pg:
+            assert pg.running
+
+
+def test_many_processes_at_once_are_one_server(place: Path) -> None:
+    program = """
+import sys
+from holdfast.embedded import DataDirectoryInUse, SyncEmbeddedPostgres
+pg = SyncEmbeddedPostgres(sys.argv[1], options={"fsync": "off"})
+try:
+    pg.start()
+except DataDirectoryInUse as error:
+    print("in use", flush=True)
+else:
+    print("up", flush=True)
+    sys.stdin.read()
+    pg.stop()
+"""
+    command = [sys.executable, "-c", program, str(place)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
+    said = [process.stdout.readline() for process in processes if process.stdout]
+    assert sorted(said) == ["in use\n", "in use\n", "in use\n", "up\n"]
+    for process in processes:
+        process.communicate("", timeout=60)
+        assert process.returncode == 0
+
+
+def test_a_server_that_somebody_else_started(place: Path) -> None:
+    with Kept(place) as pg:
+        pid = pg.pid
+        # As if another program than ours had started it: it knows nothing of our lock.
+        (place / "lock").rename(place / "forgotten")
+        with pytest.raises(DataDirectoryInUse, match=f"another PostgreSQL, process {pid}") as error:
+            Kept(place).start()
+        assert error.value.pid == pid
+        assert sql(pg.url, "select 1") == [(1,)]
+
+
+def test_a_stale_pid_file_is_no_server(place: Path) -> None:
+    with Kept(place) as pg:
+        pg.kill()
+        stale = place / "data" / "postmaster.pid"
+        # The number of a process that lives and is no server, with "ready" on the last line.
+        lines = stale.read_text().splitlines()
+        stale.write_text("\n".join([str(os.getppid()), *lines[1:]]) + "\n")
+        assert lines[7].strip() == "ready"
+        pg.start()
+        assert sql(pg.url, "select 1") == [(1,)]
+
+
+def test_a_copy_is_a_server_of_its_own(place: Path, tmp_path: Path) -> None:
+    with Kept(place) as pg:
+        sql(pg.url, "create table kept as select 7 as n")
+    shutil.copytree(place, tmp_path / "copy")
+    with Kept(place) as one, Kept(tmp_path / "copy") as two:
+        sql(one.url, "update kept set n = 8")
+        assert sql(two.url, "select n from kept") == [(7,)]
+
+
+def test_a_broken_data_directory_shows_the_log(place: Path) -> None:
+    with Kept(place):
+        pass
+    (place / "data" / "global" / "pg_control").unlink()
+    with pytest.raises(EmbeddedError, match=r"(?s)as it started.*pg_control") as caught:
+        Kept(place).start()
+    assert "pg_control" in caught.value.log
+
+
+def test_a_long_log_is_put_aside(place: Path) -> None:
+    with Kept(place):
+        pass
+    log = place / "postgres.log"
+    log.write_bytes(b"x" * 10_000_001)
+    with Kept(place) as pg:
+        assert "ready to accept connections" in pg.log_tail()
+        assert "xxx" not in pg.log_tail()
+    assert (place / "postgres.log.1").stat().st_size == 10_000_001
+
+
+def test_where_data_goes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert default_data_dir() == Path("/var/lib/holdfast/postgres")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert default_data_dir() == Path("/state/holdfast/postgres")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert default_data_dir() == Path("/home/somebody/.local/state/holdfast/postgres")
+
+
+@as_root
+def test_data_that_root_put_there_are_given_to_the_server(place: Path, tmp_path: Path) -> None:
+    with Kept(place) as pg:
+        sql(pg.url, "create table kept as select 7 as n")
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (place / "data" / "link").symlink_to(outside)
+    for path in place.rglob("*"):
+        os.chown(path, 0, 0, follow_symlinks=False)
+    with Kept(place) as pg:
+        assert sql(pg.url, "select n from kept") == [(7,)]
+    assert (place / "data").stat().st_uid != 0
+    assert outside.stat().st_uid == 0

@@ -1,0 +1,39 @@
+"""The names that users may rely on."""
+
+from __future__ import annotations
+
+import pytest
+
+import holdfast.embedded as embedded
+from holdfast.kernel import HoldfastError
+
+
+def test_the_public_names() -> None:
+    assert embedded.__all__ == [
+        "BinariesNotFound",
+        "DataDirectoryInUse",
+        "EmbeddedError",
+        "EmbeddedPostgres",
+        "Ended",
+        "PortInUse",
+        "SyncEmbeddedPostgres",
+        "VersionMismatch",
+        "default_data_dir",
+    ]
+
+
+@pytest.mark.parametrize("name", embedded.__all__)
+def test_each_name_is_documented(name: str) -> None:
+    assert getattr(embedded, name).__doc__
+
+
+@pytest.mark.parametrize("face", [embedded.EmbeddedPostgres, embedded.SyncEmbeddedPostgres])
+def test_both_faces_can_do_the_same(face: type) -> None:
+    for name in ("start", "stop", "restart", "kill", "wait_ended", "log_tail", "url", "url_of"):
+        assert getattr(face, name).__doc__
+
+
+def test_the_error_tree() -> None:
+    assert issubclass(embedded.EmbeddedError, HoldfastError)
+    for name in ("BinariesNotFound", "DataDirectoryInUse", "PortInUse", "VersionMismatch"):
+        assert issubclass(getattr(embedded, name), embedded.EmbeddedError)
