@@ -45,7 +45,8 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 
 run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:$(PORT)
 	$(say) "starting holdfast (Ctrl-C stops it)"
-	@exec $(BIN)/holdfast serve --port $(PORT)
+	@# In a terminal, Ctrl-C must reach the service alone: make itself would die of it.
+	@if [ -t 0 ]; then set -m; $(BIN)/holdfast serve --port $(PORT); else exec $(BIN)/holdfast serve --port $(PORT); fi
 
 servers: ## Install the real servers that the tests use (needs root and apt)
 	@$(PYTHON) tools/servers.py install

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import weakref
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
@@ -647,3 +648,26 @@ async def test_no_task_is_lost_and_no_exception_goes_unread() -> None:
     await asyncio.sleep(0)
     assert complaints == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_failure_does_not_keep_what_the_failed_code_held() -> None:
+    class Socket:
+        pass
+
+    async def scenario() -> None:
+        held: list[weakref.ref[Socket]] = []
+
+        async def run(ctx: Context) -> None:
+            socket = Socket()
+            held.append(weakref.ref(socket))
+            ctx.started()
+            if ctx.generation == 1:
+                raise ValueError("with a socket in its frame")
+            await asyncio.Event().wait()
+
+        async with Supervisor(children=[Child("a", run)]):
+            await settle()
+            gc.collect()
+            assert [ref() is None for ref in held] == [True, False]
+
+    virtual(scenario)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from holdfast.embedded._errors import DataDirectoryInUse, EmbeddedError
 from holdfast.embedded._owned import Owned
+from holdfast.kernel import program_of
 
 __all__ = ["take", "wait_free"]
 
@@ -125,7 +126,6 @@ def _birth(pid: int) -> str:
 
 def _command(pid: int | None) -> str:
     try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        return f" ({program_of(Path(f'/proc/{pid}/cmdline').read_bytes())})"
     except OSError:
         return ""
-    return f" ({' '.join(text.replace(chr(0), ' ').split())[:80]})"

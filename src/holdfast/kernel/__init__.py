@@ -44,6 +44,7 @@ from ._state import State
 from ._status import StatusMonitor
 from ._supervisor import Supervisor
 from ._tree import Tree
+from ._words import counted, describe, duration, program_of, refuse
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Supervision
@@ -81,6 +82,12 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Event",
     "Recorder",
     "RecorderStatistics",
+    # Words
+    "counted",
+    "describe",
+    "duration",
+    "program_of",
+    "refuse",
     # Errors
     "AlreadyRegistered",
     "BackoffExhausted",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class Life:
         self.generation = 0
         self.restarts = 0
         self.value: Any = None
-        self.last_failure: BaseException | None = None
+        self.last_failure: str | None = None
         #: What the next thing that happens to it is due to.
         self.why: Event | BaseException | None = None
         self._on_end = on_end
@@ -114,7 +115,7 @@ class Life:
 
     def _not_started(self, what: str) -> StartFailed:
         error = StartFailed(f"{self.path} {what}", self.name)
-        self.last_failure = error
+        self.last_failure = describe(error)
         self.enter("finished")
         self.record(what, "failure")
         return error
@@ -151,9 +152,10 @@ class Life:
             self.backoff.succeed()  # it held for longer than the longest wait: proof enough
         self.enter("waiting" if wants_restart(self.child.restart, reason) else "finished")
         if isinstance(reason, BaseException):
-            self.last_failure = reason
-            log.warning("%s failed: %s", self.path, describe(reason), exc_info=reason)
+            self.last_failure = describe(reason)
+            log.warning("%s failed: %s", self.path, self.last_failure, exc_info=reason)
             self.record("failed", "failure", cause=reason)
+            let_go_of_locals(reason)
         else:
             self.record("ended", "state")
 
@@ -178,9 +180,10 @@ class Life:
 
     def _note_halted(self, reason: Reason) -> None:
         if isinstance(reason, BaseException):
-            self.last_failure = reason
+            self.last_failure = describe(reason)
             log.warning("%s failed while it stopped", self.path, exc_info=reason)
             self.record("failed while it stopped", "failure", cause=reason)
+            let_go_of_locals(reason)
         else:
             self.record("stopped", "state")
 
@@ -193,7 +196,7 @@ class Life:
             "find what swallows CancelledError in it, or raise shutdown="
         )
         context._owned.release(error)
-        self.last_failure = error
+        self.last_failure = describe(error)
         self.record("abandoned", "abandoned", cause=error)
         log.error("%s", error)
         task.cancel()  # a last knock: perhaps it swallowed the first one by mistake
@@ -212,9 +215,21 @@ class Life:
             restart=str(self.child.restart),
             generation=self.generation,
             restarts=self.restarts,
-            last_failure=None if self.last_failure is None else describe(self.last_failure),
+            last_failure=self.last_failure,
             children=() if below is None else below.children,
         )
+
+
+def let_go_of_locals(error: BaseException) -> None:
+    """Free what the failed code held: an error is kept for its story, not for its sockets."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            pending += [link.__cause__, link.__context__]
 
 
 async def _live(context: Context) -> None:

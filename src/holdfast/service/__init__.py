@@ -1,0 +1,38 @@
+"""The service: an HTTP app, a live page and metrics over one supervised tree.
+
+It mounts systems and wires them, and decides nothing itself. What holds:
+
+- `/v1/health` is answered as soon as the process listens, and says "active" only while every
+  condition is met;
+- HTTP is stopped before what it shows, and nothing is left running at the end;
+- no token, and no password of a URL, is ever printed, logged or sent out.
+"""
+
+from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
+from ._database import data_dir_of
+from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
+from ._part import Part, Wiring
+from ._serve import serve
+from ._service import Service
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # running it
+    "Service",
+    "serve",
+    # what a system brings to it
+    "Part",
+    "Wiring",
+    # its configuration
+    "FILE_NAME",
+    "Config",
+    "Knob",
+    "Setting",
+    "data_dir_of",
+    "knobs",
+    "load",
+    # what can go wrong
+    "CannotListen",
+    "ConfigError",
+    "DatabaseUnreachable",
+    "ServiceError",
+]

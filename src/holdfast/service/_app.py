@@ -1,0 +1,190 @@
+"""The routes. Each reads the view and answers; what is decided is decided elsewhere.
+
+================================  =====================================================
+``GET /v1/health``                200 when active, 202 while starting; open to all
+``GET /v1/status``                the whole state
+``GET /v1/explain/{component}``   why a component is as it is
+``GET /v1/events``                the state and the events as they come (server-sent events)
+``GET /metrics``                  Prometheus
+``GET /``                         the live page
+``POST /login``, ``/logout``      a session for a browser
+================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qs
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
+
+from . import _auth
+from ._assets import asset, login_page, page
+from ._config import Config
+from ._door import LOCAL_NAMES, LOGIN, Door, refusal
+from ._feed import Feed
+from ._view import View, find_component
+
+__all__ = ["make_app"]
+
+#: A comment on a quiet stream, well within the minute after which many proxies close it.
+HEARTBEAT = 15.0
+#: A login form holds a token and nothing else.
+MAX_FORM = 8192
+
+
+def make_app(
+    config: Config,
+    view: View,
+    feed: Feed,
+    registry: CollectorRegistry,
+    *,
+    mounts: Mapping[str, ASGIApp] | None = None,
+) -> ASGIApp:
+    """The HTTP app, behind its door."""
+    routes = _Routes(config, view, feed, registry)
+    app = Starlette(
+        routes=[
+            Route("/v1/health", routes.health),
+            Route("/v1/status", routes.status),
+            Route("/v1/explain/{component:path}", routes.explain),
+            Route("/v1/events", routes.events),
+            Route("/metrics", routes.metrics),
+            Route("/", routes.page),
+            Route("/static/{name}", routes.static),
+            Route(LOGIN, routes.login, methods=["POST"]),
+            Route("/logout", routes.logout, methods=["POST"]),
+            *(Mount(path, app) for path, app in (mounts or {}).items()),
+        ],
+        exception_handlers={HTTPException: _http_error, Exception: _server_error},
+    )
+    names = {*LOCAL_NAMES, config.host.lower(), *config.allowed_hosts} if config.is_local else None
+    return Door(
+        app, token=config.admin_token, names=names, wall=view.clock.wall, login_page=login_page
+    )
+
+
+class _Routes:
+    def __init__(self, config: Config, view: View, feed: Feed, registry: CollectorRegistry) -> None:
+        self._token = config.admin_token
+        self._view = view
+        self._feed = feed
+        self._registry = registry
+
+    async def health(self, request: Request) -> Response:
+        status = self._view.status
+        return JSONResponse({"status": status}, status_code=200 if status == "active" else 202)
+
+    async def status(self, request: Request) -> Response:
+        return _json(self._view.whole())
+
+    async def explain(self, request: Request) -> Response:
+        wanted = request.path_params["component"]
+        known = self._view.components()
+        found = find_component(wanted, known)
+        if len(found) == 1:
+            return _json(self._view.explain(found[0]))
+        detail = (
+            f"there is no component {wanted!r}"
+            if not found
+            else f"{wanted!r} may be any of several"
+        )
+        body = {"error": "unknown component", "detail": detail, "known": found or list(known)}
+        return JSONResponse(body, status_code=404)
+
+    async def events(self, request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        client = self._feed.join()
+        if client is None:
+            return refusal(503, "too many streams", "close one of the open pages, then load again")
+
+        async def body() -> AsyncIterator[bytes]:
+            try:
+                yield b"retry: 1000\n\n"
+                async for chunk in client.stream(heartbeat=HEARTBEAT):
+                    yield chunk
+            finally:
+                self._feed.leave(client)
+
+        # A proxy that collects before it sends would hold the news back.
+        return StreamingResponse(
+            body(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), headers={"Content-Type": content_type})
+
+    async def page(self, request: Request) -> Response:
+        return page(logout=self._token is not None)
+
+    async def static(self, request: Request) -> Response:
+        found = asset(request.path_params["name"])
+        if found is None:
+            raise HTTPException(404)
+        return found
+
+    async def login(self, request: Request) -> Response:
+        given = await _token_in_form(request)
+        if self._token is not None and (given is None or not _auth.same(given, self._token)):
+            return login_page(wrong=True)
+        answer = RedirectResponse("/", status_code=303)
+        if self._token is not None:
+            answer.set_cookie(
+                _auth.COOKIE,
+                _auth.issue_session(self._token, now=self._view.clock.wall()),
+                max_age=int(_auth.LIFETIME),
+                httponly=True,
+                samesite="strict",
+                secure=request.url.scheme == "https",
+            )
+        return answer
+
+    async def logout(self, request: Request) -> Response:
+        answer = RedirectResponse("/", status_code=303)
+        answer.delete_cookie(_auth.COOKIE, httponly=True, samesite="strict")
+        return answer
+
+
+async def _token_in_form(request: Request) -> str | None:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_FORM:
+            raise HTTPException(413)
+    values = parse_qs(body.decode("ascii", errors="replace")).get("token", [])
+    return values[0].strip() if values else None
+
+
+def _json(data: Mapping[str, Any]) -> Response:
+    return Response(json.dumps(data, default=str), media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    phrase = HTTPStatus(code).phrase.lower()
+    detail = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.method} is not possible at {request.url.path}",
+        413: f"more than {MAX_FORM} bytes are not a login",
+    }.get(code, phrase)
+    answer = refusal(code, phrase, detail)
+    if isinstance(error, HTTPException) and error.headers:
+        answer.headers.update(error.headers)
+    return answer
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this, so that it is logged with its traceback.
+    return refusal(500, "internal server error", "the cause is in the log of the service")

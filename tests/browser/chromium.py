@@ -1,0 +1,165 @@
+"""A real Chromium, driven by its own protocol over a websocket."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+__all__ = ["Browser", "Page", "browser"]
+
+#: Three times what the page may take to show a change on a busy machine.
+LIMIT = 60.0
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-port=0",
+)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket: ClientConnection, session: str) -> None:
+        self._socket = socket
+        self._session = session
+        self._number = 0
+        #: What the page complained about: exceptions, and console errors.
+        self.complaints: list[str] = []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.command(f"{domain}.enable")
+
+    def command(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Tell the browser to do something, and return its answer."""
+        answer = self._exchange(method, **parameters)
+        assert "error" not in answer, answer
+        return dict(answer["result"])
+
+    def _exchange(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        command = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+            "sessionId": self._session,
+        }
+        self._socket.send(json.dumps(command))
+        while True:
+            message = json.loads(self._socket.recv(timeout=LIMIT))
+            if message.get("sessionId") != self._session:
+                continue
+            if message.get("id") == self._number:
+                return dict(message)
+            self._note(message)
+
+    def open(self, url: str) -> None:
+        """Go to an address."""
+        answer = self.command("Page.navigate", url=url)
+        assert not answer.get("errorText"), answer
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        answer = self.command(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def text(self, selector: str = "body") -> str:
+        """What a person reads there; nothing while it is not there."""
+        found = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+        return str(found)
+
+    def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        deadline = time.monotonic() + LIMIT
+        while not self._holds(expression):
+            assert time.monotonic() < deadline, f"never: {expression}; the page:\n{self.text()}"
+            time.sleep(0.02)
+
+    def _holds(self, expression: str) -> bool:
+        # On the way from one page to the next there is nothing to ask, or nobody.
+        guarded = f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()"
+        answer = self._exchange("Runtime.evaluate", expression=guarded, returnByValue=True)
+        return bool(answer.get("result", {}).get("result", {}).get("value"))
+
+    def _note(self, message: dict[str, Any]) -> None:
+        parameters = message.get("params", {})
+        if message["method"] == "Runtime.exceptionThrown":
+            self.complaints.append(str(parameters["exceptionDetails"]))
+        elif message["method"] == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.complaints.append(str(parameters["entry"]))
+
+
+class Browser:
+    """A running Chromium."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._number = 1_000_000
+
+    @contextmanager
+    def page(self) -> Iterator[Page]:
+        """A new tab with cookies and storage of its own."""
+        context = self._command("Target.createBrowserContext")["browserContextId"]
+        target = self._command("Target.createTarget", url="about:blank", browserContextId=context)[
+            "targetId"
+        ]
+        session = self._command("Target.attachToTarget", targetId=target, flatten=True)
+        yield Page(self._socket, session["sessionId"])
+        self._command("Target.disposeBrowserContext", browserContextId=context)
+
+    def close(self) -> None:
+        """End the browser in order, which is quicker than by a signal."""
+        self._command("Browser.close")
+
+    def _command(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=LIMIT))
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return dict(message["result"])
+
+
+@contextmanager
+def browser(binary: str, profile: Path) -> Iterator[Browser]:
+    """Start Chromium with a new profile; it is ended with the block."""
+    with (profile / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [binary, *OPTIONS, f"--user-data-dir={profile}"], stdout=log, stderr=log
+        )
+    try:
+        with connect(_address(process, profile / "log"), max_size=None, proxy=None) as socket:
+            started = Browser(socket)
+            yield started
+            started.close()
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        process.wait(LIMIT)
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + LIMIT
+    while not (found := re.search(r"DevTools listening on (ws://\S+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found[1]

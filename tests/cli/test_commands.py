@@ -1,0 +1,196 @@
+"""The commands that ask a running service, and those that need none."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from tests.service.support import Running, running
+
+import holdfast
+from holdfast.cli import main
+
+Output = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Output, *arguments: str) -> str:
+    """The one line that a command says when it cannot do what was asked."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("holdfast: ")
+    return line
+
+
+def test_status_shows_the_conditions_and_the_tree(
+    service: Running, bare: Path, capsys: Output
+) -> None:
+    assert main(["status", "--url", service.url]) == 0
+    out = capsys.readouterr().out
+    first = out.splitlines()[0]
+    assert first.startswith(f"holdfast {holdfast.__version__} at {service.url} is active, up ")
+    assert first.endswith(f"pid {service.process.pid}")
+    assert "postgres_ready" in out
+    assert "└─ http" in out
+    assert "holdfast/postgres  at active / watching for " in out
+
+
+def test_status_is_one_object_for_programs(service: Running, bare: Path, capsys: Output) -> None:
+    assert main(["status", "--url", service.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "active"
+
+
+def test_status_exits_with_1_while_it_is_starting(bare: Path, capsys: Output) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://x@127.0.0.1:{silent.getsockname()[1]}/x"
+        with running("--database-url", url, "--database-wait", "600") as service:
+            assert main(["status", "--url", service.url]) == 1
+            assert "is starting, up " in capsys.readouterr().out
+
+
+def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output) -> None:
+    assert main(["tree", "--url", service.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["holdfast", "├─", "│", "└─"]
+    assert main(["tree", "--url", service.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["children"][1]["name"] == "http"
+
+
+def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: Output) -> None:
+    assert main(["explain", "postgres", "--url", service.url]) == 0
+    name, state, cause = capsys.readouterr().out.splitlines()
+    assert name == "holdfast/postgres"
+    assert state.startswith("at active / watching for ")
+    assert cause.startswith("  because  PostgreSQL ")
+    assert main(["explain", "holdfast/postgres", "--url", service.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["component"] == "holdfast/postgres"
+
+
+def test_explain_lists_what_there_is(service: Running, bare: Path, capsys: Output) -> None:
+    line = refused(capsys, "explain", "database", "--url", service.url)
+    assert line == (
+        "holdfast: there is no component 'database'; there is: holdfast, holdfast/http, "
+        "holdfast/postgres, holdfast/postgres/watch, holdfast/status"
+    )
+
+
+def test_the_service_is_found_by_the_configuration(
+    service: Running, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = service.url.rpartition(":")[2]
+    (bare / "holdfast.toml").write_text(f"port = {port}\n")
+    assert main(["tree"]) == 0
+    monkeypatch.setenv("HOLDFAST_PORT", "9")
+    assert main(["tree"]) == 2
+    monkeypatch.setenv("HOLDFAST_URL", service.url)
+    assert main(["tree"]) == 0
+    capsys.readouterr()
+
+
+def test_no_answer_is_one_line(bare: Path, capsys: Output) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        for command in (["status"], ["tree"], ["explain", "x"]):
+            assert refused(capsys, *command, "--url", url) == (
+                f"holdfast: no service answers at {url} (Connection refused). "
+                "Start one with `holdfast serve`, or name another with --url."
+            )
+
+
+def test_somebody_else_at_that_address_is_one_line(
+    bare: Path, capsys: Output, service: Running
+) -> None:
+    line = refused(capsys, "status", "--url", f"{service.url}/static")
+    assert "answered /v1/status with 404: there is nothing at /static/v1/status" in line
+    assert "is not an address" in refused(capsys, "status", "--url", "ftp://x")
+    assert "no service answers" in refused(capsys, "status", "--url", "http://127.0.0.1:99999")
+
+
+def test_a_token_is_asked_for_and_sent(
+    postgres_url: str, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"HOLDFAST_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
+    with running(environ=environ) as service:
+        service.wait_active()
+        line = refused(capsys, "status", "--url", service.url)
+        assert line.endswith("set HOLDFAST_ADMIN_TOKEN, or use --admin-token")
+        assert main(["tree", "--url", service.url, "--admin-token", "t0ken"]) == 0
+        monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", "t0ken")
+        assert main(["tree", "--url", service.url]) == 0
+        monkeypatch.delenv("HOLDFAST_ADMIN_TOKEN")
+        port = service.url.rpartition(":")[2]
+        (bare / "holdfast.toml").write_text(f'port = {port}\nadmin_token = "t0ken"\n')
+        assert main(["tree"]) == 0
+        capsys.readouterr()
+
+
+def test_config_shows_each_value_and_its_source(
+    bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgresql://app:hunter2@db/orders")
+    (bare / "holdfast.toml").write_text('admin_token = "hunter2"\n')
+    assert main(["config", "--port", "9000"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
+    assert rows["port"] == ["9000", "--port"]
+    assert rows["database_url"] == ["postgresql://app:********@db/orders", "DATABASE_URL"]
+    assert rows["admin_token"] == ["********", "holdfast.toml"]
+    assert rows["log_level"] == ["info", "default"]
+    assert "hunter2" not in out
+    assert main(["config", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["port"] == {"value": 8089, "from": "default"}
+    assert told["admin_token"] == {"value": "********", "from": "holdfast.toml"}
+
+
+def test_config_shows_where_the_data_will_be(bare: Path, capsys: Output) -> None:
+    assert main(["config", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["data_dir"]["value"].endswith("holdfast/postgres")
+    assert told["data_dir"]["from"] == "default"
+
+
+def test_a_named_file_must_be_there(bare: Path, capsys: Output) -> None:
+    assert refused(capsys, "config", "--config", "no.toml") == (
+        "holdfast: --config: there is no file no.toml"
+    )
+    (bare / "bad.toml").write_bytes(b"\xff\xfe")
+    assert "bad.toml: it cannot be read" in refused(capsys, "serve", "--config", "bad.toml")
+    (bare / "other.toml").write_text("port = 1\n")
+    assert main(["config", "--config", "other.toml"]) == 0
+    assert "other.toml" in capsys.readouterr().out
+
+
+def test_all_mistakes_are_told_each_on_its_line(bare: Path, capsys: Output) -> None:
+    assert main(["serve", "--port", "eighty", "--log-format", "xml", "--host", "::"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[1].strip() for line in err.splitlines()] == [
+        "--port",
+        "--log-format",
+        "--host",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "extra"], "extra"),
+        (["serve", "--port"], "--port"),
+        (["sevre"], "sevre"),
+        (["explain"], "COMPONENT"),
+        (["--nothing"], "--nothing"),
+    ],
+)
+def test_a_bad_option_is_one_line_that_points_to_the_help(
+    arguments: list[str], said: str, bare: Path, capsys: Output
+) -> None:
+    line = refused(capsys, *arguments)
+    assert said in line
+    assert line.endswith(" --help.")
+    assert "See holdfast" in line

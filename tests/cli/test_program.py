@@ -1,0 +1,97 @@
+"""The program itself: version, help, completion, and life without its extra."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.service.support import holdfast
+
+import holdfast as package
+from holdfast.cli import main
+from holdfast.service import knobs
+
+Output = pytest.CaptureFixture[str]
+
+WITHOUT = """
+import sys
+sys.modules[{missing!r}] = None  # as if it were not installed
+from holdfast.cli import main
+sys.exit(main(["serve"]))
+"""
+
+
+def test_the_version(capsys: Output) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"holdfast {package.__version__}\n"
+
+
+def test_alone_it_shows_its_help(bare: Path, capsys: Output) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for command in ("serve", "status", "tree", "explain", "config"):
+        assert command in out
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "tree", "explain", "config"])
+def test_every_command_has_help(command: str, bare: Path, capsys: Output) -> None:
+    for option in ("--help", "-h"):
+        assert main([command, option]) == 0
+        assert "Usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_every_knob_is_an_option_with_its_variable(
+    command: str, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    for knob in knobs():
+        assert knob.option in out
+        assert knob.variable in out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_completion_for_shells(shell: str) -> None:
+    shown = holdfast("--show-completion", shell)
+    assert shown.returncode == 0
+    assert "_HOLDFAST_COMPLETE" in shown.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "uvicorn", "starlette", "structlog"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    program = WITHOUT.format(missing=missing)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        f"holdfast: {missing} is not installed, and the command needs it: "
+        "pip install 'holdfast[service]'\n"
+    )
+
+
+def test_a_missing_module_that_is_not_of_the_extra_is_a_defect() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing="psycopg")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "ModuleNotFoundError" in ended.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_told_nothing_more() -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "config", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1

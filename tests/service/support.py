@@ -1,0 +1,165 @@
+"""A service in a process of its own, as people start it, and what tests ask of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+__all__ = ["Running", "clean_environment", "gone", "holdfast", "running", "until"]
+
+#: Three times what a start with a new data directory, or a stop, may take on a busy machine.
+LIMIT = 90.0
+
+
+def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
+    """Wait for something that another process does, and that nothing here can be told of."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit} s: {what}"
+        time.sleep(0.01)
+
+
+def gone(processes: list[psutil.Process]) -> None:
+    """Wait until none of these processes runs."""
+    _, alive = psutil.wait_procs(processes, timeout=LIMIT)
+    assert alive == []
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without what would configure the service."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "DATABASE_URL"))}
+    return {**kept, **more}
+
+
+def holdfast(
+    *arguments: str, cwd: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        cwd=cwd,
+        env=clean_environment(**environ),
+        check=False,
+    )
+
+
+class Running:
+    """One `holdfast serve`; its output is read as it comes."""
+
+    def __init__(self, process: subprocess.Popen[str], *, read: bool) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._said = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,), daemon=True)
+            for stream in (process.stdout, process.stderr)
+            if read
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            with self._said:
+                self.lines.append(line.rstrip("\n"))
+                self._said.notify_all()
+
+    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """The first line after so many that matches, as soon as it is said."""
+
+        def found() -> re.Match[str] | None:
+            matches = (re.search(pattern, line) for line in self.lines[after:])
+            return next((match for match in matches if match), None)
+
+        with self._said:
+            self._said.wait_for(lambda: found() is not None, timeout=LIMIT)
+            match = found()
+        assert match is not None, f"not said: {pattern}; but: {self.lines}"
+        return match
+
+    @property
+    def url(self) -> str:
+        """Where it listens, as it said itself."""
+        return self.wait_for(r"(http://\S+)")[1]
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """Ask it something."""
+        return httpx.get(self.url + path, timeout=LIMIT, trust_env=False, **options)
+
+    def health(self) -> tuple[int, str]:
+        """The code and the word of its health."""
+        answer = self.get("/v1/health")
+        return answer.status_code, answer.json()["status"]
+
+    def wait_active(self) -> None:
+        """Wait until it is ready."""
+        until(lambda: self.health() == (200, "active"), f"active; it said {self.lines}")
+
+    def family(self) -> list[psutil.Process]:
+        """Its process and everything below it, the guard and PostgreSQL among them."""
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
+
+    def postgres(self) -> psutil.Process:
+        """The first process of its embedded server."""
+        return next(p for p in self.family() if p.name() == "postgres")
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for its end, and for the last of what it said."""
+        code = self.process.wait(LIMIT)
+        for reader in self._readers:
+            reader.join(LIMIT)
+        return code
+
+
+@contextmanager
+def running(
+    *arguments: str,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    read: bool = True,
+) -> Iterator[Running]:
+    """Start `holdfast serve` on a free port; it is ended with the block, however that goes.
+
+    With `read=False` nobody reads what it says but the test itself.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=clean_environment(**(environ or {})),
+    )
+    with process:
+        service = Running(process, read=read)
+        try:
+            yield service
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(LIMIT)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            service.wait()

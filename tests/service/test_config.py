@@ -1,0 +1,194 @@
+"""The configuration: three sources, one order, all mistakes at once, secrets hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.service import Config, ConfigError, knobs, load
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+
+
+def mistakes(
+    cli: dict[str, object] | None = None,
+    environ: dict[str, str] | None = None,
+    toml: str | None = None,
+) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(cli or {}, environ or {}, toml)
+    return list(caught.value.mistakes)
+
+
+def test_with_nothing_given_it_is_local_and_embedded() -> None:
+    config = load({}, {})
+    assert (config.host, config.port) == ("127.0.0.1", 8089)
+    assert config.is_local
+    assert config.is_embedded
+    assert config.admin_token is None
+    assert repr(config) == "<Config as by default>"
+
+
+def test_the_command_line_goes_before_the_environment_and_that_before_the_file() -> None:
+    environ = {"HOLDFAST_PORT": "2", "HOLDFAST_LOG_LEVEL": "error"}
+    toml = 'port = 3\nlog_level = "debug"\nlog_format = "json"'
+    config = load({"port": "1", "host": None}, environ, toml)
+    assert (config.port, config.log_level, config.log_format) == (1, "error", "json")
+    assert config.sources == {
+        "port": "--port",
+        "log_level": "HOLDFAST_LOG_LEVEL",
+        "log_format": "holdfast.toml",
+    }
+
+
+def test_the_database_url_has_the_name_that_everyone_uses() -> None:
+    config = load({}, {"DATABASE_URL": "postgresql://app@db/orders"})
+    assert config.database_url == "postgresql://app@db/orders"
+    assert not config.is_embedded
+
+
+def test_a_variable_that_is_set_to_nothing_is_not_set() -> None:
+    assert load({}, {"HOLDFAST_PORT": "", "DATABASE_URL": ""}) == Config()
+
+
+def test_all_mistakes_of_all_sources_are_told_at_once_with_their_names() -> None:
+    found = mistakes(
+        {"port": "abc"},
+        {"HOLDFAST_LOG_LEVEL": "loud", "HOLDFAST_PROT": "1"},
+        'database_wait = -1\ndata_dri = "x"\nhost = "0.0.0.0"',
+    )
+    assert found == [
+        "data_dri in holdfast.toml: there is no such setting; did you mean data_dir?",
+        "HOLDFAST_PROT: there is no such variable; did you mean HOLDFAST_PORT?",
+        "--port: 'abc' is not a port: give a number from 0 to 65535",
+        "database_wait in holdfast.toml: -1 must be more than 0 seconds and have an end",
+        "HOLDFAST_LOG_LEVEL: 'loud' is not known: choose debug, info, warning or error",
+        "host in holdfast.toml: other machines can reach 0.0.0.0, and there is no admin token to "
+        "keep them out: set HOLDFAST_ADMIN_TOKEN, or listen on 127.0.0.1",
+    ]
+
+
+def test_variables_of_others_with_the_same_prefix_are_left_alone() -> None:
+    environ = {"HOLDFAST_SCALE": "1", "HOLDFAST_SERVICE_HOST": "x", "HOLDFAST_PORT_8089_TCP": "y"}
+    assert load({}, environ) == Config()
+
+
+def test_the_port_that_kubernetes_sets_is_explained() -> None:
+    (found,) = mistakes(environ={"HOLDFAST_PORT": "tcp://10.0.0.1:8089"})
+    assert "enableServiceLinks: false" in found
+
+
+def test_a_broken_file_is_one_mistake() -> None:
+    (found,) = mistakes(toml="port = ")
+    assert found.startswith("holdfast.toml: it is not valid TOML: ")
+
+
+def test_an_unknown_setting_that_is_near_nothing_lists_what_there_is() -> None:
+    (found,) = mistakes(toml="[zzz]\nx = 1")
+    assert found.startswith(
+        "zzz in holdfast.toml: there is no such setting; there are: host, port,"
+    )
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "LOCALHOST"]
+)
+def test_a_loopback_address_needs_no_token(host: str) -> None:
+    assert load({"host": host}, {}).is_local
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "db.example", "localhost.org"])
+def test_any_other_address_needs_one(host: str) -> None:
+    (found,) = mistakes({"host": host})
+    assert found.startswith("--host: other machines can reach")
+    assert not load({"host": host, "admin_token": "t0ken"}, {}).is_local
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("host", "http://127.0.0.1", "without a scheme or port"),
+        ("host", "127.0.0.1:80", "without a scheme or port"),
+        ("host", " ", "it is empty"),
+        ("port", "65536", "65536 is not a port"),
+        ("port", "1.5", "'1.5' is not a port"),
+        ("port", True, "True is not a port"),
+        ("postgres_port", "-1", "-1 is not a port"),
+        ("database_wait", "0", "more than 0 seconds"),
+        ("database_wait", "inf", "have an end"),
+        ("database_wait", "soon", "not a number of seconds"),
+        ("admin_token", "two words", "no spaces"),
+        ("admin_token", "schlüssel", "visible ASCII"),
+        ("admin_token", "", "it is empty"),
+        ("allowed_hosts", 7, "not a list of names"),
+        ("allowed_hosts", "a,http://b", "not an address"),
+        ("log_format", 1, "not a text"),
+        ("log_format", "xml", "choose text or json"),
+        ("database_url", "mysql://db/x", "not PostgreSQL's scheme: write postgresql://…"),
+        ("database_url", "postgresql+psycopg://u:pw@db/x", "write postgresql://…@db/x"),
+        ("database_url", "db", "write postgresql://user@host:5432/name"),
+        ("database_url", "postgresql://db/x?nonsense=1", "libpq"),
+    ],
+)
+def test_each_mistake_says_what_to_write_instead(name: str, value: object, complaint: str) -> None:
+    (found,) = mistakes({name: value})
+    assert found.startswith(f"--{name.replace('_', '-')}: ")
+    assert complaint in found
+    assert "pw" not in found
+
+
+def test_a_mistake_never_shows_a_secret() -> None:
+    found = mistakes(
+        environ={"HOLDFAST_ADMIN_TOKEN": "hunter2 x", "DATABASE_URL": "x://a:hunter2@b"}
+    )
+    assert len(found) == 2
+    assert "hunter2" not in "".join(found)
+
+
+def test_what_is_shown_has_no_secrets() -> None:
+    url = "postgresql://app:hunter2@db/orders"
+    config = load({}, {"DATABASE_URL": url, "HOLDFAST_ADMIN_TOKEN": "hunter2"})
+    shown = {setting.name: setting for setting in config.settings()}
+    assert shown["database_url"].value == "postgresql://app:********@db/orders"
+    assert shown["admin_token"] == ("admin_token", "********", "HOLDFAST_ADMIN_TOKEN")
+    assert shown["port"] == ("port", 8089, "default")
+    assert "hunter2" not in repr(config)
+
+
+def test_it_is_checked_however_it_is_made_and_never_changes() -> None:
+    with pytest.raises(ConfigError, match=r"^port: 70000 is not a port"):
+        Config(port=70000)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().port = 1  # type: ignore[misc]
+
+
+def test_lists_are_written_between_commas_or_as_lists() -> None:
+    by_text = load({"allowed_hosts": "a.example, B.example"}, {})
+    by_list = load({}, {}, 'allowed_hosts = ["a.example", "B.example"]')
+    assert by_text.allowed_hosts == by_list.allowed_hosts == ("a.example", "b.example")
+
+
+@given(
+    st.sampled_from([knob.name for knob in knobs()]),
+    st.one_of(st.text(), st.integers(), st.booleans(), st.none()),
+)
+def test_whatever_is_written_is_a_value_or_a_mistake(name: str, value: object) -> None:
+    try:
+        config = load({name: value}, {})
+    except ConfigError:
+        return
+    assert load({name: getattr(config, name)}, {}) == config  # a value is read as itself again
+
+
+def test_every_knob_has_a_sentence_and_the_docs_have_it_too() -> None:
+    text = re.sub(r"\s+", " ", DOCS.read_text(encoding="utf-8"))
+    for knob in knobs():
+        assert knob.help.endswith("."), knob.name
+        assert f"`{knob.option}`" in text, knob.name
+        assert f"`{knob.variable}`" in text, knob.name
+        assert knob.help in text, knob.name

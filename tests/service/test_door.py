@@ -1,0 +1,169 @@
+"""Who is let in: tokens, sessions, names, and the headers on every answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from holdfast.kernel import Clock, Recorder, StatusMonitor, Supervisor
+from holdfast.service import Config, _auth
+from holdfast.service._app import make_app
+from holdfast.service._feed import Feed
+from holdfast.service._hub import Hub
+from holdfast.service._metrics import EventCounter, registry_of
+from holdfast.service._view import View, status_of
+
+TOKEN = "correct-horse"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+LOCKED = (
+    "/",
+    "/v1/status",
+    "/v1/explain/x",
+    "/v1/events",
+    "/metrics",
+    "/static/page.js",
+    "/nothing",
+)
+
+
+@asynccontextmanager
+async def client(
+    config: Config, base_url: str = "http://127.0.0.1:8089"
+) -> AsyncIterator[httpx.AsyncClient]:
+    """The app itself, without a socket, over a tree without children."""
+    recorder = Recorder()
+    monitor = StatusMonitor(["up"], status_of, recorder=recorder)
+    async with Supervisor("holdfast", recorder=recorder) as root:
+        view = View(root.tree, monitor, recorder, Clock.current())
+        hub = Hub()
+        hub.close()  # a stream would never end here
+        app = make_app(config, view, Feed(view, hub), registry_of(view, EventCounter(), hub))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url=base_url) as asking:
+            yield asking
+
+
+async def test_without_a_token_everyone_on_the_machine_may_ask() -> None:
+    async with client(Config()) as asking:
+        assert (await asking.get("/v1/status")).status_code == 200
+        assert (await asking.get("/")).status_code == 200
+
+
+async def test_with_a_token_everything_but_health_asks_for_it() -> None:
+    async with client(Config(admin_token=TOKEN)) as asking:
+        assert (await asking.get("/v1/health")).status_code == 202
+        for path in LOCKED:
+            answer = await asking.get(path)
+            assert answer.status_code == 401, path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"] == "unauthorized"
+        assert (await asking.get("/v1/status", headers=BEARER)).status_code == 200
+        for wrong in (f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer", TOKEN):
+            answer = await asking.get("/v1/status", headers={"Authorization": wrong})
+            assert answer.status_code == 401, wrong
+
+
+async def test_a_browser_gets_a_form_and_then_a_session() -> None:
+    async with client(Config(admin_token=TOKEN)) as asking:
+        form = await asking.get("/", headers={"Accept": "text/html,*/*"})
+        assert form.status_code == 401
+        assert 'action="/login"' in form.text
+        assert "www-authenticate" not in form.headers
+
+        wrong = await asking.post("/login", data={"token": "guess"})
+        assert wrong.status_code == 401
+        assert "That is not the token" in wrong.text
+        assert "set-cookie" not in wrong.headers
+
+        right = await asking.post("/login", data={"token": TOKEN})
+        assert (right.status_code, right.headers["location"]) == (303, "/")
+        cookie = right.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert TOKEN not in cookie
+        page = await asking.get("/")
+        assert page.status_code == 200
+        assert "Log out" in page.text
+        assert (await asking.get("/v1/status")).status_code == 200
+
+        assert (await asking.post("/logout")).status_code == 303
+        assert (await asking.get("/v1/status")).status_code == 401
+
+
+async def test_a_session_ends_with_its_time_and_with_another_token() -> None:
+    old = _auth.issue_session(TOKEN, now=0.0)
+    other = _auth.issue_session("another", now=Clock.system().wall())
+    async with client(Config(admin_token=TOKEN)) as asking:
+        for session in (old, other):
+            answer = await asking.get("/v1/status", headers={"Cookie": f"{_auth.COOKIE}={session}"})
+            assert answer.status_code == 401
+
+
+async def test_a_cookie_over_https_is_for_https_alone() -> None:
+    async with client(Config(admin_token=TOKEN), "https://127.0.0.1:8089") as asking:
+        answer = await asking.post("/login", data={"token": TOKEN})
+        assert "Secure" in answer.headers["set-cookie"]
+
+
+async def test_a_form_that_is_too_long_is_not_read() -> None:
+    async with client(Config(admin_token=TOKEN)) as asking:
+        answer = await asking.post("/login", content=b"token=" + b"x" * 100_000)
+        assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1:8089", "localhost", "[::1]:8089", "proxy.example"])
+async def test_the_names_of_this_machine_and_of_its_proxies_are_known(name: str) -> None:
+    async with client(Config(allowed_hosts=("proxy.example",))) as asking:
+        answer = await asking.get("/v1/status", headers={"Host": name})
+        assert answer.status_code == 200
+
+
+async def test_a_page_elsewhere_cannot_reach_a_local_service_by_a_name_of_its_own() -> None:
+    async with client(Config()) as asking:
+        evil = {"Host": "evil.example:8089"}
+        answer = await asking.get("/v1/status", headers=evil)
+        assert answer.status_code == 421
+        assert "allowed_hosts" in answer.json()["detail"]
+        assert (await asking.get("/v1/health", headers=evil)).status_code == 202
+
+
+async def test_a_public_service_goes_by_any_name_because_it_has_a_token() -> None:
+    async with client(Config(host="0.0.0.0", admin_token=TOKEN)) as asking:
+        answer = await asking.get("/v1/status", headers={**BEARER, "Host": "any.example"})
+        assert answer.status_code == 200
+
+
+async def test_errors_are_json_too() -> None:
+    async with client(Config()) as asking:
+        missing = await asking.get("/v1/nothing")
+        assert (missing.status_code, missing.json()["error"]) == (404, "not found")
+        assert missing.json()["detail"] == "there is nothing at /v1/nothing"
+        wrong = await asking.post("/v1/health")
+        assert (wrong.status_code, wrong.json()["error"]) == (405, "method not allowed")
+        assert "GET" in wrong.headers["allow"]
+        assert (await asking.get("/static/secrets.txt")).status_code == 404
+
+
+async def test_every_answer_is_safe_to_show() -> None:
+    async with client(Config()) as asking:
+        for path in ("/", "/v1/health", "/v1/status", "/static/page.css", "/nothing"):
+            headers = (await asking.get(path)).headers
+            assert headers["x-content-type-options"] == "nosniff", path
+            assert "frame-ancestors 'none'" in headers["content-security-policy"], path
+            assert headers["cache-control"] in ("no-store", "no-cache"), path
+
+
+async def test_the_page_takes_nothing_from_elsewhere() -> None:
+    async with client(Config()) as asking:
+        page = await asking.get("/")
+        assert "Log out" in page.text  # there, and hidden
+        assert 'action="/logout" hidden' in page.text
+        for name in ("page.html", "page.js", "page.css", "icon.svg"):
+            path = "/" if name == "page.html" else f"/static/{name}"
+            text = (await asking.get(path)).text.replace("http://www.w3.org/2000/svg", "")
+            assert "http://" not in text, name
+            assert "https://" not in text, name
+        assert (await asking.get("/static/page.js")).headers["content-type"].startswith("text/java")

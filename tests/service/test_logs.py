@@ -1,0 +1,109 @@
+"""What the service says: lines for people, objects for programs, and few tracebacks."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.kernel import HoldfastError, Recorder
+from holdfast.service._logs import Logs
+
+
+class Said(io.StringIO):
+    """A stream that is no terminal."""
+
+    @property
+    def lines(self) -> list[str]:
+        return self.getvalue().splitlines()
+
+
+@contextmanager
+def logs(layout: str = "text", level: str = "info", stream: Said | None = None) -> Iterator[Logs]:
+    handlers, before = list(logging.root.handlers), logging.root.level
+    it = Logs(layout=layout, level=level, stream=stream or Said())
+    try:
+        yield it
+    finally:
+        it.close()
+    assert logging.root.handlers == handlers
+    assert logging.root.level == before
+
+
+def test_a_notice_is_a_plain_line_whatever_the_level() -> None:
+    said = Said()
+    with logs(level="error", stream=said) as it:
+        it.say("ready")
+    assert said.lines == ["holdfast: ready"]
+
+
+def test_an_event_is_one_line_that_says_who_what_and_why() -> None:
+    said, recorder = Said(), Recorder()
+    with logs(stream=said) as it:
+        recorder.subscribe(it.sink)
+        recorder.record("db", "lost", kind="failure", cause=OSError("no route"), attempt=3)
+    (line,) = said.lines
+    assert "[warning  ] db: lost, because no route (OSError) attempt=3" in line
+
+
+def test_what_goes_well_is_for_those_who_ask() -> None:
+    recorder = Recorder()
+    for level, expected in (("info", 0), ("debug", 1)):
+        said = Said()
+        with logs(level=level, stream=said) as it:
+            unsubscribe = recorder.subscribe(it.sink)
+            recorder.record("db", "running", kind="state")
+            unsubscribe()
+        assert len(said.lines) == expected
+
+
+def test_as_json_every_line_is_an_object() -> None:
+    said, recorder = Said(), Recorder()
+    with logs("json", stream=said) as it:
+        it.say("ready")
+        recorder.subscribe(it.sink)
+        recorder.record("db", "lost", kind="failure", cause="no route", level="high", event="x")
+        logging.getLogger("elsewhere").warning("told by %s", "a library", extra={"size": 3})
+        try:
+            raise ValueError("unexpected")
+        except ValueError:
+            logging.getLogger("elsewhere").exception("it broke")
+    notice, event, other, broken = (json.loads(line) for line in said.lines)
+    assert (notice["event"], notice["level"]) == ("ready", "info")
+    assert (event["component"], event["because"], event["level"]) == ("db", "no route", "warning")
+    assert (event["level_"], event["event_"]) == ("high", "x")
+    assert (other["event"], other["size"]) == ("told by a library", 3)
+    assert "ValueError: unexpected" in broken["exception"]
+    assert all("timestamp" in line for line in (notice, event, other, broken))
+
+
+def test_a_failure_that_explains_itself_has_no_traceback() -> None:
+    said = Said()
+    with logs(stream=said):
+        log = logging.getLogger("holdfast.supervisor")
+        log.warning("db failed", exc_info=HoldfastError("no server"))
+        log.error("told by the recorder as well")
+    assert said.lines == []
+
+
+def test_an_unexpected_failure_has_one() -> None:
+    said = Said()
+    with logs(stream=said):
+        try:
+            secret = "hunter2"
+            raise KeyError("unexpected")
+        except KeyError as error:
+            logging.getLogger("holdfast.supervisor").warning("db failed", exc_info=error)
+    text = said.getvalue()
+    assert "Traceback" in text
+    assert f'secret = "{secret}"' not in text.replace("            secret =", "")
+
+
+def test_a_stream_that_nobody_reads_any_more_is_no_error() -> None:
+    said = Said()
+    with logs(stream=said) as it:
+        said.close()
+        it.say("ready")
+        logging.getLogger("elsewhere").warning("told")

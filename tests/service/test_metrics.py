@@ -1,0 +1,28 @@
+"""Counting events without letting their number of series grow."""
+
+from __future__ import annotations
+
+from holdfast.kernel import Recorder
+from holdfast.service._metrics import OTHERS, EventCounter
+
+
+def test_events_are_counted_by_component_and_kind() -> None:
+    recorder, counter = Recorder(), EventCounter()
+    recorder.subscribe(counter)
+    recorder.record("db", "lost", kind="failure")
+    recorder.record("db", "lost", kind="failure")
+    recorder.record("db", "found")
+    assert counter.counts() == {("db", "failure"): 2, ("db", "info"): 1}
+
+
+def test_beyond_so_many_components_they_share_one_name() -> None:
+    recorder, counter = Recorder(), EventCounter(max_components=2)
+    recorder.subscribe(counter)
+    for number in range(5):
+        recorder.record(f"account {number}", "up")
+    recorder.record("account 0", "up")
+    assert counter.counts() == {
+        ("account 0", "info"): 2,
+        ("account 1", "info"): 1,
+        (OTHERS, "info"): 3,
+    }

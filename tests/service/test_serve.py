@@ -1,0 +1,333 @@
+"""`holdfast serve` as people run it: a process, real signals, a real PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from tests.servers import require_server
+from tests.service.support import Running, clean_environment, gone, holdfast, running, until
+
+from holdfast.embedded import SyncEmbeddedPostgres
+from holdfast.kernel import Child, Context
+from holdfast.service import Config, Part, _service, serve
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything_in_order_with_exit_code_0(
+    number: signal.Signals, spare_data: Path
+) -> None:
+    with running("--data-dir", str(spare_data)) as service:
+        service.wait_active()
+        family = service.family()
+        names = {process.name() for process in family}
+        assert "postgres" in names
+        assert service.stop(number) == 0
+        gone(family)
+    said = "\n".join(service.lines)
+    assert (
+        said.index("stopping (Ctrl-C") < said.index("stopping the server") < said.index("stopped")
+    )
+    assert "Traceback" not in said
+
+
+def test_a_stop_before_it_is_ready_is_a_stop_too(tmp_path: Path) -> None:
+    with running("--data-dir", str(tmp_path / "data")) as service:
+        service.wait_for("PostgreSQL: making the data")
+        family = service.family()
+        assert service.stop() == 0
+        gone(family)
+
+
+def test_an_open_stream_does_not_hold_up_the_stop(postgres_url: str) -> None:
+    with running("--database-url", postgres_url) as service:
+        service.wait_active()
+        with httpx.stream("GET", f"{service.url}/v1/events", timeout=60, trust_env=False) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == "retry: 1000"
+            service.process.send_signal(signal.SIGTERM)
+            for _ in lines:  # it ends by itself
+                pass
+        assert service.wait() == 0
+
+
+def test_a_second_ctrl_c_forces_the_end_and_leaves_nothing(spare_data: Path) -> None:
+    with running("--data-dir", str(spare_data)) as service:
+        service.wait_active()
+        family = service.family()
+        # A stopped server cannot shut down in order, so the first Ctrl-C alone would wait for it.
+        service.postgres().send_signal(signal.SIGSTOP)
+        service.process.send_signal(signal.SIGINT)
+        service.wait_for("PostgreSQL: stopping the server")
+        assert service.process.poll() is None
+        assert service.stop() == 130
+        gone(family)
+
+
+def test_a_third_ctrl_c_leaves_at_once_and_the_guard_cleans_up(spare_data: Path) -> None:
+    with running("--data-dir", str(spare_data)) as service:
+        service.wait_active()
+        family = service.family()
+        guard = service.postgres().parent()
+        assert guard is not None
+        guard.send_signal(signal.SIGSTOP)  # now not even the forced end gets through
+        service.process.send_signal(signal.SIGINT)
+        service.wait_for("stopping \\(Ctrl-C")
+        service.process.send_signal(signal.SIGINT)
+        service.wait_for("forced to end")
+        assert service.stop() == 130
+        guard.send_signal(signal.SIGCONT)
+        gone(family)
+
+
+def test_health_is_202_before_it_is_ready_and_200_after(tmp_path: Path) -> None:
+    with running("--data-dir", str(tmp_path / "data")) as service:
+        seen = [service.health()]
+
+        def active() -> bool:
+            seen.append(service.health())
+            return seen[-1][0] == 200
+
+        until(active, "active")
+        assert seen[0] == (202, "starting")
+        assert set(seen) == {(202, "starting"), (200, "active")}
+        assert service.stop() == 0
+
+
+def test_a_server_that_dies_is_restarted_and_health_tells(spare_data: Path) -> None:
+    with running("--data-dir", str(spare_data)) as service:
+        service.wait_active()
+        http = service.get("/v1/status").json()["tree"]["children"][1]
+        before = service.postgres()
+        before.kill()
+        until(lambda: service.health() == (202, "starting"), "the loss is noticed")
+        service.wait_active()
+        assert service.postgres().pid != before.pid
+        service.wait_for("ready again after")
+        state = service.get("/v1/status").json()
+        server = state["tree"]["children"][0]["children"][0]
+        assert server["name"] == "server"
+        assert server["restarts"] == 1
+        assert "SIGKILL" in server["last_failure"]
+        # What shows it was not restarted with it.
+        assert state["tree"]["children"][1]["generation"] == http["generation"] == 1
+        assert service.stop() == 0
+
+
+def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
+    with (
+        SyncEmbeddedPostgres(tmp_path / "data") as server,
+        running(environ={"DATABASE_URL": server.url}) as service,
+    ):
+        service.wait_active()
+        assert {p.name() for p in service.family()}.isdisjoint({"postgres"})
+        server.stop()
+        until(lambda: service.health() == (202, "starting"), "the loss is noticed")
+        server.start()
+        service.wait_active()
+        assert service.stop() == 0
+
+
+def test_a_database_that_is_a_little_late_is_waited_for(tmp_path: Path) -> None:
+    server = SyncEmbeddedPostgres(tmp_path / "data")
+    server.start()
+    url = server.url
+    server.stop()
+    with running("--database-url", url, "--database-wait", "60") as service:
+        service.wait_for("holdfast/postgres/watch: 1st restart")
+        server.start()
+        service.wait_active()
+        assert service.stop() == 0
+    server.stop()
+
+
+def test_an_unreachable_database_is_one_line_and_exit_code_2() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        port = nobody.getsockname()[1]
+        url = f"postgresql://app:s3cret@127.0.0.1:{port}/orders"
+        ended = holdfast("serve", "--port", "0", "--database-wait", "0.3", DATABASE_URL=url)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"holdfast: cannot reach PostgreSQL at 127.0.0.1:{port}/orders within ")
+    assert "Connection refused. Start it, or correct DATABASE_URL;" in line
+    assert "Traceback" not in ended.stdout
+    assert "s3cret" not in ended.stdout + ended.stderr
+
+
+def test_a_silent_database_is_unreachable_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/orders"
+        ended = holdfast("serve", "--port", "0", "--database-url", url, "--database-wait", "0.5")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "no answer in time. Start it, or correct --database-url" in line
+
+
+def test_a_taken_port_is_one_line_that_names_who_has_it(service: Running) -> None:
+    port = service.url.rpartition(":")[2]
+    ended = holdfast("serve", "--port", port)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        f"holdfast: cannot listen on 127.0.0.1:{port}: the port is in use by pid "
+        f"{service.process.pid} (holdfast.cli serve). Stop it, or choose another with --port.\n"
+    )
+
+
+def test_two_services_on_the_same_data_are_told_apart(service: Running) -> None:
+    listening = service.get("/v1/status").json()
+    assert listening["status"] == "active"
+    data = service.process.args[service.process.args.index("--data-dir") + 1]  # type: ignore[union-attr,arg-type,index]
+    ended = holdfast("serve", "--port", "0", "--data-dir", str(data))
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("holdfast: the embedded PostgreSQL cannot start: the data directory ")
+    assert str(service.process.pid) in line
+    assert "--data-dir" in line
+    assert service.health() == (200, "active")
+
+
+def test_other_machines_are_refused_without_a_token() -> None:
+    ended = holdfast("serve", "--host", "0.0.0.0", "--port", "0")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "there is no admin token to keep them out: set HOLDFAST_ADMIN_TOKEN" in line
+
+
+def test_with_a_token_everything_but_health_asks_for_it(postgres_url: str) -> None:
+    token = "correct-horse-battery-staple"
+    environ = {"DATABASE_URL": postgres_url, "HOLDFAST_ADMIN_TOKEN": token}
+    with running("--host", "0.0.0.0", environ=environ) as service:
+        base = service.url.replace("0.0.0.0", "127.0.0.1")
+        with httpx.Client(base_url=base, trust_env=False, timeout=60) as client:
+            until(lambda: client.get("/v1/health").status_code == 200, "active")
+            for path in (
+                "/v1/status",
+                "/v1/events",
+                "/v1/explain/http",
+                "/metrics",
+                "/",
+                "/nothing",
+            ):
+                assert client.get(path).status_code == 401, path
+            right = {"Authorization": f"Bearer {token}"}
+            assert client.get("/v1/status", headers=right).status_code == 200
+            wrong = {"Authorization": f"Bearer {token}x"}
+            assert client.get("/v1/status", headers=wrong).status_code == 401
+        assert service.stop() == 0
+    assert token not in "\n".join(service.lines)
+
+
+def test_every_line_is_json_when_asked(postgres_url: str) -> None:
+    with running("--database-url", postgres_url, "--log-format", "json") as service:
+        service.wait_for('"event": "ready after')
+        assert service.stop() == 0
+    lines = [json.loads(line) for line in service.lines]
+    assert lines[0]["event"].startswith("http://127.0.0.1:")
+    assert {line["level"] for line in lines} == {"info"}
+
+
+def test_it_says_that_it_is_open_to_local_users(service: Running) -> None:
+    assert "open to every user of this machine" in service.lines[0]
+
+
+def test_a_reader_that_goes_away_is_no_reason_to_end(postgres_url: str) -> None:
+    with running("--database-url", postgres_url, "--log-level", "debug", read=False) as service:
+        assert service.process.stdout is not None
+        url = service.process.stdout.readline().split()[1]
+        service.process.stdout.close()  # as after `holdfast serve | head -1`
+        health = f"{url}/v1/health"
+        until(lambda: httpx.get(health, trust_env=False).status_code == 200, "active")
+        service.process.send_signal(signal.SIGINT)
+        assert service.process.wait(60) == 0
+        assert service.process.stderr is not None
+        assert service.process.stderr.read() == ""
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_service_alone(spare_data: Path) -> None:
+    ours, theirs = os.openpty()
+    name = os.ttyname(theirs)
+    # The leader of a new session gets the first terminal that it opens as its own.
+    shell = ["sh", "-c", 'exec 0<>"$0" 1>&0 2>&0; exec "$@"', name]
+    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0"]
+    process = subprocess.Popen(
+        [*shell, *command, "--data-dir", str(spare_data)],
+        start_new_session=True,
+        env=clean_environment(),
+    )
+    said = b""
+    while b"ready after" not in said or b"holdfast: ready" not in said:
+        said += os.read(ours, 4096)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    os.write(ours, b"\x03")
+    while b"stopped" not in said:
+        said += os.read(ours, 4096)
+    assert process.wait(60) == 0
+    gone(family)
+    os.close(ours)
+    os.close(theirs)
+    # In order: PostgreSQL was asked by the service, and not hit by the terminal.
+    assert said.index(b"stopping (Ctrl-C") < said.index(b"stopping the server (fast shutdown)")
+
+
+def test_a_taken_port_of_the_embedded_server_is_one_line(spare_data: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = holdfast(
+            "serve", "--port", "0", "--data-dir", str(spare_data), "--postgres-port", port
+        )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("holdfast: the embedded PostgreSQL cannot start: ")
+    assert f"127.0.0.1:{port}" in line
+
+
+def test_the_port_of_the_embedded_server_can_be_chosen(spare_data: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with running("--data-dir", str(spare_data), "--postgres-port", str(port)) as service:
+        service.wait_for(f"holdfast: ready after .*: PostgreSQL .* at 127.0.0.1:{port}/postgres$")
+        assert service.stop() == 0
+
+
+def test_an_installed_postgres_can_be_run_instead(tmp_path: Path) -> None:
+    bin_dir = Path(require_server("postgres")).parent
+    data = str(tmp_path / "data")
+    with running("--data-dir", data, "--postgres-bin-dir", str(bin_dir)) as service:
+        service.wait_active()
+        assert Path(service.postgres().exe()).parent == bin_dir
+        assert service.stop() == 0
+
+
+def test_a_service_that_is_killed_leaves_nothing_either(spare_data: Path) -> None:
+    with running("--data-dir", str(spare_data)) as service:
+        service.wait_active()
+        family = service.family()
+        service.process.kill()
+        gone(family)
+
+
+def test_a_service_that_gives_up_says_why_with_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def burn(ctx: Context) -> None:
+        ctx.started()
+        raise RuntimeError("on fire")
+
+    hopeless = Part("hopeless", lambda wiring: [Child("fuse", burn)], conditions=("lit",))
+    monkeypatch.setattr(_service, "database_part", lambda config: hopeless)
+    assert serve(Config(port=0)) == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("holdfast: holdfast gave up: ")
+    assert "RuntimeError: on fire" in out  # an unexpected failure keeps its traceback

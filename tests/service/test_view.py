@@ -1,0 +1,73 @@
+"""What the service knows about itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import holdfast
+from holdfast.kernel import Clock, Condition, Machine, Recorder, StatusMonitor, Supervisor
+from holdfast.service._view import RECENT, View, find_component, status_of
+
+
+def condition(name: str, met: bool) -> Condition:
+    return Condition(name, met, 0.0, None)
+
+
+def test_active_means_that_every_condition_is_met() -> None:
+    assert status_of({}) == "active"
+    assert status_of({"a": condition("a", True)}) == "active"
+    assert status_of({"a": condition("a", True), "b": condition("b", False)}) == "starting"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("root/db", ["root/db"]),
+        ("/root/db/", ["root/db"]),
+        ("db", ["root/db"]),
+        ("watch", ["root/db/watch", "root/mq/watch"]),
+        ("db/watch", ["root/db/watch"]),
+        ("b", []),
+        ("nothing", []),
+        ("", []),
+    ],
+)
+def test_the_end_of_a_path_is_enough(wanted: str, found: list[str]) -> None:
+    known = ("root", "root/db", "root/db/watch", "root/mq", "root/mq/watch")
+    assert find_component(wanted, known) == found
+
+
+async def test_the_whole_state_is_plain_data() -> None:
+    recorder = Recorder()
+    monitor = StatusMonitor(["up"], status_of, recorder=recorder)
+    machine = Machine(
+        "door", phases={"shut": ["shut"], "open": ["open"]}, moves={"shut": "open"}, initial="shut"
+    )
+    async with Supervisor("root", recorder=recorder) as root:
+        view = View(root.tree, monitor, recorder, Clock.current(), [machine], "http://x")
+        recorder.record("db", "lost", kind="failure", cause=ValueError("no route"), thing=object())
+        state = json.loads(json.dumps(view.whole()))
+    assert state["status"] == "starting"
+    assert state["version"] == holdfast.__version__
+    assert state["address"] == "http://x"
+    assert state["uptime"] >= 0
+    assert state["conditions"]["up"]["met"] is False
+    assert [each["phase"] for each in state["machines"]] == ["shut"]
+    assert state["tree"]["name"] == "root"
+    assert state["events"][-1]["because"] == ["no route (ValueError)"]
+
+
+async def test_a_state_holds_the_newest_events_and_not_all() -> None:
+    recorder = Recorder(size=RECENT * 2)
+    monitor = StatusMonitor(["up"], status_of)
+    async with Supervisor("root") as root:
+        view = View(root.tree, monitor, recorder, Clock.current())
+        for number in range(RECENT * 2):
+            recorder.record("db", f"event {number}")
+        events = view.whole()["events"]
+        assert len(events) == RECENT
+        assert events[-1]["text"] == f"event {RECENT * 2 - 1}"
+        assert view.components() == ("db",)
+        assert len(view.explain("db")["events"]) == RECENT
