@@ -17,7 +17,7 @@ from holdfast.kernel import HoldfastError
 from holdfast.service import Config, ConfigError, data_dir_of
 from holdfast.service import serve as run_service
 
-from . import _show
+from . import _leases, _show
 from ._client import Client, NoAnswer, UnknownComponent
 from ._options import ConfigFile, configurable, load_config
 
@@ -34,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+app.add_typer(_leases.app)
 
 
 def _complete_component(incomplete: str) -> list[str]:

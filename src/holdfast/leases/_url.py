@@ -1,0 +1,96 @@
+"""The URL of a store: which adapter, where, and how it is configured."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from ._errors import StoreMisconfigured
+
+__all__ = ["StoreUrl", "parse", "redacted"]
+
+_HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """A parsed URL; `text` is the whole of it with its secrets hidden, for messages."""
+
+    text: str
+    scheme: str
+    #: What stands where a host name does: for some stores a name or a table.
+    host: str
+    port: int | None
+    username: str | None
+    password: str | None
+    path: str
+    parameters: Mapping[str, str]
+
+    def check(self, known: Iterable[str] = ()) -> StoreUrl:
+        """Raise `StoreMisconfigured` if there is a parameter that the adapter does not know."""
+        names = sorted(known)
+        if wrong := [name for name in self.parameters if name not in names]:
+            raise StoreMisconfigured(f"{self.text}: {'; '.join(_hint(w, names) for w in wrong)}")
+        return self
+
+
+def parse(url: str) -> StoreUrl:
+    """Take a URL apart; raises `StoreMisconfigured` when it is none."""
+    shown = redacted(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise StoreMisconfigured(f"{shown} is not a URL: {error}") from error
+    if not parts.scheme:
+        raise StoreMisconfigured(f"{shown!r} is not a URL: write SCHEME://…, as in redis://cache")
+    return StoreUrl(
+        text=shown,
+        scheme=parts.scheme,
+        # Taken from the whole, because `hostname` would make a table's name lower case.
+        host=unquote(_host(parts.netloc)),
+        port=port,
+        username=None if parts.username is None else unquote(parts.username),
+        password=None if parts.password is None else unquote(parts.password),
+        path=unquote(parts.path),
+        parameters=dict(parse_qsl(parts.query, keep_blank_values=True)),
+    )
+
+
+def redacted(url: str) -> str:
+    """The URL with its password, and what looks like one among its parameters, hidden."""
+    head, mark, query = url.partition("?")
+    scheme, colons, rest = head.partition("://")
+    place, slash, path = rest.partition("/")
+    account, at, host = place.rpartition("@")
+    if ":" in account:
+        account = f"{account.partition(':')[0]}:{_HIDDEN}"
+    return f"{scheme}{colons}{account}{at}{host}{slash}{path}{mark}{_redacted_query(query)}"
+
+
+def _redacted_query(query: str) -> str:
+    pairs = [pair.partition("=") for pair in query.split("&")]
+    return "&".join(
+        f"{name}{equals}{_HIDDEN if equals and _is_secret(name) else value}"
+        for name, equals, value in pairs
+    )
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in ("password", "secret", "token", "passwd"))
+
+
+def _host(netloc: str) -> str:
+    place = netloc.rpartition("@")[2]
+    if place.startswith("["):
+        return place[1:].partition("]")[0]
+    return place.partition(":")[0]
+
+
+def _hint(wrong: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(wrong, known, n=1)
+    if near:
+        return f"there is no parameter {wrong!r}; did you mean {near[0]!r}?"
+    return f"there is no parameter {wrong!r}; there is {', '.join(known) or 'none'}"

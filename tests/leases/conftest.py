@@ -1,0 +1,45 @@
+"""What the tests of the leases share: real servers, one of each per worker, and silence."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+from collections.abc import Iterator
+
+import pytest
+from tests.leases.redis_server import RedisServer
+from tests.servers import require_server
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No log of the leases: thousands of simulated outages are many lines."""
+    log = logging.getLogger("holdfast.leases")
+    before, log.level = log.level, logging.CRITICAL
+    yield
+    log.level = before
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """A running Redis for tests that do not harm it; `redis_url` is an empty place in it."""
+    with RedisServer(require_server("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The URL of an empty place for one test, on the server that its worker has."""
+    return f"{redis_server.url}?prefix=test-{next(_numbers)}"
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

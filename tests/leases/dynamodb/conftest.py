@@ -1,0 +1,134 @@
+"""DynamoDB for the tests, one server of each kind per worker, and an empty table per test."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from tests.leases.dynamodb.scale import thorough
+from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere
+
+from holdfast.kernel import Clock
+from holdfast.leases import Holder, Request
+from holdfast.leases._dynamodb._time import ServerTime
+from holdfast.leases.dynamodb import CounterStore, DynamoConfig, SlotStore, open_store
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def ministack() -> Iterator[DynamoServer]:
+    """The emulator, for tests that do not harm it."""
+    with Ministack() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def dynamo_local() -> Iterator[DynamoServer]:
+    """AWS's DynamoDB Local; without npm and a JDK its tests are skipped, everywhere."""
+    try:
+        server = DynamoLocal()
+    except NotHere as why:
+        pytest.skip(str(why))
+    with server:
+        # A Java machine takes a second for what it does the first time.
+        for layout in ("slots", "counter"):
+            asyncio.run(_warm_up(server.url(f"warm-{layout}", layout=layout)))
+        yield server
+
+
+async def _warm_up(url: str) -> None:
+    store = open_store(url, clock=Clock.system())
+    wanted = Request("warm", "up", 2, 60.0, Holder("", "", "", 0))
+    await store.acquire(wanted)
+    await store.renew([wanted])
+    await store.take("warm", rate=1.0, burst=1, tokens=1)
+    await store.held()
+    await store.release([wanted])
+    await store.close()
+
+
+SERVERS = ["ministack", "dynamo_local"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each server at full scale; at a smaller one, one of them, drawn by the test's name."""
+    if "server" in metafunc.fixturenames and not hasattr(metafunc.cls, "server"):
+        drawn = zlib.crc32(metafunc.function.__name__.encode()) % 2
+        chosen = [SERVERS[drawn]] if DynamoLocal.may_be_here() else SERVERS[:1]
+        metafunc.parametrize("server", thorough(chosen, SERVERS), indirect=True)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> DynamoServer:
+    """A server of either kind."""
+    server: DynamoServer = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture(scope="session")
+def clocks() -> dict[str, ServerTime]:
+    """What is known of each server's time, by its endpoint: shared, so that it is known well."""
+    return {}
+
+
+@pytest.fixture
+def table() -> str:
+    """The name of a table that is not there yet."""
+    return f"leases-{os.getpid()}-{next(_numbers)}"
+
+
+Opener = Callable[..., Awaitable[SlotStore | CounterStore]]
+
+
+@pytest.fixture
+async def open_table(
+    server: DynamoServer, table: str, clocks: dict[str, ServerTime]
+) -> AsyncIterator[Opener]:
+    """Opens stores onto one table; with parameters of the URL."""
+    # The driver takes hundreds of steps for a request; debugging each would be most of it.
+    asyncio.get_running_loop().set_debug(False)
+    async with AsyncExitStack() as stores:
+
+        async def open_one(
+            *, clock: Clock | None = None, own_time: bool = False, **parameters: Any
+        ) -> SlotStore | CounterStore:
+            config = DynamoConfig.from_url(server.url(table, **{"skew": 0, **parameters}))
+            kind = SlotStore if config.layout == "slots" else CounterStore
+            time = None if own_time else well_known(server, clocks)
+            store = kind(config, clock=clock or Clock.system(), time=time)
+            stores.push_async_callback(store.close)
+            await store.open()
+            return store
+
+        yield open_one
+
+
+def well_known(server: DynamoServer, clocks: dict[str, ServerTime]) -> ServerTime:
+    """The server's time, known to some hundredths of a second."""
+    if server.endpoint not in clocks:
+        clocks[server.endpoint] = known = ServerTime(Clock.system())
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            sent = time.monotonic()
+            known.observe(_date(server), sent=sent, received=time.monotonic())
+            time.sleep(0.01)
+    return clocks[server.endpoint]
+
+
+def _date(server: DynamoServer) -> str | None:
+    try:
+        with urllib.request.urlopen(server.endpoint, timeout=5) as response:
+            return str(response.headers["Date"])
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return str(refused.headers["Date"])

@@ -1,0 +1,66 @@
+"""The store in DynamoDB, in both layouts, against both servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.leases.conformance import OpenStore, StoreConformance, opening
+from tests.leases.dynamodb.conftest import well_known
+from tests.leases.dynamodb.servers import DynamoServer
+
+from holdfast.kernel import Clock
+from holdfast.leases import Store
+from holdfast.leases._dynamodb._time import ServerTime
+from holdfast.leases.dynamodb import CounterStore, DynamoConfig, SlotStore
+from holdfast.testing import scaled
+
+
+class DynamoConformance(StoreConformance):
+    """Opens stores that know the server's time as well as one does after some minutes of use."""
+
+    ttl = 1.2
+    many = scaled(250, least=60)
+    layout = "slots"
+
+    @pytest.fixture
+    def server(self) -> DynamoServer:
+        raise NotImplementedError("a subclass gives this fixture")
+
+    @pytest.fixture
+    async def open_store(
+        self, server: DynamoServer, table: str, clocks: dict[str, ServerTime]
+    ) -> AsyncIterator[OpenStore]:
+        # The driver takes hundreds of steps for a request; debugging each would be most of it.
+        asyncio.get_running_loop().set_debug(False)
+        url = server.url(table, layout=self.layout, skew=0, sweep_every=0.5)
+        config = DynamoConfig.from_url(url)
+        kind = SlotStore if self.layout == "slots" else CounterStore
+        time = well_known(server, clocks)
+
+        def make() -> Store:
+            return kind(config, clock=Clock.system(), time=time)
+
+        async with opening(make) as opener:
+            yield opener
+
+
+class TestSlotsInMinistack(DynamoConformance):
+    @pytest.fixture
+    def server(self, ministack: DynamoServer) -> DynamoServer:
+        return ministack
+
+
+class TestCounterInMinistack(TestSlotsInMinistack):
+    layout = "counter"
+
+
+class TestSlotsInDynamoLocal(DynamoConformance):
+    @pytest.fixture
+    def server(self, dynamo_local: DynamoServer) -> DynamoServer:
+        return dynamo_local
+
+
+class TestCounterInDynamoLocal(TestSlotsInDynamoLocal):
+    layout = "counter"

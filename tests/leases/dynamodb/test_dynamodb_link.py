@@ -1,0 +1,210 @@
+"""Requests to DynamoDB: within their time, tried again where that helps, errors translated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from botocore import exceptions as theirs  # type: ignore[import-untyped]
+from tests.leases.dynamodb.meddling import cancelled, lost, refusal
+
+from holdfast.kernel import Clock
+from holdfast.leases import StoreMisconfigured, StoreUnavailable
+from holdfast.leases._dynamodb._errors import Cancelled, ConditionFailed
+from holdfast.leases._dynamodb._link import DynamoLink
+from holdfast.leases.dynamodb import DynamoConfig, open_store
+
+DATE = {"ResponseMetadata": {"HTTPHeaders": {"date": "Sun, 15 Nov 2026 03:13:01 GMT"}}}
+
+
+class Scripted:
+    """A driver that gives these answers, one after the other; the last one for ever."""
+
+    def __init__(self, *answers: Exception | dict[str, Any]) -> None:
+        self._answers = list(answers)
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> Any:
+            answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+def link_to(*answers: Exception | dict[str, Any], **parameters: Any) -> DynamoLink:
+    given = "".join(f"&{name}={value}" for name, value in parameters.items())
+    config = DynamoConfig.from_url(f"dynamodb://leases?region=eu-central-1{given}")
+    link = DynamoLink(config, clock=Clock.system())
+    link._client = Scripted(*answers)
+    return link
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refusal("ProvisionedThroughputExceededException"),
+        refusal("ThrottlingException"),
+        refusal("RequestLimitExceeded"),
+        refusal("InternalServerError", status=500),
+        refusal("SomethingNew", status=503),
+        refusal("TransactionInProgressException"),
+        cancelled("None", "TransactionConflict"),
+        cancelled("ThrottlingError", "None"),
+        lost(),
+        theirs.EndpointConnectionError(endpoint_url="x"),
+        theirs.ReadTimeoutError(endpoint_url="x"),
+        theirs.ConnectTimeoutError(endpoint_url="x"),
+        theirs.CredentialRetrievalError(provider="iam-role", error_msg="no answer"),
+        OSError("no route"),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{getattr(error, 'response', '')}"[:60],
+)
+async def test_what_may_pass_is_tried_again(error: Exception) -> None:
+    link = link_to(error, error, DATE)
+    assert await link.call("get_item") is DATE
+    assert link.requests["get_item"] == 3
+    assert link.retries == 2
+
+
+async def test_what_does_not_pass_is_unavailable() -> None:
+    link = link_to(refusal("ThrottlingException", message="slow down"))
+    with pytest.raises(StoreUnavailable, match=r"leases at eu-central-1.*slow down"):
+        await link.call("get_item")
+    assert link.requests["get_item"] == 6
+
+
+async def test_conflicts_are_tried_again_for_as_long_as_a_request_may_take() -> None:
+    link = link_to(cancelled("TransactionConflict", "None"), timeout=1.5)
+    before = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=r"within 1.5 s, after \d+ failed attempts"):
+        await link.send("transact_write_items")
+    assert link.requests["transact_write_items"] > 1
+    assert time.monotonic() - before < 3 * 1.5
+
+
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (refusal("ResourceNotFoundException"), "aws dynamodb create-table --table-name leases"),
+        (refusal("AccessDeniedException"), '"dynamodb:UpdateItem"'),
+        (refusal("UnrecognizedClientException"), "look at the credentials"),
+        (refusal("ExpiredTokenException"), "look at the credentials"),
+        (refusal("InvalidSignatureException"), "look at the credentials"),
+        (refusal("ValidationException", message="the key is wrong"), "the key is wrong"),
+        (theirs.NoCredentialsError(), "AWS_ACCESS_KEY_ID"),
+        (theirs.PartialCredentialsError(provider="env", cred_var="x"), "AWS_ACCESS_KEY_ID"),
+        (theirs.ProfileNotFound(profile="x"), "AWS_PROFILE"),
+        (theirs.NoRegionError(), "add ?region="),
+        (theirs.SSLError(endpoint_url="x", error="certificate"), "certificate"),
+        (cancelled("ValidationError", "None"), "TransactionCanceledException"),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{getattr(value, 'response', '')}"[:60],
+)
+async def test_what_will_not_pass_is_misconfigured_and_says_what_to_do(
+    error: Exception, cure: str
+) -> None:
+    link = link_to(error)
+    with pytest.raises(StoreMisconfigured) as caught:
+        await link.call("get_item")
+    assert cure in str(caught.value)
+    assert "leases at eu-central-1" in str(caught.value)
+    assert link.requests["get_item"] == 1
+    assert caught.value.__cause__ is error
+
+
+async def test_a_signature_refused_because_of_the_clock_says_so() -> None:
+    link = link_to(refusal("InvalidSignatureException"))
+    # The answer's date is from another year than this machine's clock.
+    now = time.monotonic()
+    link.time.observe("Sun, 15 Nov 2020 03:13:01 GMT", sent=now, received=now)
+    with pytest.raises(StoreMisconfigured, match=r"clock is wrong by \+\d+ s: set it"):
+        await link.call("get_item")
+
+
+async def test_a_mistake_in_here_is_not_taken_for_one_out_there() -> None:
+    link = link_to(TypeError("a mistake"))
+    with pytest.raises(TypeError, match="a mistake"):
+        await link.call("get_item")
+
+
+async def test_no_is_an_answer() -> None:
+    item = {"pk": {"S": "x"}}
+    link = link_to(refusal("ConditionalCheckFailedException", Item=item))
+    with pytest.raises(ConditionFailed) as failed:
+        await link.call("update_item")
+    assert failed.value.item == item
+    link = link_to(cancelled("None", "ConditionalCheckFailed"))
+    with pytest.raises(Cancelled) as stopped:
+        await link.send("transact_write_items")
+    assert [reason.refused for reason in stopped.value.reasons] == [False, True]
+
+
+async def test_a_condition_counts_also_when_another_transaction_was_in_the_way() -> None:
+    link = link_to(cancelled("ConditionalCheckFailed", "TransactionConflict"))
+    with pytest.raises(Cancelled):
+        await link.send("transact_write_items")
+    assert link.requests["transact_write_items"] == 1
+
+
+async def test_dates_are_read_from_answers_and_from_refusals() -> None:
+    metadata = DATE["ResponseMetadata"]
+    refused = refusal("ConditionalCheckFailedException", ResponseMetadata=metadata)
+    for answer in (DATE, refused):
+        link = link_to(answer)
+        try:
+            await link.call("update_item")
+        except ConditionFailed:
+            pass
+        assert link.time.undated == 0
+        assert link.time.latest() - link.time.earliest() < 2.0
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """It takes connections and requests, and never answers."""
+    stop = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await stop.wait()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        stop.set()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("layout", ["slots", "counter"])
+async def test_a_server_that_never_answers_is_unavailable_in_time(layout: str) -> None:
+    async with silent_server() as endpoint:
+        url = f"dynamodb://leases?endpoint_url={endpoint}&timeout=0.5&layout={layout}"
+        store = open_store(url, clock=Clock.system())
+        before = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="leases at http://127"):
+            await store.open()
+        assert time.monotonic() - before < 3 * 0.5 + 2.0  # the driver is loaded at its first use
+        await store.close()
+
+
+async def test_nobody_listens_there(unused_tcp_port: int) -> None:
+    url = f"dynamodb://leases?endpoint_url=http://127.0.0.1:{unused_tcp_port}&timeout=2"
+    store = open_store(url, clock=Clock.system())
+    with pytest.raises(StoreUnavailable):
+        await store.open()
+    await store.close()
+
+
+async def test_without_a_region_it_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    store = open_store("dynamodb://leases", clock=Clock.system())
+    with pytest.raises(StoreMisconfigured, match=r"add \?region="):
+        await store.open()
+    await store.close()

@@ -1,0 +1,51 @@
+"""What a client remembers of its leases, and how updates are put together."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.leases.conformance import request
+
+from holdfast.kernel import Clock
+from holdfast.leases._dynamodb._batch import Statement, _batches
+from holdfast.leases._dynamodb._places import Places
+
+
+def test_a_place_is_known_until_it_is_forgotten() -> None:
+    places = Places(Clock.system())
+    first, second = request("db"), request("db")
+    assert places.of(first) is None
+    places.note(first, 7)
+    places.note(second, 0)
+    assert (places.of(first), places.of(second)) == (7, 0)
+    places.note(first, 8)
+    assert places.of(first) == 8
+    places.forget(first)
+    places.forget(first)
+    assert places.of(first) is None
+    assert len(places) == 1
+
+
+def test_places_of_leases_that_ended_long_ago_do_not_pile_up() -> None:
+    now = 0.0
+    places = Places(Clock(lambda: now))
+    held = [request(ttl=1e9) for _ in range(10)]
+    for slot, each in enumerate(held):
+        places.note(each, slot)
+    for _ in range(5000):
+        places.note(request(ttl=10.0), 0)  # asked for, and never heard of again
+        now += 1.0
+    assert len(places) <= 1000
+    assert [places.of(each) for each in held] == list(range(10))
+
+
+@given(items=st.lists(st.integers(0, 60), max_size=200))
+def test_every_update_is_sent_once_and_no_item_twice_in_a_batch(items: list[int]) -> None:
+    statements = [Statement((str(item),), "UPDATE", ()) for item in items]
+    batches = list(_batches(statements))
+    assert sorted(n for batch in batches for n in batch) == list(range(len(items)))
+    for batch in batches:
+        assert 1 <= len(batch) <= 25
+        assert len({items[n] for n in batch}) == len(batch)
+    if len(set(items)) == len(items):
+        assert len(batches) == -(-len(items) // 25)

@@ -1,0 +1,159 @@
+"""The table: made where that is allowed, looked at before its first use, and found again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import pytest
+from tests.leases.conformance import request
+from tests.leases.dynamodb.conftest import Opener
+from tests.leases.dynamodb.meddling import meddle, refusal, times
+from tests.leases.dynamodb.servers import DynamoServer, Ministack
+
+from holdfast.kernel import Clock
+from holdfast.leases import StoreMisconfigured, StoreUnavailable, connect
+from holdfast.leases._dynamodb._texts import ACTIONS
+from holdfast.leases.dynamodb import CounterStore, create_command, open_store
+
+LAYOUTS = ["slots", "counter"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_missing_table_is_made_on_this_machine_alone(
+    server: DynamoServer, table: str, layout: str
+) -> None:
+    url = server.url(table, layout=layout)
+    careful = open_store(f"{url}&create=false", clock=Clock.system())
+    with pytest.raises(StoreMisconfigured) as caught:
+        await careful.open()
+    assert create_command(careful.link.config) in str(caught.value)
+    maker = open_store(url, clock=Clock.system())
+    await maker.open()
+    await careful.open()  # now it is there
+    assert await careful.acquire(request()) is not None
+    await maker.close()
+    await careful.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_clients_that_start_at_once_make_one_table(
+    server: DynamoServer, table: str, layout: str
+) -> None:
+    stores = [open_store(server.url(table, layout=layout), clock=Clock.system()) for _ in range(5)]
+    await asyncio.gather(*(store.open() for store in stores))
+    grants = await asyncio.gather(*(store.acquire(request(limit=3)) for store in stores))
+    assert sum(grant is not None for grant in grants) == 3
+    for store in stores:
+        await store.close()
+
+
+async def test_a_table_of_another_layout_is_refused(open_table: Opener) -> None:
+    await open_table(layout="slots")
+    with pytest.raises(StoreMisconfigured, match=re.escape("['pk', 'slot'], and layout=counter")):
+        await open_table(layout="counter")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_store_that_was_opened_in_an_outage_works_after_it(
+    server: DynamoServer, table: str, layout: str
+) -> None:
+    store = open_store(server.url(table, layout=layout), clock=Clock.system())
+    await meddle(store, before=times(6, "describe_table", refusal("InternalServerError")))
+    with pytest.raises(StoreUnavailable):
+        await store.open()
+    assert await store.acquire(request()) is not None
+    await store.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_table_that_vanished_is_made_again(open_table: Opener, layout: str) -> None:
+    """A local server that keeps its tables in memory was restarted."""
+    store = await open_table(layout=layout)
+    wanted = request()
+    await store.acquire(wanted)
+    await store.link.call("delete_table")
+    assert list(await store.renew([wanted])) == [False]
+    assert await store.acquire(request()) is not None
+
+
+async def test_in_aws_a_table_that_vanished_is_told(open_table: Opener) -> None:
+    await open_table()
+    store = await open_table(create="false")
+    await store.link.call("delete_table")
+    with pytest.raises(StoreMisconfigured, match="make the table"):
+        await store.acquire(request())
+
+
+async def test_a_table_that_is_not_ready_is_waited_for(open_table: Opener) -> None:
+    store = await open_table()
+    client = await meddle(store)
+    answers = iter(["CREATING", "CREATING", "ACTIVE"])
+    describe = client._client.describe_table
+
+    async def describe_table(**arguments: object) -> object:
+        reply = await describe(**arguments)
+        reply["Table"]["TableStatus"] = next(answers)
+        return reply
+
+    client._client.describe_table = describe_table
+    store._table._ready = False
+    await store.open()
+    assert [operation for operation, _ in client.asked].count("describe_table") == 3
+
+
+async def test_ttl_of_the_slots_is_no_risk_and_that_of_a_stranger_is_told(
+    open_table: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await open_table()
+    for attribute, risks in (("ttl_epoch", 0), ("expires_ms", 1)):
+        for enabled in (True, False):
+            await store.link.call(
+                "update_time_to_live",
+                TimeToLiveSpecification={"Enabled": enabled, "AttributeName": attribute},
+            )
+            if enabled:
+                with caplog.at_level(logging.WARNING, "holdfast.leases"):
+                    assert len((await open_table()).warnings) == risks
+    assert "by their attribute 'expires_ms'" in caplog.text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_what_is_asked_for_is_what_the_policy_allows(open_table: Opener, layout: str) -> None:
+    """All that the stores do, against the list in the docs and in the errors."""
+    permissions = {
+        "describe_table": {"DescribeTable"},
+        "describe_time_to_live": {"DescribeTimeToLive"},
+        "create_table": {"CreateTable"},
+        "query": {"Query"},
+        "scan": {"Scan"},
+        "get_item": {"GetItem"},
+        "update_item": {"UpdateItem"},
+        "batch_execute_statement": {"PartiQLUpdate"},
+        "transact_write_items": {"PutItem", "UpdateItem", "DeleteItem"},
+    }
+    store = await open_table(layout=layout)
+    wanted = [request(limit=3) for _ in range(2)]
+    for each in (*wanted, wanted[1]):
+        await store.acquire(each)
+    await store.renew(wanted)
+    await store.held("db")
+    await store.held()
+    await store.take("db", rate=1.0, burst=1, tokens=1)
+    if isinstance(store, CounterStore):
+        assert await store._sweeper._claim()
+        await store._sweeper._correct("db")
+    await store.release(wanted)
+    asked = set().union(*(permissions[operation] for operation in store.link.requests))
+    assert asked - {"CreateTable"} == set(ACTIONS[layout])
+
+
+async def test_a_client_by_its_url(ministack: Ministack, table: str) -> None:
+    url = ministack.url(table)
+    async with connect(url, service_name="orders", on_unavailable="refuse") as leases:
+        async with leases.exclusive("nightly-report", ttl=30.0) as lease:
+            assert lease.fence > 0
+            assert [held.holder.service_name for held in await leases.held()] == ["orders"]
+        assert list(await leases.held()) == []
+        assert await leases.rate_limit("connects", rate=100.0).take() == 0.0

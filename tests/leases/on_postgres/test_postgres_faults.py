@@ -1,0 +1,211 @@
+"""Postgres killed, silent and far away, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import psycopg
+import pytest
+from psycopg import sql
+from tests.leases.conformance import request
+from tests.leases.on_postgres.support import PATIENCE, Database, recovered, refusal, rows, swept
+
+from holdfast.embedded import SyncEmbeddedPostgres
+from holdfast.kernel import Clock
+from holdfast.leases import LeaseError, StoreMisconfigured, StoreUnavailable
+from holdfast.leases._postgres._errors import translate
+from holdfast.leases.postgres import PostgresStore, grants
+from holdfast.leases.postgres import open_store as open_postgres
+from holdfast.testing.proxy import FaultProxy
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("fault", ["stall", "black_hole"])
+async def test_silence_is_noticed_in_time(
+    far_store: PostgresStore, proxy: FaultProxy, fault: str
+) -> None:
+    getattr(proxy, fault)()
+    for _ in range(2):  # first on a connection that was open, then on a new one
+        begin = time.monotonic()
+        calls = [far_store.acquire(request(limit=99)) for _ in range(10)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StoreUnavailable] * 10
+        assert time.monotonic() - begin < 3 * PATIENCE
+        await asyncio.sleep(0.2)  # longer than it dares not to try again
+    proxy.heal()
+    assert await recovered(far_store)
+
+
+@pytest.mark.serial
+async def test_a_cancelled_call_ends_at_once(far_store: PostgresStore, proxy: FaultProxy) -> None:
+    proxy.black_hole()
+    call = asyncio.ensure_future(far_store.acquire(request()))
+    await asyncio.sleep(0.1)
+    begin = time.monotonic()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    # The driver itself would wait for the server's consent.
+    assert time.monotonic() - begin < PATIENCE / 2
+
+
+async def test_a_reset_is_told_at_once(far_store: PostgresStore, proxy: FaultProxy) -> None:
+    proxy.stall()
+    call = asyncio.ensure_future(far_store.acquire(request()))
+    await asyncio.sleep(0.05)
+    proxy.reset()
+    with pytest.raises(StoreUnavailable):
+        await call
+    proxy.heal()
+    assert await recovered(far_store)
+
+
+async def test_a_late_answer_reaches_nobody_else(
+    far_store: PostgresStore, proxy: FaultProxy
+) -> None:
+    proxy.latency(0.2)
+    calls = [asyncio.ensure_future(far_store.acquire(request("db/x", limit=5))) for _ in range(2)]
+    await asyncio.sleep(0.3)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    proxy.latency(0.0)
+    for n in range(5):
+        wanted = request(f"db/{n}")
+        grant = await far_store.acquire(wanted)
+        assert grant is not None
+        assert grant.id == wanted.id
+
+
+@pytest.mark.serial
+async def test_a_call_is_one_round_trip(far_store: PostgresStore, proxy: FaultProxy) -> None:
+    await far_store.acquire(request("warm"))
+    proxy.latency(0.1)
+    wanted = request("db")
+    for call in (
+        far_store.acquire(wanted),
+        far_store.take("db", rate=1.0, burst=1, tokens=1),
+        far_store.release([wanted]),
+    ):
+        begin = time.monotonic()
+        await call
+        # There and back is 0.2 s.
+        assert 0.2 <= time.monotonic() - begin < 0.4
+
+
+async def test_an_idle_connection_that_ended_is_replaced_without_an_error(
+    store: PostgresStore, database: Database
+) -> None:
+    await store.acquire(request("db"))
+    query = (
+        "select pg_terminate_backend(pid, 5000) from pg_stat_activity "
+        "where application_name = 'holdfast leases' and datname = current_database()"
+    )
+    assert rows(database, query) == [(True,)]
+    assert len(await store.held("db")) == 1
+
+
+async def test_a_server_that_was_killed_keeps_what_it_gave() -> None:
+    server = SyncEmbeddedPostgres()
+    await asyncio.to_thread(server.start)
+    try:
+        store = open_postgres(server.url, clock=Clock.current())
+        wanted = request("db")
+        grant = await store.acquire(wanted)
+        await asyncio.to_thread(server.kill)
+        with pytest.raises(StoreUnavailable):
+            await store.acquire(request("db"))
+        await asyncio.to_thread(server.start)
+        assert await recovered(store, limit=1) is None
+        assert list(await store.renew([wanted])) == [True]
+        await store.release([wanted])
+        again = await store.acquire(request("db"))
+        assert grant is not None
+        assert again is not None
+        assert again.fence > grant.fence
+        await store.close()
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_a_sweep_that_fails_harms_nobody(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = request("db")
+    await store.acquire(wanted)
+    late = b"select set_config('statement_timeout', '1', false); select pg_sleep(9)"
+    monkeypatch.setattr(store._sql, "sweep", late)
+    with caplog.at_level(logging.WARNING, logger="holdfast.leases"):
+        assert list(await store.renew([wanted])) == [True]
+        await swept(store)
+    assert "not swept" in caplog.text
+
+
+async def test_nobody_listens(unused_port: int) -> None:
+    error = await refusal(f"postgresql://app@127.0.0.1:{unused_port}/orders")
+    assert isinstance(error, StoreUnavailable)
+
+
+async def test_an_outage_is_not_stormed(unused_port: int) -> None:
+    url = f"postgresql://app@127.0.0.1:{unused_port}/orders"
+    store = open_postgres(url, clock=Clock.current())
+    calls = [store.acquire(request()) for _ in range(20)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {StoreUnavailable}
+    assert sum("next attempt" in str(outcome) for outcome in outcomes) >= 15
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("@127", "-wrong@127"), "password"),
+        (("/test_", "/nowhere_"), "does not exist"),
+    ],
+)
+async def test_a_refused_connection_says_why(
+    postgres_url: str, change: tuple[str, str], words: str
+) -> None:
+    error = await refusal(postgres_url.replace(*change))
+    assert isinstance(error, StoreMisconfigured)
+    assert words in str(error)
+
+
+async def test_a_server_that_became_a_standby(
+    role: str, store: PostgresStore, database: Database
+) -> None:
+    database.execute(grants(f"app_{database.info.dbname}").encode())
+    name = sql.Identifier(f"app_{database.info.dbname}")
+    setting = sql.SQL("alter role {} set default_transaction_read_only = {}")
+    allowed = open_postgres(role, clock=Clock.current())
+    await allowed.open()
+    database.execute(setting.format(name, sql.Literal("on")))
+    await allowed._link._forget_idle()
+    with pytest.raises(StoreUnavailable, match="25006"):
+        await allowed.acquire(request())
+    # The next call is on a connection of its own, which may lead to another server.
+    database.execute(setting.format(name, sql.Literal("off")))
+    assert await allowed.acquire(request()) is not None
+    await allowed.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (psycopg.errors.AdminShutdown("terminating connection"), StoreUnavailable),
+        (psycopg.errors.TooManyConnections("sorry, too many clients"), StoreUnavailable),
+        (psycopg.errors.DeadlockDetected("deadlock detected"), StoreUnavailable),
+        (psycopg.errors.SerializationFailure("could not serialize"), StoreUnavailable),
+        (psycopg.errors.CannotConnectNow("starting up"), StoreUnavailable),
+        (psycopg.errors.DiskFull("no space left"), StoreUnavailable),
+        (psycopg.errors.UndefinedColumn("no column"), StoreMisconfigured),
+        (psycopg.errors.InsufficientPrivilege("permission denied"), StoreMisconfigured),
+        (psycopg.OperationalError("server closed the connection"), StoreUnavailable),
+        (psycopg.OperationalError('no such database: "x"'), StoreMisconfigured),
+        (psycopg.DataError("cannot contain NUL"), StoreMisconfigured),
+    ],
+)
+def test_what_errors_mean(error: Exception, kind: type[LeaseError]) -> None:
+    assert type(translate(error, "db/orders")) is kind

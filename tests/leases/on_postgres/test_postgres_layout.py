@@ -1,0 +1,109 @@
+"""The tables of the store: made once, or asked for with the words that make them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.leases.conformance import request
+from tests.leases.on_postgres.support import Database, refusal, rows
+
+from holdfast.kernel import Clock
+from holdfast.leases import StoreMisconfigured
+from holdfast.leases.postgres import PostgresStore, ddl, grants
+from holdfast.leases.postgres import open_store as open_postgres
+
+
+async def test_twenty_that_open_at_once_make_one_layout(
+    postgres_url: str, database: Database
+) -> None:
+    stores = [open_postgres(postgres_url, clock=Clock.current()) for _ in range(20)]
+    await asyncio.gather(*(store.open() for store in stores))
+    await asyncio.gather(*(store.close() for store in stores))
+    found = rows(database, "select tablename from pg_tables where schemaname = 'holdfast'")
+    assert {name for (name,) in found} == {"leases", "fences", "rates", "guards"}
+
+
+async def test_a_schema_of_ones_own(postgres_url: str, database: Database) -> None:
+    store = open_postgres(f'{postgres_url}?schema=My "leases"', clock=Clock.current())
+    assert await store.acquire(request()) is not None
+    await store.close()
+    assert rows(database, 'select count(*) from "My ""leases""".leases') == [(1,)]
+
+
+async def test_two_schemas_are_two_places(postgres_url: str) -> None:
+    stores = [
+        open_postgres(f"{postgres_url}?schema={name}", clock=Clock.current()) for name in "ab"
+    ]
+    for store in stores:
+        assert await store.acquire(request()) is not None
+        await store.close()
+
+
+async def test_who_may_not_make_tables_is_told_what_to_run(role: str, database: Database) -> None:
+    error = await refusal(role)
+    assert isinstance(error, StoreMisconfigured)
+    told = str(error).partition("must run:\n")[2]
+    assert told.startswith(ddl())
+    database.execute(told.encode())
+    store = open_postgres(role, clock=Clock.current())
+    assert await store.acquire(request()) is not None
+    await store.close()
+
+
+async def test_who_may_not_use_the_tables_is_told_what_to_run(
+    role: str, store: PostgresStore, database: Database
+) -> None:
+    error = await refusal(role)
+    assert isinstance(error, StoreMisconfigured)
+    told = str(error).partition("must run:\n")[2]
+    assert told == grants(f"app_{database.info.dbname}")
+    database.execute(told.encode())
+    allowed = open_postgres(role, clock=Clock.current())
+    wanted = request()
+    assert await allowed.acquire(wanted) is not None
+    assert list(await allowed.renew([wanted])) == [True]
+    assert (await allowed.take("connects", rate=1.0, burst=1, tokens=1)).granted == 1
+    assert list(await allowed.release([wanted])) == [True]
+    await allowed.close()
+
+
+async def test_half_a_layout_is_completed(store: PostgresStore, database: Database) -> None:
+    database.execute("drop table holdfast.rates, holdfast.guards")
+    name = database.info.dbname
+    url = f"postgresql://{database.info.user}:{database.info.password}@127.0.0.1"
+    again = open_postgres(f"{url}:{database.info.port}/{name}", clock=Clock.current())
+    await again.open()
+    await again.close()
+    assert rows(database, "select count(*) from holdfast.rates") == [(0,)]
+
+
+def test_the_layout_in_the_docs_is_the_layout() -> None:
+    page = Path(__file__).parents[3] / "docs" / "howto" / "leases-postgres.md"
+    text = page.read_text()
+    assert f"```sql\n{ddl()}\n```" in text
+    assert f"```sql\n{grants('app')}\n```" in text
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("postgresql://db/orders?shema=a", "shema"),
+        ("postgresql://db/orders?timeout=soon&connections=0", "timeout='soon'"),
+        ("postgresql://db/orders?timeout=soon&connections=0", "connections='0'"),
+        ("postgresql://db/orders?schema=", "schema is empty"),
+    ],
+)
+def test_mistakes_in_the_url(url: str, words: str) -> None:
+    with pytest.raises(StoreMisconfigured) as caught:
+        open_postgres(url, clock=Clock.system())
+    assert words in str(caught.value)
+
+
+def test_the_url_is_shown_without_its_secrets() -> None:
+    url = "postgresql://app:hidden@db/orders?schema=shop&sslmode=require"
+    store = open_postgres(url, clock=Clock.system())
+    assert repr(store) == "<PostgresStore db/orders, schema shop>"
+    assert "hidden" not in repr(store._config)
+    assert "sslmode=require" in store._config.conninfo

@@ -1,0 +1,102 @@
+"""The store in a Redis Cluster of three nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+
+import pytest
+from redis.asyncio import RedisCluster
+from tests.leases.conformance import ODD_KEYS, request
+from tests.leases.redis_server import START_LIMIT, RedisServer
+from tests.servers import require_server
+
+from holdfast.kernel import Clock
+from holdfast.leases import FenceRejected, StoreMisconfigured
+from holdfast.leases.redis import RedisStore, fenced_set
+from holdfast.leases.redis import open_store as open_redis
+
+SLOTS = ((0, 5460), (5461, 10922), (10923, 16383))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[RedisServer]]:
+    binary = require_server("redis")
+    with ExitStack() as stack:
+        running = [_started(stack, binary) for _ in SLOTS]
+        for node, (first, last) in zip(running, SLOTS, strict=True):
+            node.run("CLUSTER", "ADDSLOTSRANGE", first, last)
+            node.run("CLUSTER", "MEET", "127.0.0.1", running[0].port, running[0].port + 1)
+        deadline = time.monotonic() + START_LIMIT
+        while not all(_agrees(node) for node in running):
+            assert time.monotonic() < deadline, "the nodes do not find together"
+            time.sleep(0.02)
+        yield running
+
+
+def _started(stack: ExitStack, binary: str) -> RedisServer:
+    node = RedisServer(binary)
+    # By itself it would take a port ten thousand above, which there may not be.
+    node.options = ("--cluster-enabled", "yes", "--cluster-port", str(node.port + 1))
+    return stack.enter_context(node)
+
+
+def _agrees(node: RedisServer) -> bool:
+    state = str(node.run("CLUSTER", "INFO"))
+    return all(word in state for word in ("cluster_state:ok", "cluster_known_nodes:3"))
+
+
+@pytest.fixture
+async def stores(nodes: list[RedisServer]) -> AsyncIterator[list[RedisStore]]:
+    """Two clients of the cluster, by different nodes."""
+    opened = [open_redis(f"{n.url}?cluster=yes", clock=Clock.current()) for n in nodes[:2]]
+    for store in opened:
+        await store.open()
+    yield opened
+    for store in opened:
+        await store.close()
+
+
+async def test_keys_all_over_the_cluster(stores: list[RedisStore]) -> None:
+    wanted = [request(key) for key in (*ODD_KEYS, *(f"db/{n}" for n in range(50)))]
+    grants = await asyncio.gather(*map(stores[0].acquire, wanted))
+    assert None not in grants
+    assert {held.key for held in await stores[1].held()} == {each.key for each in wanted}
+    assert list(await stores[1].renew(wanted)) == [True] * len(wanted)
+    assert list(await stores[1].release(wanted)) == [True] * len(wanted)
+    assert list(await stores[0].held()) == []
+
+
+async def test_the_limit_is_one_for_all(stores: list[RedisStore]) -> None:
+    asked = [stores[n % 2].acquire(request("limited", limit=10)) for n in range(20)]
+    assert sum(grant is not None for grant in await asyncio.gather(*asked)) == 10
+    taken = [stores[n % 2].take("connects", rate=0.01, burst=5, tokens=1) for n in range(10)]
+    assert sum(each.granted for each in await asyncio.gather(*taken)) == 5
+    leases = await stores[0].held("limited")
+    await stores[0].release([request("limited", known=held.id) for held in leases])
+
+
+async def test_without_the_word_for_it(nodes: list[RedisServer]) -> None:
+    store = open_redis(nodes[0].url, clock=Clock.current())
+    wanted = [request(f"db/{n}") for n in range(50)]
+    with pytest.raises(StoreMisconfigured, match="cluster=yes"):
+        await store.release(wanted)
+    await store.close()
+
+
+async def test_with_the_word_for_it_and_no_cluster(redis_url: str) -> None:
+    store = open_redis(f"{redis_url}&cluster=yes", clock=Clock.current())
+    with pytest.raises(StoreMisconfigured, match="no Redis Cluster"):
+        await store.open()
+    await store.close()
+
+
+async def test_a_fenced_write(nodes: list[RedisServer]) -> None:
+    async with RedisCluster("127.0.0.1", nodes[0].port, decode_responses=True) as client:
+        for n in range(10):
+            await fenced_set(client, f"report/{n}", "new", 6)
+            with pytest.raises(FenceRejected):
+                await fenced_set(client, f"report/{n}", "old", 5)
+            assert await client.get(f"report/{n}") == "new"

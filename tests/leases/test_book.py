@@ -1,0 +1,264 @@
+"""The part that decides: no clock, no I/O."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.leases.conformance import request
+
+from holdfast.leases import Grant, Request
+from holdfast.leases._agenda import Agenda
+from holdfast.leases._book import Book, Entry
+
+
+def book(**options: float) -> Book:
+    return Book(chance=random.Random(7), **options)  # type: ignore[arg-type]
+
+
+def held(book: Book, sent_at: float = 0.0, *, key: str = "db", ttl: float = 180.0) -> Entry:
+    wanted = request(key, limit=1000, ttl=ttl)
+    return book.granted(wanted, Grant(wanted.id, 1), sent_at)
+
+
+def ids(batches: list[list[Request]]) -> list[str]:
+    return [each.id for batch in batches for each in batch]
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+def test_the_deadline_counts_from_the_request() -> None:
+    entry = held(book(), 100.0)
+    assert entry.deadline == 100.0 + 180.0 - 5.0
+
+
+def test_the_margin_is_a_tenth_of_a_short_life() -> None:
+    assert held(book(), ttl=20.0).deadline == 18.0
+    assert held(book(margin=1.0), ttl=20.0).deadline == 19.0
+
+
+def test_a_renewal_moves_the_deadline_from_its_own_request() -> None:
+    leases = book()
+    entry = held(leases, 0.0)
+    leases.renewed([entry.id], 60.0)
+    assert entry.deadline == 235.0
+
+
+def test_an_earlier_request_that_is_answered_later_changes_nothing() -> None:
+    leases = book()
+    entry = held(leases, 0.0)
+    leases.renewed([entry.id], 60.0)
+    leases.renewed([entry.id], 30.0)
+    assert entry.deadline == 235.0
+
+
+def test_what_has_expired_is_told_once() -> None:
+    leases = book()
+    first, second = held(leases, 0.0), held(leases, 10.0)
+    assert leases.next_deadline() == 175.0
+    assert leases.expired(174.9) == []
+    assert leases.expired(175.0) == [first]
+    assert leases.expired(175.0) == []
+    assert leases.next_deadline() == 185.0
+    assert leases.expired(1000.0) == [second]
+    assert leases.next_deadline() == math.inf
+
+
+# -- renewals ------------------------------------------------------------------------------------
+
+
+def test_the_first_renewal_is_in_the_last_half_of_the_interval() -> None:
+    leases = book()
+    dues = []
+    for _ in range(100):
+        held(leases, 0.0)
+        dues.append(leases.next_due())
+    assert 30.0 <= min(dues) < 33.0
+    assert dues[0] <= 60.0
+
+
+def test_later_renewals_come_at_the_interval() -> None:
+    leases = book()
+    entry = held(leases, 0.0)
+    leases.due(60.0)
+    leases.renewed([entry.id], 60.0)
+    assert leases.next_due() == 120.0
+
+
+def test_a_short_life_is_renewed_three_times() -> None:
+    leases = book()
+    entry = held(leases, 0.0, ttl=9.0)
+    assert entry.every == 3.0
+    assert held(leases, ttl=180.0).every == 60.0
+    assert held(book(renew_every=10.0)).every == 10.0
+
+
+def test_nothing_is_due_before_its_time_and_everything_near_it_is_due_with_it() -> None:
+    leases = book()
+    entries = [held(leases, 0.0) for _ in range(50)]
+    for sent_at, entry in enumerate(entries):
+        leases.renewed([entry.id], float(sent_at))
+    assert leases.due(59.9) == []
+    assert ids(leases.due(60.0)) == [entry.id for entry in entries[:4]]
+    assert leases.next_due() == 64.0
+
+
+def test_what_is_being_renewed_is_not_due_again() -> None:
+    leases = book()
+    entry = held(leases, 0.0)
+    assert ids(leases.due(60.0)) == [entry.id]
+    assert leases.due(70.0) == []
+    assert leases.next_due() == math.inf
+    leases.not_renewed([entry.id], 71.0)
+    assert ids(leases.due(71.0)) == [entry.id]
+
+
+def test_batches_have_a_size() -> None:
+    leases = book(batch=10)
+    for _ in range(25):
+        held(leases, 0.0)
+    assert [len(batch) for batch in leases.due(60.0)] == [10, 10, 5]
+
+
+# -- ends ----------------------------------------------------------------------------------------
+
+
+def test_a_lease_ends_once() -> None:
+    leases = book()
+    entry = held(leases)
+    assert leases.gone([entry.id]) == [entry]
+    assert leases.gone([entry.id]) == []
+    assert leases.released(entry.id) is None
+    assert leases.expired(math.inf) == []
+    leases.renewed([entry.id], 60.0)
+    assert len(leases) == 0
+    assert leases.next_due() == leases.next_deadline() == math.inf
+
+
+def test_leases_are_counted_by_key() -> None:
+    leases = book()
+    first = held(leases, key="db/orders")
+    held(leases, key="db/orders")
+    held(leases, key="db/users")
+    leases.released(first.id)
+    assert (leases.count("db/orders"), leases.count("db/users"), leases.count("x")) == (1, 1, 0)
+
+
+def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
+    leases = book(batch=2)
+    doubts = [request(ttl=10.0) for _ in range(3)]
+    for doubt in doubts:
+        leases.doubted(doubt, 100.0)
+    assert [len(batch) for batch in leases.to_release(100.0)] == [2, 1]
+    leases.undone(doubts[0].id, True, 100.0)
+    assert ids(leases.to_release(100.0)) == [doubts[1].id, doubts[2].id]
+    assert leases.left_to_time(119.9) == []
+    assert leases.left_to_time(120.0) == doubts[1:]
+    assert leases.doubts == 0
+    assert leases.next_undo() == math.inf
+
+
+def test_what_was_asked_for_and_not_found_is_released_again_for_a_while() -> None:
+    """The request may have waited on the way until the outage was over, and come after that."""
+    leases = book()
+    asked = request(ttl=180.0)
+    leases.doubted(asked, 0.0, asked=True)
+    now, tries = 0.0, []
+    while leases.doubts:
+        now = leases.next_undo()
+        tries.append(now)
+        assert ids(leases.to_release(now)) == [asked.id]
+        assert ids(leases.to_release(now - 0.1)) == []
+        leases.undone(asked.id, False, now)
+    assert tries == [0.0, 0.5, 2.5, 7.5]
+    leases.undone(asked.id, True, now)
+
+
+def test_what_was_held_and_is_not_found_has_ended() -> None:
+    leases = book()
+    ended = request()
+    leases.doubted(ended, 0.0)
+    leases.undone(ended.id, False, 0.0)
+    assert leases.doubts == 0
+
+
+def test_closing_ends_everything() -> None:
+    leases = book()
+    entries = [held(leases), leases.granted_locally(request(limit=5))]
+    assert leases.close() == entries
+    assert len(leases) == 0
+    assert leases.local() == []
+
+
+# -- local leases --------------------------------------------------------------------------------
+
+
+def test_a_local_lease_has_no_deadline_and_the_oldest_fence() -> None:
+    leases = book()
+    entry = leases.granted_locally(request(limit=5))
+    assert (entry.local, entry.fence, entry.deadline) == (True, 0, math.inf)
+    assert leases.next_due() == leases.next_deadline() == math.inf
+    assert leases.local() == [entry]
+
+
+def test_a_local_lease_becomes_a_real_one() -> None:
+    leases = book()
+    entry = leases.granted_locally(request(limit=5, ttl=180.0))
+    assert leases.exchanged(entry, Grant(entry.id, 12), 50.0)
+    assert (entry.local, entry.fence, entry.deadline) == (False, 12, 225.0)
+    assert leases.local() == []
+    assert 80.0 <= leases.next_due() <= 110.0
+
+
+def test_a_local_lease_that_has_ended_is_not_exchanged() -> None:
+    leases = book()
+    entry = leases.granted_locally(request(limit=5))
+    leases.released(entry.id)
+    assert not leases.exchanged(entry, Grant(entry.id, 12), 50.0)
+    assert leases.next_deadline() == math.inf
+
+
+def test_a_local_lease_gets_another_id() -> None:
+    leases = book()
+    entry = leases.granted_locally(request(limit=5))
+    old = entry.id
+    leases.renamed(entry, "another")
+    assert (entry.id, leases.get("another"), leases.get(old)) == ("another", entry, None)
+    assert leases.released("another") is entry
+    leases.renamed(entry, "a third")
+    assert leases.get("a third") is None
+
+
+# -- the agenda ----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.one_of(st.none(), st.integers(0, 20))), max_size=60
+    ),
+    st.integers(0, 20),
+)
+def test_the_agenda_is_a_sorted_dictionary(steps: list[tuple[str, int | None]], until: int) -> None:
+    agenda, model = Agenda(), dict[str, float]()
+    for name, when in steps:
+        if when is None:
+            agenda.drop(name)
+            model.pop(name, None)
+        else:
+            agenda.set(name, float(when))
+            model[name] = float(when)
+        assert agenda.first() == min(model.values(), default=math.inf)
+    due = sorted((when, name) for name, when in model.items() if when <= until)
+    assert agenda.pop(float(until)) == [name for _, name in due]
+    assert len(agenda) == len(model) - len(due)
+
+
+def test_the_agenda_does_not_grow_with_changes() -> None:
+    agenda = Agenda()
+    for when in range(10_000):
+        agenda.set("a", float(when))
+    assert len(agenda._heap) < 200
+    assert agenda.first() == 9999.0

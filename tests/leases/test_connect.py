@@ -1,0 +1,121 @@
+"""From a URL to a client."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from holdfast.leases import MemoryStore, StoreMisconfigured, connect
+from holdfast.leases._connect import schemes
+from holdfast.leases._memory import _named
+from holdfast.leases._url import parse, redacted
+
+
+async def test_memory_by_url() -> None:
+    async with connect("memory://", service_name="orders", owner="pool-1") as leases:
+        lease = await leases.acquire("db", limit=1)
+        assert lease is not None
+        assert lease.owner == "pool-1"
+        assert repr(leases) == "<Leases memory://: open, 1 lease>"
+
+
+async def test_stores_without_a_name_are_private_and_named_ones_are_shared() -> None:
+    try:
+        async with connect("memory://") as first, connect("memory://") as second:
+            assert await first.acquire("db", limit=1) is not None
+            assert await second.acquire("db", limit=1) is not None
+        async with connect("memory://tests") as first, connect("memory://tests") as second:
+            assert await first.acquire("db", limit=1) is not None
+            assert await second.acquire("db", limit=1) is None
+    finally:
+        _named.pop("tests", None)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("cache", "'cache' is not a URL: write SCHEME://"),
+        ("mongodb://cache", r"there is no store for mongodb://; there is memory://, postgres://"),
+        ("memory://?limit=3", "memory://.*there is no parameter 'limit'; there is none"),
+        ("redis://cache:port", "redis://cache:port is not a URL"),
+    ],
+)
+def test_urls_that_are_none(url: str, words: str) -> None:
+    with pytest.raises(StoreMisconfigured, match=words):
+        connect(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "line"),
+    [
+        ("redis://cache", "redis", "redis:// needs redis, which is not installed: "),
+        ("dynamodb://leases", "aiobotocore", "dynamodb:// needs aiobotocore, which is not "),
+    ],
+)
+def test_a_missing_extra_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, url: str, module: str, line: str
+) -> None:
+    ours = [name for name in sys.modules if name.startswith("holdfast.leases.")]
+    for name in [*ours, *(name for name in sys.modules if name.split(".")[0] == module)]:
+        if name.startswith("holdfast.leases.") and module not in name.replace("dynamodb", module):
+            continue
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(StoreMisconfigured) as caught:
+        connect(url)
+    assert str(caught.value).startswith(line)
+    assert "pip install 'holdfast[" in str(caught.value)
+
+
+def test_adapters_are_imported_when_they_are_asked_for() -> None:
+    """In a new interpreter, because this one has them all."""
+    import subprocess
+
+    code = "import sys, holdfast.leases as l; l.connect('memory://'); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = set(done.stdout.split())
+    assert "holdfast.leases" in loaded
+    assert not loaded & {"redis", "psycopg", "aiobotocore", "botocore"}
+
+
+def test_what_a_url_says() -> None:
+    url = parse("redis://us%40er:p%23ss@Cache-1:6380/2?prefix=a%20b&ssl=")
+    assert (url.scheme, url.host, url.port, url.path) == ("redis", "Cache-1", 6380, "/2")
+    assert (url.username, url.password) == ("us@er", "p#ss")
+    assert url.parameters == {"prefix": "a b", "ssl": ""}
+    assert parse("redis://[::1]:6379").host == "::1"
+    assert parse("dynamodb://Orders_Leases?region=eu-west-1").host == "Orders_Leases"
+
+
+def test_a_parameter_that_is_nearly_right() -> None:
+    url = parse("redis://cache?prefx=orders")
+    with pytest.raises(StoreMisconfigured, match=r"no parameter 'prefx'; did you mean 'prefix'?"):
+        url.check(["prefix", "ssl"])
+    assert url.check(["prefx"]) is url
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:secret@cache/0", "redis://user:***@cache/0"),
+        ("redis://:secret@cache", "redis://:***@cache"),
+        ("redis://user@cache", "redis://user@cache"),
+        ("postgresql://h/db?password=secret&x=1", "postgresql://h/db?password=***&x=1"),
+        ("dynamodb://t?secret_access_key=abc", "dynamodb://t?secret_access_key=***"),
+        ("postgresql://u:p@ss:w@rd@h/db", "postgresql://u:***@h/db"),
+        ("memory://", "memory://"),
+    ],
+)
+def test_secrets_are_not_shown(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+def test_the_schemes() -> None:
+    assert set(schemes()) >= {"memory", "postgresql", "redis", "rediss", "dynamodb"}
+
+
+def test_the_store_says_what_it_has() -> None:
+    assert repr(MemoryStore()) == "<MemoryStore: 0 leases of 0 keys>"

@@ -1,0 +1,192 @@
+"""One owner of a key in the cluster."""
+
+# ruff: noqa: PT012 (what raises is the end of a block, so there must be one)
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.leases.virtual import ScriptedStore, client, in_virtual_time
+
+from holdfast.leases import LeaseLost, LeaseRefused, StoreUnavailable
+from holdfast.testing import Sim
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@in_virtual_time
+async def test_only_one_and_its_fence_grows(sim: Sim) -> None:
+    store = ScriptedStore()
+    inside = 0
+    fences = []
+
+    async def worker() -> None:
+        nonlocal inside
+        async with client(store) as leases, leases.exclusive("report") as lease:
+            inside += 1
+            assert inside == 1
+            fences.append(lease.fence)
+            await asyncio.sleep(1.0)
+            inside -= 1
+
+    await asyncio.gather(*(worker() for _ in range(5)))
+    assert fences == sorted(set(fences))
+
+
+@in_virtual_time
+async def test_refused_after_the_wait_with_the_name_of_the_holder(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as first, client(store) as second:
+        async with first.exclusive("report", owner="night shift"):
+            await asyncio.sleep(41.0)
+            with pytest.raises(LeaseRefused) as caught:
+                async with second.exclusive("report", wait=5.0):
+                    raise AssertionError
+            assert sim.now == pytest.approx(46.0)
+            text = str(caught.value)
+            assert text.startswith(
+                "no lease of 'report' within 5 s: night shift of orders has it (host "
+            )
+            assert "for 46 s); it ends in " in text
+            with pytest.raises(LeaseRefused, match="no lease of 'report': night shift of orders"):
+                async with second.exclusive("report", wait=0.0):
+                    raise AssertionError
+        async with second.exclusive("report", wait=0.0):
+            pass
+
+
+@in_virtual_time
+async def test_refused_when_nobody_can_be_named(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as first, client(store) as second, first.exclusive("report"):
+        task = asyncio.create_task(second.exclusive("report", wait=1.0).acquire())
+        while not store.calls["held"] and not task.done():
+            await asyncio.sleep(0)
+            if sim.now >= 1.0:
+                store.break_down()
+            await asyncio.sleep(0.01)
+        with pytest.raises((LeaseRefused, StoreUnavailable)):
+            await task
+        store.error = None
+
+
+@in_virtual_time
+async def test_the_next_one_gets_it_soon_after_a_release(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as first, client(store) as second:
+        lease = await first.exclusive("report").acquire()
+        waiting = asyncio.create_task(second.exclusive("report").acquire())
+        await asyncio.sleep(100.0)
+        await lease.release()
+        await waiting
+        assert sim.now <= 100.0 + 1.3
+
+
+@in_virtual_time
+async def test_a_lost_lease_ends_the_block(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        with pytest.raises(LeaseLost) as caught:
+            async with leases.exclusive("report") as lease:
+                store.hangs = "before"
+                await asyncio.sleep(10_000.0)
+        assert sim.now == lease.deadline == 175.0
+        assert caught.value is lease.error
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        store.hangs = ""
+        # And nothing of the cancellation is left for later.
+        await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_a_lost_lease_that_does_not_end_the_block(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        with pytest.raises(LeaseLost):
+            async with leases.exclusive("report", cancel=False) as lease:
+                store.hangs = "before"
+                await asyncio.sleep(1000.0)
+                assert not lease.live
+        assert sim.now == 1000.0
+        store.hangs = ""
+
+
+@in_virtual_time
+async def test_a_block_that_finds_out_itself(sim: Sim) -> None:
+    async with client(ScriptedStore()) as leases:
+        with pytest.raises(LeaseLost, match="does not know it any more"):
+            async with leases.exclusive("report") as lease:
+                await leases.revoke(lease.id, "report")
+                await lease.renew()
+        await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_a_block_that_ends_as_its_lease_does(sim: Sim) -> None:
+    async with client(ScriptedStore()) as leases:
+        with pytest.raises(LeaseLost):
+            async with leases.exclusive("report") as lease:
+                await leases.revoke(lease.id, "report")
+                with pytest.raises(LeaseLost):
+                    await lease.renew()
+        await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_its_own_error_goes_before_the_loss(sim: Sim) -> None:
+    async with client(ScriptedStore()) as leases:
+        with pytest.raises(ZeroDivisionError):
+            async with leases.exclusive("report") as lease:
+                await leases.revoke(lease.id, "report")
+                try:
+                    await lease.renew()
+                except LeaseLost:
+                    raise ZeroDivisionError from None
+        await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_a_cancellation_from_elsewhere_goes_on(sim: Sim) -> None:
+    store = ScriptedStore()
+
+    async def work() -> None:
+        async with client(store) as leases, leases.exclusive("report"):
+            await asyncio.sleep(10_000.0)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(1.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert list(await store.held()) == []
+
+
+@in_virtual_time
+async def test_both_at_once_is_a_cancellation(sim: Sim) -> None:
+    store = ScriptedStore()
+
+    async def work() -> None:
+        async with client(store) as leases, leases.exclusive("report") as lease:
+            lease.on_lost(lambda _: task.cancel())
+            store.hangs = "before"
+            await asyncio.sleep(10_000.0)
+
+    task = asyncio.create_task(work())
+    await asyncio.wait([task])
+    assert task.cancelled()
+    store.hangs = ""
+
+
+@in_virtual_time
+async def test_mistakes(sim: Sim) -> None:
+    async with client(ScriptedStore()) as leases:
+        with pytest.raises(ValueError, match="wait=-1 must be at least 0 seconds"):
+            leases.exclusive("report", wait=-1)
+        block = leases.exclusive("report")
+        async with block:
+            pass
+        with pytest.raises(RuntimeError, match="entered before"):
+            await block.__aenter__()

@@ -1,0 +1,21 @@
+"""What the package shows, and what stays inside."""
+
+from __future__ import annotations
+
+import holdfast.leases
+from holdfast.leases import sync
+
+
+def test_the_public_names() -> None:
+    assert holdfast.leases.__all__ == [
+        *("Exclusive", "Lease", "LeaseStatistics", "Leases", "Policy", "RateLimit", "connect"),
+        *("Grant", "Held", "Holder", "MemoryStore", "Request", "Store", "Taken"),
+        *("FenceRejected", "LeaseError", "LeaseLost", "LeaseRefused"),
+        *("StoreMisconfigured", "StoreUnavailable"),
+    ]
+    for name in holdfast.leases.__all__:
+        assert hasattr(holdfast.leases, name)
+
+
+def test_the_public_names_for_threads() -> None:
+    assert sync.__all__ == ["Lease", "Leases", "RateLimit", "connect"]

@@ -1,0 +1,325 @@
+"""The store does not answer: what holders and acquirers see, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.leases.virtual import ScriptedStore, client, in_virtual_time
+
+from holdfast.leases import Lease, StoreMisconfigured, StoreUnavailable
+from holdfast.testing import Sim
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+async def some(acquired: object) -> Lease:
+    lease = await acquired  # type: ignore[misc]
+    assert isinstance(lease, Lease)
+    return lease
+
+
+# -- local leases --------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_local_lease_says_so(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        store.break_down()
+        lease = await some(leases.acquire("db", limit=5))
+        assert lease.local
+        assert lease.live
+        assert lease.fence == 0
+        assert lease.remaining() == float("inf")
+        assert repr(lease) == "<Lease 'db' of orders, local fence 0: held by this process alone>"
+        await lease.renew()
+        now = leases.statistics()
+        assert (now.local, now.local_granted, now.outages, now.available) == (1, 1, 1, False)
+        assert "local lease of 'db'" in leases.recorder.explain("leases")
+        store.error = None
+
+
+@in_virtual_time
+async def test_the_local_limit_counts_what_this_process_holds(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        await some(leases.acquire("db", limit=3))
+        store.break_down()
+        assert (await some(leases.acquire("db", limit=3))).local
+        assert (await some(leases.acquire("db", limit=3))).local
+        assert await leases.acquire("db", limit=3) is None
+        assert (await some(leases.acquire("other", limit=3))).local
+        assert leases.statistics().local_refused == 1
+        store.error = None
+
+
+@in_virtual_time
+async def test_the_local_limit_can_be_another(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store, local_limit=1) as leases:
+        store.break_down()
+        await some(leases.acquire("db", limit=100))
+        assert await leases.acquire("db", limit=100) is None
+        store.error = None
+
+
+@in_virtual_time
+async def test_an_exclusive_lease_is_never_local(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        store.break_down()
+        with pytest.raises(StoreUnavailable):
+            await leases.acquire("boss", limit=1)
+        with pytest.raises(StoreUnavailable):
+            async with leases.exclusive("boss"):
+                raise AssertionError
+        store.error = None
+
+
+@in_virtual_time
+async def test_local_leases_become_real_when_the_store_is_back(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        store.break_down()
+        held = [await some(leases.acquire("db", limit=5)) for _ in range(3)]
+        await asyncio.sleep(60.0)
+        store.error = None
+        await asyncio.sleep(3.0)
+        assert [lease.local for lease in held] == [False] * 3
+        assert all(lease.live and lease.fence for lease in held)
+        assert {lease.id for lease in held} == {each.id for each in await leases.held()}
+        now = leases.statistics()
+        assert (now.local, now.exchanged, now.held) == (0, 3, 3)
+        await asyncio.sleep(500.0)
+        assert all(lease.live for lease in held)
+
+
+@in_virtual_time
+async def test_those_that_the_store_has_no_room_for_are_lost(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases, client(store) as others:
+        store.break_down()
+        mine = [await some(leases.acquire("db", limit=3)) for _ in range(3)]
+        theirs = [await some(others.acquire("db", limit=3)) for _ in range(3)]
+        told: list[str] = []
+        for lease in (*mine, *theirs):
+            lease.on_lost(lambda error: told.append(error.reason))
+        store.error = None
+        await asyncio.sleep(5.0)
+        assert told == ["refused"] * 3
+        assert sum(lease.live for lease in (*mine, *theirs)) == 3
+        assert leases.statistics().lost_refused + others.statistics().lost_refused == 3
+
+
+@in_virtual_time
+async def test_a_local_lease_that_is_released_is_simply_gone(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        store.break_down()
+        lease = await some(leases.acquire("db", limit=3))
+        await lease.release()
+        store.error = None
+        await asyncio.sleep(5.0)
+        assert store.calls["acquire"] == 1
+        assert list(await leases.held()) == []
+
+
+@in_virtual_time
+async def test_a_local_lease_that_is_released_while_it_is_exchanged(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        store.break_down()
+        lease = await some(leases.acquire("db", limit=3))
+        store.error, store.takes = None, 1.0
+        await store.called("acquire", 2)
+        await lease.release()
+        await asyncio.sleep(5.0)
+        assert list(await leases.held()) == []
+        assert leases.statistics().undone == 1
+
+
+@in_virtual_time
+async def test_an_exchange_whose_answer_is_lost_is_made_under_another_id(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        store.break_down()
+        lease = await some(leases.acquire("db", limit=3))
+        first = lease.id
+        store.error, store.hangs = None, "after"
+        await store.called("acquire", 2)
+        store.hangs = ""
+        await asyncio.sleep(20.0)
+        assert not lease.local
+        assert lease.id != first
+        assert [each.id for each in await leases.held()] == [lease.id]
+
+
+# -- holders -------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_short_outage_is_not_noticed_by_holders(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        lease = await some(leases.acquire("db", limit=1))
+        await asyncio.sleep(100.0)
+        store.break_down()
+        await asyncio.sleep(110.0)
+        store.error = None
+        await asyncio.sleep(3.0)
+        assert lease.live
+        assert lease.remaining() > 170.0
+        await asyncio.sleep(500.0)
+        assert lease.live
+
+
+@in_virtual_time
+async def test_holders_are_told_in_a_long_outage(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        held = [await some(leases.acquire("db", limit=10)) for _ in range(10)]
+        store.break_down()
+        errors = [await lease.lost() for lease in held]
+        assert sim.now == 175.0
+        assert {error.reason for error in errors if error} == {"expired"}
+        # And a new lease is a local one, as configured.
+        assert (await some(leases.acquire("db", limit=10))).local
+        assert "connection refused" in leases.recorder.explain("leases")
+        store.error = None
+
+
+# -- acquirers -----------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_refused_while_it_is_down(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store, on_unavailable="refuse") as leases:
+        store.break_down()
+        with pytest.raises(StoreUnavailable, match="connection refused"):
+            await leases.acquire("db", limit=5)
+        with pytest.raises(StoreUnavailable, match=r"has not answered for 0.0 s; it is asked"):
+            await leases.acquire("db", limit=5)
+        assert store.calls["acquire"] == 1
+        store.error = None
+        await asyncio.sleep(3.0)
+        assert await leases.acquire("db", limit=5) is not None
+        assert leases.statistics().available
+
+
+@in_virtual_time
+async def test_nobody_hangs_when_the_store_does(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store, on_unavailable="refuse") as leases:
+        store.hangs = "before"
+        tasks = [asyncio.create_task(leases.acquire("db", limit=5)) for _ in range(50)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert sim.now == 5.0
+        with pytest.raises(StoreUnavailable):
+            await leases.acquire("db", limit=5)
+        assert sim.now == 5.0
+        # One at a time looks whether it is back; the others know at once.
+        await asyncio.sleep(10.0)
+        before = store.calls["acquire"] + store.calls["release"]
+        started = sim.now
+        tasks = [asyncio.create_task(leases.acquire("db", limit=5)) for _ in range(50)]
+        await asyncio.wait(tasks)
+        assert all(isinstance(task.exception(), StoreUnavailable) for task in tasks)
+        assert store.calls["acquire"] + store.calls["release"] - before <= 1
+        assert sim.now - started <= 5.0
+        store.hangs = ""
+        await asyncio.sleep(10.0)
+        assert await leases.acquire("db", limit=5) is not None
+
+
+@in_virtual_time
+async def test_a_short_life_shortens_the_patience(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store, on_unavailable="refuse") as leases:
+        store.hangs = "before"
+        with pytest.raises(StoreUnavailable, match=r"within 0.9 s"):
+            await leases.acquire("db", limit=5, ttl=2.0)
+        store.hangs = ""
+
+
+# -- the start -----------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_service_starts_without_its_store(sim: Sim) -> None:
+    store = ScriptedStore()
+    store.break_down()
+    async with client(store) as leases:
+        assert not leases.statistics().available
+        lease = await some(leases.acquire("db", limit=5))
+        assert lease.local
+        assert store.calls["acquire"] == 0
+        store.error = None
+        await asyncio.sleep(5.0)
+        assert lease.fence >= 1
+        assert leases.statistics().available
+
+
+@in_virtual_time
+async def test_a_service_starts_although_its_store_hangs(sim: Sim) -> None:
+    store = ScriptedStore()
+    store.hangs = "before"
+    async with client(store) as leases:
+        assert sim.now == 5.0
+        lease = await some(leases.acquire("db", limit=5))
+        store.hangs = ""
+        await asyncio.sleep(20.0)
+        assert not lease.local
+
+
+@in_virtual_time
+async def test_a_store_that_turns_out_to_be_misconfigured(sim: Sim) -> None:
+    """It did not answer at the start; now it does, and says no: that is not an outage any more."""
+    store = ScriptedStore()
+    store.break_down()
+    async with client(store) as leases:
+        assert (await some(leases.acquire("db", limit=5))).local
+        store.error = StoreMisconfigured("permission denied")
+        await asyncio.sleep(5.0)
+        with pytest.raises(StoreMisconfigured, match="permission denied"):
+            await leases.acquire("db", limit=5)
+        store.error = None
+        await asyncio.sleep(5.0)
+        assert leases.statistics().exchanged == 1
+
+
+@in_virtual_time
+async def test_many_failures_at_once_are_one_failure(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store, on_unavailable="refuse") as leases:
+        store.hangs = "before"
+        tasks = [asyncio.create_task(leases.acquire("db", limit=5)) for _ in range(50)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        store.hangs = ""
+        await asyncio.sleep(0.2)
+        assert await leases.acquire("db", limit=5) is not None
+
+
+@in_virtual_time
+async def test_a_store_that_is_needed_and_missing(sim: Sim) -> None:
+    store = ScriptedStore()
+    store.break_down()
+    leases = client(store, on_unavailable="refuse")
+    with pytest.raises(StoreUnavailable, match="connection refused"):
+        await leases.open()
+    assert repr(leases) == "<Leases the store: closed, 0 leases>"
+
+
+@in_virtual_time
+async def test_closing_does_not_wait_for_a_dead_store(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        lease = await some(leases.acquire("db", limit=5))
+        store.break_down()
+        await leases.acquire("db", limit=5)
+        before = sim.now
+    assert sim.now - before < 1.0
+    assert lease.error is not None
+    # The lease, and the one that may have been given although the answer was an error.
+    assert leases.statistics().left_to_time == 2

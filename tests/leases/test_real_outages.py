@@ -1,0 +1,228 @@
+"""The store is killed and restarted, stalled, black-holed: nobody hangs, and limits hold again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.leases.fleet import KEY, Fleet, storm
+from tests.leases.observer import Event, beliefs, counts, overfull
+from tests.leases.redis_server import RedisServer
+from tests.servers import require_server
+
+from holdfast.embedded import SyncEmbeddedPostgres
+from holdfast.leases import Lease, LeaseLost, Leases, StoreUnavailable, connect
+from holdfast.testing import base_seed, scaled
+from holdfast.testing.proxy import FaultProxy
+
+pytestmark = pytest.mark.serial
+
+#: Seconds that one call of a store may take here.
+TIMEOUT = 0.4
+#: Three times what anything may take that waits for one call.
+LIMIT = 3 * TIMEOUT
+#: How long a client may take to find out that its store is back: it asks every 5 s at last.
+RECOVERY = 15.0
+
+FAULTS = ["killed", "refused", "stalled", "black_holed"]
+
+
+@dataclass
+class Place:
+    """A store that a test may harm, behind a proxy."""
+
+    server: RedisServer | SyncEmbeddedPostgres
+    proxy: FaultProxy
+    direct_url: str
+
+    @property
+    def url(self) -> str:
+        return self.direct_url.replace(f":{self.server.port}/", f":{self.proxy.port}/")
+
+    def harm(self, fault: str) -> None:
+        match fault:
+            case "killed":
+                self.server.kill()
+            case "refused":
+                self.proxy.refuse()
+                self.proxy.reset()
+            case "stalled":
+                self.proxy.stall()
+            case "black_holed":
+                self.proxy.black_hole()
+
+    def heal(self, fault: str) -> None:
+        if fault == "killed":
+            self.server.start()
+        self.proxy.heal()
+
+
+@pytest.fixture(scope="module")
+def redis_place() -> Iterator[RedisServer]:
+    with RedisServer(require_server("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def postgres_place() -> Iterator[SyncEmbeddedPostgres]:
+    with SyncEmbeddedPostgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    server = request.getfixturevalue(f"{request.param}_place")
+    option = "prefix" if request.param == "redis" else "schema"
+    with FaultProxy("127.0.0.1", server.port).in_thread() as proxy:
+        yield Place(server, proxy, f"{server.url}?{option}={tmp_path.name}")
+
+
+# -- many processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["killed", "stalled", "black_holed"])
+def test_a_fleet_through_an_outage(place: Place, fault: str, tmp_path: Path) -> None:
+    seconds = scaled(15, least=1)
+    with Fleet(place.url, tmp_path / "log", ttl=1.0, timeout=TIMEOUT) as fleet:
+        storm(fleet, workers=8, limit=4, seconds=seconds, seed=base_seed())
+        place.harm(fault)
+        # Longer than a lease lives: whoever holds one must have let go of it.
+        time.sleep(1.5)
+        assert "unavailable" in counts(fleet.events())
+        place.heal(fault)
+        back = time.monotonic_ns()
+        with within(RECOVERY, "all of them are answered again"):
+            while not _answered(fleet.events(), back) >= set(fleet.pids):
+                time.sleep(0.02)
+        time.sleep(seconds)
+        fleet.kill_all()
+        seen = fleet.events()
+        assert overfull(beliefs(seen), 4) is None
+        assert counts(seen)["crashed"] == 0, seen
+        assert fleet.refill(4) < 3 * fleet.ttl
+
+
+def _answered(seen: list[Event], since: int) -> set[int]:
+    """The processes whose store has given or refused them something since then."""
+    return {e["pid"] for e in seen if e["at"] > since and e["what"] in ("acquired", "refused")}
+
+
+# -- one client ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def within(limit: float, what: str) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    took = time.monotonic() - begin
+    assert took < limit, f"{what}: took {took:.1f} s"
+
+
+async def until(condition: Callable[[], bool], limit: float = RECOVERY) -> None:
+    async with asyncio.timeout(limit):
+        while not condition():  # noqa: ASYNC110 - nothing tells when it becomes true
+            await asyncio.sleep(0.01)
+
+
+async def got(leases: Leases, *, limit: int = 3, ttl: float = 60.0) -> Lease:
+    lease = await leases.acquire(KEY, limit=limit, ttl=ttl)
+    assert lease is not None
+    return lease
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_going_on_alone(place: Place, fault: str) -> None:
+    async with (
+        connect(place.url, on_unavailable="local", local_limit=2, timeout=TIMEOUT) as leases,
+    ):
+        real = await got(leases)
+        await asyncio.to_thread(place.harm, fault)
+        with within(LIMIT, "a local lease"):
+            local = await got(leases)
+        assert local.local
+        assert local.live
+        with within(LIMIT / 10, "the outage is known"):
+            assert await leases.acquire(KEY, limit=3) is None
+        assert leases.statistics().local == 1
+        assert await leases.rate_limit("connects", rate=10.0).take() == 0.0
+        # An exclusive lease of one process alone would be no such thing.
+        with within(LIMIT, "an exclusive lease"), pytest.raises(StoreUnavailable):
+            await leases.exclusive("report", ttl=60.0).acquire()
+
+        await asyncio.to_thread(place.heal, fault)
+        await until(lambda: not local.local)
+        assert local.live
+        assert local.fence > 0
+        async with connect(place.direct_url) as other:
+            assert {held.id for held in await other.held(KEY)} == {real.id, local.id}
+            assert await other.acquire(KEY, limit=2) is None
+
+
+@pytest.mark.parametrize("fault", ["refused", "black_holed"])
+async def test_what_was_given_alone_may_be_too_much(place: Place, fault: str) -> None:
+    async with connect(place.url, on_unavailable="local", timeout=TIMEOUT) as leases:
+        place.harm(fault)
+        local = await got(leases, limit=2)
+        async with connect(place.direct_url) as other:
+            for _ in range(2):
+                await got(other, limit=2)
+            place.heal(fault)
+            async with asyncio.timeout(RECOVERY):
+                error = await local.lost()
+            assert isinstance(error, LeaseLost)
+            assert error.reason == "refused"
+            assert not local.live
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_refusing(place: Place, fault: str) -> None:
+    async with connect(place.url, on_unavailable="refuse", timeout=TIMEOUT) as leases:
+        brief, long = await got(leases, ttl=1.0), await got(leases)
+        await asyncio.to_thread(place.harm, fault)
+        for _ in range(3):
+            with within(LIMIT, "a refusal"), pytest.raises(StoreUnavailable):
+                await leases.acquire(KEY, limit=3)
+        with within(LIMIT, "a rate limit"), pytest.raises(StoreUnavailable):
+            await leases.rate_limit("connects").take()
+        async with asyncio.timeout(3 * 1.0):
+            error = await brief.lost()
+        assert isinstance(error, LeaseLost)
+        assert error.reason == "expired"
+        assert long.live
+        with within(LIMIT, "a release"):
+            await long.release()
+
+        await asyncio.to_thread(place.heal, fault)
+        lease = await _recovered(leases)
+        # The one that was given back in the outage is free now, too.
+        await until(lambda: leases.statistics().in_doubt == 0)
+        assert [held.id for held in await leases.held(KEY)] == [lease.id]
+
+
+async def _recovered(leases: Leases) -> Lease:
+    async with asyncio.timeout(RECOVERY):
+        while True:
+            try:
+                return await got(leases)
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("mode", ["local", "refuse"])
+async def test_a_store_that_is_away_at_the_start(place: Place, mode: str) -> None:
+    place.harm("refused")
+    if mode == "refuse":
+        with within(LIMIT, "the start"), pytest.raises(StoreUnavailable):
+            await connect(place.url, on_unavailable="refuse", timeout=TIMEOUT).open()
+        return
+    async with connect(place.url, on_unavailable="local", timeout=TIMEOUT) as leases:
+        lease = await got(leases)
+        assert lease.local
+        place.heal("refused")
+        await until(lambda: not lease.local)
+        assert lease.live

@@ -1,0 +1,95 @@
+"""Leases on bad days: hosts crash and stop, the store is slow and deaf, clocks step."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.leases.cluster import TROUBLE_UNTIL, Cluster
+
+from holdfast.leases import MemoryStore, Request
+from holdfast.leases._book import Book
+from holdfast.leases._keeper import Keeper
+from holdfast.leases._memory import _Room
+from holdfast.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+async def cluster_on_a_bad_day(sim: Sim) -> tuple[int, int, int]:
+    """Never over the limit, told in time, released once, and all free after one ttl."""
+    cluster = Cluster(sim)
+    cluster.plan_trouble()
+    await cluster.model.watch(TROUBLE_UNTIL + 5.0, every=0.2)
+    await cluster.settle()
+    model = cluster.model
+    return model.grants, model.peak, model.told
+
+
+def test_two_thousand_bad_days() -> None:
+    report = simulate(cluster_on_a_bad_day, scaled(2000, least=100))
+    assert report.distinct == report.schedules
+
+
+# -- defects that must be noticed --------------------------------------------------------------
+
+
+def _counts_the_dead(self: _Room, now: float) -> None:
+    """A counter goes up with each lease and down with each release, and a crash is neither."""
+
+
+def _renews_for_anybody(self: MemoryStore, request: Request) -> bool:
+    """Whoever asks extends whatever lease there is."""
+    room = self._room(request.key)
+    return any(room.extend(known, self._now() + request.ttl) for known in room.live)
+
+
+def _revives(self: MemoryStore, request: Request) -> bool:
+    """A renewal brings back what has ended, and was given to others."""
+    room = self._rooms.setdefault(request.key, _Room())
+    room.put(request.id, self._new(request))
+    return True
+
+
+def _releases_anybodys(self: MemoryStore, request: Request) -> bool:
+    """What is released is some lease of the key, not the one with this id."""
+    room = self._room(request.key)
+    return any(room.drop(known) for known in list(room.live))
+
+
+def _forgets_fences(self: MemoryStore, request: Request) -> Any:
+    """The fence begins again when a key has no lease."""
+    lease = _new(self, request)
+    lease.fence = 1 + len(self._room(request.key).live)
+    return lease
+
+
+def _believes_the_arrival(self: Book, request: Request, sent_at: float) -> float:
+    """The deadline counts from when the answer came."""
+    return _deadline(self, request, asyncio.get_running_loop().time())
+
+
+def _waits_for_the_store(self: Keeper) -> None:
+    """Holders are told when the renewal has come back, and no timer stands at the deadline."""
+
+
+_new, _deadline = MemoryStore._new, Book._deadline
+
+MUTANTS = [
+    mutant(_Room, "tidy", _counts_the_dead, name="a counter kept on crash"),
+    mutant(MemoryStore, "_renew", _renews_for_anybody, name="a renewal without owner check"),
+    mutant(MemoryStore, "_renew", _revives, name="a renewal that revives"),
+    mutant(MemoryStore, "_release", _releases_anybodys, name="a release without owner check"),
+    mutant(MemoryStore, "_new", _forgets_fences, name="a fence that begins again"),
+    mutant(MemoryStore, "_now", lambda self: self._clock.wall(), name="a store on the wall clock"),
+    mutant(Book, "_deadline", _believes_the_arrival, name="a deadline from the answer's arrival"),
+    mutant(Keeper, "_arm", _waits_for_the_store, name="nobody told while a renewal hangs"),
+]
+
+
+@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
+    caught = assert_caught(cluster_on_a_bad_day, planted, within=400, clean=4)
+    # What the store notices, it notices in a callback, where nobody retrieves it.
+    assert isinstance(caught.error, AssertionError | Unhandled), caught
