@@ -14,7 +14,9 @@ TEST_SCALE ?= 0.1
 SOAK_SCALE ?= 1
 # A fixed seed gives a fixed order and fixed schedules; `soak` draws a new one and prints it.
 TEST_SEED  ?= 20261115
-SOAK_SEED  ?= $(shell $(PYTHON) -c 'import random; print(random.SystemRandom().randrange(2**31))')
+ifndef SOAK_SEED
+SOAK_SEED  := $(shell $(PYTHON) -c 'import random; print(random.SystemRandom().randrange(2**31))')
+endif
 WORKERS    ?= 2
 PORT       ?= 8089
 PYTEST     := $(BIN)/python -X dev -m pytest -p no:cacheprovider
@@ -43,7 +45,7 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,redis,dynamodb]' -r requirements-dev.txt
 	@touch $@
 
-run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:$(PORT)
+run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:8089 (or PORT=…)
 	$(say) "starting holdfast (Ctrl-C stops it)"
 	@# In a terminal, Ctrl-C must reach the service alone: make itself would die of it.
 	@if [ -t 0 ]; then set -m; $(BIN)/holdfast serve --port $(PORT); else exec $(BIN)/holdfast serve --port $(PORT); fi
@@ -53,14 +55,14 @@ servers: ## Install the real servers that the tests use (needs root and apt)
 
 test: $(VENV)/.dev servers lint docs ## Lint, types, layers, docs and all tests, at small scale
 	$(say) "tests, in parallel on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
-	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist worksteal -p randomly --randomly-seed=$(TEST_SEED)
+	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 	$(say) "tests that need the machine for themselves"
-	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --randomly-seed=$(TEST_SEED)
+	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 
 soak: $(VENV)/.dev servers ## The same tests at full scale, with a new seed each time
 	$(say) "soak at scale $(SOAK_SCALE) with seed $(SOAK_SEED): repeat it with make soak SOAK_SEED=$(SOAK_SEED)"
-	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist worksteal --randomly-seed=$(SOAK_SEED) --timeout=1800
-	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m serial --randomly-seed=$(SOAK_SEED) --timeout=1800
+	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
+	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m serial --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, documented public names
 	$(say) "lint, format, types, layers, public names"

@@ -228,16 +228,16 @@ def sim_schedules_per_s() -> float:
 
 
 def measure(report: Report, quick: bool) -> None:
-    rounds = 5 if quick else 15
+    rounds = 3 if quick else 15
     distinct = list(range(DISTINCT_KEYS))
     hot = [number % HOT_KEYS for number in range(HOT_ITEMS)]
     report.add(
         "keyed_distinct_vs_resident",
-        paired(lambda: keyed_speed(distinct), lambda: resident_speed(distinct), rounds),
+        paired(lambda: keyed_speed(distinct), lambda: resident_speed(distinct), rounds + 2),
     )
     report.add(
         "keyed_hot_vs_resident",
-        paired(lambda: keyed_speed(hot), lambda: resident_speed(hot), rounds),
+        paired(lambda: keyed_speed(hot), lambda: resident_speed(hot), rounds + 2),
     )
     report.add("idle_key_bytes", Figure(idle_key_bytes(), "B"))
     report.add("restarts_per_s", repeated(restarts_per_s, rounds, "/s"))

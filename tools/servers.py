@@ -73,8 +73,11 @@ def install(servers: list[Server]) -> None:
 
 def main() -> int:
     """Install what is missing, then say what still is."""
+    if sys.argv[1:] not in ([], ["install"]):
+        print("usage: tools/servers.py [install]", file=sys.stderr)
+        return 2
     wanted = missing()
-    if wanted and os.geteuid() == 0 and shutil.which("apt-get"):
+    if wanted and sys.argv[1:] == ["install"] and os.geteuid() == 0 and shutil.which("apt-get"):
         names = ", ".join(s.package for s in wanted)
         print(f"installing the servers that the tests use: {names}", flush=True)
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -24,8 +25,9 @@ from holdfast.kernel import (
     StartFailed,
     SupervisionError,
     Supervisor,
+    _supervisor,
 )
-from holdfast.testing import base_seed, run_one, scaled
+from holdfast.testing import base_seed, mutant, run_one, scaled
 
 PERIOD = 250.0
 STEP = 100.0  # virtual seconds between two actions, so that the intensity window matters
@@ -327,19 +329,27 @@ async def perform_in_a_heap(spec: Spec, actions: list[Action]) -> None:
     clock = root.clock
     starting = asyncio.create_task(root.start())
     begin = clock.monotonic()
-    for action in sorted(actions, key=lambda a: a.at):
+    calls: list[asyncio.Task[Any]] = []
+    for number, action in enumerate(sorted(actions, key=lambda a: a.at)):
         await asyncio.sleep(max(0.0, begin + action.at - clock.monotonic()))
         path = paths[action.leaf % len(paths)]
-        if action.verb == "restart" and root.state == "running":
-            try:
-                await root.restart_child(path.split("/")[1])
-            except SupervisionError:
-                pass  # it was removed, or could not start: both are allowed here
+        name = path.split("/")[1]
+        if action.verb == "restart":
+            calls.append(asyncio.create_task(root.restart_child(name)))
+        elif action.verb == "stop":
+            calls.append(asyncio.create_task(root.stop_child(name)))
+        elif action.verb == "add":
+            extra = theatre.child(Spec(f"extra{number}", "permanent"))
+            calls.append(asyncio.create_task(root.start_child(extra)))
+        elif action.verb == "cancel" and calls:
+            calls[action.leaf % len(calls)].cancel()
         else:
             theatre.act(action, path)
     theatre.trace.append("stop")
     await root.stop()
-    await asyncio.gather(starting, return_exceptions=True)
+    for outcome in await asyncio.gather(starting, *calls, return_exceptions=True):
+        allowed = SupervisionError | asyncio.CancelledError
+        assert not isinstance(outcome, BaseException) or isinstance(outcome, allowed), outcome
     assert +theatre.alive == Counter(), "something runs after stop"
     assert not theatre.overlaps, f"ran twice at once: {theatre.overlaps}"
     assert root.abandoned == 0
@@ -352,8 +362,11 @@ def check_stop_order(trace: list[str], spec: Spec) -> None:
     order = {path: index for index, path in enumerate(leaves(spec))}
     ends: dict[str, list[int]] = defaultdict(list)
     for entry in trace[trace.index("stop") :]:
-        if entry[0] == "-":
-            ends[entry[1:].rpartition("/")[0]].append(order[entry[1:]])
+        group = entry[1:].rpartition("/")[0]
+        if entry[0] == "-" and entry[1:] in order:
+            ends[group].append(order[entry[1:]])
+        elif entry[0] == "+":
+            ends[group] = []  # it was restarting when the stop began: another stop follows
     for path, indices in ends.items():
         assert indices == sorted(indices, reverse=True), f"{path} stopped out of order: {trace}"
 
@@ -442,12 +455,34 @@ def test_in_turn_the_trace_is_the_models(spec: Spec, actions: list[Action], chan
 
 @seed(base_seed() + 1)
 @SETTINGS
-@given(specs(2), schedules(["crash", "crash", "finish", "restart"]), st.integers(0, 2**16))
+@given(
+    specs(2),
+    schedules(["crash", "crash", "finish", "restart", "stop", "add", "cancel"]),
+    st.integers(0, 2**16),
+)
 def test_in_a_heap_the_invariants_hold(spec: Spec, actions: list[Action], chance: int) -> None:
     async def scenario(sim: object) -> None:
         await perform_in_a_heap(spec, actions)
 
     run_one(scenario, chance)
+
+
+def test_the_model_notices_a_supervisor_that_restarts_too_few() -> None:
+    """A planted defect: the comparison must be able to fail."""
+    children = (Spec("a", "permanent"), Spec("b", "permanent"))
+    spec = Spec("s", "permanent", strategy="one_for_all", intensity=3, children=children)
+    actions = [Action("crash", 0, 0.0)]
+    expected = play_in_turn(spec, actions)
+
+    async def scenario(sim: object) -> None:
+        assert await perform_in_turn(spec, actions) == expected
+
+    run_one(scenario, 1)
+    defect = mutant(
+        _supervisor, "affected", lambda strategy, names, failed: [failed], name="alone for all"
+    )
+    with defect, pytest.raises(AssertionError):
+        run_one(scenario, 1)
 
 
 def test_a_start_that_fails_at_first_leaves_nothing_running() -> None:

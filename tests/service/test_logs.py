@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -107,3 +108,13 @@ def test_a_stream_that_nobody_reads_any_more_is_no_error() -> None:
         said.close()
         it.say("ready")
         logging.getLogger("elsewhere").warning("told")
+
+
+def test_a_request_that_the_stop_cut_off_is_not_logged_as_an_error() -> None:
+    stream = Said()
+    with logs(stream=stream):
+        log = logging.getLogger("uvicorn.error")
+        for error in (asyncio.CancelledError(), ValueError("a real one")):
+            log.error("Exception in ASGI application", exc_info=error)
+    assert stream.getvalue().count("Exception in ASGI application") == 1
+    assert "a real one" in stream.getvalue()

@@ -72,7 +72,7 @@ async def half_open(sim: Sim) -> float:
 
 def test_a_half_open_link_is_noticed_by_the_keepalive_in_virtual_time() -> None:
     for seed in range(20):
-        outcome = run_one(half_open, seed)
+        outcome = run_one(half_open, seed, check=False)
         # A ping after 20 s that is not answered for 20 s, and up to 10 s for the closing handshake.
         assert PING + PONG <= outcome.result() <= PING + PONG + CLOSE + 1
         again = run_one(half_open, seed)

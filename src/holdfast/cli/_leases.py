@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.kernel import Clock
-from holdfast.kernel._words import counted, duration
+from holdfast.kernel import Clock, counted, duration
 from holdfast.leases import Held, LeaseError, Leases, connect
 
 from ._client import NoAnswer

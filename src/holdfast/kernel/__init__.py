@@ -39,7 +39,7 @@ from ._loop_thread import LoopThread
 from ._machine import Machine, Move
 from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
-from ._rules import AutoShutdown, Restart, Strategy
+from ._rules import AutoShutdown, Failure, Restart, Strategy
 from ._state import State
 from ._status import StatusMonitor
 from ._supervisor import Supervisor
@@ -51,6 +51,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "AutoShutdown",
     "Child",
     "Context",
+    "Failure",
     "Restart",
     "Strategy",
     "Supervisor",

@@ -26,7 +26,10 @@ Every message says what broke, in numbers where there are any, and what to do ab
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._rules import Failure
 
 __all__ = [
     "AlreadyRegistered",
@@ -72,10 +75,10 @@ class NotRunning(SupervisionError):
 class RestartIntensityExceeded(SupervisionError):
     """Children failed more often than the supervisor may restart them.
 
-    `causes` holds the failures within the window, the oldest first.
+    `causes` holds the failures within the window, the oldest first; the last one is chained.
     """
 
-    def __init__(self, message: str, causes: Sequence[BaseException] = ()) -> None:
+    def __init__(self, message: str, causes: Sequence[Failure] = ()) -> None:
         super().__init__(message)
         self.causes = tuple(causes)
 

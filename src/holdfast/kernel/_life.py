@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -89,28 +88,31 @@ class Life:
 
     def _run(self) -> Context:
         self.generation += 1
+        generation = self.generation
         self.value = None
         self.enter("starting")
         context = self._context = Context(
             self.supervisor,
             self.child,
             self.generation,
-            on_started=self._started,
-            on_healthy=self._prove_health,
+            on_started=lambda value: self._started(generation, value),
+            on_healthy=lambda: self._prove_health(generation),
         )
         task = self._task = self.supervisor.create_task(_live(context), context.path)
         context._owned = adopt(task)
         task.add_done_callback(lambda done: self._ended(context, done))
         return context
 
-    def _started(self, value: Any) -> None:
+    def _started(self, generation: int, value: Any) -> None:
+        if generation != self.generation or self.state != "starting":
+            return  # it was stopped, or abandoned and replaced, while it prepared
         self.value = value
         self.enter("running")
         self.record("running", "state")
         self.why = None
 
-    def _prove_health(self) -> None:
-        if self.backoff is not None:
+    def _prove_health(self, generation: int) -> None:
+        if self.backoff is not None and generation == self.generation:
             self.backoff.succeed()
 
     def _not_started(self, what: str) -> StartFailed:
@@ -155,7 +157,6 @@ class Life:
             self.last_failure = describe(reason)
             log.warning("%s failed: %s", self.path, self.last_failure, exc_info=reason)
             self.record("failed", "failure", cause=reason)
-            let_go_of_locals(reason)
         else:
             self.record("ended", "state")
 
@@ -163,6 +164,8 @@ class Life:
         """Cancel the child and wait for its end, for as long as it may take; then abandon it."""
         task, context = self._task, self._context
         if task is None or context is None:
+            if self.state in ("starting", "waiting"):
+                self.enter("stopped")
             return
         now = self.supervisor.clock.monotonic()
         if context._stop_by is None:
@@ -183,7 +186,6 @@ class Life:
             self.last_failure = describe(reason)
             log.warning("%s failed while it stopped", self.path, exc_info=reason)
             self.record("failed while it stopped", "failure", cause=reason)
-            let_go_of_locals(reason)
         else:
             self.record("stopped", "state")
 
@@ -218,18 +220,6 @@ class Life:
             last_failure=self.last_failure,
             children=() if below is None else below.children,
         )
-
-
-def let_go_of_locals(error: BaseException) -> None:
-    """Free what the failed code held: an error is kept for its story, not for its sockets."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            traceback.clear_frames(link.__traceback__)
-            pending += [link.__cause__, link.__context__]
 
 
 async def _live(context: Context) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ._ownership import Reason
+from ._words import describe
 
 __all__ = [
     "AutoShutdown",
     "AutoShutdownName",
+    "Failure",
     "Intensity",
     "Restart",
     "RestartName",
@@ -76,6 +78,17 @@ def ends_supervisor(auto: AutoShutdown, significant_left: int) -> bool:
     return auto is AutoShutdown.ANY_SIGNIFICANT
 
 
+class Failure(NamedTuple):
+    """One failure that a supervisor remembers: in words, so that it keeps nothing else alive."""
+
+    #: When, in monotonic seconds.
+    at: float
+    #: Which child.
+    child: str
+    #: What happened to it.
+    what: str
+
+
 class Intensity:
     """How many restarts are allowed within a period: a sliding window that remembers the causes."""
 
@@ -87,16 +100,17 @@ class Intensity:
             )
         self.limit = limit
         self.period = period
-        self._window: deque[tuple[float, str, BaseException | None]] = deque()
+        self._window: deque[Failure] = deque()
 
     def allows(self, now: float, child: str, reason: Reason) -> bool:
         """Count one restart; False when it is one too many."""
-        self._window.append((now, child, reason if isinstance(reason, BaseException) else None))
-        while now - self._window[0][0] > self.period:
+        what = describe(reason) if isinstance(reason, BaseException) else "it returned"
+        self._window.append(Failure(now, child, what))
+        while now - self._window[0].at > self.period:
             self._window.popleft()
         return len(self._window) <= self.limit
 
     @property
-    def causes(self) -> list[tuple[float, str, BaseException | None]]:
-        """The restarts of the window, as (time, child, failure), the oldest first."""
-        return list(self._window)
+    def causes(self) -> tuple[Failure, ...]:
+        """The failures within the window, the oldest first."""
+        return tuple(self._window)

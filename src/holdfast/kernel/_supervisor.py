@@ -21,6 +21,7 @@ import asyncio
 import contextvars
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -93,14 +94,15 @@ class Supervisor:
         self.abandoned = 0
         self._since = self.clock.monotonic()
         self._intensity = None if intensity is None else Intensity(*intensity)
-        self._initial = tuple(children)
-        for child in self._initial:
+        self._to_start = deque(children)
+        for child in self._to_start:
             self._check_significant(child)
         self._lives: dict[str, Life] = {}
         self._lock = asyncio.Lock()
         self._operations: dict[asyncio.Task[Any], None] = {}  # in order, so that runs repeat
         self._pending: dict[Life, asyncio.Task[Any]] = {}
         self._stopping: asyncio.Task[None] | None = None
+        self._has_ended_itself = False
         self._ended = asyncio.Event()
         self._within = current_context.get()
         self._variables = contextvars.copy_context()
@@ -157,14 +159,18 @@ class Supervisor:
         When one of them does not start, the others are stopped again and `StartFailed` is raised.
         """
         if self.state != "new":
-            raise NotRunning(f"{self.path} has been started before: make a new Supervisor")
+            raise NotRunning(f"{self.path} is {self.state}: make a new Supervisor to start again")
         self._enter("starting")
         try:
-            for child in self._initial:
-                await asyncio.shield(self._add(Life(self, child, self._on_end)))
-        except BaseException:
+            while self._to_start and not self._has_ended_itself:
+                life = Life(self, self._to_start.popleft(), self._on_end)
+                await self._outcome(self._add(life), life)
+        except BaseException as error:
             await self.stop()
-            raise
+            if not isinstance(error, NotRunning):
+                raise
+            if not self._has_ended_itself:
+                raise self.error or error from None
         if self.state == "starting":
             self._enter("running")
 
@@ -190,7 +196,8 @@ class Supervisor:
         """Add a child and start it; returns what it gave to `started()`.
 
         Raises `StartFailed` when it does not start; it is then forgotten. When the caller is
-        cancelled, the child is stopped before the cancellation goes on.
+        cancelled, the child is stopped before the cancellation goes on (a caller that is itself a
+        child here cannot wait for that: whoever stops it may hold what the stopping needs).
         """
         self._check_running(child.name)
         self._check_significant(child)
@@ -200,10 +207,12 @@ class Supervisor:
         try:
             return await asyncio.shield(operation)
         except asyncio.CancelledError:
-            if operation.cancelled():
-                raise NotRunning(f"{life.path} was stopped while it started") from None
+            if operation.cancelled() and not _cancelling():
+                raise self._stopped(life) from None
             operation.cancel()
-            await _patiently(self._operate(self._remove(life), "stop " + child.name))
+            removal = self._operate(self._remove(life), "stop " + child.name)
+            if not self._runs_caller():
+                await _patiently(removal)
             raise
 
     async def stop_child(self, name: str) -> None:
@@ -219,14 +228,15 @@ class Supervisor:
                 await asyncio.shield(operation)
                 return
             except asyncio.CancelledError:
-                if not operation.cancelled():
+                if not operation.cancelled() or _cancelling():
                     raise
         await self._ended.wait()  # the whole supervisor stops, and this child with it
 
     async def restart_child(self, name: str) -> Any:
         """Stop a child if it runs and start it again, alone; returns what it gave to `started()`.
 
-        It does not count as a failure. A child that waits for its backoff is started now.
+        It does not count as a failure. A child that waits for its backoff is started now. When it
+        does not start, `StartFailed` is raised, and it is restarted by the usual rules.
         """
         self._check_running(name)
         self._check_not_starting_itself()
@@ -235,13 +245,9 @@ class Supervisor:
             known = ", ".join(self._lives) or "none"
             raise SupervisionError(f"{self.path} has no child {name!r}; it has: {known}")
         self._interrupt(life)
-        operation = self._operate(self._restart_alone(life), "restart " + name)
-        try:
-            return await asyncio.shield(operation)
-        except asyncio.CancelledError:
-            if operation.cancelled():
-                raise NotRunning(f"{life.path} was stopped while it restarted") from None
-            raise
+        return await self._outcome(
+            self._operate(self._restart_alone(life), "restart " + name), life
+        )
 
     def value(self, name: str) -> Any:
         """What a child gave to `started()` at its newest start, or None while it is not running."""
@@ -304,10 +310,30 @@ class Supervisor:
 
     async def _restart_alone(self, life: Life) -> Any:
         async with self._holding(life):
+            if self._lives.get(life.name) is not life:
+                raise SupervisionError(f"{life.path} was stopped and forgotten meanwhile")
             await life.halt()
-            return await life.start()
+            try:
+                return await life.start()
+            except StartFailed as failed:
+                self._on_end(life, failed)
+                raise
+
+    async def _outcome(self, operation: asyncio.Task[Any], life: Life) -> Any:
+        """Wait for an operation that goes on when its caller is cancelled."""
+        try:
+            return await asyncio.shield(operation)
+        except asyncio.CancelledError:
+            if operation.cancelled() and not _cancelling():
+                raise self._stopped(life) from None
+            raise
+
+    def _stopped(self, life: Life) -> NotRunning:
+        return NotRunning(f"{life.path} was stopped before it was up")
 
     def _on_end(self, life: Life, reason: Reason) -> None:
+        if self._stopping is not None:
+            return  # it is all the same now
         self._operate(self._react(life, life.generation, reason), "react to " + life.name)
 
     async def _react(self, life: Life, generation: int, reason: Reason) -> None:
@@ -347,15 +373,15 @@ class Supervisor:
             return True
         causes = self._intensity.causes
         history = "".join(
-            f"\n  {duration(now - at)} ago: {child}: {describe(error) if error else 'it returned'}"
-            for at, child, error in causes
+            f"\n  {duration(now - at)} ago: {who}: {what}" for at, who, what in causes
         )
         error = RestartIntensityExceeded(
             f"{self.path} gave up: {len(causes)} failures within {self._intensity.period:g} s, "
             f"where {self._intensity.limit} restarts are allowed; mend the cause, "
             f"raise intensity=, or give the child a backoff{history}",
-            [error for _, _, error in causes if error is not None],
+            causes,
         )
+        error.__cause__ = reason if isinstance(reason, BaseException) else None
         self._fail(error, life)
         return False
 
@@ -384,7 +410,9 @@ class Supervisor:
         if life.child.significant:
             others = self._lives.values()
             left = sum(o.child.significant and o.state != "finished" for o in others)
+            left += sum(child.significant for child in self._to_start)
             if ends_supervisor(self.auto_shutdown, left):
+                self._has_ended_itself = True
                 self._record(f"ends because its significant child {life.name} has", "auto_shutdown")
                 self._begin_stop(None)
 
@@ -503,6 +531,12 @@ async def _patiently(task: asyncio.Task[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def _cancelling() -> bool:
+    """Whether the running task has been cancelled itself, and not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _refuse(path: str) -> None:

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from holdfast.kernel import Backoff, Clock, Recorder
-from holdfast.kernel._words import describe, duration
+from holdfast.kernel import Backoff, Clock, Recorder, describe, duration
 
 from ._counts import Counts
 from ._errors import StoreMisconfigured, StoreUnavailable

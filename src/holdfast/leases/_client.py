@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from holdfast.kernel import Backoff, Child, Clock, Recorder, Supervisor
-from holdfast.kernel._words import counted, duration, refuse
+from holdfast.kernel import Backoff, Child, Clock, Recorder, Supervisor, counted, duration, refuse
 
 from . import _connect
 from ._book import Book

@@ -6,8 +6,7 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from holdfast.kernel import Backoff, Deadline
-from holdfast.kernel._words import duration, refuse
+from holdfast.kernel import Backoff, Deadline, duration, refuse
 
 from ._errors import LeaseLost, LeaseRefused, StoreUnavailable
 from ._lease import Lease

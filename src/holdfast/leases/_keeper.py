@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from holdfast.kernel import Backoff, Clock, Context, Recorder
-from holdfast.kernel._words import counted, describe
+from holdfast.kernel import Backoff, Clock, Context, Recorder, counted, describe
 
 from ._book import Book, Entry
 from ._calls import Calls, NotAsked

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from holdfast.kernel._words import duration
+from holdfast.kernel import duration
 
 from ._errors import LeaseError, LeaseLost
 

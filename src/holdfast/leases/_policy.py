@@ -6,7 +6,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from holdfast.kernel._words import refuse
+from holdfast.kernel import refuse
 
 __all__ = ["OnUnavailable", "Policy", "check_key", "check_ttl"]
 

@@ -14,8 +14,7 @@ import logging
 import math
 from collections import deque
 
-from holdfast.kernel import Clock, SingleFlight
-from holdfast.kernel._words import duration, refuse
+from holdfast.kernel import Clock, SingleFlight, duration, refuse
 
 from . import _gcra
 from ._calls import Calls

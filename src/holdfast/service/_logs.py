@@ -6,6 +6,7 @@ a plain line; as JSON it is a log line like any other, so that every line can be
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import MutableMapping
@@ -31,6 +32,7 @@ class Logs:
         self._handler = _Handler(self._stream)
         self._handler.setFormatter(_formatter(self._as_json, colours=self._stream.isatty()))
         self._handler.addFilter(_told_by_recorder)
+        self._handler.addFilter(_is_news)
         self._previous = (list(logging.root.handlers), logging.root.level)
         logging.root.handlers[:] = [self._handler]
         logging.root.setLevel(level.upper())
@@ -76,6 +78,12 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 def _notice(text: str) -> logging.LogRecord:
     return logging.LogRecord("holdfast", logging.INFO, "", 0, text, None, None)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A request that the stop cut off is no error, though the server logs its traceback."""
+    cut_off = bool(record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    return not (cut_off and record.name == "uvicorn.error")
 
 
 def _told_by_recorder(record: logging.LogRecord) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from ._errors import MutantRejected, MutantSurvived, SimulationFailed
 from ._run import Scenario
 from ._scale import base_seed
-from ._simulate import simulate
+from ._simulate import explore, simulate
 
 __all__ = ["Caught", "Mutant", "assert_caught", "mutant"]
 
@@ -144,9 +144,9 @@ def assert_caught(
     simulate(scenario, clean, first_seed=first_seed, **options)
     first = base_seed() if first_seed is None else first_seed
     try:
-        # As a list, because a number would follow --sim-seeds.
+        # These seeds and no others, whatever the environment says: this is a search.
         with planted:
-            simulate(scenario, list(range(first, first + within)), **options)
+            explore(scenario, range(first, first + within), **options)
     except SimulationFailed as failed:
         cause = failed.__cause__
         if isinstance(cause, _CLUMSY) and not isinstance(cause, allow):

@@ -69,14 +69,18 @@ def run_one(
     lateness: float = 0.0,
     time_limit: float = 3600.0,
     trace: bool = False,
+    check: bool = True,
 ) -> Outcome[T]:
     """Run one schedule of a scenario in this process and return what it came to.
+
+    A schedule that fails raises its error, so that a test cannot pass by not looking.
 
     :param drift: whether tasks may overtake each other, as the seed likes.
     :param lateness: virtual seconds by which a task may be late, as on a busy machine; 0 keeps
         virtual times exact.
     :param time_limit: virtual seconds after which the scenario counts as stuck.
     :param trace: keep what happened, in `Outcome.trace`; costs time.
+    :param check: False returns a failed outcome too, for whoever looks at its `error`.
     """
     refuse_running_loop()
     with still_machine(seed) as unraisable:
@@ -88,9 +92,12 @@ def run_one(
             trace=Trace() if trace else None,
         )
         try:
-            return _Run(loop, scenario, unraisable).outcome()
+            outcome = _Run(loop, scenario, unraisable).outcome()
         finally:
             loop.close()
+    if check:
+        outcome.result()
+    return outcome
 
 
 def refuse_running_loop() -> None:

@@ -12,9 +12,17 @@ def scaled(full: int, *, least: int = 1) -> int:
 
     The default scale is 0.1, so that a plain `pytest` is quick.
     """
-    return max(least, round(full * float(os.environ.get("HOLDFAST_SCALE", "0.1"))))
+    return max(least, round(full * _number("HOLDFAST_SCALE", "0.1")))
 
 
 def base_seed() -> int:
     """The first seed of a run: HOLDFAST_SEED, or a fixed one, so that runs repeat themselves."""
-    return int(os.environ.get("HOLDFAST_SEED", "20261115"))
+    return int(_number("HOLDFAST_SEED", "20261115"))
+
+
+def _number(variable: str, default: str) -> float:
+    text = os.environ.get(variable) or default
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text} must be a number, such as {default}") from None

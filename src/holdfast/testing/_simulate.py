@@ -14,7 +14,7 @@ from ._run import Scenario, refuse_running_loop, run_one
 from ._scale import base_seed
 from ._workers import Verdict, run_forked
 
-__all__ = ["simulate"]
+__all__ = ["explore", "simulate"]
 
 # Below this a fork costs more than it saves.
 _FEW = 32
@@ -34,7 +34,7 @@ def simulate(
 
     The failing seed that is reported is always the first in the order of the seeds, however the
     work was shared. `HOLDFAST_SIM_SEED=…` runs that one alone, in this process, so that breakpoints
-    work; `pytest --sim-seeds N` overrides how many there are.
+    work; `pytest --sim-seeds N` overrides how many there are, where `seeds` is a number.
 
     :param seeds: how many, or which.
     :param processes: how many at once; as many as there are processors, if not given. The workers
@@ -44,9 +44,16 @@ def simulate(
     :param lateness: virtual seconds by which a task may be late; 0 keeps virtual times exact.
     :param time_limit: virtual seconds after which a schedule counts as stuck.
     """
-    refuse_running_loop()
     options = {"drift": drift, "lateness": lateness, "time_limit": time_limit}
     chosen = _chosen(seeds, base_seed() if first_seed is None else first_seed)
+    return explore(scenario, chosen, processes=processes, **options)
+
+
+def explore(
+    scenario: Scenario[Any], chosen: Sequence[int], *, processes: int | None = None, **options: Any
+) -> Report:
+    """Run exactly these seeds, whatever the environment says."""
+    refuse_running_loop()
     count = _processes(processes, len(chosen))
     begin = time.perf_counter()
     if count > 1:
@@ -65,13 +72,21 @@ def simulate(
     )
 
 
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SimulationError(f"{variable}={text} must be a whole number") from None
+
+
 def _chosen(seeds: int | Iterable[int], first: int) -> Sequence[int]:
     if only := os.environ.get("HOLDFAST_SIM_SEED"):
-        return [int(only)]
+        return [_number("HOLDFAST_SIM_SEED", only)]
     if not isinstance(seeds, int):
         chosen: Sequence[int] = list(seeds)
     else:
-        count = int(os.environ.get("HOLDFAST_SIM_SEEDS") or seeds)
+        asked = os.environ.get("HOLDFAST_SIM_SEEDS")
+        count = _number("HOLDFAST_SIM_SEEDS", asked) if asked else seeds
         chosen = range(first, first + count)
     if not chosen:
         raise SimulationError("no seeds: a simulation of nothing would always pass")
@@ -93,7 +108,7 @@ def _fail(
 ) -> None:
     """Run the failing seed once more, here and with a trace, and raise what it shows."""
     seed = seeds[position]
-    outcome = run_one(scenario, seed, trace=True, **options)
+    outcome = run_one(scenario, seed, trace=True, check=False, **options)
     if outcome.error is None:
         raise SimulationError(
             f"seed {seed} failed, but passes when it is repeated: the scenario depends on more "

@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import os
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.leases.dynamodb.scale import thorough
-from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere
+from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere, date_of
 
 from holdfast.kernel import Clock
 from holdfast.leases import Holder, Request
@@ -120,15 +118,6 @@ def well_known(server: DynamoServer, clocks: dict[str, ServerTime]) -> ServerTim
         end = time.monotonic() + 1.2
         while time.monotonic() < end:
             sent = time.monotonic()
-            known.observe(_date(server), sent=sent, received=time.monotonic())
+            known.observe(date_of(server), sent=sent, received=time.monotonic())
             time.sleep(0.01)
     return clocks[server.endpoint]
-
-
-def _date(server: DynamoServer) -> str | None:
-    try:
-        with urllib.request.urlopen(server.endpoint, timeout=5) as response:
-            return str(response.headers["Date"])
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return str(refused.headers["Date"])

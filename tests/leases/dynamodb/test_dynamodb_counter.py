@@ -335,6 +335,8 @@ async def test_a_counter_that_is_wrong_does_not_keep_leases_from_ending(
         ExpressionAttributeValues={":said": number(said)},
     )
     assert list(await store.release(wanted)) == [True, True, True]
+    # Never below zero: that would be room for more than the limit.
+    assert await counted(store) == (max(said - 3, 0), 0)
     await store.sweep()
     assert await counted(store) == (0, 0)
 

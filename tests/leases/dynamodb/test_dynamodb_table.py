@@ -149,6 +149,40 @@ async def test_what_is_asked_for_is_what_the_policy_allows(open_table: Opener, l
     assert asked - {"CreateTable"} == set(ACTIONS[layout])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("how", ["acquire", "renew"])
+async def test_a_lease_written_by_a_wrong_time_is_written_again(
+    open_table: Opener, layout: str, how: str
+) -> None:
+    store = await open_table(own_time=True, layout=layout)
+    wanted = request(ttl=60.0)
+    first = await store.acquire(wanted)
+    # The machine was suspended: the monotonic clock, and all that was known by it, is behind.
+    store.link.time._low -= 900.0
+    store.link.time._high -= 900.0
+    if how == "acquire":
+        assert await store.acquire(wanted) == first
+    else:
+        assert list(await store.renew([wanted])) == [True]
+    assert store.link.time.corrections == 1
+    other = await open_table(layout=layout)
+    (held,) = await other.held("db")
+    assert held.expires_in > 55.0
+
+
+async def test_a_proxy_is_not_for_this_machine(
+    ministack: Ministack, table: str, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{unused_tcp_port}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    store = open_store(ministack.url(table), clock=Clock.system())
+    await store.open()
+    assert await store.acquire(request()) is not None
+    await store.close()
+
+
 async def test_a_client_by_its_url(ministack: Ministack, table: str) -> None:
     url = ministack.url(table)
     async with connect(url, service_name="orders", on_unavailable="refuse") as leases:

@@ -72,13 +72,13 @@ class CounterStore:
     async def acquire(self, request: Request) -> Grant | None:
         """Give a lease if fewer than the limit live, else None."""
         await self._ready()
-        return await self._time.settled(lambda: self._acquire(request))
+        return await self._time.settled(lambda lives: self._acquire(request, lives))
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases by their ttl from now; False for each that does not live any more."""
         await self._ready()
         return await self._time.settled(
-            lambda: update_all(self._table, [self._renewal(request) for request in requests])
+            lambda lives: update_all(self._table, [self._renewal(r, lives) for r in requests])
         )
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -111,7 +111,7 @@ class CounterStore:
 
     # -- acquire ---------------------------------------------------------------------------------
 
-    async def _acquire(self, request: Request) -> Grant | None:
+    async def _acquire(self, request: Request, lives: int) -> Grant | None:
         for _ in range(_ROUNDS):
             fence = max(self._fences.get(request.key, 0) + 1, self._time.reached())
             try:
@@ -119,7 +119,7 @@ class CounterStore:
             except Cancelled as cancelled:
                 counter, lease = cancelled.reasons
                 if lease.refused:
-                    if grant := await self._again(request):
+                    if grant := await self._again(request, lives):
                         return grant
                 elif not await self._room(request, counter):
                     return None
@@ -153,7 +153,7 @@ class CounterStore:
             self._fences.clear()  # each is learned again from a refusal
         self._fences[key] = max(fence, self._fences.get(key, 0))
 
-    async def _again(self, request: Request) -> Grant | None:
+    async def _again(self, request: Request, lives: int) -> Grant | None:
         """The lease of this id once more: it lives on from now, or is ended if its time is over."""
         ends = self._time.end_of(request.ttl)
         try:
@@ -165,10 +165,10 @@ class CounterStore:
                     {
                         "ends": number(ends),
                         "ttl": number(math.ceil(ends / 1000)),
-                        "now": number(self._time.reached()),
+                        "lives": number(lives),
                     },
                     Update="SET #expires_ms = :ends, #ttl_epoch = :ttl",
-                    Condition="#expires_ms >= :now",
+                    Condition="#expires_ms >= :lives",
                 ),
             )
         except ConditionFailed:
@@ -178,7 +178,7 @@ class CounterStore:
 
     # -- the rest --------------------------------------------------------------------------------
 
-    def _renewal(self, request: Request) -> Statement:
+    def _renewal(self, request: Request, lives: int) -> Statement:
         key = lease_of(request.key, request.id)["pk"]
         ends = self._time.end_of(request.ttl)
         return Statement(
@@ -189,7 +189,7 @@ class CounterStore:
                 number(ends),
                 number(math.ceil(ends / 1000)),
                 key,
-                number(self._time.reached()),
+                number(lives),
             ),
         )
 

@@ -141,6 +141,8 @@ class DynamoLink:
                 read_timeout=self.config.timeout / 2,
                 max_pool_connections=self.config.connections,
                 retries={"total_max_attempts": 1, "mode": "standard"},
+                # None lets the environment decide; nobody means its proxy for this machine.
+                proxies={} if self.config.local else None,
                 # The server looks at the parameters too, and costs less doing it.
                 parameter_validation=False,
                 tcp_keepalive=True,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.kernel import Clock
@@ -83,12 +84,14 @@ class SlotStore:
     async def acquire(self, request: Request) -> Grant | None:
         """Give a lease if fewer than the limit live, else None."""
         await self._table.ready()
-        return await self._time.settled(lambda: self._acquire(request))
+        return await self._time.settled(lambda lives: self._acquire(request, lives))
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases by their ttl from now; False for each that does not live any more."""
         await self._table.ready()
-        answers = await self._time.settled(lambda: self._update(requests, self._renewal))
+        answers = await self._time.settled(
+            lambda lives: self._update(requests, partial(self._renewal, lives))
+        )
         for request, lives in zip(requests, answers, strict=True):
             if not lives:
                 self._places.forget(request)
@@ -97,7 +100,7 @@ class SlotStore:
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that did not live."""
         await self._table.ready()
-        answers = await self._update(requests, self._ending)
+        answers = await self._update(requests, partial(self._ending, self._time.reached()))
         for request in requests:
             self._places.forget(request)
             self._slots.doubt(request.key)
@@ -127,24 +130,24 @@ class SlotStore:
 
     # -- acquire ---------------------------------------------------------------------------------
 
-    async def _acquire(self, request: Request) -> Grant | None:
+    async def _acquire(self, request: Request, lives: int) -> Grant | None:
         known = self._places.of(request)
-        if known is not None and (grant := await self._again(request, known)):
+        if known is not None and (grant := await self._again(request, known, lives)):
             return grant
         for _ in range(_ROUNDS):
             view = await self._slots.look(request)
             if view.mine is not None:
-                if grant := await self._again(request, view.mine):
+                if grant := await self._again(request, view.mine, lives):
                     return grant
                 continue
             if not view.free:
                 return None
             for slot in view.free[:_TRIES]:
-                if grant := await self._occupy(request, slot, view):
+                if grant := await self._occupy(request, slot, view, lives):
                     return grant
         return None
 
-    async def _occupy(self, request: Request, slot: int, view: View) -> Grant | None:
+    async def _occupy(self, request: Request, slot: int, view: View, lives: int) -> Grant | None:
         """Write a slot that was free, on condition that it still is."""
         fence = next_fence(request.limit, slot, view.slots, self._time.reached())
         values = {
@@ -172,12 +175,12 @@ class SlotStore:
         except ConditionFailed as failed:
             if failed.item and text_of(failed.item, "id") == request.id:
                 # Written by an earlier attempt whose answer was lost, or by who asks for the same.
-                return await self._again(request, slot)
+                return await self._again(request, slot, lives)
             self._places.forget(request)
             return None
         return Grant(request.id, fence)
 
-    async def _again(self, request: Request, slot: int) -> Grant | None:
+    async def _again(self, request: Request, slot: int, lives: int) -> Grant | None:
         """The lease in this slot once more, if it is this one's: it lives on from now."""
         try:
             reply = await self._table.call(
@@ -189,10 +192,10 @@ class SlotStore:
                         "id": text(request.id),
                         "expires_ms": number(self._time.end_of(request.ttl)),
                         "ttl_epoch": number(self._kept(request.ttl)),
-                        "now": number(self._time.reached()),
+                        "lives": number(lives),
                     },
                     Update="SET #expires_ms = :expires_ms, #ttl_epoch = :ttl_epoch",
-                    Condition="#id = :id AND #expires_ms >= :now",
+                    Condition="#id = :id AND #expires_ms >= :lives",
                 ),
             )
         except ConditionFailed:
@@ -225,24 +228,29 @@ class SlotStore:
             for r in requests
         ]
 
-    def _renewal(self, request: Request, slot: int) -> Statement:
+    def _renewal(self, lives: int, request: Request, slot: int) -> Statement:
         self._places.note(request, slot)
         end, kept = number(self._time.end_of(request.ttl)), number(self._kept(request.ttl))
         change = 'SET "expires_ms" = ? SET "ttl_epoch" = ?'
-        return self._statement(change, (end, kept), request, slot)
+        return self._statement(change, (end, kept), request, slot, lives)
 
-    def _ending(self, request: Request, slot: int) -> Statement:
-        return self._statement('SET "expires_ms" = ?', (number(0),), request, slot)
+    def _ending(self, lives: int, request: Request, slot: int) -> Statement:
+        return self._statement('SET "expires_ms" = ?', (number(0),), request, slot, lives)
 
     def _statement(
-        self, change: str, values: Iterable[dict[str, str]], request: Request, slot: int
+        self,
+        change: str,
+        values: Iterable[dict[str, str]],
+        request: Request,
+        slot: int,
+        lives: int,
     ) -> Statement:
         key = text(SLOT + request.key), number(slot)
         return Statement(
             item=(SLOT + request.key, str(slot)),
             text=f'UPDATE "{self.link.config.table}" {change} '
             'WHERE "pk" = ? AND "slot" = ? AND "id" = ? AND "expires_ms" >= ?',
-            parameters=(*values, *key, text(request.id), number(self._time.reached())),
+            parameters=(*values, *key, text(request.id), number(lives)),
         )
 
     def _kept(self, ttl: float) -> int:

@@ -103,11 +103,16 @@ class ServerTime:
         """By how many seconds this machine's wall clock is certainly wrong, 0.0 if maybe not."""
         return self._clock.wall() - self.likely()
 
-    async def settled(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Do what writes a time; again, if its own answers show that the time was wrong."""
+    async def settled(self, attempt: Callable[[int], Awaitable[T]]) -> T:
+        """Do what writes a time; again, if its own answers show that the time was wrong.
+
+        The attempt is given the millisecond by which a lease of its own must not have ended to live
+        on. It stays the same when it is repeated: what it wrote by the wrong time may have ended.
+        """
+        lives = self.reached()
         for _ in range(_CORRECTIONS):
             before = self.corrections
-            answer = await attempt()
+            answer = await attempt(min(lives, self.reached()))
             if self.corrections == before:
                 break
         return answer

@@ -1,0 +1,53 @@
+"""Children that write down what happens to them, for the tests of the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from holdfast.kernel import Child, Context
+from holdfast.testing import run_one
+
+
+class Stage:
+    """Children that write down when they start and stop, and fail when they are told to."""
+
+    def __init__(self) -> None:
+        self.trace: list[str] = []
+        self._orders: dict[str, asyncio.Future[None]] = {}
+
+    def child(self, name: str, **options: object) -> Child:
+        async def run(ctx: Context) -> None:
+            self.trace.append(f"+{name}{ctx.generation}")
+            try:
+                order = self._orders[name] = asyncio.get_running_loop().create_future()
+                ctx.started(f"{name}{ctx.generation}")
+                await order
+            except asyncio.CancelledError:
+                self.trace.append(f"-{name}{ctx.generation}")
+                raise
+
+        return Child(name, run, **options)  # type: ignore[arg-type]
+
+    def crash(self, name: str) -> None:
+        self._orders[name].set_exception(ValueError(f"{name} broke"))
+
+    def finish(self, name: str) -> None:
+        self._orders[name].set_result(None)
+
+    def take(self) -> str:
+        taken, self.trace = " ".join(self.trace), []
+        return taken
+
+
+async def settle() -> None:
+    """In virtual time a second is plenty for everything that is due now."""
+    await asyncio.sleep(1)
+
+
+def virtual(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def play(sim: object) -> None:
+        await scenario()
+
+    for seed in range(5):
+        run_one(play, seed)
