@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import psycopg
@@ -13,6 +15,11 @@ from psycopg import sql
 from holdfast.embedded import SyncEmbeddedPostgres
 
 _numbers = itertools.count(1)
+
+# A job that a script starts in the background ignores SIGINT, and its children inherit that;
+# tests that interrupt somebody need it as it is in a terminal.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

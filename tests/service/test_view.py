@@ -24,18 +24,18 @@ def test_active_means_that_every_condition_is_met() -> None:
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        ("root/db", ["root/db"]),
-        ("/root/db/", ["root/db"]),
-        ("db", ["root/db"]),
-        ("watch", ["root/db/watch", "root/mq/watch"]),
-        ("db/watch", ["root/db/watch"]),
+        ("app/db", ["app/db"]),
+        ("/app/db/", ["app/db"]),
+        ("db", ["app/db"]),
+        ("watch", ["app/db/watch", "app/mq/watch"]),
+        ("db/watch", ["app/db/watch"]),
         ("b", []),
         ("nothing", []),
         ("", []),
     ],
 )
 def test_the_end_of_a_path_is_enough(wanted: str, found: list[str]) -> None:
-    known = ("root", "root/db", "root/db/watch", "root/mq", "root/mq/watch")
+    known = ("app", "app/db", "app/db/watch", "app/mq", "app/mq/watch")
     assert find_component(wanted, known) == found
 
 
