@@ -145,7 +145,9 @@ def browser(binary: str, profile: Path) -> Iterator[Browser]:
             [binary, *OPTIONS, f"--user-data-dir={profile}"], stdout=log, stderr=log
         )
     try:
-        with connect(_address(process, profile / "log"), max_size=None, proxy=None) as socket:
+        # No pings: their thread would draw from the shared random while other tests rely on it.
+        address = _address(process, profile / "log")
+        with connect(address, max_size=None, proxy=None, ping_interval=None) as socket:
             started = Browser(socket)
             yield started
             started.close()
