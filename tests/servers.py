@@ -7,7 +7,14 @@ import os
 import pytest
 from tools import servers
 
-__all__ = ["require_server"]
+from holdfast.embedded._ports import choose_port
+
+__all__ = ["free_port", "require_server"]
+
+
+def free_port() -> int:
+    """A port for a test's server: never one that the system may give to an outgoing connection."""
+    return choose_port("127.0.0.1")
 
 
 def require_server(name: str) -> str:

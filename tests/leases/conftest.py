@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 from collections.abc import Iterator
 
 import pytest
 from tests.leases.redis_server import RedisServer
-from tests.servers import require_server
+from tests.servers import free_port, require_server
 
 _numbers = itertools.count(1)
 
@@ -39,7 +38,4 @@ def redis_url(redis_server: RedisServer) -> str:
 @pytest.fixture
 def unused_port() -> int:
     """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_port()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import Self
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests.servers import free_port
 
 __all__ = ["RedisServer"]
 
@@ -28,7 +28,7 @@ class RedisServer:
         self._binary = binary
         self.options = options
         self.directory = Path(tempfile.mkdtemp(prefix="holdfast-redis-"))
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -97,10 +97,3 @@ class RedisServer:
                 time.sleep(0.005)
             else:
                 return
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

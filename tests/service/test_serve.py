@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.servers import require_server
+from tests.servers import free_port, require_server
 from tests.service.support import Running, clean_environment, gone, holdfast, running, until
 
 from holdfast.embedded import SyncEmbeddedPostgres
@@ -292,9 +292,7 @@ def test_a_taken_port_of_the_embedded_server_is_one_line(spare_data: Path) -> No
 
 
 def test_the_port_of_the_embedded_server_can_be_chosen(spare_data: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with running("--data-dir", str(spare_data), "--postgres-port", str(port)) as service:
         service.wait_for(f"holdfast: ready after .*: PostgreSQL .* at 127.0.0.1:{port}/postgres$")
         assert service.stop() == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.servers import free_port
 
 __all__ = ["DynamoLocal", "DynamoServer", "Ministack", "NotHere", "date_of"]
 
@@ -43,7 +44,7 @@ class DynamoServer:
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="holdfast-dynamodb-"))
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -212,10 +213,3 @@ def _answers(endpoint: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from psycopg.conninfo import conninfo_to_dict
+from tests.servers import free_port
 
 __all__ = ["pgbouncer"]
 
@@ -25,13 +26,8 @@ START_LIMIT = 30.0
 def pgbouncer(binary: str, url: str, *, pool_size: int = 2) -> Iterator[str]:
     """Run one for the database of a URL; gives the URL to use instead."""
     known = conninfo_to_dict(url)
-    with (
-        tempfile.TemporaryDirectory(prefix="holdfast-pgbouncer-") as name,
-        socket.socket() as probe,
-    ):
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="holdfast-pgbouncer-") as name:
         directory = Path(name)
         directory.chmod(0o755)
         server = f"host={known['host']} port={known['port']} password={known['password']}"
@@ -50,13 +46,6 @@ def pgbouncer(binary: str, url: str, *, pool_size: int = 2) -> Iterator[str]:
                 yield url.replace(f":{known['port']}/", f":{port}/")
             finally:
                 process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait_for(port: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import RedisCluster
 from tests.leases.conformance import ODD_KEYS, request
 from tests.leases.redis_server import START_LIMIT, RedisServer
-from tests.servers import require_server
+from tests.servers import free_port, require_server
 
 from holdfast.kernel import Clock
 from holdfast.leases import FenceRejected, StoreMisconfigured
@@ -28,7 +28,7 @@ def nodes() -> Iterator[list[RedisServer]]:
         running = [_started(stack, binary) for _ in SLOTS]
         for node, (first, last) in zip(running, SLOTS, strict=True):
             node.run("CLUSTER", "ADDSLOTSRANGE", first, last)
-            node.run("CLUSTER", "MEET", "127.0.0.1", running[0].port, running[0].port + 1)
+            node.run("CLUSTER", "MEET", "127.0.0.1", running[0].port, _bus(running[0]))
         deadline = time.monotonic() + START_LIMIT
         while not all(_agrees(node) for node in running):
             assert time.monotonic() < deadline, "the nodes do not find together"
@@ -38,9 +38,13 @@ def nodes() -> Iterator[list[RedisServer]]:
 
 def _started(stack: ExitStack, binary: str) -> RedisServer:
     node = RedisServer(binary)
-    # By itself it would take a port ten thousand above, which there may not be.
-    node.options = ("--cluster-enabled", "yes", "--cluster-port", str(node.port + 1))
+    # By itself it would take a port ten thousand above, which may be somebody else's.
+    node.options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     return stack.enter_context(node)
+
+
+def _bus(node: RedisServer) -> int:
+    return int(node.options[-1])
 
 
 def _agrees(node: RedisServer) -> bool:
