@@ -103,6 +103,7 @@ class RateLimit:
         self._counts = counts
         self._local_rate = rate if local_rate is None else local_rate
         self._local_full_at: float | None = None
+        self._seen: float | None = None
         self._purse = Purse()
         self._wanted = 0
         self._next_at = -math.inf
@@ -135,6 +136,15 @@ class RateLimit:
                     await asyncio.sleep(seconds)
         finally:
             self._wanted -= n
+
+    @property
+    def left(self) -> float:
+        """How many could be taken at once, as far as this client knows: others take some too."""
+        now = self._clock.monotonic()
+        if self._next_at > now:
+            return float(self._purse.count)
+        ahead = max(0.0, (self._seen or now) - now)
+        return self._purse.count + max(0.0, self.store_burst - ahead * self.rate)
 
     async def _take(self, n: int) -> float:
         try:
@@ -177,6 +187,9 @@ class RateLimit:
             ),
         )
         self._purse.put(taken.granted, sent_at + self.hold)
+        self._seen, _ = _gcra.take(
+            self._seen, sent_at, rate=self.rate, burst=self.store_burst, tokens=taken.granted
+        )
         # Nobody can get one earlier than this, so there is no use in asking before.
         self._next_at = sent_at + taken.wait if taken.wait else -math.inf
         self._warn_if_slow(self._clock.monotonic() - sent_at)

@@ -1,0 +1,149 @@
+"""What a pool must know of a driver: how to open, settle, look at and close a connection.
+
+A driver for asyncio gives coroutines where one for threads gives results; everything else is the
+same. Those that are known are found by what `connect` is, or by the class of what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Any, ClassVar, Literal
+
+__all__ = ["Driver", "Hooks", "State", "driver_of"]
+
+Connect = Callable[..., Any]
+
+
+class State(Enum):
+    """What a connection that comes back is in the middle of."""
+
+    IDLE = "idle"
+    TRANSACTION = "in a transaction"
+    BUSY = "in the middle of an operation"
+    BROKEN = "broken"
+
+
+class Driver:
+    """A driver of which nothing is known: the connection is any object at all."""
+
+    name: ClassVar[str] = "any"
+    #: Whether its connections are for asyncio, for threads, or for whoever.
+    kind: ClassVar[Literal["asyncio", "threads", "any"]] = "any"
+    #: Whether it can tell if a transaction is open.
+    knows_state: ClassVar[bool] = True
+    #: Whether `close` never waits for anything.
+    closes_at_once: ClassVar[bool] = False
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+
+    def connect(self, conninfo: str, options: dict[str, Any]) -> Any:
+        """Open a connection (or return what opens it, to be awaited)."""
+        return self._connect(conninfo, **options) if conninfo else self._connect(**options)
+
+    def adopt(self, conn: Any, pool: Any) -> None:
+        """The connection belongs to this pool from now on; None when it leaves it."""
+
+    def clean(self, conn: Any) -> bool:
+        """Whether it works and nothing is under way: the usual case, so it must be cheap."""
+        return self.state(conn) is State.IDLE
+
+    def state(self, conn: Any) -> State:
+        """What it is in the middle of."""
+        return State.BROKEN if self.is_broken(conn) else State.IDLE
+
+    def is_broken(self, conn: Any) -> bool:
+        """Whether it is known to be of no use, without asking the server."""
+        return bool(getattr(conn, "closed", False) is True)
+
+    def suspects(self, conn: Any, error: BaseException) -> bool:
+        """Whether an error during its use leaves a doubt that only a ping can settle."""
+        return False
+
+    def commit(self, conn: Any) -> Awaitable[None] | None:
+        """End its transaction."""
+
+    def rollback(self, conn: Any) -> Awaitable[None] | None:
+        """Undo its transaction."""
+
+    def ping(self, conn: Any, timeout: float) -> Awaitable[None] | None:
+        """Ask the server for a sign of life; raises if there is none."""
+
+    def close(self, conn: Any) -> Awaitable[None] | None:
+        """Close it."""
+        close = getattr(conn, "close", None)
+        result: Awaitable[None] | None = None if close is None else close()
+        return result
+
+    def __repr__(self) -> str:
+        return f"<Driver {self.name}>"
+
+
+class Hooks:
+    """What the user knows better than a driver's defaults do."""
+
+    def __init__(
+        self,
+        *,
+        is_broken: Callable[[Any], bool] | None = None,
+        ping: Callable[[Any], Any] | None = None,
+        close: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._is_broken = is_broken
+        self._ping = ping
+        self._close = close
+
+    def over(self, driver: Driver) -> Driver:
+        """The driver with these hooks in place of its own."""
+        if self._is_broken is not None:
+            _hook_is_broken(driver, self._is_broken)
+        if (ping := self._ping) is not None:
+            driver.ping = lambda conn, timeout: ping(conn)  # type: ignore[method-assign]
+        if (close := self._close) is not None:
+            driver.close = lambda conn: close(conn)  # type: ignore[method-assign]
+            driver.closes_at_once = False  # type: ignore[misc]
+        return driver
+
+
+def _hook_is_broken(driver: Driver, is_broken: Callable[[Any], bool]) -> None:
+    known_state, known_broken = driver.state, driver.is_broken
+
+    def broken(conn: Any) -> bool:
+        return bool(is_broken(conn)) or known_broken(conn)
+
+    def state(conn: Any) -> State:
+        return State.BROKEN if is_broken(conn) else known_state(conn)
+
+    driver.is_broken = broken  # type: ignore[method-assign]
+    driver.state = state  # type: ignore[method-assign]
+    driver.clean = lambda conn: state(conn) is State.IDLE  # type: ignore[method-assign]
+
+
+def driver_of(
+    connect: Connect | None,
+    connection_class: type | None = None,
+    *,
+    asynchronous: bool,
+    sample: Any = None,
+) -> Driver | None:
+    """The driver that `connect` belongs to, or that a first connection (`sample`) shows.
+
+    None, if only a first connection can tell.
+    """
+    from . import _asyncpg, _dbapi, _psycopg
+
+    if connect is None:
+        return _psycopg.driver(connection_class, asynchronous=asynchronous)
+    home = getattr(connect, "__module__", None) or ""
+    if home.split(".")[0] == "asyncpg":
+        return _asyncpg.AsyncpgDriver(connect)
+    if sample is None:
+        return None
+    if found := _psycopg.driver_for(connect, sample):
+        return found
+    if type(sample).__module__.split(".")[0] == "asyncpg":
+        return _asyncpg.AsyncpgDriver(connect)
+    if not asynchronous and _dbapi.fits(sample):
+        return _dbapi.DbapiDriver(connect)
+    return Driver(connect)

@@ -1,0 +1,498 @@
+"""The background of a reservoir: opens ahead of need, looks for what is over, closes what must go.
+
+It is written once, for an event loop: the user's own under asyncio, the library's loop thread for
+users of threads, where connections are opened and closed in threads.
+
+To open one takes, in this order: a lease, a turn under the rate limit, a token, the connect. So no
+turn is used up without a lease; and whatever fails, the lease is given back, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from holdfast.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, duration
+from holdfast.leases import Lease, Leases
+
+from ._budget import Budget
+from ._config import ReservoirConfig
+from ._core import Core, Waiter
+from ._driver import State
+from ._item import Item, Place
+from ._recipe import Recipe, settled
+from ._sqlstate import Meaning, meaning_of
+from ._threads import in_thread
+
+__all__ = ["Works"]
+
+log = logging.getLogger("holdfast.reservoir")
+
+C = TypeVar("C")
+
+#: After a failure, and after one in which the server said that we are too fast.
+FAILED = (0.25, 5.0)
+THROTTLED = (1.0, 30.0)
+#: How long a driver may take to close one connection before it is left alone.
+CLOSE_PATIENCE = 5.0
+
+
+class Works(Generic[C]):
+    """Opens, looks after and closes the connections of one core."""
+
+    def __init__(
+        self,
+        core: Core[C],
+        lock: threading.Lock,
+        recipe: Recipe,
+        *,
+        config: ReservoirConfig,
+        clock: Clock,
+        recorder: Recorder,
+        name: str,
+        service: str,
+        leases: Leases | None,
+        owner: Any,
+        configure: Callable[[Any], Any] | None,
+        reconnect_failed: Callable[[], Any] | None,
+        reconnect_timeout: float,
+        leak_after: float | None,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.core = core
+        self.recipe = recipe
+        self.config = config
+        self.clock = clock
+        self.recorder = recorder
+        self.name = name
+        self._lock = lock
+        self._service = service
+        self._leases = leases
+        self._owner = owner
+        self._configure = configure
+        self._reconnect_failed = reconnect_failed
+        self._reconnect_timeout = reconnect_timeout
+        self._leak_after = leak_after
+        self._on_change = on_change
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
+        self._need = asyncio.Event()
+        self._entering = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._supervisor: Supervisor | None = None
+        self.budget: Budget | None = None
+        # After a failure nothing is tried before this time; of several that fail together, only
+        # one counts.
+        self._pause_until = -math.inf
+        self._failed_at = -math.inf
+        self._failing = Backoff(*FAILED, jitter="half", clock=clock)
+        self._throttled = Backoff(*THROTTLED, jitter="half", clock=clock)
+        self._failing_since: float | None = None
+        self._told_failed = False
+        self.last_error: BaseException | None = None
+        #: Failed opens by reason, and seconds that successful ones took in all.
+        self.failures: Counter[str] = Counter()
+        self.connect_time = 0.0
+        self.close_errors = 0
+        #: Connections that the server, or the net, ended while nobody used them.
+        self.lost = 0
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        backoff = Backoff(0.1, 5.0, jitter="half", clock=self.clock)
+        self._supervisor = Supervisor(
+            self.name,
+            children=[
+                Child("refiller", self._refill, backoff=backoff.fresh()),
+                Child("scanner", self._scan, backoff=backoff),
+            ],
+            intensity=None,  # however often they fail, somebody must go on
+            recorder=self.recorder,
+            clock=self.clock,
+        )
+        await self._supervisor.start()
+
+    async def stop(self, timeout: float) -> int:
+        """End everything; returns how many connections could not be closed in time."""
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+        opening = [task for task in self._tasks if task.get_name().endswith("-open")]
+        for task in opening:
+            task.cancel()
+        self.sweep()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+        left = len(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+        if self.budget is not None:
+            await self.budget.leave()
+            self.budget = None
+        return left
+
+    def nudge(self) -> None:
+        """There may be something to open; from any thread."""
+        if threading.get_ident() == self._thread:
+            self._need.set()
+        elif self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._need.set)
+            except RuntimeError:
+                pass  # the loop has ended: so has the need
+
+    def sweep(self) -> None:
+        """Close what the core has let go; from any thread, without its lock held."""
+        if not self.core.retired:
+            return
+        if threading.get_ident() == self._thread:
+            self._sweep()
+        elif self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._sweep)
+            except RuntimeError:
+                pass
+
+    def _sweep(self) -> None:
+        with self._lock:
+            retired = self.core.retired.copy()
+            self.core.retired.clear()
+        for item in retired:
+            self._spawn(self._bury(item), "close")
+
+    def _spawn(self, work: Any, what: str) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(work, name=f"{self.name}-{what}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- opening -------------------------------------------------------------------------------
+
+    async def _refill(self, ctx: Context) -> None:
+        """The refiller: opens what the core wants, unless it must wait after a failure."""
+        ctx.started()
+        await self._stagger()
+        while True:
+            self._need.clear()
+            pause = self._pause_until - self.clock.monotonic()
+            if pause <= 0:
+                with self._lock:
+                    number = self.core.plan()
+                for _ in range(number):
+                    self._spawn(self._open(), "open")
+                if number:
+                    continue
+            await self._until_needed(pause if pause > 0 else None)
+
+    async def _until_needed(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._need.wait()
+        except TimeoutError:
+            pass
+
+    async def _stagger(self) -> None:
+        """The first connection is opened at once, the others a little later, each process by a
+        time of its own; whoever waits is not made to wait for this."""
+        if not self.config.enabled or self.core.births or self.core.opening:
+            return
+        with self._lock:
+            one = self.core.plan()
+            # The rest of the batch is for later.
+            self.core.opening -= max(0, one - 1)
+        if one:
+            self._spawn(self._open(), "open")
+        ends = self.clock.monotonic() + self.clock.random.random() * self.config.stagger
+        while (left := ends - self.clock.monotonic()) > 0 and not self.core.waiting:
+            self._need.clear()
+            await self._until_needed(left)
+
+    async def _open(self) -> None:
+        """Open one connection, with everything that it takes."""
+        began = self.clock.monotonic()
+        stage = "lease"
+        lease: Lease | None = None
+        conn: Any = None
+        try:
+            budget = await self._budget()
+            async with budget.slot():
+                lease = await budget.lease(self.config)
+                stage = "rate_limit"
+                await budget.turn()
+                stage = "token"
+                token = await self._token()
+                stage = "connect"
+                conn = await self._connect(budget, token)
+                stage = "configure"
+                await self._prepare(conn)
+        except BaseException as error:
+            await self._undo(conn, lease)
+            with self._lock:
+                self.core.failed()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self._note_failure(stage, error, began)
+        else:
+            self._arrive(conn, lease, began)
+
+    async def _budget(self) -> Budget:
+        async with self._entering:
+            if self.budget is None:
+                budget = Budget.of(
+                    await self.recipe.endpoint(),
+                    self.config,
+                    leases=self._leases,
+                    clock=self.clock,
+                    service=self._service,
+                )
+                await budget.enter()
+                self.budget = budget
+            return self.budget
+
+    async def _token(self) -> str | None:
+        return None if self.recipe.tokens is None else await self.recipe.tokens.get()
+
+    async def _connect(self, budget: Budget, token: str | None) -> Any:
+        try:
+            return await self._connect_once(token)
+        except Exception as error:
+            tokens = self.recipe.tokens
+            if tokens is None or token is None or meaning_of(error) is not Meaning.UNAUTHORIZED:
+                raise
+            # It may have been a token of yesterday: once, with a new one, and with a turn of its
+            # own, because it is one more connect for the server.
+            tokens.reject(token)
+            again = await tokens.get()
+            if again == token:
+                raise
+            log.warning("%s: the server refused a token (%s): trying a new one", self.name, error)
+            await budget.turn()
+            return await self._connect_once(again)
+
+    async def _connect_once(self, token: str | None) -> Any:
+        if self.recipe.asynchronous:
+            async with asyncio.timeout(self.config.connect_timeout):
+                return await self.recipe.connect(token)
+        # A thread cannot be stopped: what it opens although nobody waits for it any more must be
+        # closed, and until then it counts, with its lease.
+        connecting = asyncio.ensure_future(self.recipe.connect(token))
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            conn = await connecting
+            await self._close(conn)
+            raise
+
+    async def _prepare(self, conn: Any) -> None:
+        driver = self.recipe.driver
+        driver.adopt(conn, self._owner)
+        if self._configure is None:
+            return
+        await self._call(self._configure, conn)
+        state = driver.state(conn)
+        if state is State.TRANSACTION and not driver.knows_state:
+            await self._call(driver.commit, conn)
+        elif state is not State.IDLE:
+            raise RuntimeError(
+                f"the configure callback left a connection {state.value}: end what it begins, "
+                "for example with conn.commit()"
+            )
+
+    def _arrive(self, conn: Any, lease: Lease | None, began: float) -> None:
+        now = self.clock.monotonic()
+        config = self.config
+        lifetime = config.base_lifetime + self.clock.random.random() * config.lifetime_jitter
+        item: Item[C] = Item(
+            conn, born=now, lifetime=lifetime, guard=config.guard_window, lease=lease
+        )
+        if self.recipe.asynchronous:
+            item.at_hand = asyncio.get_running_loop().create_future()
+            item.at_hand.set_result(conn)
+        self.connect_time += now - began
+        self._note_success()
+        if lease is not None:
+            if not lease.live:
+                item.doom, item.usable_until = "lease_lost", -math.inf
+            lease.on_lost(lambda error: self._lease_lost(item, error))
+        with self._lock:
+            waiter = self.core.arrived(item, now)
+        self._settle(waiter)
+
+    def _lease_lost(self, item: Item[C], error: BaseException) -> None:
+        self.recorder.record(self.name, "a connection lost its lease", kind="info", cause=error)
+        with self._lock:
+            self.core.doom(item, "lease_lost")
+        self._settle(None)
+
+    def _settle(self, waiter: Waiter[C] | None) -> None:
+        """Carry out what the core decided."""
+        if waiter is not None:
+            waiter.wake()
+        self._sweep()
+        self._need.set()
+        self._on_change()
+
+    async def _undo(self, conn: Any, lease: Lease | None) -> None:
+        try:
+            if conn is not None:
+                await self._close(conn)
+        finally:
+            if lease is not None:
+                await lease.release()
+
+    # -- failing, and succeeding again -----------------------------------------------------------
+
+    def _note_failure(self, stage: str, error: BaseException, began: float) -> None:
+        now = self.clock.monotonic()
+        self.failures[stage] += 1
+        self.last_error = error
+        if self._failing_since is None:
+            self._failing_since = now
+        if began >= self._failed_at:
+            throttled = meaning_of(error) is Meaning.THROTTLED
+            wait = (self._throttled if throttled else self._failing).fail()
+            self._failed_at = now
+            self._pause_until = now + wait
+            text = f"could not open a connection ({stage}); next try in {duration(wait)}"
+            self.recorder.record(self.name, text, kind="failure", cause=error)
+            log.warning("%s: %s: %s", self.name, text, describe(error))
+        self._tell_if_failing_for_long(now)
+        self._need.set()
+        self._on_change()
+
+    def _note_success(self) -> None:
+        if self._failing_since is not None:
+            took = self.clock.monotonic() - self._failing_since
+            log.info("%s: connecting again after %s", self.name, duration(took))
+            self.recorder.record(self.name, f"connecting again after {duration(took)}")
+        self._failing.succeed()
+        self._throttled.succeed()
+        self._failing_since = None
+        self._told_failed = False
+        self._pause_until = -math.inf
+
+    def _tell_if_failing_for_long(self, now: float) -> None:
+        assert self._failing_since is not None
+        if self._told_failed or now - self._failing_since < self._reconnect_timeout:
+            return
+        self._told_failed = True
+        log.error(
+            "%s: no connection could be opened for %s",
+            self.name,
+            duration(now - self._failing_since),
+        )
+        if self._reconnect_failed is not None:
+            self._spawn(self._call_reconnect_failed(), "reconnect-failed")
+
+    async def _call_reconnect_failed(self) -> None:
+        assert self._reconnect_failed is not None
+        try:
+            await self._call(self._reconnect_failed)
+        except Exception as error:
+            log.error("%s: the reconnect_failed callback failed", self.name, exc_info=error)
+
+    def tokens_left(self) -> float:
+        """How many connections could be opened at once, as far as this process knows."""
+        return self.config.rate if self.budget is None else self.budget.rate.left
+
+    @property
+    def failing_for(self) -> float | None:
+        """Seconds since connecting began to fail; None while it works."""
+        if self._failing_since is None:
+            return None
+        return self.clock.monotonic() - self._failing_since
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def _bury(self, item: Item[C]) -> None:
+        """Close a connection; its lease is given back when it is gone, and not before."""
+        try:
+            await self._close(item.conn)
+        finally:
+            try:
+                if item.lease is not None:
+                    await item.lease.release()
+            finally:
+                with self._lock:
+                    self.core.closed()
+                self._need.set()
+                self._on_change()
+
+    async def _close(self, conn: Any) -> None:
+        driver = self.recipe.driver
+        try:
+            if driver.closes_at_once or driver.kind == "asyncio":
+                async with asyncio.timeout(CLOSE_PATIENCE):
+                    await settled(driver.close(conn))
+            else:
+                await self._call(driver.close, conn)
+        except Exception as error:
+            self.close_errors += 1
+            log.debug("%s: a connection did not close well: %s", self.name, describe(error))
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what may block (for users of threads, in a thread) or may have to be awaited."""
+        if self.recipe.asynchronous:
+            return await settled(function(*args))
+        return await settled(await in_thread(lambda: function(*args), name=f"{self.name}-callback"))
+
+    # -- looking -------------------------------------------------------------------------------
+
+    async def _scan(self, ctx: Context) -> None:
+        """The scanner: lets go of what is over, broken, or due to be replaced."""
+        ctx.started()
+        look_at_all = -math.inf
+        while True:
+            now = self.clock.monotonic()
+            if now >= look_at_all:
+                self._find_broken()
+                self._find_leaks(now)
+                look_at_all = now + self.config.scan_every
+            with self._lock:
+                due = self.core.scan(now, replacing=self._failing_since is None)
+            self._settle(None)
+            await asyncio.sleep(max(0.0, min(due, look_at_all) - self.clock.monotonic()))
+
+    def _find_broken(self) -> None:
+        """Look at those that are ready: what the server has ended is not kept for a caller."""
+        driver = self.recipe.driver
+        with self._lock:
+            ready = list(self.core.ready)
+        now = self.clock.monotonic()
+        for item in ready:
+            with self._lock:
+                # Only while it is nobody's: whoever has one looks after it.
+                quiet = item.place is Place.READY and now >= item.fresh_until
+                if quiet and driver.is_broken(item.conn):
+                    self.core.discard(item, "bad")
+                    self.lost += 1
+
+    def _find_leaks(self, now: float) -> None:
+        if self._leak_after is None:
+            return
+        with self._lock:
+            leaks = [
+                item
+                for item in self.core.in_use()
+                if now - item.since >= self._leak_after and not item.leak_told
+            ]
+            for item in leaks:
+                item.leak_told = True
+        for item in leaks:
+            log.warning(
+                "%s: a connection is in use for %s (leak_after=%g s); it was taken by %s at:\n%s",
+                self.name,
+                duration(now - item.since),
+                self._leak_after,
+                item.holder,
+                "".join(traceback.format_list(item.stack)) if item.stack else "  (unknown)",
+            )
