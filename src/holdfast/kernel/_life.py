@@ -139,6 +139,10 @@ class Life:
             return  # whoever stops it waits for it
         self._task = None
         if task.cancelled():
+            if self.supervisor.is_orphan:
+                # The loop ends, and cancels everything: a restart would only be destroyed.
+                self.enter("stopped")
+                return
             reason = SupervisionError(f"{self.path} was cancelled, and not by its supervisor")
         if not context._ack.done():
             if isinstance(reason, BaseException):

@@ -21,6 +21,7 @@ import asyncio
 import contextvars
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
@@ -105,6 +106,7 @@ class Supervisor:
         self._has_ended_itself = False
         self._ended = asyncio.Event()
         self._within = current_context.get()
+        self._maker = _current_task()
         self._variables = contextvars.copy_context()
 
     @classmethod
@@ -331,6 +333,12 @@ class Supervisor:
     def _stopped(self, life: Life) -> NotRunning:
         return NotRunning(f"{life.path} was stopped before it was up")
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the task that made it has ended: then nobody waits for it, or stops it."""
+        maker = None if self._maker is None else self._maker()
+        return maker is None or maker.done()
+
     def _on_end(self, life: Life, reason: Reason) -> None:
         if self._stopping is not None:
             return  # it is all the same now
@@ -531,6 +539,14 @@ async def _patiently(task: asyncio.Task[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return None
+    return None if task is None else weakref.ref(task)
 
 
 def _cancelling() -> bool:
