@@ -64,7 +64,8 @@ class Purse:
     @property
     def count(self) -> int:
         """How many there are."""
-        return sum(tokens for _, tokens in self._tokens)
+        # A copy first: whoever reads statistics may be in another thread.
+        return sum(tokens for _, tokens in tuple(self._tokens))
 
 
 class RateLimit:
@@ -103,6 +104,7 @@ class RateLimit:
         self._counts = counts
         self._local_rate = rate if local_rate is None else local_rate
         self._local_full_at: float | None = None
+        self._full_at: float | None = None
         self._seen: float | None = None
         self._purse = Purse()
         self._wanted = 0
@@ -168,6 +170,8 @@ class RateLimit:
         self._counts.tokens_stale += self._purse.drop_stale(now)
         missing = n - self._purse.count
         if missing <= 0:
+            if seconds := self._pace(n, now):
+                return seconds
             self._purse.spend(n)
             self._counts.tokens += n
             return 0.0
@@ -212,8 +216,22 @@ class RateLimit:
         full_at, free = _gcra.take(self._local_full_at, now, rate=rate, burst=self.burst, tokens=n)
         if free.granted < n:
             return free.wait + (n - free.granted - 1) / rate
+        if seconds := self._pace(n, now):
+            return seconds
         self._local_full_at = full_at
         self._counts.tokens_local += n
+        return 0.0
+
+    def _pace(self, n: int, now: float) -> float:
+        """0.0 if this process may use so many now, whoever gave them; else the seconds to wait.
+
+        What the store gives keeps to the rate, and so does what is taken locally in its outage;
+        where the one follows on the other, both together need not.
+        """
+        full_at, free = _gcra.take(self._full_at, now, rate=self.rate, burst=self.burst, tokens=n)
+        if free.granted < n:
+            return free.wait + (n - free.granted - 1) / self.rate
+        self._full_at = full_at
         return 0.0
 
     def _check(self, n: int) -> None:

@@ -269,6 +269,11 @@ class RateLimit:
         """Take n tokens, and wait for them as long as it takes; who came first is served first."""
         self._runner.run(self._limit.wait(n))
 
+    @property
+    def left(self) -> float:
+        """How many could be taken at once, as far as this client knows: others take some too."""
+        return self._limit.left
+
     def __repr__(self) -> str:
         return repr(self._limit)
 
