@@ -32,13 +32,18 @@ class AsyncpgDriver(Driver):
         """Whether it was closed, by us or by the server."""
         return bool(conn.is_closed())
 
+    def interrupted(self, error: BaseException | None) -> bool:
+        """Never: a connection knows whether it is in the middle of something."""
+        return False
+
     async def rollback(self, conn: Any) -> None:
         """Undo the transaction that somebody left open."""
         await conn.execute("ROLLBACK")
 
     async def ping(self, conn: Any, timeout: float) -> None:
         """Ask for a sign of life."""
-        await conn.execute("", timeout=timeout)
+        # The empty query would be shorter, but asyncpg trips over its answer.
+        await conn.execute("SELECT 1", timeout=timeout)
 
     def close(self, conn: Any) -> None:
         """Close it at once: a farewell could wait for a server that has vanished."""

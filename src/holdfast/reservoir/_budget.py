@@ -149,6 +149,12 @@ class Budget:
                 self._forget()
                 await self.leases.close()
 
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child: the parent's are not ours, and their locks may be held for ever."""
+        cls._shared = WeakValueDictionary()
+        cls._stores = WeakValueDictionary()
+
     def _forget(self) -> None:
         """A client that was closed cannot be opened again: the next one makes a new budget."""
         for key in [key for key, budget in self._shared.items() if budget is self]:

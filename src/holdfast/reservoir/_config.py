@@ -134,7 +134,7 @@ class ReservoirConfig:
             "lifetime_jitter": found.duration("RESERVOIR_LIFETIME_JITTER"),
             "guard_window": found.duration("RESERVOIR_GUARD_WINDOW"),
             "rate": found.rate("RESERVOIR_RATE"),
-            "burst": found.count("RESERVOIR_BURST"),
+            "burst": found.count("RESERVOIR_BURST", least=2),
             "lease_enabled": found.flag("DISTRIBUTED_CONN_LEASE_ENABLED", False),
             "lease_url": found.lease_store(),
             "lease_limit": found.count("DISTRIBUTED_CONN_LIMIT"),
@@ -192,10 +192,11 @@ class ReservoirConfig:
         if needed <= self.rate:
             return []
         most = math.floor(self.usable_lifetime * self.rate)
+        fewer = f"lower max_size to {most}, or " if most else ""
         return [
             f"max_size={self.max_size} connections that can be used for {self.usable_lifetime:g} s "
             f"each (base_lifetime - guard_window) need {needed:.3g} new ones per second, and "
-            f"rate={self.rate:g} allows fewer: lower max_size to {most}, or let them live for "
+            f"rate={self.rate:g} allows fewer: {fewer}let them live for "
             f"{self.max_size / self.rate + self.guard_window:.3g} s, or allow a greater rate"
         ]
 

@@ -141,17 +141,21 @@ class Core(Generic[C]):
 
     def refuses(self, now: float) -> str | None:
         """Why one more caller may not wait, if so."""
-        self._note_fast(now)
         if self.max_waiting and len(self.waiting) >= self.max_waiting:
             self.refused += 1
             return f"{len(self.waiting)} callers wait already (max_waiting={self.max_waiting})"
-        if self.overload.overloaded and self.waiting:
+        if self.overloaded(now):
             self.refused += 1
             return (
                 "every checkout of the last interval had to wait for longer than the queue's "
                 f"target; {len(self.waiting)} callers wait"
             )
         return None
+
+    def overloaded(self, now: float) -> bool:
+        """Whether new callers are told so at once, if they would have to wait."""
+        self._note_fast(now)
+        return self.overload.overloaded and bool(self.waiting)
 
     def enqueue(self, waiter: Waiter[C]) -> None:
         """A caller begins to wait."""
@@ -163,7 +167,7 @@ class Core(Generic[C]):
 
         Whoever does not want that one gives it back.
         """
-        if not waiter.settled:
+        if not waiter.settled and waiter in self.waiting:  # or else it was closed meanwhile
             self.waiting.remove(waiter)
             self.waited += now - waiter.since
         return waiter.item
@@ -180,7 +184,9 @@ class Core(Generic[C]):
 
     def give(self, item: Item[C], now: float) -> Waiter[C] | None:
         """A connection comes back: it goes to the first who waits (who must be woken), or is ready
-        again, or is let go."""
+        again, or is let go. Harmless if nobody has it: it may have been given back before."""
+        if item.place is not _OUT:
+            return None
         self.usage += now - item.since
         fresh_until = now + FRESH
         if self.waiting or fresh_until > item.usable_until or not self._accepting:
@@ -218,6 +224,25 @@ class Core(Generic[C]):
         else:
             self.discard(item, reason)
 
+    def rest(self, item: Item[C], now: float) -> bool:
+        """Whoever has a connection keeps it for later; False if it must come back instead."""
+        if self.waiting or now >= item.usable_until or not self._accepting:
+            return False
+        self.usage += now - item.since
+        item.place = Place.RESTING
+        item.since = now
+        return True
+
+    def wake(self, item: Item[C], now: float) -> bool:
+        """Whoever kept a connection uses it again; False if its time is over, then it is let go."""
+        if now < item.usable_until:
+            item.place = Place.OUT
+            item.since = now
+            return True
+        over = "guard_on_checkout" if now < item.expires else "expired_on_checkout"
+        self.discard(item, item.doom or over)
+        return False
+
     # -- births and deaths ---------------------------------------------------------------------
 
     def plan(self) -> int:
@@ -227,7 +252,7 @@ class Core(Generic[C]):
             return 0
         coming = len(self.items) + self.opening
         wanted = max(self.target - coming, len(self.waiting) - self.opening)
-        room = self.max_size - coming - self.closing
+        room = self.max_size - self.size
         in_flight = self.config.max_in_flight
         batch = self.config.batch
         if len(self.ready) >= self.watermark and not self.waiting:
@@ -282,7 +307,10 @@ class Core(Generic[C]):
 
     def resize(self, target: int, max_size: int) -> None:
         """From now on so many are kept, and at most so many exist."""
-        self.watermark = min(self.watermark, target) if target < self.target else target
+        if not self.config.enabled:
+            target = 0
+        low = self.config.low_watermark
+        self.watermark = target if low is None else min(low, target)
         self.target, self.max_size = target, max_size
         while len(self.items) + self.opening > max_size and self.ready:
             self._retire(self.ready.popleft(), "reservoir_full")
@@ -306,17 +334,32 @@ class Core(Generic[C]):
 
     @property
     def out(self) -> int:
-        """How many are in use."""
+        """How many somebody has, in use or for later."""
         return len(self.items) - len(self.ready)
+
+    @property
+    def resting(self) -> int:
+        """How many of them are only kept for later."""
+        return len(self._resting())
 
     @property
     def size(self) -> int:
         """How many physical connections there are, or may be in this moment."""
         return len(self.items) + self.opening + self.closing
 
+    @property
+    def overfull(self) -> bool:
+        """Whether there are more than there may be, because it was made smaller."""
+        return self.size > self.max_size
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether one more connection could be opened."""
+        return self.size < self.max_size
+
     def in_use(self) -> Iterator[Item[C]]:
         """Those that somebody has, the one held longest first."""
-        out = [item for item in self.items.values() if item.place is Place.OUT]
+        out = [item for item in self._all() if item.place is Place.OUT]
         return iter(sorted(out, key=lambda item: item.since))
 
     # -- small things --------------------------------------------------------------------------
@@ -331,6 +374,7 @@ class Core(Generic[C]):
         self.overload.served(waited, now)
         item.place = Place.OUT
         item.since = now
+        item.fresh_until = min(now + FRESH, item.usable_until)
         item.holder = waiter.holder
         waiter.item = item
         return waiter
@@ -377,4 +421,8 @@ class Core(Generic[C]):
         self._spare_until = now + self.config.max_idle
 
     def _resting(self) -> list[Item[C]]:
-        return [item for item in self.items.values() if item.place is Place.RESTING]
+        return [item for item in self._all() if item.place is Place.RESTING]
+
+    def _all(self) -> list[Item[C]]:
+        """A copy, made at one go: numbers and words are asked for by any thread, without a lock."""
+        return list(self.items.values())

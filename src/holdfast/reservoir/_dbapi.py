@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from inspect import iscoroutinefunction
 from typing import Any, ClassVar, Literal
 
 from ._driver import Driver, State
+from ._sqlstate import sqlstate_of
 
 __all__ = ["DbapiDriver", "fits"]
 
+#: The SQLSTATEs with which a server says farewell: shut down, or terminated.
+_LOST = ("08", "57P")
 #: The errors that may mean that the connection is lost; PEP 249 has no name for just that.
 _DOUBTFUL = ("OperationalError", "InterfaceError", "InternalError")
 
 
 def fits(conn: Any) -> bool:
-    """Whether a connection is one of PEP 249."""
-    return all(callable(getattr(conn, name, None)) for name in ("cursor", "commit", "rollback"))
+    """Whether a connection is one of PEP 249, whose methods are not awaited."""
+    methods = [getattr(conn, name, None) for name in ("cursor", "commit", "rollback")]
+    return all(callable(method) and not iscoroutinefunction(method) for method in methods)
 
 
 class DbapiDriver(Driver):
@@ -31,9 +36,13 @@ class DbapiDriver(Driver):
 
     def state(self, conn: Any) -> State:
         """Assume the worst, short of a broken connection."""
+        try:
+            open_one = getattr(conn, "in_transaction", True)
+        except Exception:
+            return State.BROKEN  # sqlite3's way to say that it was closed
         if self.is_broken(conn):
             return State.BROKEN
-        return State.TRANSACTION if getattr(conn, "in_transaction", True) else State.IDLE
+        return State.TRANSACTION if open_one else State.IDLE
 
     def is_broken(self, conn: Any) -> bool:
         """Whether it says so itself; psycopg2 has a number there."""
@@ -41,7 +50,10 @@ class DbapiDriver(Driver):
         return bool(closed) if isinstance(closed, bool | int) else False
 
     def suspects(self, conn: Any, error: BaseException) -> bool:
-        """Whether the error is of a kind that a lost connection gives."""
+        """Whether the error is of a kind that a lost connection gives; one that cannot even say
+        that somebody has closed it is asked after every error."""
+        if not hasattr(conn, "closed") or (sqlstate_of(error) or "").startswith(_LOST):
+            return True
         return any(kind.__name__ in _DOUBTFUL for kind in type(error).__mro__)
 
     def commit(self, conn: Any) -> None:

@@ -6,6 +6,8 @@ same. Those that are known are found by what `connect` is, or by the class of wh
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, ClassVar, Literal
@@ -57,6 +59,11 @@ class Driver:
         """Whether it is known to be of no use, without asking the server."""
         return bool(getattr(conn, "closed", False) is True)
 
+    def interrupted(self, error: BaseException | None) -> bool:
+        """Whether it was left in the middle of an answer (by a Ctrl-C, or a cancelled task), which
+        the next caller would take for its own; not where the driver sees to that itself."""
+        return error is not None and not isinstance(error, Exception)
+
     def suspects(self, conn: Any, error: BaseException) -> bool:
         """Whether an error during its use leaves a doubt that only a ping can settle."""
         return False
@@ -99,11 +106,29 @@ class Hooks:
         if self._is_broken is not None:
             _hook_is_broken(driver, self._is_broken)
         if (ping := self._ping) is not None:
-            driver.ping = lambda conn, timeout: ping(conn)  # type: ignore[method-assign]
+            driver.ping = lambda conn, timeout: _in_time(ping(conn), timeout)  # type: ignore[method-assign]
         if (close := self._close) is not None:
-            driver.close = lambda conn: close(conn)  # type: ignore[method-assign]
+            driver.close = lambda conn: _let_go(driver, conn, close)  # type: ignore[method-assign]
             driver.closes_at_once = False  # type: ignore[misc]
         return driver
+
+
+def _let_go(driver: Driver, conn: Any, close: Callable[[Any], Any]) -> Any:
+    """Close a connection by the user's function; it must not lead back to the pool."""
+    driver.adopt(conn, None)
+    return close(conn)
+
+
+def _in_time(answer: Any, timeout: float) -> Awaitable[None] | None:
+    """What a user's function knows nothing of: how long its caller can wait."""
+    if not inspect.isawaitable(answer):
+        return None
+
+    async def within() -> None:
+        async with asyncio.timeout(timeout):
+            await answer
+
+    return within()
 
 
 def _hook_is_broken(driver: Driver, is_broken: Callable[[Any], bool]) -> None:
@@ -138,12 +163,17 @@ def driver_of(
     home = getattr(connect, "__module__", None) or ""
     if home.split(".")[0] == "asyncpg":
         return _asyncpg.AsyncpgDriver(connect)
-    if sample is None:
-        return None
     if found := _psycopg.driver_for(connect, sample):
         return found
+    if not asynchronous and (inspect.iscoroutinefunction(connect) or inspect.isawaitable(sample)):
+        raise TypeError(
+            f"what {connect!r} returns must be awaited, and this pool is for threads: use "
+            "AsyncConnectionPool with it"
+        )
+    if sample is None:
+        return None
     if type(sample).__module__.split(".")[0] == "asyncpg":
         return _asyncpg.AsyncpgDriver(connect)
-    if not asynchronous and _dbapi.fits(sample):
+    if _dbapi.fits(sample):
         return _dbapi.DbapiDriver(connect)
     return Driver(connect)

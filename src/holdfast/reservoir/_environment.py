@@ -46,7 +46,7 @@ class Environment:
         """A whole number."""
 
         def parse(text: str) -> int:
-            if not text.isdigit() or int(text) < least:
+            if not text.isdecimal() or int(text) < least:
                 raise ValueError(f"{text!r} is not a whole number from {least}")
             return int(text)
 

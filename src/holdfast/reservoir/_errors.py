@@ -51,3 +51,8 @@ class ReservoirEmpty(ReservoirError):
 
 class TokenError(ReservoirError):
     """A token could not be had, or is not one."""
+
+
+# What a user reads in a traceback is where a user finds it.
+for _error in (ReservoirError, *ReservoirError.__subclasses__()):
+    _error.__module__ = "holdfast.reservoir"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -11,7 +13,7 @@ from holdfast.kernel import duration
 if TYPE_CHECKING:
     from holdfast.leases import Lease
 
-__all__ = ["FRESH", "Item", "Place"]
+__all__ = ["FRESH", "Item", "Place", "holder_name"]
 
 C = TypeVar("C")
 
@@ -37,6 +39,7 @@ class Item(Generic[C]):
     __slots__ = (
         "at_hand",
         "born",
+        "by_hand",
         "conn",
         "doom",
         "expires",
@@ -72,6 +75,8 @@ class Item(Generic[C]):
         self.holder: Any = None
         self.stack: Any = None
         self.leak_told = False
+        #: Whether it was taken with `getconn`, so that `putconn` may give it back, once.
+        self.by_hand = False
 
     @property
     def idle_since(self) -> float:
@@ -80,3 +85,15 @@ class Item(Generic[C]):
 
     def __repr__(self) -> str:
         return f"<Item {self.place.value}, {duration(self.expires - self.born)} to live>"
+
+
+def holder_name(holder: Any) -> str:
+    """Who has a connection, in words."""
+    if isinstance(holder, asyncio.Task):
+        return f'checkout of task "{holder.get_name()}"'
+    if isinstance(holder, int):
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return f'checkout of thread "{names.get(holder, holder)}"'
+    if isinstance(holder, threading.Thread):
+        return f'checkout of thread "{holder.name}"'
+    return str(holder)

@@ -7,6 +7,7 @@ rest is what psycopg_pool does not have.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +16,7 @@ from holdfast.leases import Leases
 from holdfast.leases import sync as leases_sync
 
 from ._config import SIZE, ReservoirConfig
-from ._core import Core
+from ._core import Core, Waiter
 from ._driver import Connect, State
 from ._errors import PoolOverloaded, PoolTimeout
 from ._item import Item
@@ -33,6 +34,10 @@ C = TypeVar("C")
 #: A connection that nobody used for so long is asked for a sign of life before it is handed out.
 CHECK_IDLE = 30.0
 PING_TIMEOUT = 5.0
+#: How long a caller waits at least after a new connection failed its check.
+CHECK_PAUSE = 0.1
+#: What even a caller whose time is over grants it, so as not to throw away a good one in haste.
+PING_LEAST = 0.1
 
 
 class Pool(Generic[C]):
@@ -60,6 +65,7 @@ class Pool(Generic[C]):
         max_idle: float | None = None,
         reconnect_timeout: float = 300.0,
         reconnect_failed: Callable[[Any], Any] | None = None,
+        num_workers: int | None = None,
         config: ReservoirConfig | None = None,
         creation_rate: float | None = None,
         creation_burst: int | None = None,
@@ -88,16 +94,23 @@ class Pool(Generic[C]):
             max_size=max_size,
             max_lifetime=max_lifetime,
             max_idle=max_idle,
+            max_in_flight=num_workers,
             rate=creation_rate,
             burst=creation_burst,
         )
+        self.conninfo = conninfo
+        self.kwargs = kwargs
+        self.connection_class = connection_class
         #: Seconds that a caller waits for a connection, if it does not say otherwise.
         self.timeout = timeout
+        #: How long connecting may fail before `reconnect_failed` is called.
+        self.reconnect_timeout = reconnect_timeout
         #: Whether closing a psycopg connection gives it back instead.
         self.close_returns = close_returns
         self._check = check
         self._reset = reset
         self._check_idle = check_idle
+        self._ping_timeout = PING_TIMEOUT
         self.reservoir: Reservoir[C] = Reservoir(
             conninfo,
             config=config,
@@ -122,11 +135,14 @@ class Pool(Generic[C]):
             queue_interval=queue_interval,
             clock=clock,
             recorder=recorder,
-            owner=self,
+            owner=_Home(self) if close_returns else self,
         )
         self._popped: dict[str, int] = {}
         self._returns_bad = 0
+        # Checkouts that came to nothing, because the connection failed its check.
+        self._unfit = 0
         self._opens_itself = open is not False
+        self._maker = os.getpid()
         self.reservoir.on_change_of_state = self._bind
         self._bind()
         self._set_up()
@@ -138,13 +154,14 @@ class Pool(Generic[C]):
         """Keep at hand what the usual checkout needs: looking it up would take half its time."""
         reservoir = self.reservoir
         self._lock = reservoir.lock
-        self._give = reservoir.core.give
+        self._give = reservoir.core.give if os.getpid() == self._maker else self._give_own
         self._retired = reservoir.core.retired
         # A connection that must be reset is never clean as it comes back.
         self._is_clean = reservoir.recipe.driver.clean if self._reset is None else _never
         self._monotonic = reservoir.clock.monotonic
         # A checkout may need more than a ready connection; then the quick way finds none.
-        quick = reservoir.usable and self._check is None and reservoir.leak_after is None
+        self._usable = reservoir.usable
+        quick = self._usable and self._check is None and reservoir.leak_after is None
         self._take = reservoir.core.take if quick else _nothing
 
     # -- what it is ----------------------------------------------------------------------------
@@ -180,9 +197,25 @@ class Pool(Generic[C]):
         return self._core.max_waiting
 
     @property
+    def max_lifetime(self) -> float:
+        """How old a connection gets at most."""
+        return self.config.base_lifetime + self.config.lifetime_jitter
+
+    @property
+    def max_idle(self) -> float:
+        """What more than `min_size` is closed when it was not needed for so long."""
+        return self.config.max_idle
+
+    @property
+    def num_workers(self) -> int:
+        """How many connections are opened at the same time."""
+        return self.config.max_in_flight
+
+    @property
     def closed(self) -> bool:
-        """Whether it is not open: not yet, or not any more."""
-        return self.reservoir.state != "open"
+        """Whether it is not open: not any more, or not before somebody opens it."""
+        opens = self.reservoir.state == "new" and self._opens_itself
+        return not (self.reservoir.usable or opens)
 
     @property
     def _core(self) -> Core[C]:
@@ -220,7 +253,7 @@ class Pool(Generic[C]):
         core, works = self._core, self.reservoir.works
         failed = core.timeouts + core.refused
         return {
-            "requests_num": core.checkouts + failed,
+            "requests_num": core.checkouts - self._unfit + failed,
             "requests_queued": core.queued,
             "requests_wait_ms": int(1000 * core.waited),
             "requests_errors": failed,
@@ -237,13 +270,40 @@ class Pool(Generic[C]):
 
     # -- for the shells ------------------------------------------------------------------------
 
+    def _owns(self, item: Item[C]) -> bool:
+        """Whether it is a connection of this process: a block may have begun before a fork."""
+        here = self.reservoir.pid == os.getpid()
+        return here and self._core.items.get(id(item.conn)) is item
+
+    def _give_own(self, item: Item[C], now: float) -> Waiter[C] | None:
+        return self._core.give(item, now) if self._owns(item) else None
+
+    def _by_hand(self, item: Item[C]) -> C:
+        """Hand out a connection that comes back with `putconn`."""
+        item.by_hand = True
+        return item.conn
+
+    def _claim(self, conn: C) -> Item[C] | None:
+        """What `getconn` gave, to be given back; None if it was not that, or came back before."""
+        with self.reservoir.lock:
+            item = self._core.items.get(id(conn))
+            if item is None or not (item.conn is conn and item.by_hand and self._owns(item)):
+                return None
+            item.by_hand = False
+            return item
+
     def _item_of(self, conn: C) -> Item[C]:
-        item = self._core.items.get(id(conn))
-        if item is None or item.conn is not conn:
+        item = self._claim(conn)
+        if item is None:
             raise ValueError(
-                f"{conn!r} is not a connection that {self.name} has handed out, or was given back"
+                f"{conn!r} is not a connection that getconn() of {self.name} has handed out, or it "
+                "was given back before"
             )
         return item
+
+    def _return(self, conn: C) -> Any:
+        """Give back a connection; harmless if that was done."""
+        raise NotImplementedError
 
     def _timed_out(self, timeout: float) -> PoolTimeout:
         return PoolTimeout(f"no connection within {timeout:.1f} s: {self.reservoir.whereabouts()}")
@@ -269,16 +329,64 @@ class Pool(Generic[C]):
         if self.reservoir.recipe.driver.knows_state:
             log.warning("%s: rolling back a connection left in a transaction: %r", self.name, conn)
 
-    def _must_ping(self, item: Item[C]) -> bool:
+    def _warn_reset(self, state: State) -> None:
+        log.warning("%s: the reset callback left a connection %s", self.name, state.value)
+
+    def _must_look(self, item: Item[C]) -> bool:
+        """Whether a connection must be asked for a sign of life before it is handed out."""
+        if self._check is not None:
+            return True
         return self._check_idle is not None and item.since - item.idle_since >= self._check_idle
+
+    def _came_too_late(self, item: Item[C]) -> bool:
+        """Whether its time was over when it had been looked at; then it is let go."""
+        if self._monotonic() < item.usable_until:
+            return False
+        self.reservoir.discard(item.conn, item.doom or "guard_on_checkout")
+        return True
+
+    def _patience(self, deadline: float) -> float:
+        """How long a ping may take for a caller whose time is over at the deadline."""
+        return min(self._ping_timeout, max(PING_LEAST, deadline - self._monotonic()))
 
     def _failed_check(self, item: Item[C], error: BaseException) -> None:
         log.info("%s: a connection failed its check: %s", self.name, describe(error))
         self.reservoir.works.lost += 1
-        self._core.checkouts -= 1
         self.reservoir.discard(item.conn, "failed_check")
 
+    def _pause(self, item: Item[C], began: float, timeout: float) -> float:
+        """How long a caller waits after a connection failed its check.
+
+        If it was opened after the caller came, the next one would fail too, and each costs a turn
+        under the rate: so it waits as long as it has waited before.
+        """
+        if item.born < began:
+            return 0.0
+        if item.born >= began + timeout:
+            with self.reservoir.lock:
+                self._core.timeouts += 1
+            raise self._timed_out(timeout)
+        now = self._monotonic()
+        return min(max(CHECK_PAUSE, now - began), max(0.0, began + timeout - now))
+
+    def _suspect_others(self) -> None:
+        """Where one gave no sign of life, look at all that were unused for as long."""
+        if self._check is None and self._check_idle is not None:
+            self.reservoir.works.examine(self._check_idle, self._ping_timeout)
+
+    def _check_process(self) -> None:
+        """What was opened by a parent process is not touched."""
+        if self.reservoir.pid != os.getpid():
+            self.reservoir.check_open()
+
+    def _drain(self) -> None:
+        self._check_process()
+        with self.reservoir.lock:
+            self._core.drain()
+        self.reservoir.carry_out(None)
+
     def _resize(self, min_size: int, max_size: int | None) -> None:
+        self._check_process()
         max_size = min_size if max_size is None else max_size
         # Checked as if it were new: the rate must still be able to keep so many alive.
         self.config.but(max_size=max_size, target_ready=min_size, low_watermark=None)
@@ -286,6 +394,16 @@ class Pool(Generic[C]):
             self._core.resize(min_size, max_size)
         self.reservoir.carry_out(None)
         self.reservoir.works.nudge()
+
+
+class _Home:
+    """What a psycopg connection knows of its pool under `close_returns`: to close it is to give it
+    back, and the second time, or within a block of `connection()`, it does nothing."""
+
+    close_returns = True
+
+    def __init__(self, pool: Pool[Any]) -> None:
+        self.putconn = pool._return
 
 
 def _nothing(now: float) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 from holdfast.kernel import LoopThread, describe
 
@@ -16,12 +18,12 @@ from ._driver import State
 from ._errors import PoolTimeout
 from ._item import Item
 from ._pool import PING_TIMEOUT, Pool
+from ._psycopg import driver
+from ._types import ThreadsC as C
 
 __all__ = ["ConnectionPool"]
 
 log = logging.getLogger("holdfast.reservoir")
-
-C = TypeVar("C")
 
 
 class _ThreadWaiter(Waiter[C]):
@@ -72,11 +74,17 @@ class ConnectionPool(Pool[C]):
         whoever wants an error instead calls `wait()`.
         """
         if self.reservoir.state != "open":
-            LoopThread.shared().run(self.reservoir.start())
+            LoopThread.shared().run(self._start())
+            self._opens_itself = True  # in a forked child, too
         if wait:
             number = max(1, self._core.watermark)
             if not self._wait_ready(number, timeout, progress):
                 log.warning("%s; starting anyway", self._not_full(number, timeout))
+
+    async def _start(self) -> None:
+        # Looked at on the loop: of many threads that open it, one does.
+        if self.reservoir.state != "open":
+            await self.reservoir.start()
 
     def wait(self, timeout: float = 30.0) -> None:
         """Wait until all connections that are to be kept are there; else `PoolTimeout`, and the
@@ -119,15 +127,22 @@ class ConnectionPool(Pool[C]):
 
     def connection(self, timeout: float | None = None) -> _Checkout[C]:
         """`with pool.connection() as conn`: a connection, and the end of its transaction."""
-        return _Checkout(self, timeout)
+        checkout: _Checkout[C] = _Checkout()
+        checkout._pool = self
+        checkout._timeout = timeout
+        return checkout
 
     def getconn(self, timeout: float | None = None) -> C:
         """A connection, to be given back with `putconn()`; better use `connection()`."""
-        return self._checkout(timeout).conn
+        return self._by_hand(self._checkout(timeout))
 
     def putconn(self, conn: C) -> None:
         """Give back what `getconn()` gave; an open transaction is rolled back, with a warning."""
         self._release(self._item_of(conn))
+
+    def _return(self, conn: C) -> None:
+        if (item := self._claim(conn)) is not None:
+            self._release(item)
 
     def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Keep so many connections from now on, and at most so many."""
@@ -140,16 +155,19 @@ class ConnectionPool(Pool[C]):
         for item in ready:
             with self.reservoir.lock:
                 picked = self._core.pick(item, self._monotonic())
-            if picked and self._is_fit(item, always=True):
+            if picked and self._is_fit(item, ping=True):
                 with self.reservoir.lock:
                     waiter = self._core.put(item, self._monotonic())
                 self.reservoir.carry_out(waiter)
 
     def drain(self) -> None:
         """Replace all connections: the ready ones now, those in use when they come back."""
-        with self.reservoir.lock:
-            self._core.drain()
-        self.reservoir.carry_out(None)
+        self._drain()
+
+    @staticmethod
+    def check_connection(conn: Any) -> None:
+        """Ask a psycopg connection for a sign of life: a `check` for every checkout."""
+        driver(None, asynchronous=False).ping(conn, PING_TIMEOUT)
 
     # -- checkout ------------------------------------------------------------------------------
 
@@ -169,8 +187,16 @@ class ConnectionPool(Pool[C]):
             item = self.reservoir.obtain(self._monotonic(), holder)
             if item is None:
                 item = self._wait(began, began + timeout, timeout, holder)
-            if self._is_fit(item):
+            if not self._must_look(item):
                 return item
+            if self._is_fit(item, began + timeout):
+                if not self._came_too_late(item):
+                    return item
+                self._unfit += 1
+            else:
+                self._unfit += 1
+                self._suspect_others()
+                time.sleep(self._pause(item, began, timeout))
 
     def _wait(self, began: float, deadline: float, timeout: float, holder: Any) -> Item[C]:
         core, reservoir = self._core, self.reservoir
@@ -179,6 +205,8 @@ class ConnectionPool(Pool[C]):
         with reservoir.lock:
             # Between the last look and this lock one may have come back.
             item = core.take(now) or core.search(now)
+            if item is None and not core.open:
+                reservoir.check_open()  # it was closed meanwhile: nobody would ever wake this one
             why = None if item is not None else core.refuses(now)
             if item is None and why is None:
                 core.enqueue(waiter)
@@ -187,7 +215,6 @@ class ConnectionPool(Pool[C]):
             return item
         if why is not None:
             raise self._refused(why)
-        reservoir.works.nudge()
         item = self._wait_for(waiter, timeout)
         reservoir.latency.add(self._monotonic() - began)
         reservoir.mark(item, holder)
@@ -196,6 +223,8 @@ class ConnectionPool(Pool[C]):
     def _wait_for(self, waiter: _ThreadWaiter[C], timeout: float) -> Item[C]:
         core, reservoir = self._core, self.reservoir
         try:
+            if core.can_grow:
+                reservoir.works.nudge()
             waiter.wait(waiter.deadline - self._monotonic())
         except BaseException:
             # Interrupted (Ctrl-C): what it got meanwhile goes back.
@@ -213,15 +242,13 @@ class ConnectionPool(Pool[C]):
             return waiter.item
         raise waiter.error or self._timed_out(timeout)
 
-    def _is_fit(self, item: Item[C], *, always: bool = False) -> bool:
-        """Whether it can be handed out; if not, it is let go."""
-        if self._check is None and not always and not self._must_ping(item):
-            return True
+    def _is_fit(self, item: Item[C], deadline: float = math.inf, *, ping: bool = False) -> bool:
+        """Whether it gives a sign of life before the deadline; if not, it is let go."""
         try:
-            if self._check is not None:
+            if self._check is not None and not ping:
                 self._check(item.conn)
             else:
-                self.reservoir.recipe.driver.ping(item.conn, PING_TIMEOUT)
+                self.reservoir.recipe.driver.ping(item.conn, self._patience(deadline))
         except BaseException as error:
             self._failed_check(item, error)
             if not isinstance(error, Exception):
@@ -233,27 +260,36 @@ class ConnectionPool(Pool[C]):
 
     def _finish(self, item: Item[C], error: BaseException | None) -> None:
         """The end of a block: commit, or roll back, and give back."""
+        if not self._owns(item):
+            return
         driver, conn = self.reservoir.recipe.driver, item.conn
+        doubt, settled = error, False
         try:
-            if driver.is_broken(conn):
+            if driver.is_broken(conn) or driver.interrupted(error):
                 return
             if error is None:
                 driver.commit(conn)
-                return
-            if driver.suspects(conn, error):
-                driver.ping(conn, PING_TIMEOUT)
-            driver.rollback(conn)
-        except Exception as failure:
-            if error is None:
+            else:
+                driver.rollback(conn)
+            settled = True
+        except BaseException as failure:
+            doubt = failure
+            if error is None or not isinstance(failure, Exception):
                 raise
             log.warning("%s: rollback failed: %s", self.name, describe(failure))
         finally:
-            self._release(item, settled=True)
+            self._release(item, settled=settled, doubt=doubt)
 
-    def _release(self, item: Item[C], *, settled: bool = False) -> None:
-        """Give back a connection, made clean first."""
+    def _release(
+        self, item: Item[C], *, settled: bool = False, doubt: BaseException | None = None
+    ) -> None:
+        """Give back a connection, made clean first.
+
+        :param settled: whether its transaction was ended just now.
+        :param doubt: an error after which it may be of no use.
+        """
         try:
-            clean = self._clean(item, settled)
+            clean = self._clean(item, settled, doubt)
         except BaseException:
             self._returns_bad += 1
             self.reservoir.discard(item.conn, "bad")
@@ -266,8 +302,11 @@ class ConnectionPool(Pool[C]):
             waiter = self._core.give(item, self._monotonic())
         self.reservoir.carry_out(waiter)
 
-    def _clean(self, item: Item[C], settled: bool) -> bool:
+    def _clean(self, item: Item[C], settled: bool, doubt: BaseException | None) -> bool:
         driver, conn = self.reservoir.recipe.driver, item.conn
+        if driver.interrupted(doubt):
+            log.warning("%s: closing a connection that was interrupted", self.name)
+            return False
         state = self._state_of(conn, settled)
         if state is State.TRANSACTION:
             self._warn_open_transaction(conn)
@@ -280,30 +319,40 @@ class ConnectionPool(Pool[C]):
         if state is not State.IDLE:
             log.warning("%s: closing a connection that came back %s", self.name, state.value)
             return False
+        if doubt is not None and driver.suspects(conn, doubt):
+            try:
+                driver.ping(conn, PING_TIMEOUT)
+            except Exception as error:
+                log.warning("%s: closing a lost connection: %s", self.name, describe(error))
+                return False
         if self._reset is not None:
             try:
                 self._reset(conn)
             except Exception as error:
                 log.warning("%s: the reset callback failed: %s", self.name, describe(error))
                 return False
-            return self._state_of(conn, settled=True) is State.IDLE
+            state = self._state_of(conn, settled=True)
+            if state is not State.IDLE:
+                self._warn_reset(state)
+                return False
         return True
 
 
 class _Checkout(Generic[C]):
     """The block of `connection()`. The usual case, in which one is ready and comes back clean, does
-    as little as it can."""
+    as little as it can, as in the pool for asyncio."""
 
     __slots__ = ("_item", "_pool", "_timeout")
 
-    def __init__(self, pool: ConnectionPool[C], timeout: float | None) -> None:
-        self._pool = pool
-        self._timeout = timeout
+    _item: Item[C]
+    _pool: ConnectionPool[C]
+    _timeout: float | None
 
     def __enter__(self) -> C:
         pool = self._pool
+        take, monotonic = pool._take, pool._monotonic
         with pool._lock:
-            item = pool._take(pool._monotonic())
+            item = take(monotonic())
         if item is None:
             item = pool._checkout(self._timeout)
         else:
@@ -318,9 +367,11 @@ class _Checkout(Generic[C]):
         trace: TracebackType | None,
     ) -> None:
         item, pool = self._item, self._pool
-        if error is None and pool._is_clean(item.conn):
+        is_clean = pool._is_clean
+        if error is None and is_clean(item.conn):
+            give, monotonic = pool._give, pool._monotonic
             with pool._lock:
-                waiter = pool._give(item, pool._monotonic())
+                waiter = give(item, monotonic())
             if waiter is not None or pool._retired:
                 pool.reservoir.carry_out(waiter)
             return

@@ -67,6 +67,10 @@ class PsycopgDriver(Driver):
                 return True
         return bool(pgconn.status == pq.ConnStatus.BAD)
 
+    def interrupted(self, error: BaseException | None) -> bool:
+        """Never: a connection knows whether it is in the middle of something."""
+        return False
+
     def commit(self, conn: Any) -> Any:
         """End its transaction."""
         return conn.commit()
@@ -117,6 +121,8 @@ class AsyncPsycopg(PsycopgDriver):
 
 def _ask(pgconn: pq.abc.PGconn) -> Any:
     """Ask the empty query; yields what to wait for."""
+    if pgconn.pipeline_status != pq.PipelineStatus.OFF:
+        raise psycopg.OperationalError("somebody has left a pipeline open")
     pgconn.send_query(b"")
     while pgconn.flush():
         yield select.POLLOUT
@@ -161,7 +167,10 @@ def driver(connection_class: Any, *, asynchronous: bool) -> Driver:
 
 
 def driver_for(connect: Connect, sample: Any) -> Driver | None:
-    """The driver of a connection that the user's own `connect` made, if it is psycopg's."""
-    if isinstance(sample, psycopg.AsyncConnection):
+    """The driver if `connect` is psycopg's, or if what it made is."""
+    made = getattr(connect, "__self__", None) if sample is None else type(sample)
+    if not isinstance(made, type):
+        return None
+    if issubclass(made, psycopg.AsyncConnection):
         return AsyncPsycopg(connect)
-    return ThreadsPsycopg(connect) if isinstance(sample, psycopg.Connection) else None
+    return ThreadsPsycopg(connect) if issubclass(made, psycopg.Connection) else None

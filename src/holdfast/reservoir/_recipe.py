@@ -65,7 +65,8 @@ class Recipe:
         """What it connects to, without who does."""
         if self._endpoint is not None or not isinstance(self._conninfo, str):
             return self._endpoint or ""
-        return _place_of(self._conninfo)
+        options = self._options if isinstance(self._options, Mapping) else {}
+        return _place_of(self._conninfo, options)
 
     def _use(self, driver: Driver) -> None:
         wanted = "asyncio" if self.asynchronous else "threads"
@@ -96,9 +97,13 @@ class Recipe:
             options.setdefault("connect_timeout", max(2, round(self._connect_timeout)))
         conn = await self._call(conninfo, options)
         if not self.known:
-            found = driver_of(self._connect, asynchronous=self.asynchronous, sample=conn)
-            assert found is not None
-            self._use(found)
+            try:
+                found = driver_of(self._connect, asynchronous=self.asynchronous, sample=conn)
+                assert found is not None
+                self._use(found)
+            except BaseException:
+                await settled(self.driver.close(conn))
+                raise
         return conn
 
     async def _call(self, conninfo: str, options: dict[str, Any]) -> Any:
@@ -135,16 +140,20 @@ def _endpoint_of(conninfo: str, options: Mapping[str, Any]) -> Endpoint | None:
     )
 
 
-def _place_of(conninfo: str) -> str:
+def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
     """A host and a database, as in "db/orders"; never a user, let alone a password."""
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
     try:
-        found = conninfo_to_dict(conninfo)
+        found: dict[str, Any] = dict(conninfo_to_dict(conninfo))
     except psycopg.Error:
         return ""
+    found.update(options)
+    if not conninfo and not found.get("host"):
+        return ""  # it is only known inside a function of the user's
     place = str(found.get("host") or "localhost")
     if found.get("port"):
         place += f":{found['port']}"
-    return f"{place}/{found['dbname']}" if found.get("dbname") else place
+    database = found.get("dbname") or found.get("database")
+    return f"{place}/{database}" if database else place

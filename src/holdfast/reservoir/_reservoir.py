@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import math
@@ -12,33 +13,36 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 from holdfast.kernel import Clock, LoopThread, Recorder, counted, describe, duration
-from holdfast.leases import Leases
+from holdfast.leases import Leases, connect
 from holdfast.leases import sync as leases_sync
 
+from ._budget import Budget
 from ._config import ReservoirConfig
 from ._core import Core, Waiter
 from ._driver import Connect, Hooks, State
 from ._errors import PoolClosed, ReservoirEmpty
-from ._item import Item, Place
+from ._item import FRESH, Item, Place, holder_name
 from ._recipe import Conninfo, Options, Recipe
 from ._statistics import Latency, Statistics
 from ._tokens import CachedTokens, Provider, Tokens
+from ._types import AnyC as C
 from ._works import Works
 
 __all__ = ["Reservoir"]
 
 log = logging.getLogger("holdfast.reservoir")
 
-C = TypeVar("C")
-
 _numbers = itertools.count(1)
 #: How many frames of the caller are kept when leaks are looked for.
 _FRAMES = 12
+#: How long the end of the interpreter waits for a pool that nobody closed.
+EXIT_TIMEOUT = 1.0
 # Every reservoir there is, to be told of a fork; and what a fork brought along, kept because
 # collecting a parent's connection could say farewell to its server.
 _all: weakref.WeakSet[Reservoir[Any]] = weakref.WeakSet()
@@ -152,8 +156,8 @@ class Reservoir(Generic[C]):
             raise PoolClosed(f"{self.name} {hint}")
         self.state = "open"
         self._change = asyncio.Event()
-        await self.works.start()
         self.on_change_of_state()
+        await self.works.start()
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Hand out nothing more, close everything, and give the leases back."""
@@ -191,6 +195,11 @@ class Reservoir(Generic[C]):
         await self.stop()
 
     def __enter__(self) -> Self:
+        if self.asynchronous:
+            raise TypeError(
+                f"{self.name} is for asyncio, so it is opened with `async with`: for threads, make "
+                "it with asynchronous=False"
+            )
         LoopThread.shared().run(self.start())
         return self
 
@@ -224,13 +233,17 @@ class Reservoir(Generic[C]):
         """
         with self.lock:
             item = self.core.items.get(id(conn))
-            if item is None or item.conn is not conn or item.place is not Place.OUT:
+            if item is None or item.conn is not conn or item.place is Place.READY:
                 return
             waiter: Waiter[C] | None = None
+            now = self.clock.monotonic()
+            if item.place is Place.RESTING:
+                item.place = Place.OUT
+                item.since = now
             if bad or not self._fit(conn):
                 self.core.discard(item, "bad")
             else:
-                waiter = self.core.give(item, self.clock.monotonic())
+                waiter = self.core.give(item, now)
         self.carry_out(waiter)
 
     def _fit(self, conn: C) -> bool:
@@ -273,26 +286,26 @@ class Reservoir(Generic[C]):
             self.works.nudge()
 
     def rest(self, conn: C, *, resting: bool) -> bool:
-        """Somebody keeps a connection for later (`resting`), or uses it again; False if it is gone.
+        """Somebody keeps a connection for later (`resting`), or uses it again; False if they may
+        not: then give it back, or take another.
 
-        While it rests it can be let go when its time is over.
+        While it rests it can be let go: when its time is over, or the server has ended it.
         """
-        before, after = (Place.OUT, Place.RESTING) if resting else (Place.RESTING, Place.OUT)
+        now = self.clock.monotonic()
         with self.lock:
             item = self.core.items.get(id(conn))
-            if item is None or item.conn is not conn:
+            if item is None or item.conn is not conn or item.place is Place.READY:
                 return False
-            if item.place is before:
-                item.place = after
-            now = self.clock.monotonic()
-            item.since = now
-            if item.doom is None and now < item.usable_until:
-                return True
             if resting:
-                return False
-            self.core.discard(item, item.doom or "guard_on_checkout")
+                return self.core.rest(item, now)
+            rested = now - item.since
+            kept = self.core.wake(item, now)
+            if kept and rested >= FRESH and self.recipe.driver.is_broken(conn):
+                self.core.discard(item, "bad")
+                self.works.lost += 1
+                kept = False
         self.carry_out(None)
-        return False
+        return kept
 
     def discard(self, conn: C, reason: str = "bad") -> None:
         """Let go of a connection, wherever it is; harmless if it is gone."""
@@ -332,6 +345,12 @@ class Reservoir(Generic[C]):
                 pass
         return True
 
+    async def changed(self) -> None:
+        """Wait until a connection has come, gone, or could not be opened."""
+        assert self._change is not None
+        self._change.clear()
+        await self._change.wait()
+
     def _progress(self, number: int) -> str:
         text = f"{self.name}: filling, {len(self.core.items)} of {number} connections"
         error = self.works.last_error
@@ -364,13 +383,15 @@ class Reservoir(Generic[C]):
     def whereabouts(self) -> str:
         """Where all the connections are, in words."""
         core, now = self.core, self.clock.monotonic()
-        parts = [f"{core.out} of {core.max_size} in use"]
-        if core.waiting:
-            first = duration(now - core.waiting[0].since)
-            parts[0] += f", {len(core.waiting)} waiting (the first for {first})"
+        parts = [f"{core.out - core.resting} of {core.max_size} in use"]
+        if core.resting:
+            parts[0] += f", {core.resting} resting"
+        if waiting := list(core.waiting):  # a copy: they may be served meanwhile
+            first = duration(now - waiting[0].since)
+            parts[0] += f", {len(waiting)} waiting (the first for {first})"
         if (longest := next(core.in_use(), None)) is not None:
             held = f"longest held {duration(now - longest.since)}"
-            parts.append(f"{held} ({_holder(longest.holder)})" if longest.holder else held)
+            parts.append(f"{held} ({holder_name(longest.holder)})" if longest.holder else held)
         flight = f"{counted(core.opening, 'connect')} in flight"
         parts.append(f"{flight}, creation limited to {self.config.rate:g}/s")
         failing = self.works.failing_for
@@ -385,16 +406,16 @@ class Reservoir(Generic[C]):
             core, works = self.core, self.works
             fast = core.checkouts - core.handed
             latency = (self.latency.counts[0] + fast, *self.latency.counts[1:])
-            leases = sum(item.lease is not None for item in core.items.values())
+            leases = sum(item.lease is not None for item in list(core.items.values()))
             return Statistics(
                 size=len(core.ready),
-                in_use=core.out,
+                in_use=core.out - core.resting,
                 in_flight=core.opening,
                 closing=core.closing,
                 target=core.target,
                 max_size=core.max_size,
                 waiting=len(core.waiting),
-                overloaded=core.overload.overloaded,
+                overloaded=core.overloaded(self.clock.monotonic()),
                 checkouts=core.checkouts,
                 queued=core.queued,
                 empty=core.empty,
@@ -410,6 +431,7 @@ class Reservoir(Generic[C]):
                 leases_held=leases,
                 rate_tokens_left=works.tokens_left(),
                 latency=latency,
+                resting=core.resting,
             )
 
     def describe(self) -> str:
@@ -417,11 +439,15 @@ class Reservoir(Generic[C]):
         core = self.core
         if self.state != "open":
             return self.state
-        ends = min((item.usable_until for item in core.items.values()), default=math.inf)
+        # A copy: somebody else may change it meanwhile.
+        items = list(core.items.values())
+        ends = min((item.usable_until for item in items), default=math.inf)
         text = (
-            f"{len(core.items)} of {core.max_size}, {len(core.ready)} ready, {core.out} in use, "
-            f"{len(core.waiting)} waiting"
+            f"{len(core.items)} of {core.max_size}, {len(core.ready)} ready, "
+            f"{core.out - core.resting} in use, {len(core.waiting)} waiting"
         )
+        if core.resting:
+            text += f", {core.resting} resting"
         if ends < math.inf:
             text += f", next expiry in {duration(max(0.0, ends - self.clock.monotonic()))}"
         return text
@@ -449,20 +475,11 @@ class Reservoir(Generic[C]):
         self.on_change_of_state()
 
 
-def _holder(holder: Any) -> str:
-    if isinstance(holder, asyncio.Task):
-        return f'checkout of task "{holder.get_name()}"'
-    if isinstance(holder, int):
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return f'checkout of thread "{names.get(holder, holder)}"'
-    if isinstance(holder, threading.Thread):
-        return f'checkout of thread "{holder.name}"'
-    return str(holder)
-
-
 def _tokens_of(tokens: Tokens | Provider | None) -> Tokens | None:
     if tokens is None or hasattr(tokens, "get"):
         return tokens  # type: ignore[return-value]
+    if not callable(tokens):
+        raise TypeError(f"tokens={tokens!r} must be a function that makes one, or CachedTokens")
     return CachedTokens(tokens)
 
 
@@ -470,6 +487,7 @@ def _with_leases(
     config: ReservoirConfig, leases: Leases | leases_sync.Leases | str | None
 ) -> tuple[ReservoirConfig, Leases | None]:
     if isinstance(leases, str):
+        connect(leases)  # not opened: a wrong URL is told here, and not in the background
         return config.but(lease_enabled=True, lease_url=leases), None
     if isinstance(leases, leases_sync.Leases):
         leases = leases._client
@@ -484,8 +502,18 @@ def _with_leases(
 
 
 def _after_fork() -> None:
+    Budget.forget_all()
     for reservoir in list(_all):
         reservoir._forked()
 
 
+def _at_exit() -> None:
+    """Close the pools for threads that nobody closed, while there still is a loop to do it."""
+    for reservoir in [one for one in _all if one.usable and not one.asynchronous]:
+        with suppress(Exception):
+            LoopThread.shared().run(reservoir.stop(EXIT_TIMEOUT), timeout=2 * EXIT_TIMEOUT)
+
+
 os.register_at_fork(after_in_child=_after_fork)
+# After the import of the kernel, so that it is called before the loop thread is stopped.
+atexit.register(_at_exit)

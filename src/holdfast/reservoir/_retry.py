@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, overload
 
 from holdfast.kernel import Backoff, BackoffExhausted, refuse
@@ -28,7 +28,7 @@ def retry_transaction(
     start: float = ...,
     max: float = ...,
     jitter: float = ...,
-) -> Awaitable[T]: ...
+) -> Coroutine[Any, Any, T]: ...
 
 
 @overload
@@ -88,9 +88,9 @@ def _retry(pool: Any, work: Callable[[Any], Any], backoff: Backoff) -> Any:
 
 def _wait_after(error: Exception, backoff: Backoff) -> float:
     """How long to wait before the next try; raises the error if there is to be none."""
-    if meaning_of(error) is not Meaning.CONFLICT:
-        raise error
-    try:
-        return backoff.fail()
-    except BackoffExhausted:
-        raise error from None
+    if meaning_of(error) is Meaning.CONFLICT:
+        try:
+            return backoff.fail()
+        except BackoffExhausted:
+            pass  # not raised from here: the error would lose what it was raised from itself
+    raise error

@@ -64,7 +64,9 @@ def sqlstate_of(error: BaseException) -> str | None:
 def meaning_of(error: BaseException) -> Meaning:
     """What an error means, looking at its causes too: wrappers have no SQLSTATE of their own."""
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         state = sqlstate_of(link)
         if state is not None:
             if state in _STATES:

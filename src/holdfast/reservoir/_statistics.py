@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,11 +23,7 @@ class Latency:
 
     def add(self, seconds: float) -> None:
         """One caller waited so long."""
-        for place, end in enumerate(BUCKETS):
-            if seconds <= end:
-                self.counts[place] += 1
-                return
-        self.counts[-1] += 1
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
 
 
 class Statistics(NamedTuple):
@@ -48,7 +45,7 @@ class Statistics(NamedTuple):
     waiting: int
     #: Whether new callers are told at once that they would wait for too long.
     overloaded: bool
-    #: Connections handed out.
+    #: Connections handed out; those too that failed their check just before.
     checkouts: int
     #: Callers that had to wait.
     queued: int
@@ -78,3 +75,5 @@ class Statistics(NamedTuple):
     rate_tokens_left: float = 0.0
     #: How many waits ended in each class of `BUCKETS`, the last one for all above.
     latency: tuple[int, ...] = ()
+    #: Connections that somebody keeps for later, as SQLAlchemy's own pool does.
+    resting: int = 0

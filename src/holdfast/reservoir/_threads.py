@@ -36,9 +36,14 @@ def in_thread(
             future.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
-        result, error = None, None
+        result: T | None = None
+        error: BaseException | None = None
         try:
             result = call()
+        except StopIteration as failure:
+            # It means something else where somebody awaits, so it cannot be raised there.
+            error = RuntimeError("the call raised StopIteration")
+            error.__cause__ = failure
         except BaseException as failure:
             error = failure
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,9 @@ from ._threads import in_thread
 __all__ = ["CachedTokens", "Token", "TokenProvider", "Tokens"]
 
 log = logging.getLogger("holdfast.reservoir")
+
+#: How long a token is good if nobody says: what AWS gives by default.
+LIFETIME = 900.0
 
 
 class Token(NamedTuple):
@@ -64,10 +68,11 @@ class CachedTokens:
 
     :param provider: makes a token; sync (called in a thread) or async. It may return a `Token` to
         say until when it is good, for example because the credentials that signed it end sooner.
-    :param lifetime: how long a token is good, at most, if the provider does not say.
+    :param lifetime: how long a token is good at most; if not given, as long as the provider says,
+        or 15 minutes if it does not.
     :param refresh_at: at which part of its life the next one is fetched.
-    :param keep: how many tokens to keep; a server that was told of a new one late may still want
-        the old one.
+    :param keep: how many tokens to keep; when the server refuses one, and no new one can be had,
+        the one before it is given.
     :param timeout: how long the provider may take.
     """
 
@@ -75,7 +80,7 @@ class CachedTokens:
         self,
         provider: Provider,
         *,
-        lifetime: float = 900.0,
+        lifetime: float | None = None,
         refresh_at: float = 0.8,
         keep: int = 3,
         timeout: float = 30.0,
@@ -92,7 +97,8 @@ class CachedTokens:
         self._timer: asyncio.TimerHandle | None = None
         self._refresh: asyncio.Task[None] | None = None
         self._used = False
-        self._pid = os.getpid()
+        self._suspicious = False
+        self._home = (os.getpid(), 0)
         #: How many tokens were fetched, how many fetches failed, how many tokens were rejected.
         self.fetched = 0
         self.failures = 0
@@ -101,10 +107,14 @@ class CachedTokens:
     async def get(self) -> str:
         """A token that is good now; waits only if there is none."""
         self._used = True
-        self._forget_after_fork()
+        self._come_home()
         kept = self._best()
         if kept is None:
             await self._flight.do("token", self._fetch)
+            kept = self._best()
+        elif self._suspicious:
+            # It is older than one that the server refused: only if no new one can be had.
+            await self._refresh_quietly()
             kept = self._best()
         if kept is None:
             raise TokenError("the provider gave a token that is over already: check its clock")
@@ -114,10 +124,10 @@ class CachedTokens:
 
     def reject(self, value: str) -> None:
         """The server did not accept this one: fetch another at the next `get()`."""
-        before = len(self._kept)
         for kept in [kept for kept in self._kept if kept.value == value]:
             self._kept.remove(kept)
-        self.rejected += len(self._kept) < before
+            self.rejected += 1
+            self._suspicious = True
 
     def close(self) -> None:
         """Fetch nothing more in the background."""
@@ -146,10 +156,11 @@ class CachedTokens:
         except Exception:
             self.failures += 1
             raise
-        life = self._lifetime
+        life = self._lifetime or (LIFETIME if token.expires_at is None else math.inf)
         if token.expires_at is not None:
             life = min(life, token.expires_at - asked_at_wall)
         self.fetched += 1
+        self._suspicious = False
         refresh_at = asked_at + life * self._refresh_at
         self._kept.append(_Kept(token.value, asked_at + life, refresh_at))
         self._plan_refresh(refresh_at - clock.monotonic())
@@ -202,9 +213,11 @@ class CachedTokens:
     def _now(self) -> float:
         return (self._clock or Clock.current()).monotonic()
 
-    def _forget_after_fork(self) -> None:
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
+    def _come_home(self) -> None:
+        """What is under way belongs to one loop of one process; the tokens are everybody's."""
+        home = (os.getpid(), id(asyncio.get_running_loop()))
+        if self._home != home:
+            self._home = home
             self._flight = SingleFlight()
             self._timer = self._refresh = None
 
@@ -227,12 +240,17 @@ def _checked(found: object) -> Token:
             f"the token provider returned {type(found).__name__}: return a text that is not empty, "
             "or a Token"
         )
+    if not isinstance(token.expires_at, float | int | None):
+        raise TokenError(
+            f"the token provider returned a {type(token.expires_at).__name__} as expires_at: "
+            "return a text, or a Token whose expires_at is in seconds since 1970"
+        )
     return token
 
 
-def _mistakes(lifetime: float, refresh_at: float, keep: int, timeout: float) -> list[str]:
+def _mistakes(lifetime: float | None, refresh_at: float, keep: int, timeout: float) -> list[str]:
     found = []
-    if not 0 < lifetime < float("inf"):
+    if lifetime is not None and not 0 < lifetime < math.inf:
         found.append(f"lifetime={lifetime!r} must be more than 0 seconds, and finite")
     if not 0 < refresh_at < 1:
         found.append(f"refresh_at={refresh_at!r} must be between 0 and 1")

@@ -21,11 +21,11 @@ from typing import Any, Generic, TypeVar
 from holdfast.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, duration
 from holdfast.leases import Lease, Leases
 
-from ._budget import Budget
+from ._budget import Budget, LeaseDenied
 from ._config import ReservoirConfig
 from ._core import Core, Waiter
 from ._driver import State
-from ._item import Item, Place
+from ._item import Item, Place, holder_name
 from ._recipe import Recipe, settled
 from ._sqlstate import Meaning, meaning_of
 from ._threads import in_thread
@@ -39,8 +39,14 @@ C = TypeVar("C")
 #: After a failure, and after one in which the server said that we are too fast.
 FAILED = (0.25, 5.0)
 THROTTLED = (1.0, 30.0)
+#: For how long a turn under the rate limit is good: who waits longer needs another one.
+TURN = 0.1
 #: How long a driver may take to close one connection before it is left alone.
 CLOSE_PATIENCE = 5.0
+
+
+class _Unwanted(Exception):
+    """A connection that was to be opened is one too many now."""
 
 
 class Works(Generic[C]):
@@ -83,10 +89,13 @@ class Works(Generic[C]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
         self._need = asyncio.Event()
+        self._full = asyncio.Event()
         self._entering = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Not a set, whose order would differ from run to run: a simulated day must repeat itself.
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._supervisor: Supervisor | None = None
         self.budget: Budget | None = None
+        self._stopped = False
         # After a failure nothing is tried before this time; of several that fail together, only
         # one counts.
         self._pause_until = -math.inf
@@ -120,7 +129,8 @@ class Works(Generic[C]):
             recorder=self.recorder,
             clock=self.clock,
         )
-        await self._supervisor.start()
+        # Whoever opens it may be cancelled meanwhile, and others wait for it already.
+        await asyncio.shield(self._supervisor.start())
 
     async def stop(self, timeout: float) -> int:
         """End everything; returns how many connections could not be closed in time."""
@@ -130,37 +140,45 @@ class Works(Generic[C]):
         for task in opening:
             task.cancel()
         self.sweep()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout)
-        left = len(self._tasks)
-        for task in self._tasks:
-            task.cancel()
-        if self.budget is not None:
-            await self.budget.leave()
+        ends = self.clock.monotonic() + timeout
+        # Those in use may come back meanwhile. What takes too long is left alone, not cut short:
+        # a close that had no time to begin would leave its connection, and its lease, for ever.
+        while (left := self._left()) and (patience := ends - self.clock.monotonic()) > 0:
+            await asyncio.wait(left, timeout=patience)
+        self._stopped = True
+        await self._leave_when_empty()
+        return len(left)
+
+    def _left(self) -> list[asyncio.Task[None]]:
+        """What is still to be opened or closed; not the callback that closes the pool."""
+        return [task for task in self._tasks if not task.get_name().endswith("-reconnect-failed")]
+
+    async def _leave_when_empty(self) -> None:
+        """The leases are given back when their connections are gone: those in use at the end of
+        the pool are so later."""
+        budget = self.budget
+        held = self.config.lease_enabled and (self.core.items or self.core.closing)
+        if budget is not None and self._stopped and not held:
             self.budget = None
-        return left
+            await budget.leave()
 
     def nudge(self) -> None:
         """There may be something to open; from any thread."""
-        if threading.get_ident() == self._thread:
-            self._need.set()
-        elif self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._need.set)
-            except RuntimeError:
-                pass  # the loop has ended: so has the need
+        self._on_loop(self._need.set)
 
     def sweep(self) -> None:
         """Close what the core has let go; from any thread, without its lock held."""
-        if not self.core.retired:
-            return
+        if self.core.retired:
+            self._on_loop(self._sweep)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
         if threading.get_ident() == self._thread:
-            self._sweep()
+            call()
         elif self._loop is not None:
             try:
-                self._loop.call_soon_threadsafe(self._sweep)
+                self._loop.call_soon_threadsafe(call)
             except RuntimeError:
-                pass
+                pass  # the loop has ended: so has the need
 
     def _sweep(self) -> None:
         with self._lock:
@@ -172,8 +190,8 @@ class Works(Generic[C]):
     def _spawn(self, work: Any, what: str) -> None:
         assert self._loop is not None
         task = self._loop.create_task(work, name=f"{self.name}-{what}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     # -- opening -------------------------------------------------------------------------------
 
@@ -191,14 +209,7 @@ class Works(Generic[C]):
                     self._spawn(self._open(), "open")
                 if number:
                     continue
-            await self._until_needed(pause if pause > 0 else None)
-
-    async def _until_needed(self, seconds: float | None) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._need.wait()
-        except TimeoutError:
-            pass
+            await _set(self._need, pause if pause > 0 else None)
 
     async def _stagger(self) -> None:
         """The first connection is opened at once, the others a little later, each process by a
@@ -214,7 +225,7 @@ class Works(Generic[C]):
         ends = self.clock.monotonic() + self.clock.random.random() * self.config.stagger
         while (left := ends - self.clock.monotonic()) > 0 and not self.core.waiting:
             self._need.clear()
-            await self._until_needed(left)
+            await _set(self._need, left)
 
     async def _open(self) -> None:
         """Open one connection, with everything that it takes."""
@@ -228,8 +239,9 @@ class Works(Generic[C]):
                 lease = await budget.lease(self.config)
                 stage = "rate_limit"
                 await budget.turn()
+                self._check_wanted()
                 stage = "token"
-                token = await self._token()
+                token = await self._token(budget)
                 stage = "connect"
                 conn = await self._connect(budget, token)
                 stage = "configure"
@@ -240,9 +252,18 @@ class Works(Generic[C]):
                 self.core.failed()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self._note_failure(stage, error, began)
+            if isinstance(error, _Unwanted):
+                self._need.set()
+            else:
+                self._note_failure(stage, error, began)
         else:
             self._arrive(conn, lease, began)
+
+    def _check_wanted(self) -> None:
+        """While it waited for its turn, the reservoir may have been made smaller."""
+        with self._lock:
+            if self.core.overfull:
+                raise _Unwanted
 
     async def _budget(self) -> Budget:
         async with self._entering:
@@ -258,8 +279,15 @@ class Works(Generic[C]):
                 self.budget = budget
             return self.budget
 
-    async def _token(self) -> str | None:
-        return None if self.recipe.tokens is None else await self.recipe.tokens.get()
+    async def _token(self, budget: Budget) -> str | None:
+        if self.recipe.tokens is None:
+            return None
+        began = self.clock.monotonic()
+        token = await self.recipe.tokens.get()
+        if self.clock.monotonic() - began > TURN:
+            # All that waited for this token had their turns before, and would connect together.
+            await budget.turn()
+        return token
 
     async def _connect(self, budget: Budget, token: str | None) -> Any:
         try:
@@ -318,13 +346,15 @@ class Works(Generic[C]):
             item.at_hand = asyncio.get_running_loop().create_future()
             item.at_hand.set_result(conn)
         self.connect_time += now - began
-        self._note_success()
+        self._note_success(began)
         if lease is not None:
             if not lease.live:
                 item.doom, item.usable_until = "lease_lost", -math.inf
             lease.on_lost(lambda error: self._lease_lost(item, error))
         with self._lock:
             waiter = self.core.arrived(item, now)
+        if len(self.core.items) >= self.core.target:
+            self._full.set()
         self._settle(waiter)
 
     def _lease_lost(self, item: Item[C], error: BaseException) -> None:
@@ -369,16 +399,18 @@ class Works(Generic[C]):
         self._need.set()
         self._on_change()
 
-    def _note_success(self) -> None:
+    def _note_success(self, began: float) -> None:
         if self._failing_since is not None:
             took = self.clock.monotonic() - self._failing_since
             log.info("%s: connecting again after %s", self.name, duration(took))
             self.recorder.record(self.name, f"connecting again after {duration(took)}")
-        self._failing.succeed()
-        self._throttled.succeed()
         self._failing_since = None
         self._told_failed = False
-        self._pause_until = -math.inf
+        # What was on its way when the server said no does not mean that it says yes again.
+        if began >= self._failed_at:
+            self._failing.succeed()
+            self._throttled.succeed()
+            self._pause_until = -math.inf
 
     def _tell_if_failing_for_long(self, now: float) -> None:
         assert self._failing_since is not None
@@ -402,7 +434,9 @@ class Works(Generic[C]):
 
     def tokens_left(self) -> float:
         """How many connections could be opened at once, as far as this process knows."""
-        return self.config.rate if self.budget is None else self.budget.rate.left
+        if self.budget is None:
+            return float(self.config.burst or self.config.rate)
+        return self.budget.rate.left
 
     @property
     def failing_for(self) -> float | None:
@@ -424,13 +458,17 @@ class Works(Generic[C]):
             finally:
                 with self._lock:
                     self.core.closed()
+                if isinstance(self.last_error, LeaseDenied):
+                    # What was refused is there again, for a moment at least.
+                    self._pause_until = -math.inf
                 self._need.set()
                 self._on_change()
+                await self._leave_when_empty()
 
     async def _close(self, conn: Any) -> None:
         driver = self.recipe.driver
         try:
-            if driver.closes_at_once or driver.kind == "asyncio":
+            if driver.closes_at_once or self.recipe.asynchronous:
                 async with asyncio.timeout(CLOSE_PATIENCE):
                     await settled(driver.close(conn))
             else:
@@ -457,24 +495,58 @@ class Works(Generic[C]):
                 self._find_broken()
                 self._find_leaks(now)
                 look_at_all = now + self.config.scan_every
+            self._full.clear()
             with self._lock:
                 due = self.core.scan(now, replacing=self._failing_since is None)
             self._settle(None)
-            await asyncio.sleep(max(0.0, min(due, look_at_all) - self.clock.monotonic()))
+            # When none is missing any more, it is known anew which is replaced when.
+            await _set(self._full, max(0.0, min(due, look_at_all) - self.clock.monotonic()))
 
     def _find_broken(self) -> None:
-        """Look at those that are ready: what the server has ended is not kept for a caller."""
+        """Look at those that are ready, or rest: what the server has ended is kept for nobody."""
         driver = self.recipe.driver
+        idle = (Place.READY, Place.RESTING)
         with self._lock:
-            ready = list(self.core.ready)
+            items = [item for item in self.core.items.values() if item.place in idle]
         now = self.clock.monotonic()
-        for item in ready:
+        for item in items:
             with self._lock:
-                # Only while it is nobody's: whoever has one looks after it.
-                quiet = item.place is Place.READY and now >= item.fresh_until
+                # Only while nobody uses it: whoever has one looks after it.
+                quiet = item.place in idle and now >= item.fresh_until
                 if quiet and driver.is_broken(item.conn):
                     self.core.discard(item, "bad")
                     self.lost += 1
+
+    def examine(self, idle: float, patience: float) -> None:
+        """Ask all that were ready for so long for a sign of life, at once; from any thread.
+
+        Where one gave none, the others may give none either, as when the net has forgotten them:
+        callers should not have to try them one by one.
+        """
+        now = self.clock.monotonic()
+        with self._lock:
+            items = [item for item in self.core.ready if now - item.idle_since >= idle]
+            for item in items:
+                self.core.pick(item, now)
+
+        def begin() -> None:
+            for item in items:
+                self._spawn(self._look_at(item, patience), "check")
+
+        self._on_loop(begin)
+
+    async def _look_at(self, item: Item[C], patience: float) -> None:
+        waiter: Waiter[C] | None = None
+        try:
+            await self._call(self.recipe.driver.ping, item.conn, patience)
+        except Exception:
+            with self._lock:
+                self.core.discard(item, "failed_check")
+                self.lost += 1
+        else:
+            with self._lock:
+                waiter = self.core.put(item, self.clock.monotonic())
+        self._settle(waiter)
 
     def _find_leaks(self, now: float) -> None:
         if self._leak_after is None:
@@ -489,10 +561,19 @@ class Works(Generic[C]):
                 item.leak_told = True
         for item in leaks:
             log.warning(
-                "%s: a connection is in use for %s (leak_after=%g s); it was taken by %s at:\n%s",
+                "%s: a connection is in use for %s (leak_after=%g s): %s, at:\n%s",
                 self.name,
                 duration(now - item.since),
                 self._leak_after,
-                item.holder,
+                holder_name(item.holder),
                 "".join(traceback.format_list(item.stack)) if item.stack else "  (unknown)",
             )
+
+
+async def _set(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait until an event is set, or the time is over."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

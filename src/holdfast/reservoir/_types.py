@@ -1,0 +1,20 @@
+"""What a pool hands out, as type checkers see it: psycopg's own connection, if nobody says."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from psycopg import AsyncConnection, Connection
+from psycopg.rows import TupleRow
+
+if sys.version_info >= (3, 13):
+    from typing import TypeVar
+else:
+    from typing_extensions import TypeVar  # psycopg needs it too, so it is there
+
+__all__ = ["AnyC", "AsyncC", "ThreadsC"]
+
+AnyC = TypeVar("AnyC", default=Any)
+AsyncC = TypeVar("AsyncC", default=AsyncConnection[TupleRow])
+ThreadsC = TypeVar("ThreadsC", default=Connection[TupleRow])

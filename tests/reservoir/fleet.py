@@ -1,0 +1,105 @@
+"""Many processes at one server: some that use it, and one that counts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+
+__all__ = ["Census", "Fleet"]
+
+
+class Census:
+    """Counts the server's connections of some applications, again and again, in a thread.
+
+    A backend leaves the server's list a moment after its client has hung up, and its successor may
+    be on the list by then. So what counts are those that two counts in a row have seen.
+    """
+
+    def __init__(self, url: str, application: str) -> None:
+        self._url = url
+        self._application = application
+        self._over = threading.Event()
+        #: How often was counted; who is there now, and for which application; who ever was there.
+        self.counts = 0
+        self.present: dict[int, str] = {}
+        self.seen: set[int] = set()
+        #: How many there were at most.
+        self.most = 0
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Count, as long as the block lasts."""
+        thread = threading.Thread(target=self._count_on, name="census")
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            thread.join()
+        assert self.counts > 1, "nothing was counted"
+
+    def of(self, application: str) -> int:
+        """How many connections one application has now."""
+        return list(self.present.values()).count(application)
+
+    def _count_on(self) -> None:
+        query = """select pid, application_name from pg_stat_activity
+                   where application_name like %s and datname is not null"""
+        with psycopg.connect(self._url, autocommit=True) as conn:
+            while not self._over.wait(0.005):
+                self._note(dict(conn.execute(query, [f"{self._application}%"])))
+
+    def _note(self, found: dict[int, str]) -> None:
+        self.most = max(self.most, len(found.keys() & self.present.keys()))
+        self.present = found
+        self.seen |= found.keys()
+        self.counts += 1
+
+
+class Fleet:
+    """Processes that each have a pool and use it; they are told apart by their names."""
+
+    def __init__(self, orders: dict[str, dict[str, Any]]) -> None:
+        self._orders = orders
+        self._process: subprocess.Popen[str] | None = None
+        self._pids: dict[str, int] = {}
+
+    def kill(self, name: str) -> None:
+        """End one by SIGKILL; its number is its own until the fleet ends."""
+        os.kill(self._pids[name], signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, str(Path(__file__).with_name("service.py"))),
+                json.dumps(list(self._orders.values())),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert self._process.stdout is not None
+        pids = json.loads(self._process.stdout.readline())
+        self._pids = dict(zip(self._orders, pids, strict=True))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process is not None
+        self._process.communicate()

@@ -1,0 +1,317 @@
+"""Two pools that are told to do the same: psycopg_pool's, which is the oracle, and ours.
+
+A `Side` is one of them with a table of its own and with the connections that it has handed out; a
+`Pair` does everything on both sides and demands that they agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import psycopg
+import psycopg_pool
+from psycopg import pq, sql
+
+from holdfast import reservoir
+
+__all__ = ["Interrupted", "Moods", "Pair", "Plan", "Side", "family"]
+
+T = TypeVar("T")
+Connection = psycopg.Connection[Any]
+Work = Callable[[Connection], object]
+
+#: Names of ours for what psycopg_pool calls otherwise.
+_NAMES = {"PoolOverloaded": "TooManyRequests"}
+#: Where the two pools log.
+LOGGERS = ("psycopg.pool", "holdfast.reservoir")
+#: Long enough for anything that comes at all, and for what does not.
+PATIENCE = 10.0
+SHORT = 0.03
+
+_numbers = itertools.count(1)
+
+
+class Interrupted(BaseException):
+    """What Ctrl-C would be: not an `Exception`."""
+
+
+def family(error: BaseException) -> str:
+    """What an error is, whichever pool raised it."""
+    name = type(error).__name__
+    return _NAMES.get(name, name)
+
+
+def outcome(call: Callable[[], object]) -> object:
+    """What a call gave, or which error it raised."""
+    try:
+        return call()
+    except (Exception, Interrupted) as error:
+        return f"raised {family(error)}"
+
+
+class Moods:
+    """What the callbacks do the next time: nothing (`good`), `raise`, or leave a `transaction`."""
+
+    def __init__(self) -> None:
+        self.configure = self.reset = self.check = "good"
+
+    def callback(self, which: str) -> Work:
+        """The callback of this name, in whatever mood it is when it is called."""
+
+        def call(conn: Connection) -> None:
+            mood = getattr(self, which)
+            setattr(self, which, "good")
+            if mood == "raise":
+                raise RuntimeError(f"{which} is in a bad mood")
+            if mood == "transaction":
+                conn.execute("select 1")
+
+        return call
+
+
+class Plan:
+    """How both pools are made."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        min_size: int,
+        max_size: int,
+        close_returns: bool = False,
+        callbacks: frozenset[str] = frozenset(),
+        callable_conninfo: bool = False,
+        callable_kwargs: bool = False,
+    ) -> None:
+        self.url = url
+        self.min_size = min_size
+        self.max_size = max_size
+        self.close_returns = close_returns
+        self.callbacks = callbacks
+        self.callable_conninfo = callable_conninfo
+        self.callable_kwargs = callable_kwargs
+
+    def arguments(self, moods: Moods, table: str) -> tuple[Any, dict[str, Any]]:
+        """The conninfo and the parameters of one side."""
+        options: Mapping[str, Any] = {
+            "application_name": table,
+            "options": "-c synchronous_commit=off",
+        }
+        conninfo: Any = self.url
+        if self.callable_conninfo:
+            conninfo = lambda: self.url  # noqa: E731
+        return conninfo, {
+            "kwargs": (lambda: options) if self.callable_kwargs else options,
+            "min_size": self.min_size,
+            "max_size": self.max_size,
+            "max_waiting": 1,
+            "open": True,
+            "num_workers": 2,
+            "close_returns": self.close_returns,
+            **{name: moods.callback(name) for name in sorted(self.callbacks)},
+        }
+
+
+class Warnings(logging.Handler):
+    """Counts the warnings about transactions that were left open."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += record.getMessage().count("rolling back")
+
+
+class Side:
+    """One pool, its table, and the connections that it has handed out."""
+
+    #: What a caller sees of a connection that it was handed.
+    fresh = ("idle", "open")
+
+    def __init__(self, pool: Any, table: str, moods: Moods, observer: Connection) -> None:
+        self.pool = pool
+        self.table = table
+        self.moods = moods
+        self.observer = observer
+        self.out: list[Connection] = []
+        #: What came of a wait in another thread.
+        self.found: object = None
+        #: Errors that were raised and are not in the pool's numbers.
+        self.not_counted = 0
+        self.warnings = Warnings()
+        self._dead: set[int] = set()
+        self._pipelines: dict[Connection, Any] = {}
+        self._kept: list[Any] = []
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def take(self, timeout: float) -> object:
+        """`getconn`; returns in what state the connection is."""
+        conn = self.pool.getconn(timeout=timeout)
+        self.out.append(conn)
+        return self.welcome(conn)
+
+    def wait_for_one(self, timeout: float) -> None:
+        """The same in a thread: what came of it is in `found`."""
+        self.found = outcome(lambda: self.take(timeout))
+
+    def put(self, which: int) -> None:
+        """`putconn`."""
+        self.pool.putconn(self.out.pop(which % len(self.out)))
+
+    def welcome(self, conn: Connection) -> object:
+        """The state of a connection that was handed out; undoes what both pools leave as it is."""
+        assert conn.info.backend_pid not in self._dead, f"{self.table}: a dead connection"
+        state = self.state(conn)
+        if conn in self._pipelines:
+            self._pipelines.pop(conn).__exit__(None, None, None)
+        conn.autocommit = False
+        return state
+
+    def state(self, conn: Connection) -> object:
+        """What a connection is in the middle of."""
+        status = pq.TransactionStatus(conn.pgconn.transaction_status)
+        return status.name.lower(), "closed" if conn.closed else "open"
+
+    def insert(self, conn: Connection, value: int) -> None:
+        """Write a row."""
+        query = sql.SQL("insert into {} values (%s)").format(sql.Identifier(self.table))
+        conn.execute(query, [value])
+
+    def rows(self) -> list[int]:
+        """What is committed."""
+        query = sql.SQL("select n from {} order by n").format(sql.Identifier(self.table))
+        return [row[0] for row in self.observer.execute(query)]
+
+    def enter_pipeline(self, conn: Connection) -> None:
+        """Begin a pipeline that its caller does not end."""
+        self._pipelines[conn] = conn.pipeline()
+        self._pipelines[conn].__enter__()
+
+    def keep(self, thing: T) -> T:
+        """Hold on to what a caller has left open: collecting it would close it."""
+        self._kept.append(thing)
+        return thing
+
+    def clear(self) -> None:
+        """Close everything that is still open; the pool itself is closed."""
+        for thing in (*self._kept, *self.out):
+            if isinstance(thing, psycopg.Connection):
+                thing._pool = None
+            with contextlib.suppress(psycopg.Error, AttributeError):
+                thing.close()
+
+    # -- the server ----------------------------------------------------------------------------
+
+    def terminate(self, conn: Connection) -> None:
+        """End its backend, and wait until the server has forgotten it."""
+        self._end(conn.info.backend_pid)
+
+    def terminate_idle(self) -> None:
+        """End the backends that nobody uses."""
+        used = {conn.info.backend_pid for conn in self.out if not conn.closed}
+        query = "select pid from pg_stat_activity where application_name = %s"
+        for (pid,) in self.observer.execute(query, [self.table]).fetchall():
+            if pid not in used:
+                self._end(pid)
+
+    def _end(self, pid: int) -> None:
+        self._dead.add(pid)
+        self.observer.execute("select pg_terminate_backend(%s, 5000)", [pid])
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def settle(self) -> dict[str, int]:
+        """Wait until nothing is under way in the background; returns the pool's numbers."""
+        ends = time.monotonic() + PATIENCE
+        while True:
+            stats: dict[str, int] = self.pool.get_stats()
+            in_use = stats["pool_size"] - stats["pool_available"]
+            if in_use == len(self.out) and stats["pool_size"] >= stats["pool_min"]:
+                break
+            assert time.monotonic() < ends, f"{self.table} does not settle: {stats}"
+            time.sleep(0.001)
+        stats["warnings"] = self.warnings.count
+        stats["requests_errors"] = stats.get("requests_errors", 0) + self.not_counted
+        stats["requests_queued"] = stats.get("requests_queued", 0) + self.not_counted
+        return stats
+
+    def catch_up(self) -> None:
+        """Let psycopg_pool do now what it does later: it closes what is too many after `max_idle`,
+        and counts callers whose time is over as waiting until the next connection comes back."""
+        pool = self.pool
+        while pool._nconns > pool._max_size and pool._pool:
+            pool._nconns_min = len(pool._pool)
+            pool._shrink_pool()
+        for late in [waiter for waiter in pool._waiting if waiter.error]:
+            pool._waiting.remove(late)
+
+
+class Pair:
+    """Both sides, and what they have in common."""
+
+    def __init__(self, plan: Plan, observer: psycopg.Connection[Any]) -> None:
+        self.plan = plan
+        self.observer = observer
+        number = next(_numbers)
+        self.theirs = self._side(psycopg_pool.ConnectionPool, f"theirs_{number}")
+        self.ours = self._side(
+            reservoir.ConnectionPool,
+            f"ours_{number}",
+            creation_rate=10_000.0,
+            endpoint=f"pair-{number}",
+        )
+        self.sides = (self.theirs, self.ours)
+        for logger, side in zip(LOGGERS, self.sides, strict=True):
+            logging.getLogger(logger).addHandler(side.warnings)
+
+    def _side(self, kind: Any, table: str, **more: Any) -> Side:
+        moods = Moods()
+        self.observer.execute(
+            sql.SQL("create unlogged table {} (n int unique deferrable initially deferred)").format(
+                sql.Identifier(table)
+            )
+        )
+        conninfo, options = self.plan.arguments(moods, table)
+        return Side(kind(conninfo, **options, **more), table, moods, self.observer)
+
+    def both(self, call: Callable[[Side], object]) -> object:
+        """Do it on both sides; what they gave, or raised, must be the same."""
+        self.theirs.catch_up()
+        theirs = outcome(lambda: call(self.theirs))
+        ours = outcome(lambda: call(self.ours))
+        assert ours == theirs, f"psycopg_pool: {theirs}; ours: {ours}"
+        return ours
+
+    def each(self, call: Callable[[Side], object]) -> None:
+        """Do it on both sides, whatever comes of it."""
+        for side in self.sides:
+            call(side)
+
+    def in_threads(self, call: Callable[[Side], object]) -> list[threading.Thread]:
+        """Begin to wait on both sides, each in a thread of its own."""
+        self.theirs.catch_up()
+        threads = [threading.Thread(target=call, args=[side]) for side in self.sides]
+        for thread, side in zip(threads, self.sides, strict=True):
+            thread.start()
+            while not side.pool.get_stats()["requests_waiting"]:
+                time.sleep(0.001)
+        return threads
+
+    def set_mood(self, callback: str, mood: str) -> None:
+        """What a callback does the next time, on both sides."""
+        self.each(lambda side: setattr(side.moods, callback, mood))
+
+    def close(self) -> None:
+        """Close both, and everything that they have handed out."""
+        for logger, side in zip(LOGGERS, self.sides, strict=True):
+            side.pool.close()
+            side.clear()
+            logging.getLogger(logger).removeHandler(side.warnings)

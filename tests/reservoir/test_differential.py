@@ -1,0 +1,363 @@
+"""Both pools do the same: psycopg_pool is the oracle, and hypothesis thinks of what to do.
+
+What differs on purpose is left out here, each with a word why, and listed in the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from psycopg_pool.base import AttemptWithBackoff
+from tests.reservoir.endings import ENDINGS
+from tests.reservoir.pair import PATIENCE, SHORT, Pair, Plan, Side
+
+from holdfast.testing import scaled
+
+#: The numbers that are the same in both pools whenever nothing is under way.
+SAME = (
+    "pool_min",
+    "pool_max",
+    "requests_num",
+    "requests_waiting",
+    "requests_errors",
+    "returns_bad",
+    "warnings",
+)
+#: Those that are so too while the number of connections is fixed: where it is not, ours does not
+#: replace a bad one that nobody needs.
+SAME_IF_FIXED = (
+    "pool_size",
+    "pool_available",
+    "requests_queued",
+    "connections_num",
+    "connections_lost",
+)
+
+which_one = st.integers(0, 3)
+# A pipeline that was left open goes on for the next caller, in both pools; how many may then be
+# checked in vain is not the same.
+endings = st.sampled_from([name for name in ENDINGS if "pipeline_left_open" not in name])
+
+
+def run_block(pair: Pair, ending: str, value: int) -> object:
+    """A block that writes a row and then ends in some way."""
+
+    def run(side: Side) -> None:
+        with side.pool.connection() as conn:
+            assert side.welcome(conn) == side.fresh
+            side.insert(conn, value)
+            ENDINGS[ending](side, conn, value)
+
+    return pair.both(run)
+
+
+def assert_same(pair: Pair, names: Collection[str]) -> None:
+    """When nothing is under way any more, these numbers and the rows of both are the same."""
+    pair.theirs.settle()
+    pair.theirs.catch_up()
+    theirs, ours = (side.settle() for side in pair.sides)
+    found = {n: (ours[n], theirs.get(n, 0)) for n in names if ours[n] != theirs.get(n, 0)}
+    assert not found, f"ours and theirs: {found}"
+    assert ours["pool_size"] <= max(ours["pool_max"], len(pair.ours.out))
+    pair.both(Side.rows)
+
+
+class Machine(RuleBasedStateMachine):
+    """Two pools side by side."""
+
+    url = ""
+
+    # -- the beginning and the end -------------------------------------------------------------
+
+    @initialize(
+        size=st.integers(1, 3),
+        extra=st.sampled_from([0, 0, 1]),
+        close_returns=st.booleans(),
+        callbacks=st.sets(st.sampled_from(["configure", "reset", "check"])),
+        callable_conninfo=st.booleans(),
+        callable_kwargs=st.booleans(),
+    )
+    def begin(self, size: int, extra: int, callbacks: set[str], **options: bool) -> None:
+        self.observer = psycopg.connect(self.url, autocommit=True)
+        self.plan = Plan(
+            self.url,
+            min_size=size,
+            max_size=size + extra,
+            callbacks=frozenset(callbacks),
+            **options,
+        )
+        self.pair = Pair(self.plan, self.observer)
+        self.most = size + extra
+        self.differing = set() if extra == 0 else set(SAME_IF_FIXED)
+        self.value = 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pair"):
+            return
+        try:
+            self.close_for_good()
+        finally:
+            self.pair.close()
+            self.observer.close()
+
+    def close_for_good(self) -> None:
+        """The end of every run: with connections out, and perhaps with somebody who waits."""
+        waiting = [] if self.some_left else self.begin_to_wait()
+        self.pair.both(lambda side: side.pool.close())
+        for thread in waiting:
+            thread.join()
+        assert self.pair.both(lambda side: side.found) == ("raised PoolClosed" if waiting else None)
+        assert self.pair.both(lambda side: side.pool.closed) is True
+        assert self.pair.both(lambda side: side.pool.close()) is None
+        assert self.pair.both(lambda side: side.pool.getconn()) == "raised PoolClosed"
+        assert self.pair.both(lambda side: side.pool.open()) == "raised PoolClosed"
+        assert self.pair.both(lambda side: side.pool.wait()) == "raised PoolClosed"
+        while self.some_out:
+            assert self.pair.both(lambda side: side.put(0)) is None
+        self.pair.both(Side.rows)
+
+    # -- what must be the same -----------------------------------------------------------------
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "pair"):
+            return
+        assert_same(self.pair, {*SAME, *SAME_IF_FIXED} - self.differing)
+
+    @property
+    def some_out(self) -> bool:
+        return bool(self.pair.ours.out)
+
+    @property
+    def some_left(self) -> bool:
+        return len(self.pair.ours.out) < self.most
+
+    def next_value(self) -> int:
+        self.value += 1
+        return self.value
+
+    # -- getconn and putconn -------------------------------------------------------------------
+
+    @rule()
+    def getconn(self) -> None:
+        timeout = PATIENCE if self.some_left else SHORT
+        found = self.pair.both(lambda side: side.take(timeout))
+        assert (found == "raised PoolTimeout") == (timeout == SHORT)
+
+    @precondition(lambda self: self.some_out)
+    @rule(which=which_one)
+    def putconn(self, which: int) -> None:
+        assert self.pair.both(lambda side: side.put(which)) is None
+
+    @precondition(lambda self: self.some_left)
+    @rule()
+    def putconn_twice(self) -> None:
+        def twice(side: Side) -> None:
+            conn = side.pool.getconn(PATIENCE)
+            side.pool.putconn(conn)
+            side.settle()
+            side.pool.putconn(conn)
+
+        assert self.pair.both(twice) == "raised ValueError"
+
+    @rule(of_another_pool=st.booleans())
+    def putconn_of_a_stranger(self, of_another_pool: bool) -> None:
+        stranger: Any = self.observer
+        stranger._pool = type("Pool", (), {"name": "other"})() if of_another_pool else None
+        assert self.pair.both(lambda side: side.pool.putconn(stranger)) == "raised ValueError"
+
+    # -- what callers do with a connection -----------------------------------------------------
+
+    @precondition(lambda self: self.some_out)
+    @rule(which=which_one, what=st.sampled_from(["insert", "fail", "commit", "rollback", "with"]))
+    def use(self, which: int, what: str) -> None:
+        value = self.next_value()
+
+        def do(side: Side) -> object:
+            conn = side.out[which % len(side.out)]
+            if what == "insert":
+                side.insert(conn, value)
+            elif what == "fail":
+                conn.execute("select 1/0")
+            elif what == "with":
+                with conn:
+                    side.insert(conn, value)
+            else:
+                getattr(conn, what)()
+            return side.state(conn)
+
+        self.pair.both(do)
+
+    @precondition(lambda self: self.some_out)
+    @rule(which=which_one)
+    def close_connection(self, which: int) -> None:
+        """With `close_returns` this gives it back, unless it is broken."""
+
+        def close(side: Side) -> None:
+            place = which % len(side.out)
+            conn = side.out[place]
+            if self.plan.close_returns and not conn.closed:
+                del side.out[place]
+            conn.close()
+
+        assert self.pair.both(close) is None
+
+    @precondition(lambda self: self.some_out)
+    @rule(which=which_one)
+    def terminate_one_in_use(self, which: int) -> None:
+        def end(side: Side) -> None:
+            conn = side.out[which % len(side.out)]
+            if not conn.closed:
+                side.terminate(conn)
+            conn.execute("select 1")
+
+        self.pair.both(end)
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.some_left)
+    @rule(ending=endings)
+    def block(self, ending: str) -> None:
+        if self.plan.close_returns and ending.startswith("closed"):
+            ending = "normal"  # harmless here, and an error in psycopg_pool
+        run_block(self.pair, ending, self.next_value())
+
+    @precondition(lambda self: not self.some_left)
+    @rule(timeout=st.sampled_from([SHORT, 0.0]))
+    def block_without_a_connection(self, timeout: float) -> None:
+        def run(side: Side) -> None:
+            with side.pool.connection(timeout=timeout):
+                raise AssertionError("there is none")
+
+        assert self.pair.both(run) == "raised PoolTimeout"
+        if timeout == 0.0:
+            self.pair.theirs.not_counted += 1  # psycopg_pool does not count it as an error
+
+    # -- callbacks -----------------------------------------------------------------------------
+
+    @precondition(lambda self: "reset" in self.plan.callbacks and self.some_left)
+    @rule(mood=st.sampled_from(["raise", "transaction"]), ending=endings)
+    def bad_reset(self, mood: str, ending: str) -> None:
+        self.pair.set_mood("reset", mood)
+        self.block(ending)
+        self.same()
+        self.pair.set_mood("reset", "good")
+
+    @precondition(lambda self: "check" in self.plan.callbacks and self.some_left)
+    @rule()
+    def bad_check(self) -> None:
+        """psycopg_pool keeps a connection that failed its check and still works; ours does not."""
+        self.pair.set_mood("check", "raise")
+        self.getconn()
+        self.differing |= {"connections_num", "connections_lost", "requests_queued"}
+
+    @precondition(lambda self: "configure" in self.plan.callbacks)
+    @rule(mood=st.sampled_from(["raise", "transaction"]))
+    def bad_configure(self, mood: str) -> None:
+        self.pair.set_mood("configure", mood)
+        self.drain()
+        self.same()
+        self.pair.set_mood("configure", "good")
+
+    # -- the pool as a whole -------------------------------------------------------------------
+
+    @rule()
+    def drain(self) -> None:
+        assert self.pair.both(lambda side: side.pool.drain()) is None
+
+    @rule()
+    def check(self) -> None:
+        assert self.pair.both(lambda side: side.pool.check()) is None
+
+    @rule()
+    def terminate_idle_ones(self) -> None:
+        """Without the check, psycopg_pool would hand them out."""
+
+        def end(side: Side) -> None:
+            side.terminate_idle()
+            side.pool.check()
+
+        assert self.pair.both(end) is None
+
+    @rule(size=st.integers(-1, 3), extra=st.integers(-1, 1))
+    def resize(self, size: int, extra: int) -> None:
+        """psycopg_pool closes what is too many after `max_idle`, ours now: so make it now."""
+        found = self.pair.both(lambda side: side.pool.resize(size, size + extra))
+        if found == "raised ValueError":
+            return
+        self.most = size + extra
+        if extra:
+            self.differing |= set(SAME_IF_FIXED)
+
+    @precondition(lambda self: len(self.pair.ours.out) <= self.most)
+    @rule()
+    def too_many_waiting(self) -> None:
+        while self.some_left:
+            self.getconn()
+        waiting = self.begin_to_wait()
+        assert self.pair.both(lambda side: side.pool.getconn()) == "raised TooManyRequests"
+        assert self.pair.both(lambda side: side.put(0)) is None
+        for thread in waiting:
+            thread.join()
+        assert self.pair.both(lambda side: side.found) == self.pair.ours.fresh
+        self.pair.each(lambda side: setattr(side, "found", None))
+
+    def begin_to_wait(self) -> list[Any]:
+        return self.pair.in_threads(lambda side: side.wait_for_one(PATIENCE))
+
+    @rule()
+    def pop_stats(self) -> None:
+        def pop(side: Side) -> None:
+            side.pool.pop_stats()
+            side.not_counted = 0
+
+        self.pair.each(pop)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psycopg_pool tries again after a second; a test has no such time."""
+    monkeypatch.setattr(AttemptWithBackoff, "INITIAL_DELAY", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_same_operations_have_the_same_outcome(module_url: str) -> None:
+    machine = type("Machine", (Machine,), {"url": module_url})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=scaled(200, least=15),
+            stateful_step_count=15,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_end_of_a_block_is_the_same(
+    ending: str, module_url: str, observer: psycopg.Connection[Any]
+) -> None:
+    pair = Pair(Plan(module_url, min_size=1, max_size=1), observer)
+    try:
+        assert_same(pair, {*SAME, *SAME_IF_FIXED})
+        run_block(pair, ending, 1)
+        assert_same(pair, {*SAME, *SAME_IF_FIXED})
+        run_block(pair, "normal", 2)
+        assert_same(pair, {*SAME, *SAME_IF_FIXED})
+    finally:
+        pair.close()

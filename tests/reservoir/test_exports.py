@@ -1,0 +1,71 @@
+"""What the package shows, and what it costs to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psycopg
+import pytest
+
+import holdfast.reservoir
+from holdfast.kernel import HoldfastError
+from holdfast.reservoir import aws, prometheus
+
+
+def test_the_public_names() -> None:
+    assert holdfast.reservoir.__all__ == [
+        *("AsyncConnectionPool", "ConnectionPool", "Reservoir", "ReservoirConfig", "Statistics"),
+        "retry_transaction",
+        *("CachedTokens", "Token", "TokenProvider"),
+        *("PoolClosed", "PoolOverloaded", "PoolTimeout", "ReservoirEmpty", "ReservoirError"),
+        "TokenError",
+    ]
+    for name in holdfast.reservoir.__all__:
+        assert hasattr(holdfast.reservoir, name)
+
+
+def test_the_public_names_for_aws() -> None:
+    assert aws.__all__ == ["DsqlTokens", "RdsTokens"]
+
+
+def test_the_public_names_for_prometheus() -> None:
+    assert prometheus.__all__ == ["ReservoirCollector"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PoolClosed",
+        "PoolOverloaded",
+        "PoolTimeout",
+        "ReservoirEmpty",
+        "ReservoirError",
+        "TokenError",
+    ],
+)
+def test_every_error_is_what_callers_of_a_pool_catch(name: str) -> None:
+    error = getattr(holdfast.reservoir, name)
+    assert issubclass(error, holdfast.reservoir.ReservoirError)
+    assert issubclass(error, HoldfastError)
+    assert issubclass(error, psycopg.OperationalError)
+
+
+def test_a_timeout_is_a_timeout() -> None:
+    assert issubclass(holdfast.reservoir.PoolTimeout, TimeoutError)
+
+
+PROGRAM = """
+import sys
+import holdfast.reservoir
+print(sorted(name for name in sys.modules if "." not in name))
+"""
+
+
+def test_what_is_optional_is_not_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60.0, check=True
+    )
+    loaded = set(eval(done.stdout))
+    optional = {"asyncpg", "botocore", "boto3", "aiobotocore", "prometheus_client", "redis"}
+    assert not loaded & {*optional, "sqlalchemy", "pg8000", "psycopg_pool", "starlette"}

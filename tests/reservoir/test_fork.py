@@ -1,0 +1,239 @@
+"""A child process never uses a connection of its parent.
+
+Each test is a program of its own: a fork of this process, with its many threads, proves nothing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from tests.reservoir.support import PATIENCE
+
+BEGIN = """
+import asyncio, os, sys, threading, traceback, warnings
+import psycopg
+from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, PoolClosed
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
+url = sys.argv[1]
+
+def pid_of(conn):
+    return conn.execute("select pg_backend_pid()").fetchone()[0]
+
+def in_child(work):
+    "Run it in a forked child, and fail if it does."
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, f"the child failed with {code}"
+"""
+
+
+def run(url: str, program: str) -> None:
+    code = BEGIN + textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code, url],
+        capture_output=True,
+        text=True,
+        timeout=6 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_child_has_connections_of_its_own(module_url: str) -> None:
+    run(
+        module_url,
+        """
+        with ConnectionPool(url, max_size=2) as pool:
+            pool.wait()
+            with pool.connection() as one, pool.connection() as two:
+                parents = {pid_of(one), pid_of(two)}
+
+            def child():
+                with pool.connection() as one, pool.connection() as two:
+                    assert not {pid_of(one), pid_of(two)} & parents
+                assert pool.statistics().refills == 2
+                pool.close()
+
+            in_child(child)
+            in_child(lambda: pool.close())
+            with pool.connection() as one, pool.connection() as two:
+                assert {pid_of(one), pid_of(two)} == parents
+        """,
+    )
+
+
+def test_a_pool_that_was_opened_by_hand_opens_itself_in_a_child(module_url: str) -> None:
+    """Once, however many of the child's threads are the first to use it."""
+    run(
+        module_url,
+        """
+        pool = ConnectionPool(url, max_size=1, open=False)
+        pool.open()
+        with pool.connection() as conn:
+            parents = pid_of(conn)
+
+        def child():
+            threads = [threading.Thread(target=use) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(seen) == 4 and parents not in seen, seen
+
+        def use():
+            with pool.connection() as conn:
+                seen.append(pid_of(conn))
+
+        seen = []
+        in_child(child)
+        pool.close()
+
+        def closed():
+            try:
+                pool.getconn()
+            except PoolClosed:
+                return
+            raise AssertionError("it was open")
+
+        in_child(closed)
+        """,
+    )
+
+
+def test_a_block_that_ends_in_a_child_too_is_the_parents(module_url: str) -> None:
+    """The child neither ends the parent's transaction nor keeps its connection."""
+    run(
+        module_url,
+        """
+        def use(pool, end):
+            global child, parents
+            with pool.connection() as conn:
+                parents = pid_of(conn)
+                conn.execute("create temporary table mine (n int)")
+                if end == "normally":
+                    conn.commit()  # so that it comes back clean
+                child = os.fork()
+                if child == 0:
+                    if end == "with an error":
+                        raise ZeroDivisionError
+                    return
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                assert code == 0, f"the child failed with {code}"
+                conn.rollback()
+                gone = conn.execute("select to_regclass('mine') is null").fetchone()[0]
+                assert gone == (end != "normally")
+                assert pid_of(conn) == parents
+
+        def play(end):
+            with ConnectionPool(url, max_size=1) as pool:
+                try:
+                    use(pool, end)
+                except ZeroDivisionError:
+                    assert child == 0
+                with pool.connection() as conn:
+                    assert (pid_of(conn) == parents) == (child != 0)
+                assert pool.statistics().size == 1
+            if child == 0:
+                os._exit(0)
+
+        for end in ("normally", "with an error", "with a transaction open"):
+            play(end)
+        """,
+    )
+
+
+def test_what_a_parent_took_by_hand_cannot_be_given_back_by_its_child(module_url: str) -> None:
+    run(
+        module_url,
+        """
+        with ConnectionPool(url, max_size=1) as pool:
+            conn = pool.getconn()
+            conn.execute("create temporary table mine (n int)")
+
+            def child():
+                try:
+                    pool.putconn(conn)
+                except ValueError:
+                    return
+                raise AssertionError("it was taken")
+
+            in_child(child)
+            assert conn.execute("select count(*) from mine").fetchone() == (0,)
+            pool.putconn(conn)
+        """,
+    )
+
+
+def test_a_fork_in_the_middle_of_others_work_does_not_stop_the_child(module_url: str) -> None:
+    """A lock that another thread holds at the fork is held for ever in the child."""
+    run(
+        module_url,
+        """
+        stop = threading.Event()
+
+        def hammer():
+            while not stop.is_set():
+                with pool.connection():
+                    pass
+
+        with ConnectionPool(url, max_size=2) as pool:
+            threads = [threading.Thread(target=hammer) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for _ in range(5):
+                in_child(lambda: pool.putconn(pool.getconn(timeout=20.0)))
+            stop.set()
+            for thread in threads:
+                thread.join()
+        """,
+    )
+
+
+def test_a_pool_for_asyncio_refuses_in_a_child(module_url: str) -> None:
+    """Its event loop is the parent's, too."""
+    run(
+        module_url,
+        """
+        async def main():
+            async with AsyncConnectionPool(url, max_size=1, name="shop") as pool:
+                async with pool.connection() as conn:
+                    parents = conn.info.backend_pid
+                in_child(lambda: refused(pool))
+                async with pool.connection() as conn:
+                    await conn.execute("create temporary table mine (n int)")
+                    in_child(lambda: leave(pool))
+                    assert conn.info.backend_pid == parents
+                    await conn.execute("select * from mine")
+
+        def refused(pool):
+            for use in (pool.getconn, lambda: pool.connection().__aenter__()):
+                try:
+                    # Not on a loop: the parent's is not for the child.
+                    use().send(None)
+                except PoolClosed as error:
+                    assert "from which this one was forked" in str(error), error
+                else:
+                    raise AssertionError("it was open")
+            assert pool.closed
+
+        def leave(pool):
+            (item,) = pool.reservoir.core.items.values()
+            try:
+                pool._finish(item, ZeroDivisionError()).send(None)
+            except StopIteration:
+                return
+            raise AssertionError("it waited for something")
+
+        asyncio.run(main())
+        """,
+    )

@@ -1,0 +1,222 @@
+"""What a connect takes, in which order; and that its lease is given back once, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.leases.virtual import in_virtual_time
+from tests.reservoir.stand_in import Conn, Journal, Server, Tokens, reservoir, wait_until
+
+from holdfast.reservoir import Reservoir, ReservoirConfig, TokenError
+from holdfast.testing import Sim
+
+
+@pytest.fixture(autouse=True)
+def silence(caplog: pytest.LogCaptureFixture) -> None:
+    """Hundreds of failures on purpose are not worth a line each."""
+    caplog.set_level("CRITICAL", "holdfast")
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_lease_then_a_turn_then_a_token_then_the_connect(sim: Sim) -> None:
+    journal = Journal()
+    server, tokens = Server(journal), Tokens(journal.lines)
+    async with (
+        journal.leases() as leases,
+        reservoir(server, leases=leases, tokens=tokens) as water,
+    ):
+        await wait_until(lambda: water.statistics().size)
+        assert journal.lines == ["lease", "rate", "token", "connect"]
+        assert server.passwords == ["token-1"]
+        water.discard(water.try_checkout())
+        await wait_until(lambda: water.statistics().size)
+        assert journal.lines[4:] == ["close", "release", "lease", "rate", "token", "connect"]
+
+
+@in_virtual_time
+async def test_without_a_lease_no_turn_is_used_up(sim: Sim) -> None:
+    journal = Journal()
+    server = Server(journal)
+    config = ReservoirConfig(max_size=1, lease_limit=1)
+    async with journal.leases() as leases:
+        taken = await leases.acquire("connections:db", limit=1)
+        assert taken is not None
+        async with reservoir(server, config, leases=leases) as water:
+            await asyncio.sleep(20.0)
+            assert water.statistics().refill_failures["lease"] >= 4
+            assert set(journal.lines) == {"lease"}
+            await taken.release()
+            await wait_until(lambda: water.statistics().size)
+
+
+# -- whatever fails, the lease is given back, once -------------------------------------------------
+
+
+def fail_at_token(server: Server, tokens: Tokens, journal: Journal) -> Callable[[], None]:
+    tokens.error = TokenError("no token")
+
+    def mend() -> None:
+        tokens.error = None
+
+    return mend
+
+
+def fail_at_connect(server: Server, tokens: Tokens, journal: Journal) -> Callable[[], None]:
+    server.error = OSError("connection refused")
+
+    def mend() -> None:
+        server.error = None
+
+    return mend
+
+
+def hang_at_connect(server: Server, tokens: Tokens, journal: Journal) -> Callable[[], None]:
+    server.takes = 1e6
+
+    def mend() -> None:
+        server.takes = 0.01
+
+    return mend
+
+
+@pytest.mark.parametrize(
+    ("breaks", "reason"),
+    [(fail_at_token, "token"), (fail_at_connect, "connect"), (hang_at_connect, "connect")],
+)
+def test_a_failure_gives_the_lease_back(breaks: Any, reason: str) -> None:
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        journal = Journal()
+        server, tokens = Server(journal), Tokens(journal.lines)
+        mend = breaks(server, tokens, journal)
+        config = ReservoirConfig(max_size=3, connect_timeout=2.0)
+        async with journal.leases() as leases:
+            async with reservoir(server, config, leases=leases, tokens=tokens) as water:
+                await wait_until(lambda: water.statistics().refill_failures.get(reason, 0) >= 7)
+                await wait_until(lambda: not water.statistics().in_flight)
+                assert set(water.statistics().refill_failures) == {reason}
+                assert Counter(journal.released) == Counter(journal.acquired)
+                assert leases.statistics().held == 0
+                mend()
+                await wait_until(lambda: water.statistics().size == 3)
+                assert leases.statistics().held == 3
+            assert Counter(journal.released) == Counter(journal.acquired)
+            assert max(Counter(journal.released).values()) == 1
+        assert server.alive == 0
+
+    scenario()
+
+
+@in_virtual_time
+async def test_a_failed_configure_closes_and_gives_the_lease_back(sim: Sim) -> None:
+    journal = Journal()
+    server = Server(journal)
+    broken = [True]
+
+    async def configure(conn: Conn) -> None:
+        if broken[0]:
+            raise ValueError("no such setting")
+
+    async with journal.leases() as leases:
+        async with reservoir(server, leases=leases, configure=configure) as water:
+            await wait_until(lambda: water.statistics().refill_failures.get("configure", 0) >= 3)
+            await wait_until(lambda: not water.statistics().in_flight)
+            assert server.alive == 0, "what was opened is closed"
+            assert Counter(journal.released) == Counter(journal.acquired)
+            broken[0] = False
+            await wait_until(lambda: water.statistics().size)
+        assert Counter(journal.released) == Counter(journal.acquired)
+
+
+@in_virtual_time
+async def test_no_turn_in_time_gives_the_lease_back(sim: Sim) -> None:
+    journal = Journal()
+    server = Server(journal)
+    # One at once, and the next one after 100 s.
+    config = ReservoirConfig(max_size=2, rate=0.01, burst=2)
+    async with journal.leases() as leases, reservoir(server, config, leases=leases) as water:
+        await wait_until(lambda: water.statistics().refill_failures.get("rate_limit", 0) >= 2, 200)
+        assert len(server.times) == 1
+        await wait_until(lambda: not water.statistics().in_flight)
+        assert len(journal.released) == len(journal.acquired) - 1
+        await wait_until(lambda: water.statistics().size == 2, 300.0)
+
+
+STAGES = {"lease": 0.5, "rate": 1.5, "token": 2.5, "connect": 3.5, "configure": 4.5}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stop_in_the_middle_gives_the_lease_back(stage: str) -> None:
+    """Each step takes a second, and the end comes in the middle of it."""
+
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        journal = Journal()
+        server, tokens = Server(journal), Tokens(journal.lines)
+        journal.takes = server.takes = tokens.takes = 1.0
+
+        async def configure(conn: Conn) -> None:
+            await asyncio.sleep(1.0)
+
+        # Tokens of the rate limit are good for a second at most: here for two.
+        config = ReservoirConfig(max_size=4, rate=1.0, burst=20)
+        more = {"tokens": tokens, "configure": configure}
+        async with journal.leases() as leases:
+            async with reservoir(server, config, leases=leases, **more):
+                await asyncio.sleep(STAGES[stage])
+            journal.takes = 0.0
+            await asyncio.sleep(60.0)
+            # One that was asked for and not answered may be given back again, to be sure.
+            returned = Counter(one for one in journal.released if one in journal.acquired)
+            assert returned == Counter(journal.acquired)
+            assert len(journal.acquired) == (0 if stage == "lease" else 4)
+            assert leases.statistics().held == 0
+        assert list(await journal.held()) == []
+        assert server.alive == 0
+
+    scenario()
+
+
+async def test_a_thread_that_connects_when_nobody_wants_it_any_more() -> None:
+    """A thread cannot be stopped: what it opens is closed, and then the lease is given back."""
+    may_end, entered = threading.Event(), threading.Event()
+    journal = Journal()
+
+    class Blocking:
+        closed = False
+
+        def close(self) -> None:
+            journal.lines.append("close")
+            self.closed = True
+
+    conn = Blocking()
+
+    def connect() -> Blocking:
+        entered.set()
+        assert may_end.wait(30.0)
+        return conn
+
+    async with journal.leases() as leases:
+        config = ReservoirConfig(max_size=1, start_stagger=0.0)
+        water: Reservoir[Any] = Reservoir(
+            "", config=config, connect=connect, asynchronous=False, leases=leases, endpoint="db"
+        )
+        await water.start()
+        await asyncio.to_thread(entered.wait, 30.0)
+        stopping = asyncio.create_task(water.stop(timeout=30.0))
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        assert journal.released == [], "there may be a connection, so it counts"
+        may_end.set()
+        await stopping
+        assert conn.closed
+        assert journal.lines[-2:] == ["close", "release"]
+        assert Counter(journal.released) == Counter(journal.acquired)

@@ -1,0 +1,86 @@
+"""When connections are replaced ahead of their end."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.reservoir._schedule import first_replacement
+
+# Whole numbers as floats: then sums and differences are exact.
+seconds = st.integers(0, 10_000).map(float)
+ends = st.lists(seconds, min_size=1, max_size=40)
+
+
+def replacements(ends: list[float], every: float) -> list[tuple[float, float]]:
+    """When each is replaced, with its end, if the earliest goes whenever a replacement is due."""
+    left = sorted(ends)
+    done = []
+    while left:
+        done.append((first_replacement(left, every), left.pop(0)))
+    return done
+
+
+def test_none_is_due_where_there_are_none() -> None:
+    assert first_replacement([], 10.0) == math.inf
+
+
+def test_a_single_one_can_wait_until_its_end() -> None:
+    assert first_replacement([100.0], 10.0) == 100.0
+
+
+def test_of_two_that_end_together_one_must_go_earlier() -> None:
+    assert first_replacement([100.0, 100.0], 10.0) == 90.0
+
+
+def test_those_that_end_far_apart_can_all_wait() -> None:
+    assert replacements([100.0, 150.0, 200.0], 10.0) == [(100.0,) * 2, (150.0,) * 2, (200.0,) * 2]
+
+
+def test_the_order_in_which_they_are_told_does_not_matter() -> None:
+    assert first_replacement([130.0, 100.0, 101.0], 10.0) == 91.0
+
+
+@given(ends, seconds)
+def test_each_is_replaced_before_its_end(ends: list[float], every: float) -> None:
+    assert all(when <= end for when, end in replacements(ends, every))
+
+
+@given(ends, seconds)
+def test_they_are_apart(ends: list[float], every: float) -> None:
+    times = [when for when, _ in replacements(ends, every)]
+    assert all(later - one >= every for one, later in pairwise(times))
+
+
+@given(ends, seconds)
+def test_no_schedule_could_begin_later(ends: list[float], every: float) -> None:
+    """The earliest goes at the time told; had it gone any later, another one would be too late."""
+    due = first_replacement(ends, every)
+    slack = [end - (due + place * every) for place, end in enumerate(sorted(ends))]
+    assert min(slack) == 0.0
+
+
+@given(ends, seconds, seconds)
+def test_where_there_is_time_enough_none_is_due_yet(
+    slack: list[float], every: float, now: float
+) -> None:
+    ends = [now + place * every + more for place, more in enumerate(slack)]
+    assert first_replacement(ends, every) >= now
+
+
+@given(st.integers(1, 200), st.integers(1, 1000).map(float))
+def test_those_that_were_born_together_are_spread_over_their_life(
+    number: int, every: float
+) -> None:
+    life = number * every
+    times = [when for when, _ in replacements([life] * number, every)]
+    assert times == [every * (place + 1) for place in range(number)]
+
+
+@given(ends, seconds, seconds)
+def test_a_step_of_the_clock_moves_all_alike(ends: list[float], every: float, by: float) -> None:
+    moved = first_replacement([end + by for end in ends], every)
+    assert moved == first_replacement(ends, every) + by

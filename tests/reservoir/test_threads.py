@@ -1,0 +1,139 @@
+"""Calls that block, in threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from holdfast.reservoir._threads import in_thread
+
+
+async def test_a_result_comes_from_another_thread() -> None:
+    name, daemon = await in_thread(
+        lambda: (threading.current_thread().name, threading.current_thread().daemon), name="helper"
+    )
+    assert (name, daemon) == ("helper", True)
+
+
+async def test_an_error_is_raised_where_it_is_awaited() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("no")
+
+    with pytest.raises(ZeroDivisionError, match="no"):
+        await in_thread(fail, name="helper")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+async def test_even_an_error_that_ends_programs_is_an_outcome(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    outcome = in_thread(fail, name="helper")
+    await asyncio.wait([outcome])
+    assert outcome.exception() is error
+
+
+async def test_a_stop_iteration_is_told_as_an_error() -> None:
+    """It cannot be raised where somebody awaits; without this, they would wait for ever."""
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        async with asyncio.timeout(10.0):
+            await in_thread(iter([]).__next__, name="helper")
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+async def test_the_loop_goes_on_meanwhile() -> None:
+    may_end = threading.Event()
+    outcome = in_thread(lambda: may_end.wait(30.0), name="helper")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not outcome.done()
+    may_end.set()
+    assert await outcome is True
+
+
+async def test_a_result_that_nobody_wants_any_more_is_cleared_away() -> None:
+    may_end = threading.Event()
+    loop = asyncio.get_running_loop()
+    unwanted: asyncio.Future[tuple[str, int]] = loop.create_future()
+
+    def call() -> str:
+        assert may_end.wait(30.0)
+        return "a connection"
+
+    def clear(result: str) -> None:
+        unwanted.set_result((result, threading.get_ident()))
+
+    outcome = in_thread(call, name="helper", unwanted=clear)
+    outcome.cancel()
+    may_end.set()
+    async with asyncio.timeout(30.0):
+        assert await unwanted == ("a connection", threading.get_ident())
+
+
+async def test_a_result_that_is_wanted_is_not_cleared_away() -> None:
+    unwanted: list[int] = []
+    assert await in_thread(lambda: 5, name="helper", unwanted=unwanted.append) == 5
+    await asyncio.sleep(0)
+    assert unwanted == []
+
+
+async def test_an_error_that_nobody_wants_any_more_is_nothing_to_clear_away() -> None:
+    may_end, ended = threading.Event(), threading.Event()
+    unwanted: list[Any] = []
+
+    def call() -> None:
+        assert may_end.wait(30.0)
+        ended.set()
+        raise ZeroDivisionError
+
+    outcome = in_thread(call, name="helper", unwanted=unwanted.append)
+    outcome.cancel()
+    may_end.set()
+    await asyncio.to_thread(ended.wait, 30.0)
+    await asyncio.sleep(0.01)
+    assert unwanted == []
+
+
+def test_a_result_that_comes_after_the_end_of_the_loop_is_cleared_away() -> None:
+    may_end, cleared = threading.Event(), threading.Event()
+    unwanted: list[str] = []
+
+    def call() -> str:
+        assert may_end.wait(30.0)
+        return "a connection"
+
+    def clear(result: str) -> None:
+        unwanted.append(result)
+        cleared.set()
+
+    async def begin() -> None:
+        in_thread(call, name="helper", unwanted=clear)
+
+    asyncio.run(begin())
+    may_end.set()
+    assert cleared.wait(30.0)
+    assert unwanted == ["a connection"]
+
+
+PROGRAM = """
+import asyncio, threading
+from holdfast.reservoir._threads import in_thread
+
+async def main():
+    in_thread(threading.Event().wait, name="stuck")
+    print("ready", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_thread_that_is_stuck_does_not_keep_the_program_alive() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ready\n", "")

@@ -1,0 +1,160 @@
+"""Everything that goes wrong on a bad day: in the pool, at its server, and at its lease store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests.leases.bad_line import Weather
+from tests.sim.reservoir_database import Database, Mood, Wire
+from tests.sim.reservoir_ledger import Ledger
+
+from holdfast.reservoir import AsyncConnectionPool
+from holdfast.testing import Sim
+
+__all__ = ["Trouble"]
+
+
+class Crash(Exception):
+    """What kills a child of the pool's supervisor."""
+
+
+class Trouble:
+    """What befalls a pool, and everything that it depends on."""
+
+    def __init__(
+        self,
+        sim: Sim,
+        pool: AsyncConnectionPool[Wire],
+        database: Database,
+        ledger: Ledger,
+        weather: Weather,
+    ) -> None:
+        self._sim = sim
+        self._pool = pool
+        self._database = database
+        self._ledger = ledger
+        self._weather = weather
+        #: How often each part of the pool will crash when it is next at work.
+        self._doomed: Counter[str] = Counter()
+        self._plant_crashes()
+
+    def plan(self, number: int, *, until: float) -> None:
+        """So many troubles, each at a time of its own."""
+        kinds = (
+            self.crash,
+            self.upheaval,
+            self.kill_connections,
+            *2 * (self.server_trouble,),
+            *2 * (self.store_trouble,),
+            self.revoke,
+            self.step_clock,
+            self.resize,
+            self.drain,
+            self.check,
+        )
+        for _ in range(number):
+            self._sim.at(self._sim.random(0.2, until), self._sim.rng.choice(kinds))
+
+    def over(self) -> None:
+        """Nobody crashes any more; the rest has ended by itself."""
+        self._doomed.clear()
+
+    # -- in the pool ---------------------------------------------------------------------------
+
+    def _plant_crashes(self) -> None:
+        core: Any = self._pool._core
+        for name in ("plan", "scan"):
+            setattr(core, name, self._fragile(name, getattr(core, name)))
+
+    def _fragile(self, name: str, decide: Callable[..., Any]) -> Callable[..., Any]:
+        def fragile(*args: Any, **options: Any) -> Any:
+            if self._doomed[name]:
+                self._doomed[name] -= 1
+                raise Crash(name)
+            return decide(*args, **options)
+
+        return fragile
+
+    def crash(self) -> None:
+        rng = self._sim.rng
+        self._doomed[rng.choice(("plan", "scan"))] = rng.randint(1, 4)
+        self._pool.reservoir.works.nudge()
+        if rng.random() < 0.5:
+            self.kill_connections()
+
+    async def upheaval(self) -> None:
+        """All connections must go, again and again, and the refiller crashes each time."""
+        for _ in range(4):
+            await self.drain()
+            await asyncio.sleep(self._sim.random(0.05, 0.3))
+            self._doomed["plan"] = 1
+            self._pool.reservoir.works.nudge()
+            await asyncio.sleep(self._sim.random(0.05, 0.3))
+
+    async def resize(self) -> None:
+        """From now on there are more or fewer; often while new ones are on their way."""
+        rng = self._sim.rng
+        if rng.random() < 0.5:
+            await self.drain()
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+        if not self._pool.closed:
+            most = rng.randint(1, 8)
+            await self._pool.resize(rng.randint(0, most), most)
+
+    async def drain(self) -> None:
+        if not self._pool.closed:
+            await self._pool.drain()
+
+    async def check(self) -> None:
+        if not self._pool.closed:
+            await self._pool.check()
+
+    # -- at the server -------------------------------------------------------------------------
+
+    def kill_connections(self) -> None:
+        self._database.kill(self._sim.rng.choice((0.3, 1.0)))
+
+    async def server_trouble(self) -> None:
+        rng = self._sim.rng
+        self._database.mood = mood = Mood()
+        if rng.random() < 0.3:
+            # As behind a net that swallows everything.
+            mood.hangs = mood.ping_hangs = mood.close_hangs = 1.0
+        else:
+            name = rng.choice([name for name in vars(mood) if name != "takes"])
+            setattr(mood, name, rng.choice((0.5, 1.0)))
+        if rng.random() < 0.5:
+            mood.takes = (0.1, 1.2)
+        if rng.random() < 0.5:
+            self.kill_connections()
+        await asyncio.sleep(rng.uniform(0.2, 4.0))
+        self._database.mood = Mood()
+
+    # -- at the lease store, and in the clocks -----------------------------------------------------
+
+    async def store_trouble(self) -> None:
+        rng, weather = self._sim.rng, self._weather
+        kind = rng.choice(("slow", "deaf", "lossy", "refused"))
+        if kind == "slow":
+            weather.there = weather.back = (0.05, rng.choice((0.4, 1.5)))
+        elif kind == "deaf":
+            weather.lost_answers = rng.choice((0.5, 1.0))
+        elif kind == "lossy":
+            weather.lost_requests = rng.choice((0.5, 1.0))
+        else:
+            weather.refused = True
+        await asyncio.sleep(rng.uniform(0.2, 5.0))
+        self._clear_up()
+
+    def revoke(self) -> None:
+        self._ledger.revoke(self._sim.rng.randint(1, 4))
+
+    def step_clock(self) -> None:
+        self._sim.wall_step(self._sim.rng.choice((-3600.0, -5.0, 5.0, 3600.0)))
+
+    def _clear_up(self) -> None:
+        for name, value in vars(Weather()).items():
+            setattr(self._weather, name, value)
