@@ -1,0 +1,191 @@
+"""What the manager asks of the server besides streaming: each question with its exact words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from ._lsn import Lsn
+
+__all__ = [
+    "Blocker",
+    "Retained",
+    "add_tables",
+    "blockers",
+    "break_lock",
+    "drop_publication",
+    "drop_slot",
+    "lock_holder",
+    "log_standby_snapshot",
+    "retained",
+    "terminate",
+]
+
+#: How long one of these may take.
+TIMEOUT = 5.0
+#: A holder of the lock that gave no sign of life for so long is abandoned, if its slot is not read.
+QUIET = 10.0
+
+# Only an idle holder of the lock of a slot that nobody reads is abandoned. A healthy new owner
+# holds the lock, too, before it streams: but it gives a sign of life every few seconds.
+_BREAK = """
+WITH inactive_slots AS (
+  SELECT slot_name FROM pg_replication_slots
+  WHERE active = false AND database = current_database() AND slot_name = %(slot)s
+),
+stuck_backends AS (
+  SELECT l.pid
+  FROM pg_locks l
+  JOIN inactive_slots s
+    ON hashtext(s.slot_name)::bigint = (l.classid::bigint << 32) | l.objid::bigint
+  JOIN pg_stat_activity a ON a.pid = l.pid
+  WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
+    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND l.pid <> %(own)s
+    AND a.state = 'idle' AND a.state_change < now() - %(quiet)s * interval '1 second'
+)
+SELECT pid, pg_terminate_backend(pid) FROM stuck_backends
+"""
+_HOLDER = """
+SELECT a.pid, a.application_name, extract(epoch FROM now() - a.backend_start)::float,
+       coalesce((SELECT active FROM pg_replication_slots WHERE slot_name = %(slot)s), false)
+FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
+  AND hashtext(%(slot)s)::bigint = (l.classid::bigint << 32) | l.objid::bigint
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+_BLOCKERS = """
+SELECT pid, extract(epoch FROM now() - xact_start)::float, left(query, 200)
+FROM pg_stat_activity
+WHERE backend_xid IS NOT NULL AND pid <> ALL (%(own)s) AND backend_type = 'client backend'
+ORDER BY xact_start
+"""
+_RETAINED = """
+SELECT pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::bigint,
+       greatest(pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn), 0)::bigint,
+       pg_current_wal_lsn(), active_pid, wal_status
+FROM pg_replication_slots WHERE slot_name = %(slot)s
+"""
+
+
+class Holder(NamedTuple):
+    """Who has the lock."""
+
+    pid: int
+    application: str
+    #: For how many seconds its connection has lived.
+    age: float
+    #: Whether its slot is being read.
+    streaming: bool
+
+
+class Blocker(NamedTuple):
+    """A transaction that a new slot must wait for."""
+
+    pid: int
+    age: float
+    query: str
+
+
+class Retained(NamedTuple):
+    """What the server keeps for the slot."""
+
+    #: Bytes of log that it keeps, and how far the slot is behind.
+    bytes: int
+    lag: int
+    current: Lsn
+    active_pid: int | None
+    wal_status: str | None
+
+
+async def _rows(conn: psycopg.AsyncConnection[Any], query: str, **values: Any) -> list[Any]:
+    async with asyncio.timeout(TIMEOUT):
+        return await (await conn.execute(query.encode(), values)).fetchall()
+
+
+async def break_lock(conn: psycopg.AsyncConnection[Any], slot: str, own_pid: int) -> list[int]:
+    """End connections that hold the lock of a slot that nobody reads; returns their pids."""
+    return [row[0] for row in await _rows(conn, _BREAK, slot=slot, own=own_pid, quiet=QUIET)]
+
+
+async def lock_holder(conn: psycopg.AsyncConnection[Any], slot: str) -> Holder | None:
+    """Who has the lock of the slot."""
+    rows = await _rows(conn, _HOLDER, slot=slot)
+    return Holder(*rows[0]) if rows else None
+
+
+async def blockers(conn: psycopg.AsyncConnection[Any], own: Sequence[int]) -> list[Blocker]:
+    """The transactions that a new slot waits for, the oldest first."""
+    return [Blocker(*row) for row in await _rows(conn, _BLOCKERS, own=list(own))]
+
+
+async def log_standby_snapshot(conn: psycopg.AsyncConnection[Any]) -> None:
+    """Have the server write what a waiting slot looks for, without waiting for its own time."""
+    await _rows(conn, "SELECT pg_log_standby_snapshot()")
+
+
+async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | None:
+    """What the server keeps for the slot."""
+    rows = await _rows(conn, _RETAINED, slot=slot)
+    if not rows:
+        return None
+    kept, lag, current, active_pid, wal_status = rows[0]
+    return Retained(kept or 0, lag or 0, Lsn.parse(current), active_pid, wal_status)
+
+
+async def terminate(conn: psycopg.AsyncConnection[Any], pid: int) -> None:
+    """End a connection at the server."""
+    await _rows(conn, "SELECT pg_terminate_backend(%(pid)s)", pid=pid)
+
+
+async def drop_slot(conn: psycopg.AsyncConnection[Any], slot: str) -> None:
+    """Drop the slot, if it exists."""
+    query = (
+        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
+        "WHERE slot_name = %(slot)s"
+    )
+    await _rows(conn, query, slot=slot)
+
+
+async def drop_publication(conn: psycopg.AsyncConnection[Any], publication: str) -> None:
+    """Drop the publication, if it exists."""
+    query = sql.SQL("DROP PUBLICATION IF EXISTS {}").format(sql.Identifier(publication))
+    await conn.execute(query)
+
+
+async def add_tables(
+    conn: psycopg.AsyncConnection[Any], publication: str, tables: Sequence[str]
+) -> list[str]:
+    """Add tables to the publication; returns those that were not in it.
+
+    Each is locked first: what a transaction that is under way writes to it would otherwise be
+    published by nobody, for ever.
+    """
+    added = []
+    for table in sorted(set(tables)):
+        async with conn.transaction():
+            if await _is_published(conn, publication, table):
+                continue
+            name = sql.Identifier(*table.split(".", 1))
+            await conn.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(name))
+            await conn.execute(
+                sql.SQL("ALTER PUBLICATION {} ADD TABLE {}").format(
+                    sql.Identifier(publication), name
+                )
+            )
+            added.append(table)
+    return added
+
+
+async def _is_published(conn: psycopg.AsyncConnection[Any], publication: str, table: str) -> bool:
+    query = (
+        "SELECT 1 FROM pg_publication p WHERE p.pubname = %(publication)s AND (p.puballtables OR "
+        "EXISTS (SELECT 1 FROM pg_publication_rel r WHERE r.prpubid = p.oid "
+        "AND r.prrelid = to_regclass(%(table)s)))"
+    )
+    exact = sql.Identifier(*table.split(".", 1)).as_string(conn)
+    return bool(await _rows(conn, query, publication=publication, table=exact))

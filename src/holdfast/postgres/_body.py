@@ -1,0 +1,148 @@
+"""The messages of one transaction: in memory while they are few, in a file when they are many."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from ._rows import Relation
+
+__all__ = ["SPILL_AFTER", "Body", "Shelf"]
+
+#: With more bytes than this, a transaction goes to a file.
+SPILL_AFTER = 16 * 2**20
+#: So much is read from the file, or gathered for it, at a time.
+_CHUNK = 2**20
+_head = struct.Struct("!i")
+
+
+class Shelf:
+    """Where the bodies of transactions are kept, and from which size on in a file."""
+
+    __slots__ = ("directory", "spill_after")
+
+    def __init__(self, directory: Path | None = None, spill_after: int = SPILL_AFTER) -> None:
+        #: The directory of the files; the system's own for such things, if not given.
+        self.directory = directory
+        self.spill_after = spill_after
+
+
+_DEFAULT = Shelf()
+
+
+class Body:
+    """Messages in the order in which they came, with the tables that they speak of.
+
+    It may be read several times, also by several readers at once. A file goes with its last user.
+    """
+
+    __slots__ = ("_kept", "_shelf", "_spilled", "count", "described", "size")
+
+    def __init__(self, shelf: Shelf = _DEFAULT) -> None:
+        self._shelf = shelf
+        self._kept: list[bytes | Relation] = []
+        self._spilled: _Spilled | None = None
+        #: The tables that were described in it.
+        self.described: tuple[Relation, ...] = ()
+        #: How many changes, and how many bytes they came in.
+        self.count = 0
+        self.size = 0
+
+    def append(self, data: bytes) -> None:
+        """One more change, as it came."""
+        self.count += 1
+        self.size += len(data)
+        if self._spilled is not None:
+            self._spilled.gather(data)
+            return
+        self._kept.append(data)
+        if self.size > self._shelf.spill_after:
+            self._spill()
+
+    def describe(self, relation: Relation) -> None:
+        """From here on, this is what the table is like."""
+        self.described = (*self.described, relation)
+        if self._spilled is not None:
+            self._spilled.gather(relation)
+        else:
+            self._kept.append(relation)
+
+    def entries(self) -> Iterator[bytes | Relation]:
+        """Everything, from the beginning."""
+        return iter(self._kept) if self._spilled is None else self._spilled.read()
+
+    @property
+    def spilled(self) -> bool:
+        """Whether it is in a file."""
+        return self._spilled is not None
+
+    def _spill(self) -> None:
+        self._spilled = _Spilled(self._shelf.directory)
+        for entry in self._kept:
+            self._spilled.gather(entry)
+        self._kept = []
+
+
+class _Spilled:
+    """Messages in a file without a name: it is gone with its last user, however that one ends."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._file: int | None = None
+        self._relations: list[Relation] = []
+        self._gathered = bytearray()
+        # Readers in several threads may find something that is not written yet.
+        self._writing = threading.Lock()
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        self._file, path = tempfile.mkstemp(prefix="transaction-", dir=directory)
+        os.unlink(path)
+
+    def gather(self, entry: bytes | Relation) -> None:
+        """One more; written when there is enough for it."""
+        if isinstance(entry, Relation):
+            self._relations.append(entry)
+            self._gathered += _head.pack(-len(self._relations))
+        else:
+            self._gathered += _head.pack(len(entry))
+            self._gathered += entry
+        if len(self._gathered) > _CHUNK:
+            self._write()
+
+    def read(self) -> Iterator[bytes | Relation]:
+        """Everything, from the beginning."""
+        self._write()
+        assert self._file is not None
+        rest, offset, missing = b"", 0, 0
+        while chunk := os.pread(self._file, max(_CHUNK, missing), offset):
+            offset += len(chunk)
+            data, at, missing = rest + chunk, 0, 0
+            while len(data) - at >= _head.size:
+                (size,) = _head.unpack_from(data, at)
+                begin = at + _head.size
+                if size < 0:
+                    yield self._relations[-size - 1]
+                    at = begin
+                elif begin + size <= len(data):
+                    yield data[begin : begin + size]
+                    at = begin + size
+                else:
+                    # A large one is read at once: by many small steps it would be copied each time.
+                    missing = begin + size - len(data)
+                    break
+            rest = data[at:]
+
+    def _write(self) -> None:
+        assert self._file is not None
+        with self._writing, memoryview(self._gathered) as view:
+            done = 0
+            while done < len(view):
+                done += os.write(self._file, view[done:])
+            self._gathered = bytearray()
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)

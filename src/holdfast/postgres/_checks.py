@@ -1,0 +1,152 @@
+"""Whether a value can be one of its type.
+
+psycopg's loaders are quick because they trust what they are given: with a value that is shorter
+than its type says, they read memory that is not the value's. So it is looked at before.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from functools import cache, partial
+from math import prod
+
+import psycopg
+from psycopg.types.multirange import MultirangeInfo
+from psycopg.types.range import RangeInfo
+
+__all__ = ["SIZES", "Check", "check_of", "text_check_of"]
+
+Check = Callable[[bytes], None]
+
+_head = struct.Struct("!iiI").unpack_from
+_size = struct.Struct("!i").unpack_from
+
+#: How many bytes the binary values of a type have, where they all have the same.
+SIZES: dict[int, int] = {
+    **dict.fromkeys((16, 18), 1),  # bool, "char"
+    21: 2,  # int2
+    **dict.fromkeys((23, 26, 28, 29, 700, 1082), 4),  # int4, oid, xid, cid, float4, date
+    **dict.fromkeys((24, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191), 4),  # reg*
+    **dict.fromkeys((27, 829), 6),  # tid, macaddr
+    **dict.fromkeys((20, 701, 774, 790), 8),  # int8, float8, macaddr8, money
+    **dict.fromkeys((1083, 1114, 1184, 3220, 5069), 8),  # time, timestamp(tz), pg_lsn, xid8
+    1266: 12,  # timetz
+    **dict.fromkeys((600, 1186, 2950), 16),  # point, interval, uuid
+    **dict.fromkeys((628, 718), 24),  # line, circle
+    **dict.fromkeys((601, 603), 32),  # lseg, box
+}
+
+_types = list(psycopg.adapters.types)
+#: Braces, commas, and elements with or without quotes; what opens does so where an element begins.
+_ARRAY_FORM = rb'\{(?:(?<=[{,])\{|[},]|[^"\\{},]|(?<=[{,])"(?:[^"\\]|\\.)*+"(?=[},]))*+'
+#: The arrays whose elements are not parted by a comma.
+_BOXES = 1020
+# int2vector and oidvector are arrays, too.
+_ARRAYS = {22: 21, 30: 26} | {each.array_oid: each.oid for each in _types if each.array_oid}
+_RANGES = {each.oid: each.subtype_oid for each in _types if isinstance(each, RangeInfo)}
+_MULTIRANGES = {each.oid: each.range_oid for each in _types if isinstance(each, MultirangeInfo)}
+
+
+@cache
+def check_of(oid: int) -> Check | None:
+    """What raises a ValueError for a binary value that cannot be one of this type."""
+    if oid in SIZES:
+        return partial(_check_size, SIZES[oid])
+    if oid == 1700:
+        return _check_numeric
+    if oid in _ARRAYS:
+        return partial(_check_array, _ARRAYS[oid], check_of(_ARRAYS[oid]))
+    if oid in _RANGES:
+        return partial(_check_range, check_of(_RANGES[oid]))
+    if oid in _MULTIRANGES:
+        return partial(_check_multirange, check_of(_MULTIRANGES[oid]))
+    return None
+
+
+@cache
+def text_check_of(oid: int) -> Check | None:
+    """The same for values that are sent as text."""
+    if oid not in _ARRAYS:
+        return None
+    form = _ARRAY_FORM.replace(b",", b";") if oid == _BOXES else _ARRAY_FORM
+    return partial(_check_text_array, re.compile(form, re.DOTALL))
+
+
+def _check_text_array(form: re.Pattern[bytes], data: bytes) -> None:
+    """What reads arrays writes over the end of its memory at a backslash outside of quotes."""
+    begin = data.find(b"=") + 1 if data[:1] == b"[" else 0
+    if b"\\" in data and form.fullmatch(data, begin) is None:
+        raise ValueError("it is an array that is not quoted as it should be")
+
+
+def _check_size(expected: int, data: bytes) -> None:
+    if len(data) != expected:
+        raise ValueError(f"it has {len(data)} bytes instead of {expected}")
+
+
+def _check_numeric(data: bytes) -> None:
+    digits = int.from_bytes(data[:2])
+    if len(data) != 8 + 2 * digits:
+        raise ValueError(f"it has {len(data)} bytes, and {digits} digits")
+
+
+def _check_array(element: int, check: Check | None, data: bytes) -> None:
+    try:
+        dimensions, _, oid = _head(data)
+        if not 0 <= dimensions <= 6 or oid != element:
+            raise ValueError(f"it is an array of {dimensions} dimensions of oid {oid}")
+        at = 12 + 8 * dimensions
+        sizes = [_size(data, 12 + 8 * each)[0] for each in range(dimensions)]
+        if min(sizes, default=0) < 0 or prod(sizes) > len(data) // 4:
+            raise ValueError(f"it is an array of the sizes {sizes}")
+        for _ in range(prod(sizes) if sizes else 0):
+            at = _check_part(check, data, at)
+    except struct.error:
+        raise ValueError("it is an array that ends too early") from None
+    _check_end(data, at)
+
+
+def _check_range(check: Check | None, data: bytes) -> None:
+    if not data:
+        raise ValueError("it is a range without a beginning")
+    flags, at = data[0], 1
+    empty, lower_infinite, upper_infinite = flags & 1, flags & 8, flags & 16
+    try:
+        for infinite in (lower_infinite, upper_infinite):
+            if not empty and not infinite:
+                at = _check_part(check, data, at, nullable=False)
+    except struct.error:
+        raise ValueError("it is a range that ends too early") from None
+    _check_end(data, at)
+
+
+def _check_multirange(check: Check | None, data: bytes) -> None:
+    try:
+        (count,), at = _size(data), 4
+        if not 0 <= count <= len(data) // 4:
+            raise ValueError(f"it is a multirange of {count} ranges")
+        for _ in range(count):
+            at = _check_part(check, data, at, nullable=False)
+    except struct.error:
+        raise ValueError("it is a multirange that ends too early") from None
+    _check_end(data, at)
+
+
+def _check_part(check: Check | None, data: bytes, at: int, *, nullable: bool = True) -> int:
+    """A size and so many bytes; returns where they end."""
+    size: int = _size(data, at)[0]
+    at += 4
+    if size == -1 and nullable:
+        return at
+    if not 0 <= size <= len(data) - at:
+        raise ValueError(f"a part of it has {size} bytes")
+    if check is not None:
+        check(data[at : at + size])
+    return at + size
+
+
+def _check_end(data: bytes, at: int) -> None:
+    if at != len(data):
+        raise ValueError(f"it has {len(data) - at} bytes too many")

@@ -1,0 +1,196 @@
+"""What a consumer sees: transactions in the order of their commits, and resets, never silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from ._changes import Change, Emitted, Truncate
+from ._lsn import Lsn
+from ._position import History, Position
+from ._transaction import Committed
+
+if TYPE_CHECKING:
+    from ._hub import Hub
+
+__all__ = ["Changes", "Reset", "Transaction"]
+
+
+class Reset(NamedTuple):
+    """History is not what it was: what was consumed so far may be of another past.
+
+    The database was restored from a backup, or is another one, or has lost the slot. Take a new
+    copy of the tables; the transactions that follow belong to the new history. Asking for the next
+    one says that this one was understood.
+    """
+
+    reason: str
+
+
+class Transaction:
+    """A committed transaction; `ack()` says that its effect is safe."""
+
+    __slots__ = ("_changes", "_committed", "_tables", "acknowledged")
+
+    def __init__(
+        self, committed: Committed, changes: Changes, tables: frozenset[int] | None
+    ) -> None:
+        self._committed = committed
+        self._changes = changes
+        self._tables = tables
+        self.acknowledged = False
+
+    @property
+    def xid(self) -> int:
+        """Its number in PostgreSQL; 0 for a message outside of any transaction."""
+        return self._committed.xid
+
+    @property
+    def commit_lsn(self) -> Lsn:
+        """Where its commit is in the log."""
+        return Lsn(self._committed.commit_lsn)
+
+    @property
+    def commit_time(self) -> datetime:
+        """When it was committed, by the server's clock."""
+        return self._committed.commit_time
+
+    @property
+    def origin(self) -> str | None:
+        """The server that it came from, if it came by replication."""
+        return self._committed.origin
+
+    @property
+    def position(self) -> Position:
+        """Where it ends: keep it with the effect, and pass it as `start=` later."""
+        return Position(self._changes.history, Lsn(self._committed.end_lsn))
+
+    def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
+        """Its changes, in the order in which they were made."""
+        if self._tables is None:
+            return iter(self._committed)
+        return self._chosen(self._tables)
+
+    def _chosen(self, tables: frozenset[int]) -> Iterator[Change | Truncate | Emitted]:
+        for change in self._committed:
+            if isinstance(change, Emitted) or change.relation.oid in tables:
+                yield change
+
+    def __len__(self) -> int:
+        """How many changes came with it, of all tables."""
+        return len(self._committed)
+
+    async def ack(self) -> None:
+        """Its effect is safe: PostgreSQL may forget it. In any order, and harmless twice."""
+        if not self.acknowledged:
+            self.acknowledged = True
+            self._changes._acknowledged(self._committed.end_lsn)
+
+    def __repr__(self) -> str:
+        return f"<Transaction {self.xid} at {self.commit_lsn}: {len(self)} changes>"
+
+
+class Changes:
+    """The transactions of one consumer: `async for txn in changes`.
+
+    It ends when it is closed, or when its manager is. To leave the loop is to pause: what was not
+    acknowledged comes again when the consumer comes back under its name.
+    """
+
+    def __init__(self, hub: Hub, name: str, tables: tuple[str, ...]) -> None:
+        self._hub = hub
+        self.name = name
+        #: The tables that it wants; none for all that are published.
+        self.tables = tables
+        self._queue: deque[Transaction | Reset] = deque()
+        self._bytes = 0
+        self._waiting: asyncio.Future[None] | None = None
+        self._last: Transaction | Reset | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+
+    @property
+    def history(self) -> History:
+        """The history that its transactions belong to."""
+        assert self._hub.history is not None  # there is none before a stream has begun
+        return self._hub.history
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Transaction | Reset:
+        """The next transaction, or a `Reset`."""
+        if isinstance(self._last, Reset):
+            await self._hub.understood(self)
+        self._last = None
+        while not self._queue:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StopAsyncIteration
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        self._last = item = self._queue.popleft()
+        if isinstance(item, Transaction):
+            self._bytes -= item._committed.body.size
+            self._hub.made_room()
+        return item
+
+    async def aclose(self) -> None:
+        """Pause: nothing more comes."""
+        self._end(None)
+        self._hub.detach(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # -- for the hub ---------------------------------------------------------------------------
+
+    def _put(self, item: Transaction | Reset) -> None:
+        self._queue.append(item)
+        if isinstance(item, Transaction):
+            self._bytes += item._committed.body.size
+        self._wake()
+
+    def _forget(self) -> None:
+        """What was queued belongs to a stream that is over."""
+        self._queue.clear()
+        self._bytes = 0
+        self._hub.made_room()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._closed = True
+        self._error = error
+        self._forget()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _acknowledged(self, end: int) -> None:
+        self._hub.acknowledge(self, end)
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._hub.detach(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._queue)} queued"
+        return f"<Changes of {self.name!r}: {state}>"

@@ -1,0 +1,32 @@
+"""Places in the write-ahead log, written as PostgreSQL writes them."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+__all__ = ["LAST", "Lsn"]
+
+_FORM = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
+#: The greatest one there can be.
+LAST = 2**64 - 1
+
+
+class Lsn(int):
+    """A place in the write-ahead log: a number that reads like `16/B374D848`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The place that PostgreSQL calls by this text."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not a place in the log: they look like 16/B374D848")
+        return cls(int(found[1], 16) << 32 | int(found[2], 16))
+
+    def __str__(self) -> str:
+        return f"{self >> 32:X}/{self & 0xFFFFFFFF:X}"
+
+    def __repr__(self) -> str:
+        return f"Lsn({str(self)!r})"

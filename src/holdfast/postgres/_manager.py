@@ -1,0 +1,438 @@
+"""The connection manager: carries out what its core decides.
+
+It owns the replication client and both pools for one life of the connection subsystem. When that
+life ends, for whatever reason, it takes them down in the order that loses nothing, and its
+supervisor begins the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psycopg
+
+from holdfast.kernel import Clock, Context, Deadline, Recorder, StatusMonitor, describe
+
+from . import _admin
+from ._body import Shelf
+from ._consumer import Changes
+from ._errors import PostgresError
+from ._faults import Diagnosis, diagnose
+from ._health import CONDITIONS, Status
+from ._hub import Hub
+from ._integrity import Integrity
+from ._link import KEEPALIVES
+from ._manager_core import Act, Action, Actions, ManagerCore, Role, Timer
+from ._pools import ManagedPool, pool_sizes
+from ._replication import ReplicationClient
+from ._resolver import Resolver
+from ._settings import Settings
+
+__all__ = ["Manager", "SubsystemFailed"]
+
+log = logging.getLogger("holdfast.postgres")
+
+#: How often to look what the server keeps for us.
+WATCH_EVERY = 10.0
+#: How long the replication client may take to end before its connection is cut.
+CLIENT_SHUTDOWN = 1.0
+
+
+class SubsystemFailed(PostgresError):
+    """The connection subsystem must begin again."""
+
+
+class Manager:
+    """One life of the connection subsystem."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        core: ManagerCore,
+        hub: Hub,
+        integrity: Integrity,
+        monitor: StatusMonitor[Status],
+        *,
+        clock: Clock,
+        recorder: Recorder,
+        tell: Callable[[str, str], None],
+        resolver: Resolver,
+        used: Callable[[], None],
+    ) -> None:
+        self._resolver = resolver
+        self._used = used
+        self._settings = settings
+        self._core = core
+        self._hub = hub
+        self._integrity = integrity
+        self._monitor = monitor
+        self._clock = clock
+        self._recorder = recorder
+        self._tell = tell
+        self._events: asyncio.Queue[Callable[[], Actions]] = asyncio.Queue()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.client: ReplicationClient | None = None
+        self.pools: dict[Role, ManagedPool] = {}
+        #: Why it must stop for good, if it must.
+        self.fatal: str | None = None
+        self.drop_requested = False
+        #: What the server keeps for the slot, when it was last looked at.
+        self.retained: _admin.Retained | None = None
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def run(self, ctx: Context) -> None:
+        """Live; returns when it must stop for good, raises when it must begin again."""
+        ctx.started(self)
+        self._hub.on_progress = self._progress
+        self._hub.on_rewind = self._rewind
+        self._hub.on_attach = self._publish
+        try:
+            await self._carry_out(self._core.start())
+            while self.fatal is None:
+                event = await self._events.get()
+                await self._carry_out(event())
+        finally:
+            await self._shut_down()
+
+    async def _carry_out(self, actions: Actions) -> None:
+        for action in actions:
+            await self._do(action)
+
+    async def _do(self, action: Action) -> None:
+        match action.act:
+            case Act.START_CLIENT:
+                self._start_client()
+            case Act.STOP_CLIENT:
+                await self._stop_client()
+            case Act.START_POOLS:
+                self._start_pools()
+            case Act.CHECK_INTEGRITY:
+                self._start("integrity", self._check_integrity(), self._core.subsystem_failed)
+            case Act.START_STREAMING:
+                assert self.client is not None
+                self.client.start_streaming()
+                self._start("watch", self._watch(), None)
+            case Act.SET:
+                self._monitor.set(action.name, detail=action.detail or None)
+            case Act.CLEAR:
+                self._monitor.clear(action.name, action.detail)
+            case Act.TELL:
+                self._tell(action.name, action.detail)
+            case Act.SET_TIMER:
+                self._set_timer(action.name, action.delay)
+            case Act.CANCEL_TIMER:
+                self._cancel_timer(action.name)
+            case Act.BREAK_LOCK:
+                self._start("lock", self._break_lock(), None)
+            case Act.UNBLOCK_SLOT:
+                self._start("slot", self._unblock_slot(), None)
+            case Act.GIVE_UP:
+                self.fatal = action.detail
+            case Act.DROP_SLOT:
+                await self._begin_anew(action.detail)
+            case Act.RESTART:
+                await self._pause(action.delay)
+                raise SubsystemFailed(action.detail)
+
+    def _happened(self, event: Callable[[], Actions]) -> None:
+        self._events.put_nowait(event)
+
+    def _start(
+        self,
+        name: str,
+        work: Awaitable[None],
+        failed: Callable[[Diagnosis], Actions] | None,
+    ) -> None:
+        """Run a part beside this; its failure is an event, or only a line in the log.
+
+        A part that was replaced meanwhile has nothing to say any more.
+        """
+
+        def fail(diagnosis: Diagnosis) -> Actions:
+            current = self._tasks.get(name) is task
+            return failed(diagnosis) if failed is not None and current else []
+
+        async def watched() -> None:
+            try:
+                await work
+            except Exception as error:
+                if failed is None:
+                    log.warning("%s: %s", name, describe(error))
+                    return
+                diagnosis = diagnose(_first(error))
+                self._recorder.record(f"postgres.{name}", "failed", kind="failure", cause=error)
+                self._happened(lambda: fail(diagnosis))
+
+        task = asyncio.get_running_loop().create_task(watched(), name=f"pg-{name}")
+        self._tasks[name] = task
+
+    # -- timers --------------------------------------------------------------------------------
+
+    def _set_timer(self, name: str, delay: float) -> None:
+        self._cancel_timer(name)
+        loop = asyncio.get_running_loop()
+        self._timers[name] = loop.call_later(
+            delay, self._happened, lambda: self._core.timer(Timer(name))
+        )
+
+    def _cancel_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    async def _pause(self, seconds: float) -> None:
+        """Before the next life; the parts are down meanwhile."""
+        self._clear_conditions("the connection subsystem begins again")
+        await self._take_down(final=False)
+        await asyncio.sleep(seconds)
+
+    # -- the parts -----------------------------------------------------------------------------
+
+    def _start_client(self) -> None:
+        settings = self._settings
+        self.client = client = ReplicationClient(
+            lambda: self._resolver.conninfo(settings.replication_url),
+            replace(
+                settings.stream,
+                recreate_slot=settings.recreate_slot and not self._core.configured,
+            ),
+            self._hub,
+            dial_options={"application_name": settings.application_name, **KEEPALIVES},
+            dial_timeout=settings.connect_timeout,
+            shelf=Shelf(settings.state_dir / "spill"),
+            clock=self._clock,
+            report=lambda step: self._of(client, lambda: self._core.client_at(step)),
+            first_message=lambda: self._of(client, self._core.first_message),
+        )
+        self._start("replication", client.run(), self._core.client_failed)
+
+    def _of(self, client: ReplicationClient, event: Callable[[], Actions]) -> None:
+        """An event of a replication client, unless that one was replaced meanwhile."""
+        self._happened(lambda: event() if self.client is client else [])
+
+    def _start_pools(self) -> None:
+        settings = self._settings
+        sizes = pool_sizes(settings.pool_size)
+        for role, url, size in (
+            (Role.ADMIN, settings.replication_url, sizes.admin),
+            (Role.SNAPSHOT, settings.database_url, sizes.snapshot),
+        ):
+            pool = ManagedPool(
+                role,
+                partial(self._resolver.conninfo, url),
+                size,
+                kwargs={"application_name": settings.application_name, **KEEPALIVES},
+                clock=self._clock,
+                recorder=self._recorder,
+                name=f"postgres.{settings.stream_id}",
+                on_ready=lambda role: self._happened(lambda: self._core.pool_ready(role)),
+                on_repopulating=self._pool_repopulating,
+                on_failed=self._pool_failed,
+            )
+            self.pools[role] = pool
+            self._start(role.value, pool.run(), self._core.subsystem_failed)
+
+    def _pool_repopulating(self, role: Role, why: str) -> None:
+        self._happened(lambda: self._core.pool_repopulating(role, why))
+
+    def _pool_failed(self, role: Role, diagnosis: Diagnosis) -> None:
+        self._happened(lambda: self._core.pool_failed(role, diagnosis))
+
+    async def _check_integrity(self) -> None:
+        assert self.client is not None
+        await self._integrity.check(self.client.setup.findings)
+        for changes in self._hub.attached():
+            await self._publish_now(changes)
+        self._happened(self._core.integrity_checked)
+
+    def _publish(self, changes: Changes) -> None:
+        if changes.tables and self._core.machine.phase == "running":
+            work = self._publish_now(changes)
+            self._start(f"publish {changes.name}", work, self._core.subsystem_failed)
+
+    async def _publish_now(self, changes: Changes) -> None:
+        """See to it that the tables of a consumer are published; if they cannot be, it is told."""
+        publication = self._settings.publication_name
+        if not changes.tables or self._settings.manual_publication:
+            self._hub.note_published(changes.tables)  # as far as it is ours to see to it
+            return
+        async with self.pools[Role.ADMIN].pool.connection() as conn:
+            await conn.set_autocommit(True)
+            try:
+                added = await _admin.add_tables(conn, publication, changes.tables)
+            except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
+                self._hub.refuse(changes, f"its tables cannot be published: {describe(error)}")
+                return
+            finally:
+                await conn.set_autocommit(False)
+        for table in added:
+            log.info("the table %s is published from now on", table)
+        self._hub.note_published(changes.tables)
+
+    def _progress(self) -> None:
+        self._used()
+        if self.client is not None:
+            self.client.progress()
+
+    def _rewind(self) -> None:
+        """A consumer came back for what only the server has: the stream begins again."""
+        self._happened(self._core.rewind)
+
+    # -- while it waits ------------------------------------------------------------------------
+
+    async def _short_connection(self) -> psycopg.AsyncConnection[Any]:
+        async with asyncio.timeout(_admin.TIMEOUT):
+            return await psycopg.AsyncConnection.connect(
+                await self._resolver.conninfo(self._settings.replication_url),
+                autocommit=True,
+                application_name=self._settings.application_name,
+            )
+
+    async def _break_lock(self) -> None:
+        assert self.client is not None
+        slot, own = self._settings.slot_name, self.client.setup.findings.backend_pid
+        async with await self._short_connection() as conn:
+            ended = await _admin.break_lock(conn, slot, own)
+            holder = None if ended else await _admin.lock_holder(conn, slot)
+        for pid in ended:
+            log.warning("the lock of %s was abandoned by backend %s: it was ended", slot, pid)
+        if holder is not None:
+            self._monitor.clear("pg_lock_acquired", _words_of(holder, slot))
+
+    async def _unblock_slot(self) -> None:
+        assert self.client is not None
+        own = self.client.setup.findings.backend_pid
+        async with await self._short_connection() as conn:
+            found = await _admin.blockers(conn, [own])
+            for blocker in found:
+                log.warning(
+                    "the slot waits for a transaction of backend %s, open for %.0f s: %s",
+                    *blocker,
+                )
+            if found:
+                text = "; ".join(f"pid {b.pid}, {b.age:.0f} s: {b.query}" for b in found)
+                self._tell("replication_slot_creation_blocked_by_pending_transactions", text)
+            try:
+                await _admin.log_standby_snapshot(conn)
+            except (psycopg.errors.UndefinedFunction, psycopg.errors.InsufficientPrivilege) as e:
+                self._tell("replication_slot_unblock_unavailable", str(e))
+
+    async def _watch(self) -> None:
+        """Look, now and then, what the server keeps for us, and because of whom."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY)
+            try:
+                async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
+                    self.retained = await _admin.retained(conn, self._settings.slot_name)
+            except (psycopg.Error, OSError, TimeoutError) as error:
+                log.debug("the retained log could not be looked at: %s", describe(error))
+                continue
+            await self._limit_retained()
+
+    async def _limit_retained(self) -> None:
+        limit, kept = self._settings.max_retained_wal, self.retained
+        slowest = self._hub.slowest()
+        if limit is None or kept is None or kept.bytes <= limit or slowest is None:
+            return
+        text = (
+            f"the server keeps {kept.bytes} bytes of log for the consumer {slowest!r}, "
+            f"more than max_retained_wal={limit}"
+        )
+        self._tell("retained_wal_exceeded", text)
+        log.warning("%s", text)
+        if self._settings.on_retained_wal == "drop":
+            await self._hub.drop(slowest, text)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    async def _begin_anew(self, reason: str) -> None:
+        """The slot can never be read again: drop it, and let the next life find nothing."""
+        await self._stop_client()
+        try:
+            async with await self._short_connection() as conn:
+                await _admin.drop_slot(conn, self._settings.slot_name)
+        except Exception as error:
+            # The next life meets the same slot, and comes here again.
+            log.warning("the slot could not be dropped: %s", describe(error))
+        await self._integrity.forget(reason)
+        await self._pause(self._core.backoff.fail())
+        raise SubsystemFailed(reason)
+
+    async def _shut_down(self) -> None:
+        """The seven steps, within their time; what is left after it is cut."""
+        deadline = Deadline.after(self._settings.shutdown_timeout, self._clock)
+        for timer in list(self._timers):
+            self._cancel_timer(timer)
+        try:
+            async with deadline.enforce("the shutdown"):
+                await self._take_down()
+        except Exception as error:
+            log.warning("the shutdown was cut short: %s", describe(error))
+        for task in self._tasks.values():
+            task.cancel()
+        self._clear_conditions("the connection subsystem has stopped")
+
+    def _clear_conditions(self, why: str) -> None:
+        for condition in CONDITIONS:
+            if self._monitor.conditions()[condition].met:
+                self._monitor.clear(condition, why)
+
+    async def _take_down(self, *, final: bool = True) -> None:
+        """The parts, in the order that loses nothing; for a new life, without a farewell."""
+        await self._stop("snapshot")
+        if self.drop_requested and not self._settings.manual_publication:
+            await self._on_admin(_admin.drop_publication, self._settings.publication_name)
+        await self._hub.save()
+        await self._stop_client()
+        if final and self.client is not None and self.client.setup.findings.backend_pid:
+            await self._on_admin(_admin.terminate, self.client.setup.findings.backend_pid)
+        if self.drop_requested and not self._settings.temporary_slot:
+            await self._on_admin(_admin.drop_slot, self._settings.slot_name)
+        await self._stop("admin")
+        for name in list(self._tasks):
+            await self._stop(name)
+
+    async def _stop_client(self) -> None:
+        await self._stop("replication", CLIENT_SHUTDOWN)
+
+    async def _stop(self, name: str, patience: float = 5.0) -> None:
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            return
+        task.cancel()
+        await asyncio.wait({task}, timeout=patience)
+        if not task.done() and name == "replication" and self.client is not None:
+            self.client.cut()
+            await asyncio.wait({task}, timeout=patience)
+
+    async def _on_admin(self, call: Callable[..., Awaitable[None]], argument: Any) -> None:
+        pool = self.pools.get(Role.ADMIN)
+        if pool is None or pool.pool.closed:
+            return
+        try:
+            async with pool.pool.connection(timeout=1.0) as conn:
+                await call(conn, argument)
+        except Exception as error:
+            log.warning("%s: %s", call.__name__, describe(error))
+
+
+def _first(error: Exception) -> BaseException:
+    """The error that matters: a group of tasks wraps what one of them raised."""
+    found: BaseException = error
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
+
+
+def _words_of(holder: Any, slot: str) -> str:
+    doing = "its slot is streaming" if holder.streaming else "its slot is not being read"
+    return (
+        f"the lock of {slot} is held by backend {holder.pid} (application "
+        f'"{holder.application}", for {holder.age:.0f} s): another instance is active, {doing}'
+    )

@@ -1,0 +1,222 @@
+"""A consumer as a process of its own, so that it can be killed at any moment.
+
+`python consumer_program.py CONFIG` follows a stream until it is killed. CONFIG is JSON: `url`,
+`stream_id`, `state_dir`, `kind` (a keeper below), `path` (where it keeps its effect) and `tables`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import resource
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import holdfast.postgres._postgres as _postgres
+from holdfast.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Transaction
+from holdfast.postgres import Truncate as _Truncate
+
+__all__ = ["LEDGER", "checksum", "line"]
+
+#: The table with one row for each transaction of the writers: its place in the order of commits,
+#: and what its other changes must add up to.
+LEDGER = "ledger"
+#: Many faults follow each other within seconds: who waits longer between tries sees few of them.
+BACKOFF = (0.05, 0.5)
+#: It rests now and then: what has come meanwhile is not done, whoever is killed before it is.
+RESTS_EVERY = 20
+REST = 0.03
+_PR_SET_PDEATHSIG = 1
+
+
+def line(kind: str, table: str, row: dict[str, Any]) -> str:
+    """One change, as it counts for the checksum.
+
+    `kept` says that an update left the body alone: the server may not send it then.
+    """
+    if kind == "delete":
+        return f"delete {table} {row['id']}"
+    body = "=" if row["kept"] else row["body"]
+    return f"{kind} {table} {row['id']} {row['number']} {body}"
+
+
+def checksum(lines: Iterable[str]) -> str:
+    """What the changes of a transaction add up to, in their order."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+class Keeper(Protocol):
+    """What becomes of a transaction, safely, before it is acknowledged."""
+
+    @property
+    def position(self) -> str | None: ...
+
+    def keep(self, txn: Transaction) -> None: ...
+
+    def reset(self, reason: str) -> None: ...
+
+
+def seen(txn: Transaction) -> tuple[int, str, str]:
+    """A transaction's place, the checksum that it names, and the one that its changes have."""
+    named: dict[str, Any] = {}
+    lines = []
+    for change in txn:
+        row = change.new or change.old
+        assert isinstance(change, Change), change
+        assert row is not None, change
+        if change.table == LEDGER:
+            named = row
+        else:
+            lines.append(line(change.kind, change.table, row))
+    return named["place"], named["checksum"], checksum(lines)
+
+
+class Exact:
+    """Keeps a copy of the tables, the order of transactions and the position, all in one."""
+
+    def __init__(self, path: str) -> None:
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.executescript(
+            "pragma journal_mode = wal; pragma synchronous = normal;"
+            "create table if not exists applied (at integer primary key autoincrement, "
+            "  place int, named text, found text);"
+            "create table if not exists rows (tab text, id int, number int, body text, "
+            "  primary key (tab, id)) without rowid;"
+            "create table if not exists position (one int primary key, value text);"
+            "create table if not exists resets (reason text);"
+        )
+        row = self._database.execute("select value from position").fetchone()
+        self.position = None if row is None else str(row[0])
+
+    def keep(self, txn: Transaction) -> None:
+        do = self._database.execute
+        do("begin immediate")
+        for change in txn:
+            self._apply(change)
+        do("insert into applied (place, named, found) values (?, ?, ?)", seen(txn))
+        do("insert or replace into position values (1, ?)", (str(txn.position),))
+        do("commit")
+
+    def _apply(self, change: Change | _Truncate | Emitted) -> None:
+        do, new, table = self._database.execute, change.new, change.table
+        if table == LEDGER:
+            return
+        if new is None:
+            assert change.old is not None
+            done = do("delete from rows where tab = ? and id = ?", (table, change.old["id"]))
+        elif change.kind == "insert":
+            values = (table, new["id"], new["number"], new["body"])
+            done = do("insert into rows values (?, ?, ?, ?)", values)
+        else:
+            body = None if new["body"] is UNCHANGED else new["body"]
+            done = do(
+                "update rows set number = ?, body = coalesce(?, body) where tab = ? and id = ?",
+                (new["number"], body, table, new["id"]),
+            )
+        assert done.rowcount == 1, change
+
+    def reset(self, reason: str) -> None:
+        self._database.execute("insert into resets values (?)", (reason,))
+
+
+class Plain:
+    """Appends a line to a file, and has it written to the disk."""
+
+    position = None
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def keep(self, txn: Transaction) -> None:
+        self._write(" ".join(map(str, seen(txn))))
+
+    def reset(self, reason: str) -> None:
+        self._write(f"reset {reason}")
+
+    def _write(self, text: str) -> None:
+        os.write(self._file, f"{text}\n".encode())
+        os.fsync(self._file)
+
+
+class Count:
+    """Counts the changes of each transaction, and tells how much memory that took."""
+
+    position = None
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._before = _peak()
+
+    def keep(self, txn: Transaction) -> None:
+        total = sum(change.new is not None for change in txn)
+        told = {"changes": total, "grown_mb": _peak() - self._before}
+        with open(self._path, "a") as file:
+            file.write(json.dumps(told) + "\n")
+
+    def reset(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+
+class Ids:
+    """Appends the ids of the rows of each transaction."""
+
+    position = None
+
+    def __init__(self, path: str) -> None:
+        self._plain = Plain(path)
+
+    def keep(self, txn: Transaction) -> None:
+        self._plain._write(" ".join(str(change.new["id"]) for change in txn if change.new))
+
+    def reset(self, reason: str) -> None:
+        self._plain.reset(reason)
+
+
+KEEPERS: dict[str, Callable[[str], Keeper]] = {
+    "exact": Exact,
+    "plain": Plain,
+    "count": Count,
+    "ids": Ids,
+}
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+async def main(config: dict[str, Any]) -> None:
+    """Follow the stream for ever."""
+    keeper = KEEPERS[config["kind"]](config["path"])
+    async with Postgres(
+        config["url"],
+        stream_id=config["stream_id"],
+        state_dir=config["state_dir"],
+        pool_size=2,
+        connect_timeout=5.0,
+    ) as pg:
+        changes = pg.changes(config["kind"], tables=config["tables"], start=keeper.position)
+        taken = 0
+        async for item in changes:
+            taken += 1
+            if taken % RESTS_EVERY == 0:
+                await asyncio.sleep(REST)
+            if isinstance(item, Reset):
+                keeper.reset(item.reason)
+                continue
+            keeper.keep(item)
+            if config.get("acks", True):
+                await item.ack()
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _postgres.BACKOFF = BACKOFF
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    asyncio.run(main(json.loads(sys.argv[1])))

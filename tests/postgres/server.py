@@ -1,0 +1,209 @@
+"""Servers of a test's own, which it may harm, and consumers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+import pytest
+
+from holdfast.embedded import EmbeddedPostgres
+from holdfast.postgres import (
+    Changes,
+    Postgres,
+    Reset,
+    Transaction,
+    _admin,
+    _manager_core,
+    _postgres,
+)
+
+__all__ = [
+    "LIMIT",
+    "ConsumerProcess",
+    "connected",
+    "following",
+    "ids",
+    "next_reset",
+    "one",
+    "own_server",
+    "published",
+    "quicken",
+    "through",
+    "until",
+    "walsender",
+]
+
+#: How long anything may take that takes a moment on an idle machine.
+LIMIT = 30.0
+_PROGRAM = Path(__file__).with_name("consumer_program.py")
+
+Sql = psycopg.AsyncConnection[Any]
+
+
+@asynccontextmanager
+async def own_server(**options: str) -> AsyncIterator[EmbeddedPostgres]:
+    """A server with settings of its own and a table to write to; the test may harm it."""
+    async with EmbeddedPostgres(options=options) as server:
+        async with connected(server.url) as conn:
+            await conn.execute("create table orders (id int primary key, name text)")
+        yield server
+
+
+@asynccontextmanager
+async def connected(url: str, **options: Any) -> AsyncIterator[Sql]:
+    """A connection of the test's own."""
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True, **options) as conn:
+        yield conn
+
+
+def through(url: str, port: int) -> str:
+    """The same URL by another port: a proxy's."""
+    known = psycopg.conninfo.conninfo_to_dict(url)
+    return url.replace(f":{known['port']}/", f":{port}/")
+
+
+def quicken(
+    monkeypatch: pytest.MonkeyPatch, *, check_every: float | None = None, quiet: float | None = None
+) -> None:
+    """Shorten the waits between tries, and those before something is looked at."""
+    monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
+    if check_every is not None:
+        monkeypatch.setattr(_manager_core, "CHECK_EVERY", check_every)
+    if quiet is not None:
+        monkeypatch.setattr(_admin, "QUIET", quiet)
+
+
+async def until(condition: Callable[[], Awaitable[object]], limit: float = LIMIT) -> None:
+    """Wait until something is so; nothing tells when."""
+    async with asyncio.timeout(limit):
+        while not await condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.02)
+
+
+async def one(conn: Sql, query: str, *values: Any) -> Any:
+    """The first column of the first row; None if there is none."""
+    row = await (await conn.execute(query.encode(), values or None)).fetchone()
+    return None if row is None else row[0]
+
+
+async def published(url: str, stream_id: str, *tables: str) -> None:
+    """Wait until the tables are in the publication: what is written before is nobody's."""
+    query = "select count(*) from pg_publication_tables where pubname = %s and tablename = any(%s)"
+    names = list(tables or ["orders"])
+
+    async def there() -> bool:
+        async with connected(url) as conn:
+            count = await one(conn, query, f"holdfast_publication_{stream_id}", names)
+        return bool(count == len(names))
+
+    await until(there)
+
+
+async def following(changes: Changes, limit: float = LIMIT) -> Transaction:
+    """The next transaction; a reset is a failure of the test."""
+    item = await asyncio.wait_for(anext(changes), limit)
+    assert isinstance(item, Transaction), item
+    return item
+
+
+async def next_reset(changes: Changes, limit: float = LIMIT) -> Reset:
+    """The next item, which must be a reset."""
+    item = await asyncio.wait_for(anext(changes), limit)
+    assert isinstance(item, Reset), item
+    return item
+
+
+def ids(txn: Transaction) -> list[int]:
+    """The ids of the new rows of a transaction."""
+    return [change.new["id"] for change in txn if change.new is not None]
+
+
+async def walsender(conn: Sql, pg: Postgres) -> int | None:
+    """The backend that streams to it."""
+    query = "select active_pid from pg_replication_slots where slot_name = %s"
+    pid: int | None = await one(conn, query, pg.settings.slot_name)
+    return pid
+
+
+class ConsumerProcess:
+    """A consumer in a process of its own, with one place for its state however often it is killed.
+
+    :param kind: the name of a keeper of the program; it is the consumer's name, and the stream's
+        if no other is given.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        kind: str,
+        directory: Path,
+        *,
+        tables: tuple[str, ...] = ("orders",),
+        **config: Any,
+    ) -> None:
+        self.kind = kind
+        self.path = directory / f"{kind}.kept"
+        self.log = directory / f"{kind}.log"
+        self._config = {
+            "url": url,
+            "stream_id": kind,
+            "kind": kind,
+            "path": str(self.path),
+            "state_dir": str(directory / f"{kind}.state"),
+            "tables": tables,
+            **config,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, again or for the first time."""
+        command = [sys.executable, str(_PROGRAM), json.dumps(self._config)]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself: it never should."""
+        return self._process is not None and self._process.poll() is not None
+
+    def lines(self) -> list[str]:
+        """What it has written to its file."""
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def read_json(self) -> list[Any]:
+        """The same, each line as the value that it is."""
+        return [json.loads(line) for line in self.lines()]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()

@@ -1,0 +1,82 @@
+"""What the conditions amount to."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from holdfast.kernel import Condition
+from holdfast.postgres._health import (
+    CONDITIONS,
+    Connection,
+    Health,
+    Persistent,
+    Status,
+    status_of,
+)
+from holdfast.postgres._pools import pool_sizes
+
+
+def conditions(*met: str) -> dict[str, Condition]:
+    return {name: Condition(name, name in met, 0.0, None) for name in CONDITIONS}
+
+
+def of(*met: str, asleep: bool = False, loaded: bool = True) -> Status:
+    return status_of(conditions(*met), asleep=asleep, loaded=loaded)
+
+
+def test_the_conditions_are_the_seven() -> None:
+    assert CONDITIONS == (
+        "pg_lock_acquired",
+        "replication_client_ready",
+        "admin_connection_pool_ready",
+        "snapshot_connection_pool_ready",
+        "shape_log_collector_ready",
+        "supervisor_processes_ready",
+        "integrity_checks_passed",
+    )
+
+
+def test_without_the_lock_it_waits() -> None:
+    assert of().conn is Connection.WAITING_ON_LOCK
+    assert of().health is Health.WAITING
+
+
+def test_a_standby_that_has_not_read_its_state_is_starting() -> None:
+    assert of(loaded=False).shape is Persistent.STARTING
+    assert of(loaded=False).health is Health.STARTING
+
+
+def test_with_all_it_is_active() -> None:
+    assert of(*CONDITIONS) == Status(Connection.UP, Persistent.UP)
+    assert of(*CONDITIONS).health is Health.ACTIVE
+
+
+@pytest.mark.parametrize("missing", CONDITIONS)
+def test_with_any_one_missing_it_is_not(missing: str) -> None:
+    assert of(*(set(CONDITIONS) - {missing})).health is not Health.ACTIVE
+
+
+def test_asleep_it_sleeps_whatever_else_holds() -> None:
+    for number in range(len(CONDITIONS) + 1):
+        for met in itertools.combinations(CONDITIONS, number):
+            assert of(*met, asleep=True).health is Health.SLEEPING
+
+
+def test_the_answers_of_the_health_check() -> None:
+    assert {health.value: health.http for health in Health} == {
+        "active": 200,
+        "sleeping": 200,
+        "degraded": 200,
+        "waiting": 202,
+        "starting": 202,
+        "failed": 503,
+    }
+
+
+@pytest.mark.parametrize(
+    ("total", "admin", "snapshot"), [(20, 4, 16), (1, 1, 1), (2, 1, 1), (100, 4, 96), (8, 2, 6)]
+)
+def test_the_sizes_of_the_pools(total: int, admin: int, snapshot: int) -> None:
+    assert pool_sizes(total) == (admin, snapshot)

@@ -1,0 +1,208 @@
+"""The manager's decisions, step by step, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from holdfast.kernel import Backoff, Clock, Machine
+from holdfast.postgres._faults import Diagnosis, Verdict
+from holdfast.postgres._manager_core import Act, Action, ManagerCore, Role, Timer
+from holdfast.postgres._phases import CHART
+from holdfast.postgres._setup import Step
+
+LOST = Diagnosis("connection_closed", Verdict.RETRY, "the connection was closed", "")
+WRONG = Diagnosis("invalid_username_or_password", Verdict.FATAL, "wrong password", "check it")
+GONE = Diagnosis("database_slot_invalidated", Verdict.DROP_SLOT, "the slot is gone", "")
+
+CLIENT_STEPS = (
+    Step.CONNECTED,
+    Step.IDENTIFY_SYSTEM,
+    Step.QUERY_PG_INFO,
+    Step.ACQUIRE_LOCK,
+    Step.CREATE_PUBLICATION,
+    Step.CREATE_SLOT,
+    Step.SET_DISPLAY_SETTING,
+    Step.READY_TO_STREAM,
+)
+
+
+def core() -> ManagerCore:
+    clock = Clock(lambda: 0.0)
+    machine = Machine("postgres", CHART, clock=clock)
+    return ManagerCore(machine, Backoff(1.0, 10.0, clock=clock))
+
+
+def acts(actions: list[Action]) -> list[Act]:
+    return [action.act for action in actions]
+
+
+def to(step: str) -> ManagerCore:
+    """A core that has come to this step."""
+    made = core()
+    made.start()
+    for each in CLIENT_STEPS:
+        if made.machine.step == step:
+            return made
+        made.client_at(each)
+    later: list[Callable[[], object]] = [
+        partial(made.pool_ready, Role.ADMIN),
+        partial(made.pool_ready, Role.SNAPSHOT),
+        made.integrity_checked,
+        made.first_message,
+    ]
+    for act in later:
+        if made.machine.step == step:
+            return made
+        act()
+    assert made.machine.step == step
+    return made
+
+
+def test_the_way_from_the_start_to_streaming_is_the_declared_one() -> None:
+    made = to("streaming")
+    way = [str(move.target) for move in made.machine.history]
+    assert way == [
+        "connection_setup/start_replication_client:connecting",
+        "connection_setup/start_replication_client:acquiring_lock",
+        "connection_setup/start_replication_client:configuring_connection",
+        "connection_setup/start_connection_pool",
+        "connection_setup/start_connection_pool:connecting",
+        "connection_setup/start_shapes_supervisor",
+        "connection_setup/start_replication_client:start_streaming",
+        "running/waiting_for_streaming_confirmation",
+        "running/streaming",
+    ]
+
+
+def test_waiting_for_the_lock_is_told_and_looked_at_every_ten_seconds() -> None:
+    made = core()
+    made.start()
+    actions = made.client_at(Step.ACQUIRE_LOCK)
+    assert Action(Act.TELL, "waiting_for_connection_lock") in actions
+    assert Action(Act.SET_TIMER, "lock", 10.0) in actions
+    again = made.timer(Timer.LOCK)
+    assert acts(again) == [Act.BREAK_LOCK, Act.SET_TIMER]
+
+
+def test_with_the_lock_its_timer_ends_and_the_condition_holds() -> None:
+    made = to("start_replication_client:acquiring_lock")
+    actions = made.client_at(Step.CREATE_PUBLICATION)
+    assert Action(Act.CANCEL_TIMER, "lock") in actions
+    assert Action(Act.SET, "pg_lock_acquired") in actions
+    assert Action(Act.TELL, "connection_lock_acquired") in actions
+    assert Action(Act.SET_TIMER, "configuration", 10.0) in actions
+
+
+def test_a_slot_that_waits_is_looked_at() -> None:
+    made = to("start_replication_client:configuring_connection")
+    assert acts(made.timer(Timer.CONFIGURATION)) == [Act.UNBLOCK_SLOT, Act.SET_TIMER]
+
+
+def test_the_pools_start_when_the_client_is_ready_and_both_are_waited_for() -> None:
+    made = to("start_connection_pool:connecting")
+    assert Act.CHECK_INTEGRITY not in acts(made.pool_ready(Role.ADMIN))
+    assert Act.CHECK_INTEGRITY not in acts(made.pool_ready(Role.ADMIN))
+    assert Act.CHECK_INTEGRITY in acts(made.pool_ready(Role.SNAPSHOT))
+
+
+def test_nothing_is_streamed_before_the_integrity_was_checked() -> None:
+    made = to("start_shapes_supervisor")
+    actions = made.integrity_checked()
+    assert Action(Act.SET, "integrity_checks_passed") in actions
+    assert actions.index(Action(Act.SET, "integrity_checks_passed")) < actions.index(
+        Action(Act.START_STREAMING)
+    )
+    assert Action(Act.TELL, "ready") in actions
+
+
+def test_the_backoff_begins_anew_only_after_five_seconds_of_proven_streaming() -> None:
+    made = core()
+    made.start()
+    made.client_failed(LOST)
+    assert made.backoff.attempts == 1
+    made.timer(Timer.RETRY)
+    for step in CLIENT_STEPS[3:]:
+        made.client_at(step)
+    made.pool_ready(Role.ADMIN)
+    made.pool_ready(Role.SNAPSHOT)
+    made.integrity_checked()
+    assert Action(Act.SET_TIMER, "liveness", 5.0) in made.first_message()
+    assert made.backoff.attempts == 1
+    made.timer(Timer.LIVENESS)
+    assert made.backoff.attempts == 0
+
+
+@pytest.mark.parametrize("step", ["connecting", "acquiring_lock", "configuring_connection"])
+def test_the_client_is_retried_in_place_while_the_step_is_about_it(step: str) -> None:
+    made = to(f"start_replication_client:{step}")
+    actions = made.client_failed(LOST)
+    assert Act.RESTART not in acts(actions)
+    assert Action(Act.SET_TIMER, "retry", 1.0) in actions
+    assert made.machine.step == "start_replication_client"
+    assert acts(made.timer(Timer.RETRY)) == [Act.START_CLIENT]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "start_connection_pool:connecting",
+        "start_shapes_supervisor",
+        "waiting_for_streaming_confirmation",
+        "streaming",
+    ],
+)
+def test_a_client_that_fails_at_any_other_step_restarts_everything(step: str) -> None:
+    made = to(step)
+    actions = made.client_failed(LOST)
+    assert acts(actions) == [Act.TELL, Act.RESTART]
+    assert actions[1].delay == 1.0
+    made.start("again")
+    assert made.machine.step == "start_replication_client:connecting"
+
+
+def test_a_pool_is_retried_in_place_while_the_step_is_about_it() -> None:
+    made = to("start_connection_pool:connecting")
+    actions = made.pool_failed(Role.SNAPSHOT, LOST)
+    assert Act.RESTART not in acts(actions)
+    assert made.machine.step == "start_connection_pool"
+    assert acts(made.timer(Timer.RETRY)) == [Act.START_POOLS]
+    assert made.machine.step == "start_connection_pool:connecting"
+
+
+def test_a_pool_that_fails_while_running_restarts_everything() -> None:
+    assert acts(to("streaming").pool_failed(Role.ADMIN, LOST)) == [Act.TELL, Act.RESTART]
+
+
+def test_a_pool_that_refills_is_no_failure() -> None:
+    made = to("streaming")
+    assert made.pool_repopulating(Role.SNAPSHOT, "one was lost") == [
+        Action(Act.CLEAR, "snapshot_connection_pool_ready", detail="one was lost")
+    ]
+    assert made.pool_ready(Role.SNAPSHOT) == [Action(Act.SET, "snapshot_connection_pool_ready")]
+
+
+@pytest.mark.parametrize("step", ["start_replication_client:connecting", "streaming"])
+def test_what_trying_again_cannot_mend_stops_it_with_the_text(step: str) -> None:
+    actions = to(step).client_failed(WRONG)
+    assert acts(actions) == [Act.TELL, Act.GIVE_UP]
+    assert actions[0].name == "config_error"
+    assert actions[1].detail == "wrong password: check it"
+
+
+def test_a_slot_that_cannot_be_read_is_dropped() -> None:
+    assert acts(to("streaming").client_failed(GONE)) == [Act.TELL, Act.DROP_SLOT]
+
+
+def test_the_waits_grow_to_ten_seconds() -> None:
+    made = core()
+    waits = []
+    for _ in range(6):
+        made.start("again")
+        made.client_at(Step.ACQUIRE_LOCK)
+        made.client_failed(LOST)
+        waits.append(made.backoff._base)
+        made.timer(Timer.RETRY)
+    assert waits[-1] == 10.0

@@ -1,0 +1,244 @@
+"""Consumers that come, go, stop taking and come back at the worst moments of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from holdfast.kernel import Recorder
+from holdfast.postgres import Changes, History, Lsn, Postgres, Reset, Transaction
+from holdfast.postgres._body import Body
+from holdfast.postgres._hub import Hub
+from holdfast.postgres._store import StateStore
+from holdfast.postgres._transaction import Committed
+
+from .conftest import MakePostgres, Sql
+from .server import (
+    LIMIT,
+    ConsumerProcess,
+    connected,
+    following,
+    ids,
+    next_reset,
+    one,
+    own_server,
+    published,
+    quicken,
+    until,
+    walsender,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+async def fill(conn: Sql, first: int, number: int) -> None:
+    """So many transactions of one row each."""
+    texts = [f"insert into orders values ({first + n}, 'x'); commit; begin" for n in range(number)]
+    await conn.execute(("begin; " + "; ".join(texts) + "; commit").encode())
+
+
+async def test_who_comes_back_in_a_flood_misses_nothing(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """What is on its way when it comes back is newer than what it has missed."""
+    async with make() as pg:
+        other, seen_by_other = pg.changes("other", tables=["orders"]), list[int]()
+        await published(streamed_url, stream_id)
+        seen: list[int] = []
+        async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
+            flood = tasks.create_task(flood_of(sql))
+            taking = tasks.create_task(take(other, seen_by_other, 10**9))
+            for _ in range(4):
+                async with pg.changes("search", tables=["orders"]) as changes:
+                    await take(changes, seen, 50)
+                await asyncio.sleep(0.1)  # it misses some
+            flood.cancel()
+            taking.cancel()
+        assert len(seen) == 200
+        assert seen == list(range(seen[0], seen[0] + len(seen)))
+        assert seen_by_other == list(range(len(seen_by_other)))
+
+
+async def flood_of(conn: Sql) -> None:
+    """Transactions without an end, some hundreds a second."""
+    for first in itertools.count(step=10):
+        await fill(conn, first, 10)
+        await asyncio.sleep(0.01)
+
+
+async def take(changes: Changes, seen: list[int], number: int) -> None:
+    """Take and acknowledge so many transactions."""
+    for _ in range(number):
+        txn = await anext(changes)
+        assert isinstance(txn, Transaction)
+        seen += ids(txn)
+        await txn.ack()
+
+
+def test_what_is_on_its_way_when_it_comes_back_does_not_count(tmp_path: Path) -> None:
+    hub = Hub(StateStore(tmp_path / "state.db"), Recorder())
+    history = History("1", 1)
+    hub.begin(history, 100)
+    changes = hub.attach("search")
+    apply(hub, 110)
+    assert taken(changes) == [110]
+    changes._acknowledged(110)
+    changes._closed = True
+    hub.detach(changes)
+    apply(hub, 120)
+    changes = hub.attach("search")
+    apply(hub, 130)  # it was received already, before the stream was cut
+    assert taken(changes) == []
+    hub.begin(history, 110)
+    apply(hub, 120, 130, 140)
+    assert taken(changes) == [120, 130, 140]
+    hub._store.close()
+
+
+def apply(hub: Hub, *ends: int) -> None:
+    for end in ends:
+        hub.apply(Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0))
+
+
+def taken(changes: Changes) -> list[int]:
+    found = [int(item.position.lsn) for item in changes._queue if isinstance(item, Transaction)]
+    changes._queue.clear()
+    return found
+
+
+async def test_a_position_that_the_server_has_forgotten_is_a_reset(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """A user's copy may be older than what was acknowledged: it was restored from a backup."""
+    async with make() as pg:
+        changes = pg.changes("copy", tables=["orders"])
+        await published(streamed_url, stream_id)
+        positions = []
+        for number in (1, 2, 3):
+            await sql.execute("insert into orders values (%s, 'x')", (number,))
+            txn = await following(changes)
+            positions.append(txn.position)
+            await txn.ack()
+        query = (
+            "select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots "
+            "where slot_name = %s"
+        )
+        await until(lambda: one(sql, query, str(positions[2].lsn), pg.settings.slot_name))
+    async with make() as pg:
+        changes = pg.changes("copy", tables=["orders"], start=positions[0])
+        reset = await next_reset(changes)
+        assert str(positions[0].lsn) in reset.reason
+        asking = asyncio.create_task(following(changes))
+        await pg.wait_until_active(LIMIT)
+        await sql.execute("insert into orders values (4, 'x')")
+        assert ids(await asking) == [4]
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)  # the stream is under way when it comes
+        changes = pg.changes("copy", tables=["orders"], start=positions[0])
+        assert str(positions[0].lsn) in (await next_reset(changes)).reason
+
+
+async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:
+    async with (
+        own_server(wal_sender_timeout="1s") as server,
+        connected(server.url) as conn,
+        Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        changes = pg.changes(tables=["orders"])
+        await published(server.url, "default")
+        await pg.wait_until_active(LIMIT)
+        pg._hub._queue_length = 10
+        before = await walsender(conn, pg)
+        total = 500
+        await fill(conn, 0, total)
+        await conn.execute(
+            "insert into orders select n, repeat('x', 1000) from generate_series(10000, 20000) n"
+        )
+        await asyncio.sleep(3.5)  # three times as long as the server waits for a sign of life
+        assert len(changes._queue) < total
+        seen = [ids(await following(changes))[0] for _ in range(total)]
+        assert seen == list(range(total))
+        assert len(ids(await following(changes))) == 10001
+        assert await walsender(conn, pg) == before
+
+
+async def test_a_reset_while_the_queue_is_full_lets_the_stream_go_on(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.postgres._replication.SILENCE", 0.3)
+    async with make() as pg:
+        changes = pg.changes("slow", tables=["orders"])
+        await published(streamed_url, stream_id)
+        pg._hub._queue_length = 5
+        await fill(sql, 0, 50)
+        await until(lambda: full(pg))
+        await until(lambda: lose_slot(sql, pg.settings.slot_name))
+        await until(lambda: was_reset(pg, "slow"))
+        while not isinstance(item := await asyncio.wait_for(anext(changes), LIMIT), Reset):
+            assert isinstance(item, Transaction)
+        asking = asyncio.create_task(following(changes))
+        await pg.wait_until_active(LIMIT)
+        await sql.execute("insert into orders values (1000, 'x')")
+        assert ids(await asking) == [1000]
+
+
+async def full(pg: Postgres) -> bool:
+    return pg._hub.full
+
+
+async def was_reset(pg: Postgres, name: str) -> bool:
+    return name in pg._hub._resets
+
+
+async def lose_slot(sql: Sql, slot: str) -> bool:
+    """Drop the slot as soon as its reader is gone."""
+    query = (
+        "select pg_terminate_backend(active_pid) from pg_replication_slots "
+        "where slot_name = %s and active_pid is not null"
+    )
+    await sql.execute(query, (slot,))
+    try:
+        await sql.execute("select pg_drop_replication_slot(%s)", (slot,))
+    except psycopg.errors.ObjectInUse:
+        return False
+    return True
+
+
+async def test_an_exceedingly_large_transaction(
+    streamed_url: str, stream_id: str, sql: Sql, tmp_path: Path
+) -> None:
+    consumer = ConsumerProcess(streamed_url, "count", tmp_path, stream_id=stream_id)
+    with consumer:
+        await published(streamed_url, stream_id)
+        rows = 300_000
+        await sql.execute(
+            f"insert into orders select n, repeat('x', 200) from generate_series(1, {rows}) n"
+        )
+        await until(lambda: counted(consumer))
+    (told,) = consumer.read_json()
+    assert told["changes"] == rows
+    assert told["grown_mb"] < 60  # it came as 75 MB
+
+
+async def counted(consumer: ConsumerProcess) -> bool:
+    assert not consumer.ended
+    return bool(consumer.lines())
+
+
+def test_a_place_that_was_told_is_never_taken_back(tmp_path: Path) -> None:
+    """Two checkpoints at once may be written in any order; the server remembers the later one."""
+    store = StateStore(tmp_path / "state.db")
+    store.save(Lsn(200), {})
+    store.save(Lsn(100), {})
+    assert store.told() == Lsn(200)
+    store.reset("another history")
+    store.save(Lsn(50), {})
+    assert store.told() == Lsn(50)
+    store.close()

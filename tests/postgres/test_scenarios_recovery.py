@@ -1,0 +1,228 @@
+"""What breaks under a running stream: processes, servers, connections; and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from holdfast.postgres import Postgres
+from holdfast.postgres._health import Health
+from holdfast.testing import FaultProxy
+
+from .conftest import MakePostgres, Sql
+from .server import (
+    LIMIT,
+    ConsumerProcess,
+    connected,
+    following,
+    ids,
+    one,
+    own_server,
+    published,
+    quicken,
+    through,
+    until,
+    walsender,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+async def insert(url: str, *numbers: int) -> None:
+    """One transaction for each number."""
+    async with connected(url) as conn:
+        for number in numbers:
+            await conn.execute("insert into orders values (%s, 'x')", (number,))
+
+
+# -- the manager's process -----------------------------------------------------------------------
+
+
+async def test_what_a_killed_process_had_not_acknowledged_comes_again(
+    streamed_url: str, stream_id: str, sql: Sql, tmp_path: Path
+) -> None:
+    consumer = ConsumerProcess(streamed_url, "ids", tmp_path, stream_id=stream_id, acks=False)
+    with consumer:
+        await published(streamed_url, stream_id)
+        await insert(streamed_url, 1, 2)
+        await until(lambda: has(consumer, ["1", "2"]))
+    await insert(streamed_url, 3)
+    with consumer:
+        await until(lambda: has(consumer, ["1", "2", "1", "2", "3"]))
+
+
+async def has(consumer: ConsumerProcess, lines: list[str]) -> bool:
+    assert not consumer.ended
+    return consumer.lines() == lines
+
+
+async def test_what_it_had_acknowledged_does_not(
+    streamed_url: str, stream_id: str, sql: Sql, tmp_path: Path
+) -> None:
+    consumer = ConsumerProcess(streamed_url, "ids", tmp_path, stream_id=stream_id)
+    query = (
+        "select confirmed_flush_lsn >= %s from pg_replication_slots "
+        f"where slot_name = 'holdfast_slot_{stream_id}'"
+    )
+    with consumer:
+        await published(streamed_url, stream_id)
+        await insert(streamed_url, 1)
+        at = await one(sql, "select pg_current_wal_lsn()")
+        await until(lambda: one(sql, query, at))
+    await insert(streamed_url, 2)
+    with consumer:
+        await until(lambda: has(consumer, ["1", "2"]))
+
+
+async def test_a_frozen_process_keeps_the_others_waiting_and_loses_nothing(tmp_path: Path) -> None:
+    async with own_server(wal_sender_timeout="1s") as server:
+        first = ConsumerProcess(server.url, "ids", tmp_path)
+        with first:
+            await published(server.url, "ids")
+            await insert(server.url, 1)
+            await until(lambda: has(first, ["1"]))
+            os.kill(first.pid, signal.SIGSTOP)
+            await insert(server.url, 2)
+            try:
+                # The server gives it up, and with its connection the lock.
+                async with connected(server.url) as conn:
+                    slot_is_free = "select not active from pg_replication_slots"
+                    await until(lambda: one(conn, slot_is_free))
+            finally:
+                os.kill(first.pid, signal.SIGCONT)
+            await until(lambda: has(first, ["1", "2"]))
+
+
+# -- the server ----------------------------------------------------------------------------------
+
+
+async def test_a_server_that_was_stopped_and_started(tmp_path: Path) -> None:
+    async with (
+        own_server() as server,
+        Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        changes = pg.changes(tables=["orders"])
+        await published(server.url, "default")
+        await server.restart()
+        await insert(server.url, 1)
+        assert ids(await following(changes)) == [1]
+        await pg.wait_until_active(LIMIT)
+        async with pg.connection() as conn:
+            await conn.execute("insert into orders values (2, 'x')")
+        assert ids(await following(changes)) == [2]
+
+
+async def test_while_the_server_is_away_the_status_says_so(tmp_path: Path) -> None:
+    async with (
+        own_server() as server,
+        Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        changes = pg.changes(tables=["orders"])
+        await published(server.url, "default")
+        await pg.wait_until_active(LIMIT)
+        await server.kill()
+        await asyncio.wait_for(
+            pg.monitor.wait_until(lambda status: status.health is not Health.ACTIVE), LIMIT
+        )
+        await asyncio.sleep(0.3)  # some tries, each of them in vain
+        assert pg.health in (Health.STARTING, Health.WAITING)
+        asking = asyncio.create_task(following(changes))
+        await server.start()
+        await pg.wait_until_active(LIMIT)
+        await insert(server.url, 1)
+        assert ids(await asking) == [1]
+
+
+async def test_who_asks_for_a_connection_during_the_outage_gets_one_after_it(
+    tmp_path: Path,
+) -> None:
+    async with (
+        own_server() as server,
+        Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        await pg.wait_until_active(LIMIT)
+        await server.kill()
+        await asyncio.wait_for(
+            pg.monitor.wait_until(lambda status: status.health is not Health.ACTIVE), LIMIT
+        )
+
+        async def ask() -> int:
+            async with pg.connection(timeout=LIMIT) as conn:
+                return int(await one(conn, "select 7"))
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.2)
+        await server.start()
+        assert await asyncio.wait_for(asking, LIMIT) == 7
+
+
+# -- the connection ------------------------------------------------------------------------------
+
+
+async def test_a_silent_drop_is_noticed(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    known = psycopg.conninfo.conninfo_to_dict(streamed_url)
+    async with FaultProxy("127.0.0.1", int(str(known["port"]))) as proxy:
+        url = through(streamed_url, proxy.port)
+        async with make(replication_url=url) as pg:
+            changes = pg.changes(tables=["orders"])
+            await published(streamed_url, stream_id)
+            await pg.wait_until_active(LIMIT)
+            before = await walsender(sql, pg)
+            proxy.black_hole()
+            began = time.monotonic()
+            await asyncio.wait_for(
+                pg.monitor.wait_until(lambda status: status.health is not Health.ACTIVE), LIMIT
+            )
+            assert time.monotonic() - began > 1  # it was silence that was noticed
+            proxy.resume()
+            await sql.execute("insert into orders values (1, 'x')")
+            assert ids(await following(changes)) == [1]
+            assert await walsender(sql, pg) != before
+
+
+async def test_a_quiet_connection_is_kept(
+    make: MakePostgres, sql: Sql, stream_id: str, streamed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is asked answers: also if the loop was busy for longer than a silence may last."""
+    monkeypatch.setattr("holdfast.postgres._replication.SILENCE", 0.4)
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await published(streamed_url, stream_id)
+        await pg.wait_until_active(LIMIT)
+        before = await walsender(sql, pg)
+        for _ in range(6):
+            await asyncio.sleep(0.3)
+            time.sleep(0.9)  # noqa: ASYNC251 - a consumer that computes for a while
+        await sql.execute("insert into orders values (1, 'x')")
+        assert ids(await following(changes)) == [1]
+        assert await walsender(sql, pg) == before
+
+
+async def test_connections_that_are_cut_at_any_byte(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    known = psycopg.conninfo.conninfo_to_dict(streamed_url)
+    async with (
+        FaultProxy("127.0.0.1", int(str(known["port"]))) as proxy,
+        make(replication_url=through(streamed_url, proxy.port)) as pg,
+    ):
+        changes = pg.changes(tables=["orders"])
+        await published(streamed_url, stream_id)
+        for number in range(1, 9):
+            proxy.cut_after(number * 700, "down")
+            await sql.execute("insert into orders values (%s, repeat('x', 400))", (number,))
+            await asyncio.sleep(0.15)
+        proxy.heal()
+        seen = [ids(await following(changes))[0] for _ in range(8)]
+        assert seen == list(range(1, 9))

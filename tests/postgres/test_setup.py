@@ -1,0 +1,600 @@
+"""From a new connection to a stream: the steps, their commands, and what answers mean."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import errors, sql
+
+from holdfast.embedded import SyncEmbeddedPostgres
+from holdfast.postgres import ConfigurationError, Insert, Lsn, ProtocolError
+from holdfast.postgres._assembler import Assembler
+from holdfast.postgres._link import Link
+from holdfast.postgres._positions import Positions
+from holdfast.postgres._setup import Setup, SlotLost, Step, StreamOptions, literal, quoted
+from holdfast.postgres._wire import KEEPALIVE, read_keepalive
+
+OPTIONS = StreamOptions(slot="holdfast_slot_default", publication="holdfast_publication_default")
+#: The order of the seed; `check_publication` is part of `create_publication`.
+ORDER = [
+    "connected", "identify_system", "query_pg_info", "acquire_lock", "create_publication",
+    "drop_slot", "create_slot", "query_slot_flushed_lsn", "set_display_setting", "ready_to_stream",
+    "start_streaming", "streaming",
+]  # fmt: skip
+
+IDENTIFIED = [("7300000000000000001", "3", "0/1500000", "shop")]
+LOCKED = [("",)]
+CREATED = [("holdfast_slot_default", "0/1600000", None, "pgoutput")]
+STANDS = [("0/1234567", "reserved")]
+
+
+def info(version: int = 180004, timeout: str | None = "60000") -> list[tuple[Any, ...]]:
+    return [(str(version), 4711, timeout)]
+
+
+class Refused(Exception):
+    """What a server says instead of an answer."""
+
+
+#: What a server answers at each step, or the SQLSTATE with which it refuses, one after the other.
+Script = dict[Step, list[list[tuple[Any, ...]] | str]]
+
+
+def everything_new(version: int = 180004) -> Script:
+    return {
+        Step.IDENTIFY_SYSTEM: [IDENTIFIED],
+        Step.QUERY_PG_INFO: [info(version)],
+        Step.ACQUIRE_LOCK: [LOCKED],
+        Step.CREATE_PUBLICATION: [[]],
+        Step.CHECK_PUBLICATION: [[("t", "t", "t", "t")]],
+        Step.DROP_SLOT: ["42704"],
+        Step.CREATE_SLOT: [CREATED],
+        Step.QUERY_SLOT_FLUSHED_LSN: [STANDS],
+        Step.SET_DISPLAY_SETTING: [[]] * 10,
+    }
+
+
+def everything_there(version: int = 180004) -> Script:
+    return everything_new(version) | {
+        Step.CREATE_PUBLICATION: ["42710"],
+        Step.DROP_SLOT: [[("",)]],
+        Step.CREATE_SLOT: ["42710"],
+    }
+
+
+def go(options: StreamOptions, script: Script) -> tuple[Setup, list[tuple[str, str]]]:
+    """Run a setup against a scripted server, until nothing is left but to begin streaming."""
+    setup, sent = Setup(options), []
+    left = {step: list(answers) for step, answers in script.items()}
+    while (command := setup.command()) is not None:
+        sent.append((setup.step.value, command))
+        answer = left[setup.step].pop(0)
+        if isinstance(answer, str):
+            setup.refused(answer, Refused(answer))
+        else:
+            setup.answered(answer)
+    return setup, sent
+
+
+# -- steps and commands --------------------------------------------------------------------------
+
+IDENTIFY = ("identify_system", "IDENTIFY_SYSTEM")
+QUERY = (
+    "query_pg_info",
+    "SELECT current_setting('server_version_num'), pg_backend_pid(), (SELECT setting FROM "
+    "pg_catalog.pg_settings WHERE name = 'wal_sender_timeout')",
+)
+LOCK = ("acquire_lock", "SELECT pg_advisory_lock(hashtext('holdfast_slot_default'))")
+PUBLISH = (
+    "create_publication",
+    'CREATE PUBLICATION "holdfast_publication_default" WITH (publish_generated_columns = stored)',
+)
+DROP = ("drop_slot", "SELECT pg_drop_replication_slot('holdfast_slot_default')")
+CREATE = (
+    "create_slot",
+    'CREATE_REPLICATION_SLOT "holdfast_slot_default" LOGICAL pgoutput '
+    "(SNAPSHOT 'nothing', FAILOVER true)",
+)
+FLUSHED = (
+    "query_slot_flushed_lsn",
+    "SELECT confirmed_flush_lsn, wal_status FROM pg_catalog.pg_replication_slots "
+    "WHERE slot_name = 'holdfast_slot_default'",
+)
+DISPLAY = [
+    ("set_display_setting", command)
+    for command in (
+        "SET client_encoding = 'UTF8'",
+        "SET bytea_output = 'hex'",
+        "SET DateStyle = 'ISO, DMY'",
+        "SET TimeZone = 'UTC'",
+        "SET extra_float_digits = 1",
+        "SET IntervalStyle = 'postgres'",
+    )
+]
+
+
+def test_the_first_time() -> None:
+    """The publication is new, so a slot that is older could not be read: it is dropped."""
+    setup, sent = go(OPTIONS, everything_new())
+    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, DROP, CREATE, *DISPLAY]
+    found = setup.findings
+    assert (found.system_id, found.timeline_id) == ("7300000000000000001", 3)
+    assert str(found.wal_position) == "0/1500000"
+    assert (found.version, found.backend_pid, found.wal_sender_timeout) == (180004, 4711, 60.0)
+    assert (found.publication_created, found.slot_created) == (True, True)
+    assert str(found.confirmed) == "0/1600000"
+
+
+def test_every_other_time() -> None:
+    setup, sent = go(OPTIONS, everything_there())
+    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, CREATE, FLUSHED, *DISPLAY]
+    found = setup.findings
+    assert (found.publication_created, found.slot_created) == (False, False)
+    assert found.confirmed == Lsn.parse("0/1234567")
+
+
+def test_a_new_publication_and_an_old_slot() -> None:
+    script = everything_there() | {Step.CREATE_PUBLICATION: [[]], Step.CREATE_SLOT: [CREATED]}
+    setup, sent = go(OPTIONS, script)
+    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, DROP, CREATE, *DISPLAY]
+    assert setup.findings.slot_created
+
+
+def test_a_slot_that_shall_be_made_anew() -> None:
+    script = everything_there() | {Step.CREATE_SLOT: [CREATED]}
+    _, sent = go(replace(OPTIONS, recreate_slot=True), script)
+    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, DROP, CREATE, *DISPLAY]
+
+
+def test_a_publication_that_somebody_else_makes() -> None:
+    _, sent = go(replace(OPTIONS, try_creating_publication=False), everything_there())
+    assert sent == [IDENTIFY, QUERY, LOCK, CREATE, FLUSHED, *DISPLAY]
+
+
+def test_a_user_who_may_not_create_publications() -> None:
+    script = everything_there() | {Step.CREATE_PUBLICATION: ["42501"]}
+    _, sent = go(OPTIONS, script)
+    check = (
+        "check_publication",
+        "SELECT pubinsert, pubupdate, pubdelete, pubtruncate FROM pg_catalog.pg_publication "
+        "WHERE pubname = 'holdfast_publication_default'",
+    )
+    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, check, CREATE, FLUSHED, *DISPLAY]
+
+
+def test_a_lock_that_somebody_else_has() -> None:
+    """The server's statement timeout ends the wait, not the wish."""
+    script = everything_there() | {Step.ACQUIRE_LOCK: ["57014", "57014", LOCKED]}
+    setup, sent = go(OPTIONS, script)
+    assert sent == [IDENTIFY, QUERY, LOCK, LOCK, LOCK, PUBLISH, CREATE, FLUSHED, *DISPLAY]
+    assert setup.lock_timeouts == 2
+
+
+def test_from_ready_to_streaming() -> None:
+    setup, _ = go(OPTIONS, everything_new())
+    steps = [setup.step]
+    for _ in range(2):
+        assert setup.command() is None
+        setup.answered([])
+        steps.append(setup.step)
+    assert steps == [Step.READY_TO_STREAM, Step.START_STREAMING, Step.STREAMING]
+
+
+def test_how_it_begins() -> None:
+    assert not OPTIONS.binary, "values come as text, which everybody can read"
+    assert Setup(OPTIONS).step is Step.IDENTIFY_SYSTEM
+    assert [step.value for step in Step if step is not Step.CHECK_PUBLICATION] == ORDER
+
+
+FLAGS = (
+    "try_creating_publication", "recreate_slot", "temporary_slot", "failover", "binary", "messages",
+)  # fmt: skip
+VERSIONS = (140000, 150018, 160014, 170000, 180004)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("there", [False, True])
+def test_every_combination_of_options(version: int, there: bool) -> None:
+    for chosen in itertools.product([False, True], repeat=len(FLAGS)):
+        wanted: dict[str, Any] = dict(zip(FLAGS, chosen, strict=True))
+        options = replace(OPTIONS, **wanted)
+        script = everything_there(version) if there else everything_new(version)
+        if options.recreate_slot:
+            script |= {Step.CREATE_SLOT: [CREATED]}
+        setup, sent = go(options, script)
+        steps = [step for step, _ in itertools.groupby(step for step, _ in sent)]
+        assert steps == [step for step in ORDER if step in steps], "in the order of the seed"
+        check_combination(options, version, there, dict(sent), setup.start_command())
+
+
+def check_combination(
+    options: StreamOptions, version: int, there: bool, sent: dict[str, str], start: str
+) -> None:
+    """By what each option is for, not by how the setup decides."""
+    published = options.try_creating_publication
+    generated = " WITH (publish_generated_columns = stored)" if version >= 180000 else ""
+    assert sent.get("create_publication") == (
+        f'CREATE PUBLICATION "holdfast_publication_default"{generated}' if published else None
+    )
+    assert ("drop_slot" in sent) is (options.recreate_slot or (published and not there))
+    assert ("query_slot_flushed_lsn" in sent) is (there and not options.recreate_slot)
+    begin = 'CREATE_REPLICATION_SLOT "holdfast_slot_default"'
+    if options.temporary_slot:
+        assert sent["create_slot"] == f"{begin} TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT"
+    elif version >= 170000 and options.failover:
+        assert sent["create_slot"] == (
+            f"{begin} LOGICAL pgoutput (SNAPSHOT 'nothing', FAILOVER true)"
+        )
+    else:
+        assert sent["create_slot"] == f"{begin} LOGICAL pgoutput NOEXPORT_SNAPSHOT"
+    extras = (", binary 'true'" if options.binary else "") + (
+        ", messages 'true'" if options.messages else ""
+    )
+    assert start == (
+        "START_REPLICATION SLOT \"holdfast_slot_default\" LOGICAL 0/0 (proto_version '1', "
+        f"publication_names '\"holdfast_publication_default\"'{extras})"
+    )
+
+
+def test_an_old_server_is_not_asked_for_what_it_does_not_know() -> None:
+    setup, _ = go(replace(OPTIONS, binary=True, messages=True), everything_new(130000))
+    assert setup.start_command().endswith(
+        "(proto_version '1', publication_names '\"holdfast_publication_default\"')"
+    )
+
+
+def test_names_are_quoted_wherever_they_go() -> None:
+    options = StreamOptions(slot="it's", publication='so "big"')
+    setup, sent = go(options, everything_new())
+    said = dict(sent)
+    assert said["acquire_lock"] == "SELECT pg_advisory_lock(hashtext('it''s'))"
+    assert said["create_publication"].startswith('CREATE PUBLICATION "so ""big"""')
+    assert said["drop_slot"] == "SELECT pg_drop_replication_slot('it''s')"
+    assert said["create_slot"].startswith('CREATE_REPLICATION_SLOT "it\'s"')
+    assert 'publication_names \'"so ""big"""\'' in setup.start_command()
+    assert quoted('a"b') == '"a""b"'
+    assert literal("a'b") == "'a''b'"
+
+
+# -- answers and refusals ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", ["0", None])
+def test_a_server_that_waits_for_ever(timeout: str | None) -> None:
+    setup, _ = go(OPTIONS, everything_new() | {Step.QUERY_PG_INFO: [info(timeout=timeout)]})
+    assert setup.findings.wal_sender_timeout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [
+        (Step.IDENTIFY_SYSTEM, "57P01"), (Step.QUERY_PG_INFO, "42501"),
+        (Step.ACQUIRE_LOCK, "40P01"), (Step.ACQUIRE_LOCK, "42710"),
+        (Step.CREATE_PUBLICATION, "42601"), (Step.CREATE_PUBLICATION, "57014"),
+        (Step.DROP_SLOT, "55006"), (Step.CREATE_SLOT, "55000"), (Step.CREATE_SLOT, "53400"),
+        (Step.CREATE_SLOT, "42501"), (Step.SET_DISPLAY_SETTING, "57014"),
+    ],
+)  # fmt: skip
+def test_any_other_refusal_is_the_end(step: Step, state: str) -> None:
+    script = everything_new() | {step: [state]}
+    with pytest.raises(Refused, match=state):
+        go(replace(OPTIONS, recreate_slot=True), script)
+
+
+def test_an_error_without_a_state_is_the_end() -> None:
+    with pytest.raises(Refused, match="cut off"):
+        Setup(OPTIONS).refused(None, Refused("cut off"))
+
+
+def test_a_publication_that_nobody_made() -> None:
+    script = everything_new() | {Step.CREATE_PUBLICATION: ["42501"], Step.CHECK_PUBLICATION: [[]]}
+    with pytest.raises(ConfigurationError, match="does not exist, and this user may not create it"):
+        go(OPTIONS, script)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("no", ["f", False])
+def test_a_publication_that_leaves_something_out(place: int, no: object) -> None:
+    published: list[object] = ["t", True, "t", True]
+    published[place] = no
+    script = everything_new() | {
+        Step.CREATE_PUBLICATION: ["42501"],
+        Step.CHECK_PUBLICATION: [[tuple(published)]],
+    }
+    with pytest.raises(ConfigurationError, match="must publish insert, update, delete and trunc"):
+        go(OPTIONS, script)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (("0/1234567", "lost"), "has lost the log"), ((None, "lost"), "has lost the log"),
+        ((None, "reserved"), "was never completed"),
+    ],
+)  # fmt: skip
+def test_a_slot_that_cannot_be_read_any_more(row: tuple[Any, ...], text: str) -> None:
+    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[row]]}
+    with pytest.raises(SlotLost, match=text):
+        go(OPTIONS, script)
+
+
+@pytest.mark.parametrize("status", ["reserved", "extended", "unreserved", None])
+def test_a_slot_that_can(status: str | None) -> None:
+    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[("0/99", status)]]}
+    setup, _ = go(OPTIONS, script)
+    assert setup.findings.confirmed == 0x99
+
+
+@pytest.mark.parametrize(
+    ("step", "rows"),
+    [
+        (Step.IDENTIFY_SYSTEM, []),
+        (Step.IDENTIFY_SYSTEM, [("1", "2")]),
+        (Step.IDENTIFY_SYSTEM, [*IDENTIFIED, *IDENTIFIED]),
+        (Step.IDENTIFY_SYSTEM, [("7", "three", "0/0", "shop")]),
+        (Step.IDENTIFY_SYSTEM, [("7", "3", "nowhere", "shop")]),
+        (Step.QUERY_PG_INFO, []),
+        (Step.QUERY_PG_INFO, [("eighteen", 1, "0")]),
+        (Step.CREATE_SLOT, []),
+        (Step.CREATE_SLOT, [("slot", "somewhere")]),
+        (Step.QUERY_SLOT_FLUSHED_LSN, []),
+        (Step.QUERY_SLOT_FLUSHED_LSN, [("0/0",)]),
+        (Step.QUERY_SLOT_FLUSHED_LSN, [("0-0", "reserved")]),
+    ],
+)
+def test_an_answer_that_is_none(step: Step, rows: list[tuple[Any, ...]]) -> None:
+    script = everything_there() | {step: [rows]}
+    with pytest.raises(ProtocolError):
+        go(OPTIONS, script)
+
+
+# -- for real ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def names(postgres_url: str) -> Iterator[StreamOptions]:
+    """Options with names of their own: slots are the whole server's."""
+    name = f"setup_{os.getpid()}_{postgres_url.rpartition('_')[2]}"
+    yield StreamOptions(slot=name, publication=name)
+    until_free(postgres_url, name)
+    drop = "select pg_drop_replication_slot(slot_name) from pg_replication_slots"
+    run(postgres_url, f"{drop} where slot_name = '{name}'")
+
+
+def until_free(url: str, slot: str, limit: float = 30.0) -> None:
+    """Wait until nobody uses a slot: the server ends a connection in its own time."""
+    deadline = time.monotonic() + limit
+    with psycopg.connect(url, autocommit=True) as connection:
+        while connection.execute(
+            "select 1 from pg_replication_slots where slot_name = %s and active", [slot]
+        ).fetchone():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@asynccontextmanager
+async def dialled(url: str, **options: Any) -> AsyncIterator[Link]:
+    link = await Link.dial(url, **options)
+    try:
+        yield link
+    finally:
+        link.cut()
+        await link.close()
+
+
+async def set_up(link: Link, options: StreamOptions) -> tuple[Setup, list[str]]:
+    """The setup against a real server, and the steps that it took."""
+    setup, steps = Setup(options), []
+    while (command := setup.command()) is not None:
+        steps.append(setup.step.value)
+        try:
+            rows = await link.command(command)
+        except psycopg.Error as error:
+            setup.refused(error.sqlstate, error)
+        else:
+            setup.answered(rows)
+    return setup, [step for step, _ in itertools.groupby(steps)]
+
+
+async def receive(link: Link, positions: Positions, transactions: int) -> list[dict[str, Any]]:
+    """The new rows of so many transactions, which are acknowledged."""
+    assembler, found = Assembler(), []
+    while transactions:
+        for data in await link.receive():
+            if data[0] == KEEPALIVE:
+                positions.keepalive(read_keepalive(data), inside=assembler.inside)
+            elif (committed := assembler.feed(data)) is not None:
+                found += [c.new for c in committed if isinstance(c, Insert) and c.new is not None]
+                positions.committed(committed.end_lsn)
+                positions.acknowledged(committed.end_lsn)
+                transactions -= 1
+    await link.send(positions.status(0.0))
+    return found
+
+
+async def until_confirmed(url: str, slot: str, place: int) -> None:
+    """Wait until the server has heard how far it may forget."""
+    async with (
+        asyncio.timeout(30),
+        await psycopg.AsyncConnection.connect(url, autocommit=True) as connection,
+    ):
+        while True:
+            query = "select confirmed_flush_lsn from pg_replication_slots where slot_name = %s"
+            row = await (await connection.execute(query, [slot])).fetchone()
+            if row is not None and Lsn.parse(row[0]) >= place:
+                return
+            await asyncio.sleep(0.01)
+
+
+def run(url: str, *statements: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
+async def test_up_to_streaming_and_on_after_a_break(
+    postgres_url: str, names: StreamOptions, binary: bool
+) -> None:
+    options = replace(names, binary=binary)
+    run(postgres_url, "create table t (id int primary key, name text)")
+    async with dialled(postgres_url) as link:
+        setup, steps = await set_up(link, options)
+        assert steps == [step for step in ORDER[1:9] if step != "query_slot_flushed_lsn"]
+        found = setup.findings
+        assert (found.version // 10000, found.publication_created, found.slot_created) == (
+            18, True, True,
+        )  # fmt: skip
+        assert found.wal_sender_timeout == 60.0
+        assert found.confirmed >= found.wal_position
+        run(postgres_url, f"alter publication {options.publication} add table t")
+        run(postgres_url, "insert into t values (1, 'a'), (2, 'é')", "insert into t values (3)")
+        await link.stream(setup.start_command())
+        positions = Positions(found.confirmed)
+        rows = await receive(link, positions, 2)
+        assert rows == [
+            {"id": 1, "name": "a"}, {"id": 2, "name": "é"}, {"id": 3, "name": None},
+        ]  # fmt: skip
+        await until_confirmed(postgres_url, options.slot, positions.last_seen)
+    run(postgres_url, "insert into t values (4, 'd')")
+    async with dialled(postgres_url) as link:
+        setup, steps = await set_up(link, options)
+        assert steps == [step for step in ORDER[1:9] if step != "drop_slot"]
+        assert not setup.findings.slot_created
+        assert setup.findings.confirmed == positions.flushed + 1
+        await link.stream(setup.start_command())
+        again = await receive(link, Positions(setup.findings.confirmed), 1)
+        assert again == [{"id": 4, "name": "d"}], "nothing is sent twice, and nothing is lost"
+
+
+async def test_a_slot_older_than_its_publication_is_made_again(
+    postgres_url: str, names: StreamOptions
+) -> None:
+    run(postgres_url, f"select pg_create_logical_replication_slot('{names.slot}', 'pgoutput')")
+    async with dialled(postgres_url) as link:
+        setup, steps = await set_up(link, names)
+        assert "drop_slot" in steps
+        assert (setup.findings.publication_created, setup.findings.slot_created) == (True, True)
+        await link.stream(setup.start_command())
+
+
+async def test_a_temporary_slot_goes_with_its_connection(
+    postgres_url: str, names: StreamOptions
+) -> None:
+    async with dialled(postgres_url) as link:
+        setup, _ = await set_up(link, replace(names, temporary_slot=True))
+        await link.stream(setup.start_command())
+    until_free(postgres_url, names.slot)
+    async with dialled(postgres_url) as link:
+        again, steps = await set_up(link, replace(names, temporary_slot=True))
+        assert again.findings.slot_created
+        assert "query_slot_flushed_lsn" not in steps
+
+
+async def test_a_slot_for_failover_is_one_for_the_server(
+    postgres_url: str, names: StreamOptions
+) -> None:
+    for failover in (True, False):
+        until_free(postgres_url, names.slot)
+        async with dialled(postgres_url) as link:
+            await set_up(link, replace(names, failover=failover, recreate_slot=True))
+        with psycopg.connect(postgres_url) as connection:
+            found = connection.execute(
+                "select failover from pg_replication_slots where slot_name = %s", [names.slot]
+            ).fetchone()
+        assert found == (failover,)
+
+
+async def test_generated_columns_are_published(postgres_url: str, names: StreamOptions) -> None:
+    run(postgres_url, "create table t (id int, twice int generated always as (id * 2) stored)")
+    async with dialled(postgres_url) as link:
+        setup, _ = await set_up(link, names)
+        run(postgres_url, f"alter publication {names.publication} add table t")
+        run(postgres_url, "insert into t values (4)")
+        await link.stream(setup.start_command())
+        rows = await receive(link, Positions(setup.findings.confirmed), 1)
+    assert rows == [{"id": 4, "twice": 8}]
+
+
+BEFORE_THE_LOCK = (Step.IDENTIFY_SYSTEM, Step.QUERY_PG_INFO, Step.ACQUIRE_LOCK)
+
+
+async def test_waiting_for_the_lock_through_a_statement_timeout(
+    postgres_url: str, names: StreamOptions
+) -> None:
+    holder = await psycopg.AsyncConnection.connect(postgres_url, autocommit=True)
+    await holder.execute("select pg_advisory_lock(hashtext(%s))", [names.slot])
+    async with dialled(postgres_url, options="-c statement_timeout=50ms") as link:
+        setup = Setup(names)
+        while (command := setup.command()) is not None and setup.step in BEFORE_THE_LOCK:
+            try:
+                setup.answered(await link.command(command))
+            except errors.QueryCanceled as error:
+                setup.refused(error.sqlstate, error)
+            if setup.lock_timeouts == 2 and not holder.closed:
+                await holder.close()
+        assert setup.step is Step.CREATE_PUBLICATION
+        assert setup.lock_timeouts >= 2
+
+
+async def test_a_user_who_may_replicate_but_not_create(
+    postgres: SyncEmbeddedPostgres, postgres_url: str, names: StreamOptions
+) -> None:
+    """First there is no publication, then it leaves something out, then it is as it must be."""
+    role = f"role_{names.slot}"
+    run(postgres_url, f"create role {role} login replication password 'secret'")
+    try:
+        user = {"user": role, "password": "secret"}
+        async with dialled(postgres_url, **user) as link:
+            with pytest.raises(ConfigurationError, match="does not exist"):
+                await set_up(link, names)
+        run(postgres_url, f"create publication {names.publication} with (publish = 'insert')")
+        async with dialled(postgres_url, **user) as link:
+            with pytest.raises(ConfigurationError, match="leaves out some changes"):
+                await set_up(link, names)
+        run(postgres_url, f"drop publication {names.publication}")
+        run(postgres_url, f"create publication {names.publication}")
+        async with dialled(postgres_url, **user) as link:
+            setup, steps = await set_up(link, names)
+            assert steps[3:6] == ["create_publication", "check_publication", "create_slot"]
+            await link.stream(setup.start_command())
+    finally:
+        run(postgres_url, f"drop role {role}")
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
+async def test_a_database_that_is_not_in_utf_8(
+    postgres: SyncEmbeddedPostgres, names: StreamOptions, binary: bool
+) -> None:
+    options = replace(names, binary=binary, temporary_slot=True)
+    database = sql.Identifier(f"latin_{names.slot}")
+    with psycopg.connect(postgres.url, autocommit=True) as connection:
+        create = "create database {} encoding 'LATIN1' locale 'C' template template0"
+        connection.execute(sql.SQL(create).format(database))
+        url = postgres.url_of(f"latin_{names.slot}")
+        try:
+            with psycopg.connect(url, autocommit=True, client_encoding="utf8") as there:
+                there.execute('create table "é" (id int, "ñame" text)')
+                async with dialled(url) as link:
+                    setup, _ = await set_up(link, options)
+                    there.execute(
+                        sql.SQL("alter publication {} add table {}").format(
+                            sql.Identifier(options.publication), sql.Identifier("é")
+                        )
+                    )
+                    there.execute("insert into \"é\" values (1, 'Ærøskøbing')")
+                    await link.stream(setup.start_command())
+                    rows = await receive(link, Positions(setup.findings.confirmed), 1)
+            assert rows == [{"id": 1, "ñame": "Ærøskøbing"}]
+        finally:
+            until_free(postgres.url, options.slot)
+            connection.execute(sql.SQL("drop database {} with (force)").format(database))
