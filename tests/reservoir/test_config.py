@@ -185,13 +185,14 @@ def test_the_advice_is_good(size: int, life: float, guard: float, rate: float) -
     assume(size > (life - guard) * rate)
     with pytest.raises(ValueError, match="need") as caught:
         ReservoirConfig(max_size=size, **settings)
-    advice = r"lower max_size to (\d+), or let them live for ([\d.e+]+) s"
-    found = re.search(advice, str(caught.value))
-    assert found is not None
-    if int(found[1]):
-        ReservoirConfig(max_size=int(found[1]), **settings)
+    fewer = re.search(r"lower max_size to (\d+), or ", str(caught.value))
+    assert (fewer is None) == ((life - guard) * rate < 1)
+    if fewer is not None:
+        ReservoirConfig(max_size=int(fewer[1]), **settings)
+    longer = re.search(r"let them live for ([\d.e+]+) s", str(caught.value))
+    assert longer is not None
     # Its last digit is rounded.
-    ReservoirConfig(max_size=size, **{**settings, "base_lifetime": 1.01 * float(found[2])})
+    ReservoirConfig(max_size=size, **{**settings, "base_lifetime": 1.01 * float(longer[1])})
 
 
 # -- for a server's limit --------------------------------------------------------------------------

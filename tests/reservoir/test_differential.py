@@ -6,11 +6,12 @@ What differs on purpose is left out here, each with a word why, and listed in th
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -86,11 +87,11 @@ class Machine(RuleBasedStateMachine):
         size=st.integers(1, 3),
         extra=st.sampled_from([0, 0, 1]),
         close_returns=st.booleans(),
-        callbacks=st.sets(st.sampled_from(["configure", "reset", "check"])),
+        callbacks=st.sampled_from([frozenset(), {"reset"}, {"configure", "reset", "check"}]),
         callable_conninfo=st.booleans(),
         callable_kwargs=st.booleans(),
     )
-    def begin(self, size: int, extra: int, callbacks: set[str], **options: bool) -> None:
+    def begin(self, size: int, extra: int, callbacks: Collection[str], **options: bool) -> None:
         self.observer = psycopg.connect(self.url, autocommit=True)
         self.plan = Plan(
             self.url,
@@ -173,33 +174,32 @@ class Machine(RuleBasedStateMachine):
 
         assert self.pair.both(twice) == "raised ValueError"
 
-    @rule(of_another_pool=st.booleans())
-    def putconn_of_a_stranger(self, of_another_pool: bool) -> None:
-        stranger: Any = self.observer
-        stranger._pool = type("Pool", (), {"name": "other"})() if of_another_pool else None
-        assert self.pair.both(lambda side: side.pool.putconn(stranger)) == "raised ValueError"
-
     # -- what callers do with a connection -----------------------------------------------------
 
     @precondition(lambda self: self.some_out)
-    @rule(which=which_one, what=st.sampled_from(["insert", "fail", "commit", "rollback", "with"]))
-    def use(self, which: int, what: str) -> None:
-        value = self.next_value()
+    @rule(
+        which=which_one,
+        several=st.lists(
+            st.sampled_from(["insert", "fail", "commit", "rollback", "with"]), min_size=1
+        ),
+    )
+    def use(self, which: int, several: list[str]) -> None:
+        for what in several:
+            value = self.next_value()
+            self.pair.both(partial(self.do, which=which, what=what, value=value))
 
-        def do(side: Side) -> object:
-            conn = side.out[which % len(side.out)]
-            if what == "insert":
+    def do(self, side: Side, which: int, what: str, value: int) -> object:
+        conn = side.out[which % len(side.out)]
+        if what == "insert":
+            side.insert(conn, value)
+        elif what == "fail":
+            conn.execute("select 1/0")
+        elif what == "with":
+            with conn:
                 side.insert(conn, value)
-            elif what == "fail":
-                conn.execute("select 1/0")
-            elif what == "with":
-                with conn:
-                    side.insert(conn, value)
-            else:
-                getattr(conn, what)()
-            return side.state(conn)
-
-        self.pair.both(do)
+        else:
+            getattr(conn, what)()
+        return side.state(conn)
 
     @precondition(lambda self: self.some_out)
     @rule(which=which_one)
@@ -229,7 +229,12 @@ class Machine(RuleBasedStateMachine):
     # -- blocks --------------------------------------------------------------------------------
 
     @precondition(lambda self: self.some_left)
-    @rule(ending=endings)
+    @rule(several=st.lists(endings, min_size=1, max_size=4))
+    def blocks(self, several: list[str]) -> None:
+        for ending in several:
+            self.block(ending)
+            self.same()
+
     def block(self, ending: str) -> None:
         if self.plan.close_returns and ending.startswith("closed"):
             ending = "normal"  # harmless here, and an error in psycopg_pool
@@ -274,16 +279,18 @@ class Machine(RuleBasedStateMachine):
 
     # -- the pool as a whole -------------------------------------------------------------------
 
-    @rule()
+    @rule(what=st.sampled_from(["drain", "check", "terminate_idle", "pop_stats", "stranger"]))
+    def administer(self, what: str) -> None:
+        """Not too often: each of these is done in a moment, and what callers do is more telling."""
+        getattr(self, what)()
+
     def drain(self) -> None:
         assert self.pair.both(lambda side: side.pool.drain()) is None
 
-    @rule()
     def check(self) -> None:
         assert self.pair.both(lambda side: side.pool.check()) is None
 
-    @rule()
-    def terminate_idle_ones(self) -> None:
+    def terminate_idle(self) -> None:
         """Without the check, psycopg_pool would hand them out."""
 
         def end(side: Side) -> None:
@@ -291,6 +298,20 @@ class Machine(RuleBasedStateMachine):
             side.pool.check()
 
         assert self.pair.both(end) is None
+
+    def pop_stats(self) -> None:
+        def pop(side: Side) -> None:
+            side.pool.pop_stats()
+            side.not_counted = 0
+
+        self.pair.each(pop)
+
+    def stranger(self) -> None:
+        """A connection that belongs to another pool, or to none."""
+        observer: Any = self.observer
+        for pool in (type("Pool", (), {"name": "other"})(), None):
+            observer._pool = pool
+            assert self.pair.both(lambda side: side.pool.putconn(observer)) == "raised ValueError"
 
     @rule(size=st.integers(-1, 3), extra=st.integers(-1, 1))
     def resize(self, size: int, extra: int) -> None:
@@ -318,14 +339,6 @@ class Machine(RuleBasedStateMachine):
     def begin_to_wait(self) -> list[Any]:
         return self.pair.in_threads(lambda side: side.wait_for_one(PATIENCE))
 
-    @rule()
-    def pop_stats(self) -> None:
-        def pop(side: Side) -> None:
-            side.pool.pop_stats()
-            side.not_counted = 0
-
-        self.pair.each(pop)
-
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +352,11 @@ def test_the_same_operations_have_the_same_outcome(module_url: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=scaled(200, least=15),
+            max_examples=scaled(250, least=20),
             stateful_step_count=15,
             deadline=None,
             database=None,
+            phases=[Phase.generate],  # a shorter way to the same failure would take minutes
             suppress_health_check=list(HealthCheck),
         ),
     )

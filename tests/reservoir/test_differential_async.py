@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 import psycopg_pool
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from psycopg import sql
 from tests.reservoir.pair import PATIENCE, SHORT, family
@@ -252,6 +252,7 @@ def forget_late_ones(pool: Any) -> None:
     max_examples=scaled(100, least=10),
     deadline=None,
     database=None,
+    phases=[Phase.generate],  # a shorter way to the same failure would take minutes
     suppress_health_check=list(HealthCheck),
 )
 @given(operations=st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=12))

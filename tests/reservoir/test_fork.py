@@ -117,6 +117,7 @@ def test_a_block_that_ends_in_a_child_too_is_the_parents(module_url: str) -> Non
         """
         def use(pool, end):
             global child, parents
+            pool.wait()
             with pool.connection() as conn:
                 parents = pid_of(conn)
                 conn.execute("create temporary table mine (n int)")
@@ -157,6 +158,7 @@ def test_what_a_parent_took_by_hand_cannot_be_given_back_by_its_child(module_url
         module_url,
         """
         with ConnectionPool(url, max_size=1) as pool:
+            pool.wait()
             conn = pool.getconn()
             conn.execute("create temporary table mine (n int)")
 
@@ -175,7 +177,10 @@ def test_what_a_parent_took_by_hand_cannot_be_given_back_by_its_child(module_url
 
 
 def test_a_fork_in_the_middle_of_others_work_does_not_stop_the_child(module_url: str) -> None:
-    """A lock that another thread holds at the fork is held for ever in the child."""
+    """A lock that another thread holds at the fork is held for ever in the child.
+
+    Ours are made anew; those inside libpq are not, so this waits until nobody connects.
+    """
     run(
         module_url,
         """
@@ -187,6 +192,7 @@ def test_a_fork_in_the_middle_of_others_work_does_not_stop_the_child(module_url:
                     pass
 
         with ConnectionPool(url, max_size=2) as pool:
+            pool.wait()
             threads = [threading.Thread(target=hammer) for _ in range(3)]
             for thread in threads:
                 thread.start()

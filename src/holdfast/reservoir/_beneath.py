@@ -90,7 +90,7 @@ def abandon(pool: AsyncConnectionPool[Any]) -> None:
     reservoir = pool.reservoir
     log.warning(
         "%s: its event loop has ended, so its connections end without a farewell, and leases by "
-        "their time: dispose of the engine before the loop ends",
+        "their time: close it (or dispose of its engine) before the loop ends",
         pool.name,
     )
     reservoir.state = "closed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import ClassVar, NamedTuple
@@ -24,6 +25,8 @@ log = logging.getLogger("holdfast.reservoir")
 
 #: How long a connect waits for its turn under the rate limit before it gives its lease back.
 RATE_PATIENCE = 30.0
+#: Of how many servers the rate is remembered when no pool uses them any more.
+_REMEMBERED = 64
 
 
 class Endpoint(NamedTuple):
@@ -59,6 +62,8 @@ class Budget:
     _shared: ClassVar[WeakValueDictionary[_Key, Budget]] = WeakValueDictionary()
     # The rate of one process is one, on however many loops its pools run.
     _stores: ClassVar[WeakValueDictionary[tuple[Clock, str], MemoryStore]] = WeakValueDictionary()
+    # Those that nobody uses right now: a pool that is closed and made anew has no new burst.
+    _unused: ClassVar[deque[MemoryStore]] = deque(maxlen=_REMEMBERED)
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class Budget:
         self._clock = clock
         self._given = leases is not None
         self._users = 0
+        self._store: MemoryStore | None = None
         self._opening = asyncio.Lock()
         self._slots = asyncio.Semaphore(config.max_in_flight)
         if leases is None:
@@ -118,6 +124,7 @@ class Budget:
         store = self._stores.get(place)
         if store is None:
             store = self._stores[place] = MemoryStore(clock=self._clock)
+        self._store = store
         return Leases(
             store,
             place="memory",
@@ -147,6 +154,8 @@ class Budget:
             self._users -= 1
             if self._users == 0 and not self._given:
                 self._forget()
+                if self._store is not None:
+                    self._unused.append(self._store)
                 await self.leases.close()
 
     @classmethod

@@ -170,15 +170,17 @@ class ReservoirConfig:
         return found
 
     def _wrong_sizes(self) -> list[str]:
+        # As if it were on: what is wrong is told before somebody turns it on.
+        target = self.max_size if self.target_ready is None else self.target_ready
+        watermark = target if self.low_watermark is None else self.low_watermark
         found = []
-        if not 0 <= self.target <= max(self.max_size, 0):
+        if not 0 <= target <= max(self.max_size, 0):
             found.append(
                 f"target_ready={self.target_ready!r} must be between 0 and max_size={self.max_size}"
             )
-        elif not 0 <= self.watermark <= self.target:
+        elif not 0 <= watermark <= target:
             found.append(
-                f"low_watermark={self.low_watermark!r} must be between 0 and "
-                f"target_ready={self.target}"
+                f"low_watermark={self.low_watermark!r} must be between 0 and target_ready={target}"
             )
         return found
 

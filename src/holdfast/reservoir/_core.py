@@ -299,8 +299,10 @@ class Core(Generic[C]):
         due = first_replacement((item.usable_until for item in staying), every)
         if due > now:
             return due
-        # Replacing must never cost more than a tenth of what there is.
-        if self.target - len(staying) >= max(1, self.target // 10):
+        # Replacing must never cost more than a tenth of what there is. One that somebody keeps for
+        # ever costs nothing more, and must not keep the others from being replaced.
+        kept = sum(item.doom is not None and now - item.since > every for item in self._all())
+        if self.target - len(staying) - kept >= max(1, self.target // 10):
             return now + every
         self.doom(min(staying, key=lambda item: item.usable_until), "replaced_ahead")
         return now

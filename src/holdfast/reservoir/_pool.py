@@ -311,6 +311,10 @@ class Pool(Generic[C]):
     def _refused(self, why: str) -> PoolOverloaded:
         return PoolOverloaded(f"{why}: {self.reservoir.whereabouts()}")
 
+    def _number_to_start_with(self) -> int:
+        """How many `open(wait=True)` waits for: none, where they are opened on demand."""
+        return min(max(1, self._core.watermark), self._core.target)
+
     def _not_full(self, number: int, timeout: float) -> str:
         return (
             f"{self.name} has {len(self._core.items)} of {number} connections after "

@@ -14,7 +14,7 @@ from holdfast.kernel import describe
 
 from ._core import Waiter
 from ._driver import State
-from ._errors import PoolTimeout
+from ._errors import PoolClosed, PoolTimeout
 from ._item import Item
 from ._pool import PING_TIMEOUT, Pool
 from ._psycopg import driver
@@ -95,7 +95,7 @@ class AsyncConnectionPool(Pool[C]):
             self._nothing.set_result(None)
             await self.reservoir.start()
         if wait:
-            number = max(1, self._core.watermark)
+            number = self._number_to_start_with()
             if not await self.reservoir.wait_ready(number, timeout, progress):
                 log.warning("%s; starting anyway", self._not_full(number, timeout))
 
@@ -114,6 +114,9 @@ class AsyncConnectionPool(Pool[C]):
 
         Those in use are closed when they come back. What does not close in time is left alone.
         """
+        if self.reservoir.usable and self._loop is not asyncio.get_running_loop():
+            self._close_elsewhere()
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -179,6 +182,8 @@ class AsyncConnectionPool(Pool[C]):
         """A connection that was looked at, after waiting for it if need be."""
         if not self._usable:
             await self._get_usable()
+        if self._loop is not asyncio.get_running_loop():
+            raise PoolClosed(self._on_another_loop())
         holder = _task_of(self._loop)
         timeout = self.timeout if timeout is None else timeout
         now = began = self._monotonic()
@@ -199,6 +204,22 @@ class AsyncConnectionPool(Pool[C]):
             # Meanwhile it may have been closed.
             self.reservoir.check_open()
             now = self._monotonic()
+
+    def _on_another_loop(self) -> str:
+        assert self._loop is not None
+        over = ", which has ended" if self._loop.is_closed() else ""
+        return (
+            f"{self.name} was opened on another event loop{over}, and its connections work there "
+            "alone: make a pool on each loop, and close it before the loop ends"
+        )
+
+    def _close_elsewhere(self) -> None:
+        from ._beneath import abandon
+
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            raise RuntimeError(self._on_another_loop())
+        abandon(self)
 
     async def _get_usable(self) -> None:
         if self._opens_itself and self.reservoir.state == "new":

@@ -77,7 +77,7 @@ class ConnectionPool(Pool[C]):
             LoopThread.shared().run(self._start())
             self._opens_itself = True  # in a forked child, too
         if wait:
-            number = max(1, self._core.watermark)
+            number = self._number_to_start_with()
             if not self._wait_ready(number, timeout, progress):
                 log.warning("%s; starting anyway", self._not_full(number, timeout))
 

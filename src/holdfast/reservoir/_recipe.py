@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from ._budget import Endpoint
 from ._driver import Connect, Driver, Hooks, driver_of
@@ -130,7 +133,7 @@ def _endpoint_of(conninfo: str, options: Mapping[str, Any]) -> Endpoint | None:
     try:
         found: dict[str, Any] = dict(conninfo_to_dict(conninfo)) if conninfo else {}
     except psycopg.Error:
-        return Endpoint(conninfo)  # another driver's own way to say it
+        return _endpoint_in(conninfo)  # another driver's own way to say it
     found.update(options)
     host = found.get("host") or found.get("hostaddr")
     if not host and not found.get("port"):
@@ -138,6 +141,21 @@ def _endpoint_of(conninfo: str, options: Mapping[str, Any]) -> Endpoint | None:
     return Endpoint(
         f"{host or 'localhost'}:{found.get('port') or 5432}", str(found.get("user") or "")
     )
+
+
+def _endpoint_in(text: str) -> Endpoint:
+    """The endpoint in a URL that libpq does not take; it names leases, so no password is in it."""
+    try:
+        url = urlsplit(text)
+        if url.hostname:
+            port = f":{url.port or 5432}" if url.scheme.startswith("postgres") else ""
+            port = port or (f":{url.port}" if url.port else "")
+            return Endpoint(f"{url.hostname}{port}", url.username or "")
+    except ValueError:
+        pass  # not a URL
+    if re.search(r"[=@]", text):
+        return Endpoint(f"endpoint-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+    return Endpoint(text)
 
 
 def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:

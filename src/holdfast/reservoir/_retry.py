@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, overload
@@ -61,6 +62,8 @@ def retry_transaction(
     `work` is a coroutine function and the result must be awaited.
     """
     refuse("retry_transaction", [] if tries >= 1 else [f"tries={tries!r} must be at least 1"])
+    if isinstance(pool, ConnectionPool) and inspect.iscoroutinefunction(work):
+        raise TypeError(f"{work!r} must be awaited, and the pool is for threads: nothing was done")
     clock = pool.reservoir.clock
     backoff = Backoff(start, max, jitter=jitter, max_attempts=tries, clock=clock)
     if isinstance(pool, AsyncConnectionPool):

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from holdfast.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, duration
 from holdfast.leases import Lease, Leases
 
-from ._budget import Budget, LeaseDenied
+from ._budget import Budget, Endpoint, LeaseDenied
 from ._config import ReservoirConfig
 from ._core import Core, Waiter
 from ._driver import State
@@ -95,6 +95,7 @@ class Works(Generic[C]):
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._supervisor: Supervisor | None = None
         self.budget: Budget | None = None
+        self._where: Endpoint | None = None
         self._stopped = False
         # After a failure nothing is tried before this time; of several that fail together, only
         # one counts.
@@ -230,11 +231,13 @@ class Works(Generic[C]):
     async def _open(self) -> None:
         """Open one connection, with everything that it takes."""
         began = self.clock.monotonic()
-        stage = "lease"
+        stage = "connect"  # where to, is a function of the user's sometimes, which may fail
         lease: Lease | None = None
         conn: Any = None
         try:
-            budget = await self._budget()
+            endpoint = await self._endpoint()
+            stage = "lease"
+            budget = await self._budget(endpoint)
             async with budget.slot():
                 lease = await budget.lease(self.config)
                 stage = "rate_limit"
@@ -265,11 +268,17 @@ class Works(Generic[C]):
             if self.core.overfull:
                 raise _Unwanted
 
-    async def _budget(self) -> Budget:
+    async def _endpoint(self) -> Endpoint:
+        async with self._entering:
+            if self._where is None:
+                self._where = await self.recipe.endpoint()
+            return self._where
+
+    async def _budget(self, endpoint: Endpoint) -> Budget:
         async with self._entering:
             if self.budget is None:
                 budget = Budget.of(
-                    await self.recipe.endpoint(),
+                    endpoint,
                     self.config,
                     leases=self._leases,
                     clock=self.clock,
@@ -384,9 +393,11 @@ class Works(Generic[C]):
     def _note_failure(self, stage: str, error: BaseException, began: float) -> None:
         now = self.clock.monotonic()
         self.failures[stage] += 1
-        self.last_error = error
-        if self._failing_since is None:
+        # That the cluster is full is no fault: it is not held against the server.
+        denied = isinstance(error, LeaseDenied)
+        if self._failing_since is None or (not denied and isinstance(self.last_error, LeaseDenied)):
             self._failing_since = now
+        self.last_error = error
         if began >= self._failed_at:
             throttled = meaning_of(error) is Meaning.THROTTLED
             wait = (self._throttled if throttled else self._failing).fail()
@@ -395,7 +406,8 @@ class Works(Generic[C]):
             text = f"could not open a connection ({stage}); next try in {duration(wait)}"
             self.recorder.record(self.name, text, kind="failure", cause=error)
             log.warning("%s: %s: %s", self.name, text, describe(error))
-        self._tell_if_failing_for_long(now)
+        if not denied:
+            self._tell_if_failing_for_long(now)
         self._need.set()
         self._on_change()
 

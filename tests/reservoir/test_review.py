@@ -1,0 +1,196 @@
+"""Defects that a review has found, each with what a user would have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from typing import Any
+
+import psycopg
+import pytest
+from tests.reservoir.support import eventually
+
+from holdfast.reservoir import (
+    AsyncConnectionPool,
+    ConnectionPool,
+    PoolClosed,
+    ReservoirConfig,
+    retry_transaction,
+)
+from holdfast.reservoir._core import Core
+from holdfast.reservoir._item import Item
+from holdfast.reservoir._recipe import _endpoint_of
+
+
+def test_pools_made_anew_keep_to_the_rate_of_those_before_them(module_url: str) -> None:
+    born: list[float] = []
+    rate = burst = 6
+    config = ReservoirConfig(max_size=6, rate=rate, burst=burst, start_stagger=0.0)
+    for _ in range(6):
+        with ConnectionPool(
+            module_url,
+            config=config,
+            endpoint="made-anew",
+            configure=lambda conn: born.append(time.monotonic()),
+        ) as pool:
+            pool.open(wait=True, timeout=0.1)
+        del pool
+        gc.collect()
+    assert born
+    # A window of w seconds may have rate·w + burst; it was three more for each new pool.
+    for first, start in enumerate(born):
+        for last, end in enumerate(born[first:], first):
+            assert last - first + 1 <= rate * (end - start) + burst + 1
+
+
+@pytest.mark.parametrize("settings", [{"config": ReservoirConfig(enabled=False)}, {"min_size": 0}])
+def test_to_open_a_pool_that_connects_on_demand_does_not_wait(
+    module_url: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ConnectionPool(module_url, open=False, max_size=3, **settings) as pool:
+        pool.open(wait=True, timeout=600.0)
+        assert pool.statistics().refills == 0
+        with pool.connection() as conn:
+            assert conn.execute("select 1").fetchone() == (1,)
+    assert "starting anyway" not in caplog.text
+
+
+async def test_to_open_an_async_pool_that_connects_on_demand_does_not_wait(module_url: str) -> None:
+    pool: AsyncConnectionPool = AsyncConnectionPool(module_url, min_size=0, max_size=3)
+    async with asyncio.timeout(60.0):
+        await pool.open(wait=True, timeout=600.0)
+    await pool.close()
+
+
+def test_a_conninfo_function_that_fails_is_not_a_matter_of_leases() -> None:
+    def where() -> str:
+        raise RuntimeError("the vault is sealed")
+
+    with ConnectionPool(where, max_size=1) as pool:
+        eventually(lambda: pool.statistics().refill_failures)
+        assert set(pool.statistics().refill_failures) == {"connect"}
+
+
+@pytest.mark.parametrize(
+    ("conninfo", "address", "user"),
+    [
+        ("postgresql://app:secret@db/orders?statement_timeout=5s", "db:5432", "app"),
+        ("mysql://app:secret@db:3306/orders", "db:3306", "app"),
+        ("mysql://app:secret@db/orders", "db", "app"),
+        ("orders.sqlite", "orders.sqlite", ""),
+    ],
+)
+def test_an_endpoint_has_no_password(conninfo: str, address: str, user: str) -> None:
+    assert _endpoint_of(conninfo, {}) == (address, user)
+
+
+@pytest.mark.parametrize(
+    "conninfo", ["DRIVER=x;SERVER=db;PWD=secret", "app:secret@db:port", "http://a:secret@[db"]
+)
+def test_an_endpoint_that_cannot_be_read_is_not_told(conninfo: str) -> None:
+    endpoint = _endpoint_of(conninfo, {})
+    assert endpoint is not None
+    assert "secret" not in str(endpoint)
+    assert endpoint == _endpoint_of(conninfo, {})
+    assert endpoint != _endpoint_of(conninfo + "2", {})
+
+
+def test_a_full_cluster_is_no_failure_to_reconnect(
+    module_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: list[object] = []
+    config = ReservoirConfig(max_size=2, lease_limit=3)
+    leases = "memory://full-cluster"
+    with (
+        ConnectionPool(module_url, config=config, leases=leases) as first,
+        caplog.at_level(logging.ERROR, "holdfast.reservoir"),
+    ):
+        first.wait()
+        with ConnectionPool(
+            module_url,
+            config=config,
+            leases=leases,
+            reconnect_timeout=0.0,
+            reconnect_failed=failed.append,
+        ) as second:
+            eventually(lambda: second.statistics().refill_failures.get("lease", 0) >= 2)
+            assert second.statistics().size == 1
+    assert failed == []
+    assert "no connection could be opened" not in caplog.text
+
+
+def test_what_is_wrong_is_told_before_the_reservoir_is_turned_on() -> None:
+    environ = {"HOLDFAST_RESERVOIR_TARGET_READY": "20"}
+    with pytest.raises(ValueError, match="target_ready=20 must be between 0 and max_size=10"):
+        ReservoirConfig.from_env(environ=environ)
+    assert ReservoirConfig.from_env(environ=environ, max_size=20).target == 0
+    with pytest.raises(ValueError, match="low_watermark=11 must be between 0 and target_ready=10"):
+        ReservoirConfig(enabled=False, low_watermark=11)
+
+
+def test_an_async_pool_whose_loop_has_ended_says_so(module_url: str) -> None:
+    pool: AsyncConnectionPool = AsyncConnectionPool(module_url, max_size=1)
+
+    async def use() -> psycopg.AsyncConnection[Any]:
+        async with pool.connection() as conn:
+            return conn
+
+    async def take() -> None:
+        await pool.getconn()
+
+    conn = asyncio.run(use())
+    with pytest.raises(PoolClosed, match="on another event loop, which has ended"):
+        asyncio.run(take())
+    asyncio.run(pool.close())
+    assert conn.closed
+    assert pool.closed
+
+
+async def test_an_async_pool_is_not_closed_from_another_loop(module_url: str) -> None:
+    async with AsyncConnectionPool(module_url, max_size=1) as pool:
+        await pool.wait()
+        with pytest.raises(RuntimeError, match="on another event loop, and its connections"):
+            await asyncio.to_thread(lambda: asyncio.run(pool.close()))
+        async with pool.connection() as conn:
+            await conn.execute("select 1")
+
+
+def test_one_that_is_held_for_ever_does_not_keep_the_others_from_being_spread() -> None:
+    """A listener holds one of ten for hours: it was doomed, and nothing else replaced ahead."""
+    config = ReservoirConfig(max_size=10, lifetime_jitter=0.0)
+    core: Core[object] = Core(config)
+    now, births = 0.0, []
+
+    def fill() -> None:
+        while core.retired:
+            core.retired.pop()
+            core.closed()
+        while number := core.plan():
+            for _ in range(number):
+                core.arrived(Item(object(), born=now, lifetime=660.0, guard=45.0), now)
+                births.append(now)
+
+    fill()
+    assert core.search(now) is not None
+    while now < 3600.0:
+        core.scan(now, replacing=True)
+        fill()
+        if now in (1000.0, 1100.0):
+            # An outage: all but the one that is held are born together again.
+            for item in list(core.ready):
+                core.discard(item, "bad")
+            fill()
+        now += 1.0
+    later = [born for born in births if born > 1100.0 + config.usable_lifetime + 10.0]
+    assert len(later) > 20
+    every = config.usable_lifetime / config.max_size
+    assert max(sum(start <= born < start + every for born in later) for start in later) <= 2
+
+
+def test_a_transaction_that_must_be_awaited_is_not_taken_for_done(module_url: str) -> None:
+    async def work(conn: object) -> None: ...
+
+    with ConnectionPool(module_url, max_size=1) as pool, pytest.raises(TypeError, match="awaited"):
+        _ = retry_transaction(pool, work)
