@@ -31,8 +31,8 @@ LEDGER = "ledger"
 #: Many faults follow each other within seconds: who waits longer between tries sees few of them.
 BACKOFF = (0.05, 0.5)
 #: It rests now and then: what has come meanwhile is not done, whoever is killed before it is.
-RESTS_EVERY = 20
-REST = 0.03
+RESTS_EVERY = 50
+REST = 0.1
 _PR_SET_PDEATHSIG = 1
 
 

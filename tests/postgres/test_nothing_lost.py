@@ -277,10 +277,12 @@ class Faults:
     async def kill_consumers(self) -> None:
         # After a pause much comes at once: they are killed with a part of it still to be done, at
         # a time when the server has just been told how far they are.
+        async with connected(self._server.url) as conn:
+            await until(lambda: one(conn, "select bool_and(active) from pg_replication_slots"))
         self._proxy.stall()
         await asyncio.sleep(1.0)
         self._proxy.resume()
-        await asyncio.sleep(self._random.uniform(0.1, 0.25))
+        await asyncio.sleep(self._random.uniform(0.25, 0.45))
         for consumer in self._consumers:
             consumer.kill()
         for consumer in self._consumers:

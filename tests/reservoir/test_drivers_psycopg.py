@@ -23,7 +23,7 @@ from holdfast.testing import FaultProxy
 THREADS = ThreadsPsycopg(psycopg.Connection.connect)
 ASYNC = AsyncPsycopg(psycopg.AsyncConnection.connect)
 #: How long a ping may take in these tests.
-LIMIT = 0.2
+LIMIT = 1.0
 
 
 def something_to_read(conn: psycopg.Connection[Any]) -> Callable[[], bool]:
@@ -126,7 +126,7 @@ def test_a_ping_of_a_black_hole_ends(module_url: str, thread_proxy: FaultProxy) 
     with closing(psycopg.connect(through(thread_proxy, module_url))) as conn:
         thread_proxy.black_hole()
         began = time.monotonic()
-        with pytest.raises(psycopg.OperationalError, match=r"no answer to a ping within 0\.2 s"):
+        with pytest.raises(psycopg.OperationalError, match="no answer to a ping within 1 s"):
             THREADS.ping(conn, LIMIT)
         assert LIMIT <= time.monotonic() - began < 3 * LIMIT
         assert not THREADS.clean(conn)
@@ -138,7 +138,7 @@ async def test_a_ping_of_a_black_hole_ends_under_asyncio(
     async with connected(through(proxy, module_url)) as conn:
         proxy.black_hole()
         began = time.monotonic()
-        with pytest.raises(psycopg.OperationalError, match=r"no answer to a ping within 0\.2 s"):
+        with pytest.raises(psycopg.OperationalError, match="no answer to a ping within 1 s"):
             await ASYNC.ping(conn, LIMIT)
         assert LIMIT <= time.monotonic() - began < 3 * LIMIT
         assert not ASYNC.clean(conn)
@@ -199,7 +199,7 @@ def test_check_idle_pings_only_after_so_long(module_url: str, thread_proxy: Faul
     """Not told by the socket: the server has vanished without a word."""
     pinged: list[object] = []
     with ConnectionPool(
-        through(thread_proxy, module_url), max_size=1, check_idle=0.3, ping=pinged.append
+        through(thread_proxy, module_url), max_size=1, check_idle=1.5, ping=pinged.append
     ) as pool:
         with pool.connection() as conn:
             pass
@@ -207,7 +207,7 @@ def test_check_idle_pings_only_after_so_long(module_url: str, thread_proxy: Faul
         with pool.connection():
             pass
         assert pinged == []
-        time.sleep(0.31)
+        time.sleep(1.51)
         with pool.connection():
             assert pinged == [conn]
 

@@ -125,7 +125,7 @@ async def _told(rig: Rig) -> None:
             await rig.ask()
         except PoolOverloaded:
             # At once, compared with what a caller has to wait here.
-            assert time.monotonic() - began < 0.1
+            assert time.monotonic() - began < 1.0
             raise
 
 

@@ -304,8 +304,8 @@ async def test_close_ends_in_time_although_a_connect_hangs(
     await pool.open()
     await eventually_async(lambda: proxy.statistics().open == 1)
     began = time.monotonic()
-    await pool.close(timeout=0.5)
-    assert time.monotonic() - began < 3 * 0.5
+    await pool.close(timeout=1.0)
+    assert time.monotonic() - began < 3.0
     proxy.heal()
     await eventually_async(lambda: proxy.statistics().open == 0)
 
@@ -313,7 +313,7 @@ async def test_close_ends_in_time_although_a_connect_hangs(
 async def test_close_ends_in_time_although_a_connection_does_not(
     module_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_works, "CLOSE_PATIENCE", 0.5)
+    monkeypatch.setattr(_works, "CLOSE_PATIENCE", 2.0)
     ended = asyncio.Event()
 
     async def close(conn: psycopg.AsyncConnection[Any]) -> None:
@@ -326,9 +326,9 @@ async def test_close_ends_in_time_although_a_connection_does_not(
     pool: Pool = AsyncConnectionPool(module_url, max_size=1, close_connection=close, name="shop")
     await pool.open(wait=True)
     began = time.monotonic()
-    await pool.close(timeout=0.2)
-    assert time.monotonic() - began < 3 * 0.2
-    assert "shop: 1 connection did not close within 0.2 s" in caplog.text
+    await pool.close(timeout=1.0)
+    assert time.monotonic() - began < 3.0
+    assert "shop: 1 connection did not close within 1 s" in caplog.text
     await asyncio.wait_for(ended.wait(), PATIENCE)  # it is not left for ever
 
 
@@ -457,8 +457,8 @@ async def test_a_check_that_always_fails_does_not_hammer_the_server(
     async with AsyncConnectionPool(url, max_size=1, check=check) as pool:
         began = time.monotonic()
         with pytest.raises(PoolTimeout):
-            await pool.getconn(timeout=0.3)
-        assert time.monotonic() - began < 3 * 0.3
+            await pool.getconn(timeout=1.0)
+        assert time.monotonic() - began < 3.0
         assert proxy.statistics().accepted < 10
         stats = pool.get_stats()
         assert (stats["requests_num"], stats["requests_errors"]) == (1, 1)

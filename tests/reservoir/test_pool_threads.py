@@ -342,9 +342,9 @@ def test_close_ends_in_time_although_a_connect_hangs(
     pool: Pool = ConnectionPool(through(thread_proxy, module_url), max_size=1, name="shop")
     eventually(lambda: thread_proxy.statistics().open == 1)
     began = time.monotonic()
-    pool.close(timeout=0.3)
-    assert time.monotonic() - began < 3 * 0.3
-    assert "shop: 1 connection did not close within 0.3 s" in caplog.text
+    pool.close(timeout=1.0)
+    assert time.monotonic() - began < 3.0
+    assert "shop: 1 connection did not close within 1 s" in caplog.text
     thread_proxy.heal()
     eventually(lambda: thread_proxy.statistics().open == 0)
 
@@ -363,9 +363,9 @@ def test_close_ends_in_time_although_a_connection_does_not(
     with pool.connection() as conn:
         pass
     began = time.monotonic()
-    pool.close(timeout=0.2)
-    assert time.monotonic() - began < 3 * 0.2
-    assert "shop: 1 connection did not close within 0.2 s" in caplog.text
+    pool.close(timeout=1.0)
+    assert time.monotonic() - began < 3.0
+    assert "shop: 1 connection did not close within 1 s" in caplog.text
     go_on.set()
     eventually(lambda: conn.closed)
 
@@ -473,8 +473,8 @@ def test_a_check_that_always_fails_does_not_hammer_the_server(
     with ConnectionPool(through(thread_proxy, module_url), max_size=1, check=check) as pool:
         began = time.monotonic()
         with pytest.raises(PoolTimeout):
-            pool.getconn(timeout=0.3)
-        assert time.monotonic() - began < 3 * 0.3
+            pool.getconn(timeout=1.0)
+        assert time.monotonic() - began < 3.0
         assert thread_proxy.statistics().accepted < 10
         stats = pool.get_stats()
         assert (stats["requests_num"], stats["requests_errors"]) == (1, 1)
