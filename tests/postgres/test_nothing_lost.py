@@ -294,6 +294,8 @@ class Faults:
 
 async def caught_up(consumers: list[ConsumerProcess], last: int) -> bool:
     """Whether everybody has the transaction that was committed last."""
+    for consumer in consumers:
+        assert not consumer.ended, consumer.log.read_text()[-2000:]
     exact, plain = consumers
     applied, _ = kept_by(exact)
     lines = plain.lines()
