@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "Reset", "Transaction"]
 
 
+#: After so many that were at hand, the loop gets a turn.
+YIELD_EVERY = 100
+
+
 class Reset(NamedTuple):
     """History is not what it was: what was consumed so far may be of another past.
 
@@ -108,6 +112,7 @@ class Changes:
         self.tables = tables
         self._queue: deque[Transaction | Reset] = deque()
         self._bytes = 0
+        self._taken = 0
         self._waiting: asyncio.Future[None] | None = None
         self._last: Transaction | Reset | None = None
         self._error: BaseException | None = None
@@ -137,6 +142,12 @@ class Changes:
                 await self._waiting
             finally:
                 self._waiting = None
+        self._taken += 1
+        if self._taken % YIELD_EVERY == 0:
+            # A consumer that awaits nothing else must leave the reader, and its answers, a turn.
+            await asyncio.sleep(0)
+            if not self._queue:
+                return await self.__anext__()
         self._last = item = self._queue.popleft()
         if isinstance(item, Transaction):
             self._bytes -= item._committed.body.size
