@@ -76,7 +76,7 @@ async def test_the_server_ends_one_that_rests(
         # Only the one that was lost was replaced.
         assert pids[1] in found
         assert pids[0] not in found
-        assert desk.now.discards == {"failed_check" if way == "asyncpg" else "bad": 1}
+        assert desk.now.discards == {"bad": 1}
         for one in held:
             await one.close()
 

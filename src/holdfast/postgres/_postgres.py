@@ -163,7 +163,8 @@ class Postgres:
             recorder=self.recorder,
         )
         path = self.settings.state_dir / f"{self.settings.stream_id}.db"
-        self._store = await asyncio.to_thread(StateStore, path)
+        # Not in a thread: whoever holds this object may use it from the first await on.
+        self._store = StateStore(path)
         self._hub = Hub(self._store, self.recorder)
         self._loaded = True
         self._core = ManagerCore(self.machine, Backoff(*BACKOFF, jitter="half", clock=self.clock))

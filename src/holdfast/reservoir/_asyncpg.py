@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
 from typing import Any, ClassVar, Literal
 
 from ._driver import Driver, State
@@ -29,8 +32,8 @@ class AsyncpgDriver(Driver):
         return State.TRANSACTION if conn.is_in_transaction() else State.IDLE
 
     def is_broken(self, conn: Any) -> bool:
-        """Whether it was closed, by us or by the server."""
-        return bool(conn.is_closed())
+        """Whether it was closed, by us or by the server, also if the loop has not read that yet."""
+        return bool(conn.is_closed()) or _hung_up(conn._transport)
 
     def interrupted(self, error: BaseException | None) -> bool:
         """Never: a connection knows whether it is in the middle of something."""
@@ -54,3 +57,27 @@ class AsyncpgDriver(Driver):
     def _busy(conn: Any) -> bool:
         """Whether a query that was cancelled is still being cancelled on the server."""
         return bool(conn._protocol._is_cancelling())
+
+
+#: What ends a stream: nothing more, the server's error, or an alert of TLS.
+_ENDINGS = (b"", b"E", b"\x15")
+
+
+def _hung_up(transport: Any) -> bool:
+    """Whether the end of the stream waits to be read: an idle server says nothing else."""
+    known = transport.get_extra_info("socket")
+    if known is None:
+        return False
+    if known.fileno() < 0:
+        return True
+    poll = select.poll()
+    poll.register(known.fileno(), select.POLLIN)
+    if not poll.poll(0):
+        return False
+    try:
+        with socket.socket(fileno=os.dup(known.fileno())) as line:
+            return line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) in _ENDINGS
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
