@@ -31,12 +31,17 @@ STYLE: dict[Any, Any] = {
 class Lines(NamedTuple):
     """One pool, second by second."""
 
-    done: list[int]
+    #: Operations, in percent of what the baseline beside it did in the same second.
+    done: list[float]
     births: list[int]
 
 
 def draw(runs: Mapping[str, Lines], *, path: str, title: str, rate: float) -> None:
-    """Draw operations per second, and births per second below, into a file."""
+    """Draw operations per second, and births per second below, into a file.
+
+    The operations are drawn against the baseline: the pools ran one after the other, and the
+    machine was not equally busy.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,7 +74,7 @@ def _dress(axes: Any, label: str) -> None:
 
 
 def _dress_above(axes: Any, title: str) -> None:
-    _dress(axes, "operations per second")
+    _dress(axes, "operations per second,\n% of those without expiry")
     axes.set_title(title, loc="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="lower left", ncols=2, frameon=False)

@@ -399,6 +399,13 @@ class Manager:
             await self._stop(name)
 
     async def _stop_client(self) -> None:
+        task = self._tasks.get("replication")
+        if self.client is not None and task is not None and not task.done():
+            try:
+                async with asyncio.timeout(CLIENT_SHUTDOWN):
+                    await self.client.farewell()
+            except Exception as error:
+                log.debug("no farewell: %s", describe(error))
         await self._stop("replication", CLIENT_SHUTDOWN)
 
     async def _stop(self, name: str, patience: float = 5.0) -> None:

@@ -102,6 +102,11 @@ class ReplicationClient:
         """The rest of the system is ready for what comes."""
         self._go.set()
 
+    async def farewell(self) -> None:
+        """Tell the server what is safe by now, so that whoever comes next need not do it again."""
+        if self._link is not None and self.positions is not None and not self._link.closed:
+            await self._tell(self._link)
+
     def cut(self) -> None:
         """End it at once, without a farewell."""
         if self._link is not None:
