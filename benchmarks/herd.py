@@ -106,6 +106,12 @@ class Run(NamedTuple):
     def errors(self) -> int:
         return sum(self.pool.kinds.values())
 
+    @property
+    def lines(self) -> Lines:
+        """What is drawn of it."""
+        pairs = zip(self.pool.done, self.baseline.done, strict=True)
+        return Lines([100 * done / beside for done, beside in pairs], self.pool.births)
+
     def check(self) -> None:
         """The baseline must be one, and what should have expired must have been born again."""
         if self.baseline.kinds or sum(self.baseline.births):
@@ -184,7 +190,7 @@ def measure(report: Report, quick: bool) -> None:
     )
     if quick:
         report.notes.append(f"quick: ours for {ours} s, once, and each peer for {peers} s")
-    lines = {name: Lines(each[0].pool.done, each[0].pool.births) for name, each in runs.items()}
+    lines = {name: each[0].lines for name, each in runs.items()}
     title = f"{SIZE} connections, born together, that live for {LIFETIME:g} s; {WORKERS} workers"
     report.draw = lambda path: draw(lines, path=path, title=title, rate=RATE)
 
