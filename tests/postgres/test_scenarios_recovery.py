@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
-from holdfast.postgres import Postgres
+from holdfast.postgres import Postgres, _admin, _replication
 from holdfast.postgres._health import Health
+from holdfast.postgres._link import Link
 from holdfast.testing import FaultProxy
 
 from .conftest import MakePostgres, Sql
@@ -189,6 +191,53 @@ async def test_a_silent_drop_is_noticed(
             await sql.execute("insert into orders values (1, 'x')")
             assert ids(await following(changes)) == [1]
             assert await walsender(sql, pg) != before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "IDENTIFY_SYSTEM",
+        "SELECT pg_advisory_lock",
+        "CREATE_REPLICATION_SLOT",
+        "SET TimeZone",
+        "START_REPLICATION",
+    ],
+)
+async def test_a_server_that_vanishes_during_the_setup_is_noticed(
+    command: str,
+    make: MakePostgres,
+    sql: Sql,
+    streamed_url: str,
+    stream_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it waits for then: also for a lock or a slot, which may take any time."""
+    quicken(monkeypatch, check_every=1.0)
+    monkeypatch.setattr(_replication, "PROMPT", 1.0)
+    monkeypatch.setattr(_admin, "TIMEOUT", 1.0)
+    known = psycopg.conninfo.conninfo_to_dict(streamed_url)
+    execute, fell = Link._execute, asyncio.Event()
+    async with FaultProxy("127.0.0.1", int(str(known["port"]))) as proxy:
+
+        async def falls_silent(link: Link, text: str) -> Any:
+            if text.startswith(command) and not fell.is_set():
+                proxy.black_hole()
+                fell.set()
+            return await execute(link, text)
+
+        monkeypatch.setattr(Link, "_execute", falls_silent)
+        async with make(replication_url=through(streamed_url, proxy.port)) as pg:
+            changes = pg.changes(tables=["orders"])
+            await asyncio.wait_for(fell.wait(), LIMIT)
+            await until(lambda: told(pg, "connection_error"))
+            proxy.resume()
+            await published(streamed_url, stream_id)
+            await sql.execute("insert into orders values (1, 'x')")
+            assert ids(await following(changes)) == [1]
+
+
+async def told(pg: Postgres, name: str) -> bool:
+    return any(event.name == name for event in pg.last_events)
 
 
 async def test_a_quiet_connection_is_kept(

@@ -66,28 +66,37 @@ class Link:
         poll.register(self._pgconn.socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    async def command(self, text: str) -> Sequence[Sequence[Any]]:
+    async def command(self, text: str, *, timeout: float | None = None) -> Sequence[Sequence[Any]]:
         """Send one command and wait for its rows.
 
-        When this is cancelled the connection is cut: the driver would ask the server, which may
-        not answer any more, to cancel the command.
+        When this is cancelled, or takes longer than it may, the connection is cut: the driver would
+        ask the server, which may not answer any more, to cancel the command.
         """
         work = asyncio.ensure_future(self._execute(text))
         try:
-            return await asyncio.shield(work)
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(work)
+        except TimeoutError:
+            await self._abandon(work)
+            raise StreamEnded(
+                f"the server has not answered for {timeout:.0f} s: {text[:80]}"
+            ) from None
         except asyncio.CancelledError:
-            self.cut()
-            await asyncio.wait({work})
-            work.exception() if not work.cancelled() else None
+            await self._abandon(work)
             raise
+
+    async def _abandon(self, work: asyncio.Future[Any]) -> None:
+        self.cut()
+        await asyncio.wait({work})
+        work.exception() if not work.cancelled() else None
 
     async def _execute(self, text: str) -> Sequence[Sequence[Any]]:
         cursor = await self._connection.execute(text.encode())
         return await cursor.fetchall() if cursor.description else []
 
-    async def stream(self, start_command: str) -> None:
+    async def stream(self, start_command: str, *, timeout: float | None = None) -> None:
         """Begin to stream."""
-        await self._connection.execute(start_command.encode())
+        await self.command(start_command, timeout=timeout)
         self._pgconn.nonblocking = 1
         self._connection.add_notice_handler(self._noticed)
 

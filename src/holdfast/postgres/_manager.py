@@ -130,9 +130,9 @@ class Manager:
             case Act.CANCEL_TIMER:
                 self._cancel_timer(action.name)
             case Act.BREAK_LOCK:
-                self._start("lock", self._break_lock(), None)
+                self._start("lock", self._look(self._break_lock), None)
             case Act.UNBLOCK_SLOT:
-                self._start("slot", self._unblock_slot(), None)
+                self._start("slot", self._look(self._unblock_slot), None)
             case Act.GIVE_UP:
                 self.fatal = action.detail
             case Act.DROP_SLOT:
@@ -294,9 +294,18 @@ class Manager:
                 application_name=self._settings.application_name,
             )
 
-    async def _break_lock(self) -> None:
-        assert self.client is not None
-        slot, own = self._settings.slot_name, self.client.setup.findings.backend_pid
+    async def _look(self, why: Callable[[ReplicationClient], Awaitable[None]]) -> None:
+        """Look why it still waits; a server that does not answer has forgotten us, too."""
+        client = self.client
+        assert client is not None
+        try:
+            await why(client)
+        except TimeoutError:
+            client.cut()
+            raise
+
+    async def _break_lock(self, client: ReplicationClient) -> None:
+        slot, own = self._settings.slot_name, client.setup.findings.backend_pid
         async with await self._short_connection() as conn:
             ended = await _admin.break_lock(conn, slot, own)
             holder = None if ended else await _admin.lock_holder(conn, slot)
@@ -305,9 +314,8 @@ class Manager:
         if holder is not None:
             self._monitor.clear("pg_lock_acquired", _words_of(holder, slot))
 
-    async def _unblock_slot(self) -> None:
-        assert self.client is not None
-        own = self.client.setup.findings.backend_pid
+    async def _unblock_slot(self, client: ReplicationClient) -> None:
+        own = client.setup.findings.backend_pid
         async with await self._short_connection() as conn:
             found = await _admin.blockers(conn, [own])
             for blocker in found:

@@ -35,6 +35,8 @@ log = logging.getLogger("holdfast.postgres")
 
 #: A server that was silent for so long is asked for a sign of life, and given as long again.
 SILENCE = 4.5
+#: A command that waits for nobody is answered within this.
+PROMPT = 10.0
 #: How often the server is told of progress, at most.
 PROGRESS_EVERY = 0.1
 #: How often it gets a sign of life, at most and if it does not say how patient it is.
@@ -120,7 +122,7 @@ class ReplicationClient:
                 reported = setup.step
                 self._report(setup.step)
             try:
-                rows = await link.command(command)
+                rows = await link.command(command, timeout=None if setup.waits else PROMPT)
             except psycopg.Error as error:
                 setup.refused(error.sqlstate, error)
             else:
@@ -134,7 +136,7 @@ class ReplicationClient:
             while not go.done():
                 await asyncio.wait({go}, timeout=SILENCE)
                 if not go.done():
-                    await link.command("SELECT 1")
+                    await link.command("SELECT 1", timeout=PROMPT)
         finally:
             go.cancel()
 
@@ -143,7 +145,7 @@ class ReplicationClient:
     async def _stream(self, link: Link) -> None:
         found = self.setup.findings
         self._report(Step.START_STREAMING)
-        await link.stream(self.setup.start_command())
+        await link.stream(self.setup.start_command(), timeout=PROMPT)
         self._report(Step.STREAMING)
         self.positions = Positions(found.confirmed)
         self._hub.begin(History(found.system_id, found.timeline_id), found.confirmed)

@@ -158,6 +158,11 @@ class Setup:
             return f"{begin} (SNAPSHOT 'nothing', FAILOVER true)"
         return f"{begin} NOEXPORT_SNAPSHOT"
 
+    @property
+    def waits(self) -> bool:
+        """Whether the command waits for somebody else, for as long as that takes."""
+        return self.step in (Step.ACQUIRE_LOCK, Step.DROP_SLOT, Step.CREATE_SLOT)
+
     def start_command(self) -> str:
         """What begins the stream: from where the slot stands, whatever that is."""
         options = self.options
