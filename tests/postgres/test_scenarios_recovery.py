@@ -167,6 +167,23 @@ async def test_who_asks_for_a_connection_during_the_outage_gets_one_after_it(
         assert await asyncio.wait_for(asking, LIMIT) == 7
 
 
+async def test_a_server_that_shuts_down_is_not_held_up_by_a_slow_consumer(tmp_path: Path) -> None:
+    """It waits until all that it sent is safe, and that may take a consumer any time."""
+    async with (
+        own_server() as server,
+        Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await insert(server.url, 1)
+        slow = await following(changes)
+        await asyncio.wait_for(server.restart(), LIMIT)
+        await pg.wait_until_active(LIMIT)
+        await slow.ack()
+        await insert(server.url, 2)
+        assert ids(await following(changes)) == [2]
+
+
 # -- the connection ------------------------------------------------------------------------------
 
 

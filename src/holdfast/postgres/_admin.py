@@ -23,6 +23,7 @@ __all__ = [
     "log_standby_snapshot",
     "retained",
     "terminate",
+    "unpublished",
 ]
 
 #: How long one of these may take.
@@ -172,6 +173,13 @@ async def add_tables(
                 continue
             name = sql.Identifier(*table.split(".", 1))
             await conn.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(name))
+            if await _is_partitioned(conn, table):
+                # Otherwise its changes come under the names of its partitions.
+                await conn.execute(
+                    sql.SQL("ALTER PUBLICATION {} SET (publish_via_partition_root = true)").format(
+                        sql.Identifier(publication)
+                    )
+                )
             await conn.execute(
                 sql.SQL("ALTER PUBLICATION {} ADD TABLE {}").format(
                     sql.Identifier(publication), name
@@ -181,11 +189,34 @@ async def add_tables(
     return added
 
 
+async def unpublished(
+    conn: psycopg.AsyncConnection[Any], publication: str, tables: Sequence[str]
+) -> list[str]:
+    """Those of the tables whose changes do not come, or not under their own name."""
+    query = (
+        "SELECT 1 FROM pg_publication_tables p WHERE p.pubname = %(publication)s AND "
+        "format('%%I.%%I', p.schemaname, p.tablename)::regclass = to_regclass(%(table)s)"
+    )
+    return [
+        table
+        for table in sorted(set(tables))
+        if not await _rows(conn, query, publication=publication, table=_exact(conn, table))
+    ]
+
+
+def _exact(conn: psycopg.AsyncConnection[Any], table: str) -> str:
+    return sql.Identifier(*table.split(".", 1)).as_string(conn)
+
+
+async def _is_partitioned(conn: psycopg.AsyncConnection[Any], table: str) -> bool:
+    query = "SELECT 1 FROM pg_class WHERE oid = to_regclass(%(table)s) AND relkind = 'p'"
+    return bool(await _rows(conn, query, table=_exact(conn, table)))
+
+
 async def _is_published(conn: psycopg.AsyncConnection[Any], publication: str, table: str) -> bool:
     query = (
         "SELECT 1 FROM pg_publication p WHERE p.pubname = %(publication)s AND (p.puballtables OR "
         "EXISTS (SELECT 1 FROM pg_publication_rel r WHERE r.prpubid = p.oid "
         "AND r.prrelid = to_regclass(%(table)s)))"
     )
-    exact = sql.Identifier(*table.split(".", 1)).as_string(conn)
-    return bool(await _rows(conn, query, publication=publication, table=exact))
+    return bool(await _rows(conn, query, publication=publication, table=_exact(conn, table)))

@@ -279,6 +279,10 @@ class Hub:
         """The consumers that are here."""
         return list(self._attached.values())
 
+    def published_to(self) -> list[Changes]:
+        """Those of them whose tables are published."""
+        return [each for each in self.attached() if self._published.issuperset(each.tables)]
+
     async def save(self) -> None:
         """Keep how far everybody is."""
         if (told := self._store.told()) is not None:

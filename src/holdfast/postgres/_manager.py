@@ -258,14 +258,20 @@ class Manager:
 
     async def _publish_now(self, changes: Changes) -> None:
         """See to it that the tables of a consumer are published; if they cannot be, it is told."""
-        publication = self._settings.publication_name
-        if not changes.tables or self._settings.manual_publication:
-            self._hub.note_published(changes.tables)  # as far as it is ours to see to it
+        publication, added = self._settings.publication_name, []
+        if not changes.tables:
             return
         async with self.pools[Role.ADMIN].pool.connection() as conn:
             await conn.set_autocommit(True)
             try:
-                added = await _admin.add_tables(conn, publication, changes.tables)
+                if not self._settings.manual_publication:
+                    added = await _admin.add_tables(conn, publication, changes.tables)
+                for each in {*self._hub.published_to(), changes}:
+                    missing = await _admin.unpublished(conn, publication, each.tables)
+                    if missing:
+                        self._hub.refuse(each, _words_of_missing(missing, publication))
+                        if each is changes:
+                            return
             except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
                 self._hub.refuse(changes, f"its tables cannot be published: {describe(error)}")
                 return
@@ -443,6 +449,16 @@ def _first(error: Exception) -> BaseException:
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
     return found
+
+
+def _words_of_missing(tables: list[str], publication: str) -> str:
+    named = " and ".join(tables)
+    return (
+        f"the publication {publication} does not tell the changes of {named} under that name. Add "
+        "the table to it; those of a partition come under the name of the partitioned table, if "
+        "that is published, too, and those of a partitioned table need "
+        "publish_via_partition_root = true"
+    )
 
 
 def _words_of(holder: Any, slot: str) -> str:

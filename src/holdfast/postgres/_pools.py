@@ -20,6 +20,8 @@ __all__ = ["ManagedPool", "PoolSizes", "PoolStatus", "pool_sizes"]
 log = logging.getLogger("holdfast.postgres")
 
 MAX_ADMIN = 4
+#: For so long may a server that shuts down wait for what consumers have not acknowledged yet.
+GRACE = 1.0
 
 
 class PoolSizes(NamedTuple):
@@ -111,8 +113,13 @@ class ManagedPool:
             self._on_ready(self.role)
         elif failing and works.last_error is not None:
             diagnosis = diagnose(works.last_error)
-            if diagnosis.verdict is Verdict.FATAL:
+            if diagnosis.verdict is Verdict.FATAL or self._holds_up(diagnosis):
                 self._on_failed(self.role, diagnosis)
+
+    def _holds_up(self, diagnosis: Diagnosis) -> bool:
+        """Whether the server shuts down, and waits for us: until all that it sent is safe."""
+        leaving = self.role is Role.ADMIN and diagnosis.type == "database_server_shutting_down"
+        return leaving and (self.pool.reservoir.works.failing_for or 0.0) >= GRACE
 
     def __repr__(self) -> str:
         return f"<ManagedPool {self.role.value}: {self.status.value}, {self.pool!r}>"

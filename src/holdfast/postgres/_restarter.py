@@ -1,6 +1,6 @@
 """Scale to zero: all connections are closed while nobody needs them, and come back when one does.
 
-Use is a caller's: a pooled connection, a transaction that came, an acknowledgement. What the
+Use is a caller's: a pooled connection, an acknowledgement. What the
 manager does for itself is none. While it sleeps there is nothing of it at the server; only if a
 limit for the retained log is set does it look, now and then, whether that is near.
 """

@@ -219,10 +219,7 @@ class Setup:
             case Step.ACQUIRE_LOCK, "57014":  # a statement timeout: the lock is still wanted
                 self.lock_timeouts += 1
                 return
-            case Step.CREATE_PUBLICATION, "42710":  # it exists
-                self._advance()
-                return
-            case Step.CREATE_PUBLICATION, "42501":  # not ours to create, but it may exist
+            case Step.CREATE_PUBLICATION, "42710" | "42501":  # it exists, or is not ours to create
                 self.step = Step.CHECK_PUBLICATION
                 return
             case Step.DROP_SLOT, "42704":  # there was none
@@ -237,10 +234,13 @@ class Setup:
         name = self.options.publication
         if not rows:
             raise ConfigurationError(
-                f"the publication {name} does not exist, and this user may not create it: run "
-                f"CREATE PUBLICATION {quoted(name)} as the database's owner, or GRANT CREATE"
+                f"the publication {name} does not exist, and is not made here: run "
+                f"CREATE PUBLICATION {quoted(name)} as the database's owner; or GRANT CREATE ON "
+                "DATABASE to this user, and leave manual_publication off"
             )
-        if not all(value in (True, "t") for value in rows[0]):
+        # Somebody who makes it by hand may leave out what nobody wants.
+        ours = self.options.try_creating_publication
+        if ours and not all(value in (True, "t") for value in rows[0]):
             raise ConfigurationError(
                 f"the publication {name} leaves out some changes: it must publish insert, update, "
                 f"delete and truncate (ALTER PUBLICATION {quoted(name)} SET (publish = …))"
@@ -257,9 +257,7 @@ class Setup:
     # -- which step is next --------------------------------------------------------------------
 
     def _advance(self) -> None:
-        order: list[Step] = [step for step in Step if step is not Step.CHECK_PUBLICATION]
-        if self.step is Step.CHECK_PUBLICATION:
-            self.step = Step.CREATE_PUBLICATION
+        order = list(Step)
         step = order[order.index(self.step) + 1]
         while not self._wanted(step):
             step = order[order.index(step) + 1]
@@ -269,6 +267,8 @@ class Setup:
         match step:
             case Step.CREATE_PUBLICATION:
                 return self.options.try_creating_publication
+            case Step.CHECK_PUBLICATION:  # one that was made just now is as it should be
+                return not self.options.try_creating_publication
             case Step.DROP_SLOT:
                 # A slot that is older than its publication cannot be read: at the places before
                 # it, the publication does not exist.

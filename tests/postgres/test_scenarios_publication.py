@@ -1,0 +1,107 @@
+"""What a publication tells, and under which name; and consumers that ask for something else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from holdfast.postgres import Changes, ConfigurationError, Transaction
+
+from .conftest import MakePostgres, Sql
+from .server import LIMIT, following, ids, published, quicken
+
+PARTITIONED = (
+    "create table sales (id int, region text) partition by list (region)",
+    "create table sales_north partition of sales for values in ('north')",
+    "create table sales_south partition of sales for values in ('south')",
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+async def refusal(changes: Changes) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        await asyncio.wait_for(anext(changes), LIMIT)
+    return str(caught.value)
+
+
+async def test_a_partitioned_table_by_its_own_name(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    for statement in PARTITIONED:
+        await sql.execute(statement.encode())
+    async with make() as pg:
+        changes = pg.changes(tables=["sales"])
+        others = pg.changes("others", tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await sql.execute("insert into sales values (1, 'north'), (2, 'south')")
+        await sql.execute("insert into orders values (7, 'x')")
+        txn = await following(changes)
+        assert isinstance(txn, Transaction)
+        assert [(change.table, change.new["id"]) for change in txn] == [
+            ("sales", 1), ("sales", 2),
+        ]  # fmt: skip
+        # One that is made later belongs to it from the beginning.
+        await sql.execute("create table sales_east partition of sales for values in ('east')")
+        await sql.execute("insert into sales values (3, 'east')")
+        assert ids(await following(changes)) == [3]
+        assert ids(await following(others)) == [7]
+
+
+async def test_a_partition_whose_changes_come_under_another_name(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    for statement in PARTITIONED:
+        await sql.execute(statement.encode())
+    async with make() as pg:
+        north = pg.changes("north", tables=["sales_north"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await sql.execute("insert into sales values (1, 'north')")
+        assert ids(await following(north)) == [1]
+        # From now on they come under the name of the whole: who asked for the part is told.
+        whole = pg.changes("whole", tables=["sales"])
+        await pg.wait_until_published("sales", timeout=LIMIT)
+        assert "partition" in await refusal(north)
+        await sql.execute("insert into sales values (2, 'north')")
+        assert ids(await following(whole)) == [2]
+        late = pg.changes("late", tables=["sales_north"])
+        assert "sales_north" in await refusal(late)
+
+
+async def test_tables_that_a_publication_by_hand_leaves_out(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    await sql.execute("create table stock (id int primary key)")
+    await sql.execute("create publication by_hand for table orders".encode())
+    async with make(manual_publication=True, publication="by_hand") as pg:
+        orders = pg.changes("orders", tables=["orders"])
+        both = pg.changes("both", tables=["orders", "stock"])
+        assert "stock" in await refusal(both)
+        await pg.wait_until_active(LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        assert ids(await following(orders)) == [1]
+
+
+async def test_a_publication_by_hand_that_nobody_made(make: MakePostgres, sql: Sql) -> None:
+    async with make(manual_publication=True, publication="by_hand") as pg:
+        text = await refusal(pg.changes(tables=["orders"]))
+        assert 'CREATE PUBLICATION "by_hand"' in text
+
+
+async def test_a_publication_that_tells_less_than_everything(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await published(streamed_url, stream_id)
+        await changes.aclose()
+    name = f"holdfast_publication_{stream_id}"
+    await sql.execute(f"alter publication {name} set (publish = 'insert, update')".encode())
+    async with make() as pg:
+        text = await refusal(pg.changes(tables=["orders"]))
+        assert "leaves out some changes" in text
+        assert "ALTER PUBLICATION" in text
