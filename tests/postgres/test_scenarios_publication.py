@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.postgres import Changes, ConfigurationError, Transaction
+from holdfast.postgres import Changes, ConfigurationError, Insert
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, following, ids, published, quicken
@@ -41,10 +41,8 @@ async def test_a_partitioned_table_by_its_own_name(
         await sql.execute("insert into sales values (1, 'north'), (2, 'south')")
         await sql.execute("insert into orders values (7, 'x')")
         txn = await following(changes)
-        assert isinstance(txn, Transaction)
-        assert [(change.table, change.new["id"]) for change in txn] == [
-            ("sales", 1), ("sales", 2),
-        ]  # fmt: skip
+        assert ids(txn) == [1, 2]
+        assert {change.table for change in txn if isinstance(change, Insert)} == {"sales"}
         # One that is made later belongs to it from the beginning.
         await sql.execute("create table sales_east partition of sales for values in ('east')")
         await sql.execute("insert into sales values (3, 'east')")
@@ -76,7 +74,7 @@ async def test_tables_that_a_publication_by_hand_leaves_out(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     await sql.execute("create table stock (id int primary key)")
-    await sql.execute("create publication by_hand for table orders".encode())
+    await sql.execute("create publication by_hand for table orders")
     async with make(manual_publication=True, publication="by_hand") as pg:
         orders = pg.changes("orders", tables=["orders"])
         both = pg.changes("both", tables=["orders", "stock"])
