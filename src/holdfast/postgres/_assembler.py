@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from itertools import islice
 
 from ._body import Body
 from ._errors import ProtocolError
@@ -34,6 +35,7 @@ from ._pgoutput import (
 )
 from ._rows import Relation
 from ._transaction import HEADER, Committed
+from ._wire import KEEPALIVE
 
 __all__ = ["Assembler"]
 
@@ -74,30 +76,74 @@ class Assembler:
         parts = [*self._streams.values(), *self._prepared.values(), *now]
         return sum(part.body.size for part in parts)
 
+    def feed_all(self, messages: list[bytes], begin: int = 0) -> tuple[list[Committed], int]:
+        """All messages from this place on, up to a keepalive.
+
+        Returns the transactions that became complete, and the place of the keepalive, or the end.
+        Before a message that is wrong it stops, too, if some are complete: they are not lost for
+        what comes after them. It raises when it begins with that message.
+        """
+        done: list[Committed] = []
+        rows, feed = ROWS, self.feed
+        first = begin  # of the rows that were not kept yet
+        place = begin - 1
+        for data in islice(messages, begin, None):
+            place += 1
+            # A keepalive is shorter than the header.
+            if len(data) > HEADER and data[HEADER] in rows:
+                continue
+            try:
+                if first < place:
+                    self._keep_rows(messages[first:place])
+                    first = place
+                if data[0] == KEEPALIVE:
+                    return done, place
+                committed = feed(data)
+            except ProtocolError:
+                if done:
+                    return done, first
+                raise
+            first = place + 1
+            if committed is not None:
+                done.append(committed)
+        place += 1
+        if first < place:
+            if self._now is None and done:
+                return done, first
+            self._keep_rows(messages[first:place])
+        return done, place
+
+    def _keep_rows(self, messages: list[bytes]) -> None:
+        if self._now is None:
+            raise ProtocolError("a row outside of a transaction")
+        self._now.body.extend(messages)
+
     def feed(self, data: bytes) -> Committed | None:
         """One message, with the header of the replication protocol before it."""
         try:
             kind = data[HEADER]
         except IndexError:
             raise ProtocolError("a message of the stream is empty") from None
-        if kind in ROWS:
-            if self._now is None:
-                raise ProtocolError("a row outside of a transaction")
-            self._now.body.append(data)
-            return None
-        if kind == _BEGIN and len(data) == _BEGIN_SIZE and self._now is None:
-            # This and the commit come with every transaction: the short way.
-            lsn, _, xid = _begin(data, HEADER + 1)
-            self._now = begun = Committed(xid, self._new_body(), self._relations, False)
-            begun.commit_lsn = lsn
-            return None
         now = self._now
-        if kind == _COMMIT and len(data) == _COMMIT_SIZE and now is not None and not now.streamed:
-            lsn, end, time = _places(data, HEADER + 2)
-            if lsn != now.commit_lsn or end < lsn:
-                raise _misplaced(now, lsn, end)
-            self._now = None
-            return now.complete(lsn, end, time)
+        # A begin and a commit come with every transaction: the short way.
+        if kind == _BEGIN:
+            if len(data) == _BEGIN_SIZE and now is None:
+                lsn, _, xid = _begin(data, HEADER + 1)
+                self._now = now = Committed(xid, self._new_body(), self._relations, False)
+                now.commit_lsn = lsn
+                return None
+        elif kind == _COMMIT:
+            if len(data) == _COMMIT_SIZE and now is not None and not now.streamed:
+                lsn, now.end_lsn, now.time = _places(data, HEADER + 2)
+                if lsn != now.commit_lsn or now.end_lsn < lsn:
+                    raise _misplaced(now, lsn, now.end_lsn)
+                self._now = None
+                return now
+        elif kind in ROWS:
+            if now is None:
+                raise ProtocolError("a row outside of a transaction")
+            now.body.append(data)
+            return None
         streamed = now is not None and now.streamed
         message = parse(data, HEADER, streamed=streamed)
         return _HANDLERS[type(message)](self, message, data)

@@ -63,6 +63,21 @@ class Body:
         if self.size > self._shelf.spill_after:
             self._spill()
 
+    def extend(self, messages: list[bytes]) -> None:
+        """Some more changes."""
+        if len(messages) == 1:
+            self.append(messages[0])
+            return
+        self.count += len(messages)
+        self.size += sum(map(len, messages))
+        if self._spilled is not None:
+            for data in messages:
+                self._spilled.gather(data)
+            return
+        self._kept += messages
+        if self.size > self._shelf.spill_after:
+            self._spill()
+
     def describe(self, relation: Relation) -> None:
         """From here on, this is what the table is like."""
         self.described = (*self.described, relation)

@@ -6,6 +6,7 @@ A change holds the bytes that it came in, and reads them when it is asked.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ._errors import ProtocolError
@@ -20,7 +21,7 @@ _NEW, _KEY, _OLD = b"NKO"
 class Change:
     """One change of a row of a table."""
 
-    __slots__ = ("_at", "_data", "_rows", "relation")
+    __slots__ = ("_data", "_rows", "relation")
 
     #: "insert", "update" or "delete".
     kind: ClassVar[str]
@@ -29,8 +30,8 @@ class Change:
         #: The table as it was then: its columns, types and replica identity.
         self.relation = relation
         self._data = data
-        self._at = at
-        self._rows: tuple[Row | None, Row | None] | None = None
+        # Where the rows begin; later, the rows. One attribute less is worth it here.
+        self._rows: int | tuple[Row | None, Row | None] = at
 
     @property
     def schema(self) -> str:
@@ -45,29 +46,30 @@ class Change:
     @property
     def old(self) -> Row | None:
         """The row before: its replica identity, or all of it; None where there was none."""
-        return self._read()[0]
+        rows = self._rows
+        return (self._read(rows) if isinstance(rows, int) else rows)[0]
 
     @property
     def new(self) -> Row | None:
         """The row after; None where there is none."""
-        return self._read()[1]
+        rows = self._rows
+        return (self._read(rows) if isinstance(rows, int) else rows)[1]
 
-    def _read(self) -> tuple[Row | None, Row | None]:
-        if self._rows is None:
-            try:
-                old, new, end = self._parse(self._data, self._at)
-            except (struct.error, IndexError):
-                raise ProtocolError(f"a message of {self.relation.qualified} ends early") from None
-            if end != len(self._data):
-                extra = len(self._data) - end
-                raise ProtocolError(
-                    f"a message of {self.relation.qualified} has {extra} bytes more"
-                )
-            self._rows = old, new
-        return self._rows
+    def _read(self, at: int) -> tuple[Row | None, Row | None]:
+        try:
+            old, new = self._parse(self._data, at)
+        except (struct.error, IndexError):
+            raise ProtocolError(f"a message of {self.relation.qualified} ends early") from None
+        self._rows = rows = old, new
+        return rows
 
-    def _parse(self, data: bytes, at: int) -> tuple[Row | None, Row | None, int]:
+    def _parse(self, data: bytes, at: int) -> tuple[Row | None, Row | None]:
         raise NotImplementedError
+
+    def _expect_end(self, end: int) -> None:
+        extra = len(self._data) - end
+        if extra:
+            raise ProtocolError(f"a message of {self.relation.qualified} has {extra} bytes more")
 
     def _expect(self, found: int, allowed: bytes) -> None:
         if found not in allowed:
@@ -98,11 +100,22 @@ class Insert(Change):
     __match_args__ = ("table", "new")
     kind = "insert"
 
-    def _parse(self, data: bytes, at: int) -> tuple[None, Row, int]:
-        if data[at] != _NEW:
-            self._expect(data[at], b"N")
-        new, end = self.relation.row(data, at + 1)
-        return None, new, end
+    @property
+    def new(self) -> Row | None:
+        """The new row."""
+        # The most common question by far: the short way.
+        at = self._rows
+        if not isinstance(at, int):
+            return at[1]
+        try:
+            new = self.relation.whole(self._data, at)
+        except (struct.error, IndexError):
+            raise ProtocolError(f"a message of {self.relation.qualified} ends early") from None
+        self._rows = None, new
+        return new
+
+    def _parse(self, data: bytes, at: int) -> tuple[None, Row]:
+        return None, self.relation.whole(data, at)
 
 
 class Update(Change):
@@ -116,18 +129,16 @@ class Update(Change):
     __match_args__ = ("table", "old", "new")
     kind = "update"
 
-    def _parse(self, data: bytes, at: int) -> tuple[Row | None, Row, int]:
-        first = data[at]
+    def _parse(self, data: bytes, at: int) -> tuple[Row | None, Row]:
+        relation, first = self.relation, data[at]
+        if first == _NEW:
+            return None, relation.whole(data, at)
         self._expect(first, b"NKO")
-        old: Row | None = None
-        if first != _NEW:
-            read = self.relation.keys if first == _KEY else self.relation.row
-            old, at = read(data, at + 1)
-            self._expect(data[at], b"N")
-        new, end = self.relation.row(data, at + 1)
-        if first == _OLD and old is not None:
+        old, at = (relation.keys if first == _KEY else relation.row)(data, at + 1)
+        new = relation.whole(data, at)
+        if first == _OLD and UNCHANGED in new.values():
             new = {k: old[k] if v is UNCHANGED else v for k, v in new.items()}
-        return old, new, end
+        return old, new
 
 
 class Delete(Change):
@@ -137,11 +148,12 @@ class Delete(Change):
     __match_args__ = ("table", "old")
     kind = "delete"
 
-    def _parse(self, data: bytes, at: int) -> tuple[Row, None, int]:
+    def _parse(self, data: bytes, at: int) -> tuple[Row, None]:
         self._expect(data[at], b"KO")
         read = self.relation.keys if data[at] == _KEY else self.relation.row
         old, end = read(data, at + 1)
-        return old, None, end
+        self._expect_end(end)
+        return old, None
 
 
 class Truncate:
@@ -214,7 +226,9 @@ class Emitted:
 _KINDS: dict[int, type[Change]] = {ord("I"): Insert, ord("U"): Update, ord("D"): Delete}
 
 
-def read_change(data: bytes, at: int, relations: dict[int, Relation], *, streamed: bool) -> Change:
+def read_change(
+    data: bytes, at: int, relations: Mapping[int, Relation], *, streamed: bool
+) -> Change:
     """The change whose message begins here."""
     try:
         kind = _KINDS[data[at]]

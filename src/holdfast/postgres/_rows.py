@@ -2,6 +2,9 @@
 
 A row stays bytes until somebody looks at it. Values are loaded by psycopg's own loaders, many of
 them in C, so that a value from the stream is what a query would have given.
+
+The first rows of a table are read in the general way, which knows everything; then code is written
+for the others (see `_rowcode`), which comes back here with what it does not know.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from psycopg.abc import Buffer, Transformer
 from ._checks import SIZES, Check, check_of, text_check_of
 from ._errors import ProtocolError
 from ._loaders import lenient_transformer, transformer
+from ._rowcode import MOST_COLUMNS, Recipe, row_reader, whole_reader
 
 __all__ = ["UNCHANGED", "Column", "Relation", "ReplicaIdentity", "Row", "Unchanged"]
 
@@ -28,10 +32,13 @@ _short = struct.Struct("!H").unpack_from
 _size = struct.Struct("!I").unpack_from
 _head = struct.Struct("!BI").pack
 _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
+_NEW = ord("N")
 _VALUES, _NOTHING = b"tb", b"nu"
 #: For so many makes of rows of one table what loads them is kept.
 _MAKES = 64
 _FORMS = {_TEXT: pq.Format.TEXT, _BINARY: pq.Format.BINARY}
+#: After so many rows code is written for the others, and so often anew when it did not fit.
+_ENOUGH, _TRIES = 3, 8
 
 
 class Unchanged(Enum):
@@ -74,16 +81,28 @@ class Relation:
     """A table as it was when a change was made; another one after each change of its columns."""
 
     __slots__ = (
+        "_general",
+        "_key_names",
+        "_kinds",
+        "_lenient",
         "_make",
         "_makes",
+        "_tries",
         "columns",
         "identity",
         "name",
         "names",
         "oid",
         "qualified",
+        "row",
         "schema",
+        "whole",
     )
+
+    #: Reads the row that begins at a place of a message; returns it, and where it ends.
+    row: Callable[[bytes, int], tuple[Row, int]]
+    #: Reads a new row, from the "N" before it, that must go to the end of its message.
+    whole: Callable[[bytes, int], Row]
 
     def __init__(
         self,
@@ -101,23 +120,66 @@ class Relation:
         self.names = tuple(column.name for column in self.columns)
         #: The name with its schema, as in "public.orders".
         self.qualified = f"{schema}.{name}"
+        self._key_names = [column.name for column in self.columns if column.key]
         self._makes: dict[bytes, _Make] = {}
         # What the last row was like; at first, nothing but nulls.
         self._make = _Make(self.columns, bytes([_NULL]) * len(self.columns))
-
-    def row(self, data: bytes, at: int) -> tuple[Row, int]:
-        """The row that begins here, and where it ends."""
-        make, fields, end = self._fields(data, at, self._make)
-        return dict(zip(self.names, self._load(make, fields), strict=True)), end
+        self.row = self._row
+        self.whole = self._whole
+        # How many rows were read in the general way, and what the written code knows.
+        self._general = 0
+        self._tries = 0
+        self._kinds = b""
+        self._lenient = False
 
     def keys(self, data: bytes, at: int) -> tuple[Row, int]:
         """The replica identity in the row that begins here, and where it ends.
 
         The other columns of such a row are sent as null, which means nothing.
         """
+        row, end = self.row(data, at)
+        return {name: row[name] for name in self._key_names}, end
+
+    # -- any row -------------------------------------------------------------------------------
+
+    def _row(self, data: bytes, at: int) -> tuple[Row, int]:
         make, fields, end = self._fields(data, at, self._make)
-        columns = zip(self.columns, self._load(make, fields), strict=True)
-        return {column.name: value for column, value in columns if column.key}, end
+        row = dict(zip(self.names, self._load(make, fields), strict=True))
+        self._general += 1
+        if self._general >= _ENOUGH:
+            self._write(make)
+        return row, end
+
+    def _whole(self, data: bytes, at: int) -> Row:
+        if data[at] != _NEW:
+            raise ProtocolError(f"{self.qualified} has a new row of kind {data[at]:#04x}")
+        row, end = self._row(data, at + 1)
+        if end != len(data):
+            extra = len(data) - end
+            raise ProtocolError(f"a message of {self.qualified} has {extra} bytes more")
+        return row
+
+    def _write(self, make: _Make) -> None:
+        """Write code that reads rows like this one, unless there is such code already."""
+        known = self._kinds or bytes([_BINARY if _BINARY in make.kinds else _TEXT]) * len(
+            make.kinds
+        )
+        kinds = bytes(
+            kind if kind in _VALUES else before
+            for kind, before in zip(make.kinds, known, strict=True)
+        )
+        lenient = self._lenient or make.lenient
+        if (kinds, lenient) == (self._kinds, self._lenient) or self._tries >= _TRIES:
+            return
+        if len(kinds) > MOST_COLUMNS:
+            return
+        self._kinds, self._lenient = kinds, lenient
+        self._tries += 1
+        recipes = [
+            _recipe(column, kind, lenient) for column, kind in zip(self.columns, kinds, strict=True)
+        ]
+        self.row = row_reader(recipes, self._row)
+        self.whole = whole_reader(recipes, self._whole)
 
     def _fields(self, data: bytes, at: int, make: _Make) -> tuple[_Make, list[bytes | None], int]:
         """The bytes of each value.
@@ -238,7 +300,17 @@ class Relation:
 class _Make:
     """What rows of one make are like, and what loads their values."""
 
-    __slots__ = ("_binary", "_checks", "_oids", "_text", "kinds", "load", "parts", "unchanged")
+    __slots__ = (
+        "_binary",
+        "_checks",
+        "_oids",
+        "_text",
+        "kinds",
+        "lenient",
+        "load",
+        "parts",
+        "unchanged",
+    )
 
     load: Callable[[Sequence[Buffer | None]], tuple[Any, ...]]
 
@@ -256,10 +328,13 @@ class _Make:
             for place, pair in enumerate(pairs)
             if (check := _check(*pair)) is not None
         ]
+        #: Whether what Python cannot hold is loaded as its text.
+        self.lenient = False
         self._choose(transformer(), transformer())
 
     def relent(self) -> None:
         """From now on, load what Python cannot hold as its text."""
+        self.lenient = True
         self._choose(lenient_transformer(), lenient_transformer())
 
     def _choose(self, text: Transformer, binary: Transformer) -> None:
@@ -298,3 +373,12 @@ def _check(kind: int, oid: int) -> Check | None:
     if kind == _BINARY:
         return None if oid in SIZES else check_of(oid)
     return text_check_of(oid) if kind == _TEXT else None
+
+
+def _recipe(column: Column, kind: int, lenient: bool) -> Recipe:
+    """How the written code reads a column's values, when they are of this kind."""
+    oid = column.type_oid
+    loaders = lenient_transformer() if lenient else transformer()
+    load = loaders.get_loader(oid, _FORMS[kind]).load
+    size = SIZES.get(oid) if kind == _BINARY else None
+    return Recipe(column.name, kind, size, load, _check(kind, oid))

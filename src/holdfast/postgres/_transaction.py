@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from ._body import Body
-from ._changes import Change, Emitted, Truncate, read_change, xid_of
+from ._changes import Change, Emitted, Insert, Truncate, read_change, xid_of
 from ._errors import ProtocolError
 from ._pgoutput import ROWS, LogicalMessage, TruncateMessage, parse, time_of
 from ._rows import Relation
@@ -16,6 +16,9 @@ __all__ = ["HEADER", "Committed"]
 #: Every message is kept with the header of the replication protocol before it: cutting it off would
 #: be one more copy.
 HEADER = 25
+#: Where in a message of a row, in a transaction that came whole, the table's oid and the row are.
+_OID, _ROW = slice(HEADER + 1, HEADER + 5), HEADER + 5
+_INSERT = ord("I")
 
 
 class Committed:
@@ -64,8 +67,10 @@ class Committed:
         """How many changes came; those of subtransactions that were rolled back are among them."""
         return self.body.count
 
-    def known(self) -> dict[int, Relation]:
+    def known(self) -> Mapping[int, Relation]:
         """All tables that it may speak of, as they are at its end."""
+        if not self.body.described:
+            return self.relations
         return {**self.relations, **{each.oid: each for each in self.body.described}}
 
     def touched(self) -> set[int]:
@@ -74,19 +79,46 @@ class Committed:
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
         """The changes, in the order in which they were made."""
-        relations = dict(self.relations)
-        streamed, aborted = self.streamed, self.aborted
+        return self._parts() if self.streamed else self._whole()
+
+    def _whole(self) -> Iterator[Change | Truncate | Emitted]:
+        relations = self.relations
+        # Rows of one table come one after the other: it is not looked for each time.
+        oid, relation = b"", None
+        for entry in self.body.entries():
+            if type(entry) is Relation:
+                relations = {**relations, entry.oid: entry}
+                oid = b""
+                continue
+            assert type(entry) is bytes
+            if entry[HEADER] == _INSERT:
+                if entry[_OID] != oid:
+                    oid = entry[_OID]
+                    relation = relations.get(int.from_bytes(oid))
+                if relation is not None and len(oid) == 4:
+                    yield Insert(relation, entry, _ROW)
+                else:
+                    yield read_change(entry, HEADER, relations, streamed=False)
+            elif entry[HEADER] in ROWS:
+                yield read_change(entry, HEADER, relations, streamed=False)
+            else:
+                yield from self._others(entry, relations)
+
+    def _parts(self) -> Iterator[Change | Truncate | Emitted]:
+        relations, aborted = dict(self.relations), self.aborted
         for entry in self.body.entries():
             if isinstance(entry, Relation):
                 relations[entry.oid] = entry
             elif aborted and xid_of(entry, HEADER) in aborted:
                 continue
             elif entry[HEADER] in ROWS:
-                yield read_change(entry, HEADER, relations, streamed=streamed)
+                yield read_change(entry, HEADER, relations, streamed=True)
             else:
                 yield from self._others(entry, relations)
 
-    def _others(self, entry: bytes, relations: dict[int, Relation]) -> Iterator[Truncate | Emitted]:
+    def _others(
+        self, entry: bytes, relations: Mapping[int, Relation]
+    ) -> Iterator[Truncate | Emitted]:
         message = parse(entry, HEADER, streamed=self.streamed)
         if isinstance(message, LogicalMessage):
             yield Emitted(message.prefix, message.content)
