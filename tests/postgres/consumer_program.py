@@ -1,7 +1,8 @@
 """A consumer as a process of its own, so that it can be killed at any moment.
 
 `python consumer_program.py CONFIG` follows a stream until it is killed. CONFIG is JSON: `url`,
-`stream_id`, `state_dir`, `kind` (a keeper below), `path` (where it keeps its effect) and `tables`.
+`stream_id`, `state_dir`, `kind` (a keeper below), `path` (where it keeps its effect) and `tables`;
+and `dies` if it shall kill itself: `before` or `after`, and a name of what it calls.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import resource
 import signal
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
+import holdfast.postgres._admin as _admin
 import holdfast.postgres._postgres as _postgres
 from holdfast.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Transaction
 from holdfast.postgres import Truncate as _Truncate
+from holdfast.postgres._hub import Hub
+from holdfast.postgres._integrity import Integrity
+from holdfast.postgres._store import StateStore
 
 __all__ = ["LEDGER", "checksum", "line"]
 
@@ -187,6 +192,46 @@ KEEPERS: dict[str, Callable[[str], Keeper]] = {
 }
 
 
+#: Where it can be killed, on its way through a reset.
+PLACES: dict[str, tuple[object, str]] = {
+    "check": (Integrity, "check"),
+    "drop_slot": (_admin, "drop_slot"),
+    "store.reset": (StateStore, "reset"),
+    "hub.reset": (Hub, "reset"),
+    "set_history": (StateStore, "set_history"),
+    "begin": (Hub, "begin"),
+}
+
+
+def die(when: str, place: str) -> None:
+    """Have this process killed before, within or after one of its own calls."""
+    owner, name = PLACES[place]
+    called = getattr(owner, name)
+
+    def kill(*ignored: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dies(*values: Any, **options: Any) -> Any:
+        if when == "before":
+            kill()
+        if when == "within":  # the second change of its transaction is made, the third is not
+            values[0]._database.set_trace_callback(
+                lambda statement: kill() if statement.startswith("update consumers") else None
+            )
+        result = called(*values, **options)
+        if asyncio.iscoroutine(result):
+            return _then(result, kill)
+        kill()
+        return result
+
+    setattr(owner, name, dies)
+
+
+async def _then(work: Coroutine[Any, Any, Any], kill: Callable[[], None]) -> None:
+    await work
+    kill()
+
+
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -219,4 +264,7 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _postgres.BACKOFF = BACKOFF
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    asyncio.run(main(json.loads(sys.argv[1])))
+    config = json.loads(sys.argv[1])
+    if "dies" in config:
+        die(*config["dies"])
+    asyncio.run(main(config))

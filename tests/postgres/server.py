@@ -164,9 +164,9 @@ class ConsumerProcess:
         }
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, **config: Any) -> None:
         """Start it, again or for the first time."""
-        command = [sys.executable, str(_PROGRAM), json.dumps(self._config)]
+        command = [sys.executable, str(_PROGRAM), json.dumps({**self._config, **config})]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -177,6 +177,15 @@ class ConsumerProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    async def run_to_its_end(self, **config: Any) -> int:
+        """Start it, and wait until it has ended by itself; returns how."""
+        self.start(**config)
+        assert self._process is not None
+        try:
+            return await asyncio.to_thread(self._process.wait, LIMIT)
+        finally:
+            self.kill()
 
     @property
     def pid(self) -> int:

@@ -56,6 +56,22 @@ def test_an_acknowledgement_from_before_the_rewind_changes_nothing() -> None:
     assert progress.acknowledged == 10
 
 
+def test_what_another_process_has_acknowledged_is_done_and_the_rest_does_not_come_again() -> None:
+    progress = Progress(10)
+    for end in (20, 30, 40, 50):
+        progress.given(end)
+    progress.ack(40)
+    progress.reached(30, 30)
+    assert (progress.acknowledged, progress.delivered, progress.outstanding) == (40, 40, 1)
+    progress.reached(20, 20)
+    assert progress.acknowledged == 40
+    assert not progress.given(50)
+    progress.reached(70, 60)
+    assert (progress.acknowledged, progress.delivered, progress.outstanding) == (70, 60, 0)
+    assert not progress.given(70)
+    assert progress.given(80)
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.randoms())
 def test_acknowledged_never_passes_one_that_is_open(concerns: list[bool], chance: object) -> None:
     progress = Progress(0)

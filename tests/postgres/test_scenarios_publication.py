@@ -9,7 +9,7 @@ import pytest
 from holdfast.postgres import Changes, ConfigurationError, Insert
 
 from .conftest import MakePostgres, Sql
-from .server import LIMIT, following, ids, published, quicken
+from .server import LIMIT, following, ids, one, published, quicken
 
 PARTITIONED = (
     "create table sales (id int, region text) partition by list (region)",
@@ -82,6 +82,43 @@ async def test_tables_that_a_publication_by_hand_leaves_out(
         await pg.wait_until_active(LIMIT)
         await sql.execute("insert into orders values (1, 'x')")
         assert ids(await following(orders)) == [1]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "create view wanted as select * from orders",
+        "create unlogged table wanted (id int)",
+        "create temporary table wanted (id int)",
+        "select 'there is none'",
+    ],
+)
+async def test_what_cannot_be_published(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, statement: str
+) -> None:
+    """Who asks for it is told, and the others go on."""
+    await sql.execute(statement.encode())
+    async with make() as pg:
+        orders = pg.changes("orders", tables=["orders"])
+        assert "wanted" in await refusal(pg.changes("wanted", tables=["wanted"]))
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        assert ids(await following(orders)) == [1]
+        assert pg.machine.state.phase == "running"
+
+
+async def test_a_schema_that_is_published_whole(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    name = f"holdfast_publication_{stream_id}"
+    await sql.execute(f"create publication {name} for tables in schema public".encode())
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        assert ids(await following(changes)) == [1]
+    members = "select count(*) from pg_publication_rel"
+    assert await one(sql, members) == 0, "it is published already: nothing is added"
 
 
 async def test_a_publication_by_hand_that_nobody_made(make: MakePostgres, sql: Sql) -> None:

@@ -24,7 +24,8 @@ from holdfast.postgres._setup import Setup, SlotLost, Step, StreamOptions, liter
 from holdfast.postgres._wire import KEEPALIVE, read_keepalive
 
 OPTIONS = StreamOptions(slot="holdfast_slot_default", publication="holdfast_publication_default")
-#: The order of the seed; `check_publication` is part of `create_publication`.
+#: The order of the seed, and what it does not have.
+OURS_ALONE = ("check_publication", "identify_again")
 ORDER = [
     "connected", "identify_system", "query_pg_info", "acquire_lock", "create_publication",
     "drop_slot", "create_slot", "query_slot_flushed_lsn", "set_display_setting", "ready_to_stream",
@@ -32,9 +33,12 @@ ORDER = [
 ]  # fmt: skip
 
 IDENTIFIED = [("7300000000000000001", "3", "0/1500000", "shop")]
+#: While the lock was waited for, it became another one.
+PROMOTED = [("7300000000000000001", "4", "0/2345678", "shop")]
 LOCKED = [("",)]
 CREATED = [("holdfast_slot_default", "0/1600000", None, "pgoutput")]
-STANDS = [("0/1234567", "reserved")]
+OURS = ("t", "logical pgoutput shop")
+STANDS = [("0/1234567", "reserved", *OURS)]
 
 
 def info(version: int = 180004, timeout: str | None = "60000") -> list[tuple[Any, ...]]:
@@ -59,6 +63,7 @@ def everything_new(version: int = 180004) -> Script:
         Step.DROP_SLOT: ["42704"],
         Step.CREATE_SLOT: [CREATED],
         Step.QUERY_SLOT_FLUSHED_LSN: [STANDS],
+        Step.IDENTIFY_AGAIN: [PROMOTED],
         Step.SET_DISPLAY_SETTING: [[]] * 10,
     }
 
@@ -103,7 +108,12 @@ CHECK = (
     "SELECT pubinsert, pubupdate, pubdelete, pubtruncate FROM pg_catalog.pg_publication "
     "WHERE pubname = 'holdfast_publication_default'",
 )
-DROP = ("drop_slot", "SELECT pg_drop_replication_slot('holdfast_slot_default')")
+DROP = (
+    "drop_slot",
+    "SELECT pg_drop_replication_slot(slot_name) FROM pg_catalog.pg_replication_slots "
+    "WHERE slot_name = 'holdfast_slot_default' "
+    "AND coalesce(database = current_database() AND plugin = 'pgoutput', false)",
+)
 CREATE = (
     "create_slot",
     'CREATE_REPLICATION_SLOT "holdfast_slot_default" LOGICAL pgoutput '
@@ -111,10 +121,12 @@ CREATE = (
 )
 FLUSHED = (
     "query_slot_flushed_lsn",
-    "SELECT confirmed_flush_lsn, wal_status FROM pg_catalog.pg_replication_slots "
-    "WHERE slot_name = 'holdfast_slot_default'",
+    "SELECT confirmed_flush_lsn, wal_status, "
+    "coalesce(database = current_database() AND plugin = 'pgoutput', false), "
+    "concat_ws(' ', slot_type, plugin, database) "
+    "FROM pg_catalog.pg_replication_slots WHERE slot_name = 'holdfast_slot_default'",
 )
-DISPLAY = [
+DISPLAY = [("identify_again", "IDENTIFY_SYSTEM")] + [
     ("set_display_setting", command)
     for command in (
         "SET client_encoding = 'UTF8'",
@@ -132,8 +144,8 @@ def test_the_first_time() -> None:
     setup, sent = go(OPTIONS, everything_new())
     assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, DROP, CREATE, *DISPLAY]
     found = setup.findings
-    assert (found.system_id, found.timeline_id) == ("7300000000000000001", 3)
-    assert str(found.wal_position) == "0/1500000"
+    assert (found.system_id, found.timeline_id) == ("7300000000000000001", 4)
+    assert str(found.wal_position) == "0/2345678"
     assert (found.version, found.backend_pid, found.wal_sender_timeout) == (180004, 4711, 60.0)
     assert (found.publication_created, found.slot_created) == (True, True)
     assert str(found.confirmed) == "0/1600000"
@@ -145,6 +157,7 @@ def test_every_other_time() -> None:
     found = setup.findings
     assert (found.publication_created, found.slot_created) == (False, False)
     assert found.confirmed == Lsn.parse("0/1234567")
+    assert (found.timeline_id, found.wal_position) == (4, Lsn.parse("0/2345678"))
 
 
 def test_a_new_publication_and_an_old_slot() -> None:
@@ -198,7 +211,7 @@ def test_from_ready_to_streaming() -> None:
 def test_how_it_begins() -> None:
     assert not OPTIONS.binary, "values come as text, which everybody can read"
     assert Setup(OPTIONS).step is Step.IDENTIFY_SYSTEM
-    assert [step.value for step in Step if step is not Step.CHECK_PUBLICATION] == ORDER
+    assert [step.value for step in Step if step.value not in OURS_ALONE] == ORDER
 
 
 FLAGS = (
@@ -218,7 +231,7 @@ def test_every_combination_of_options(version: int, there: bool) -> None:
             script |= {Step.CREATE_SLOT: [CREATED]}
         setup, sent = go(options, script)
         steps = [step for step, _ in itertools.groupby(step for step, _ in sent)]
-        steps = [step for step in steps if step != "check_publication"]
+        steps = [step for step in steps if step not in OURS_ALONE]
         assert steps == [step for step in ORDER if step in steps], "in the order of the seed"
         check_combination(options, version, there, dict(sent), setup.start_command())
 
@@ -265,7 +278,7 @@ def test_names_are_quoted_wherever_they_go() -> None:
     said = dict(sent)
     assert said["acquire_lock"] == "SELECT pg_advisory_lock(hashtext('it''s'))"
     assert said["create_publication"].startswith('CREATE PUBLICATION "so ""big"""')
-    assert said["drop_slot"] == "SELECT pg_drop_replication_slot('it''s')"
+    assert "slot_name = 'it''s'" in said["drop_slot"]
     assert said["create_slot"].startswith('CREATE_REPLICATION_SLOT "it\'s"')
     assert 'publication_names \'"so ""big"""\'' in setup.start_command()
     assert quoted('a"b') == '"a""b"'
@@ -325,19 +338,26 @@ def test_a_publication_that_leaves_something_out(place: int, no: object) -> None
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (("0/1234567", "lost"), "has lost the log"), ((None, "lost"), "has lost the log"),
+        (("0/12", "lost"), "has lost the log"), ((None, "lost"), "has lost the log"),
         ((None, "reserved"), "was never completed"),
     ],
 )  # fmt: skip
 def test_a_slot_that_cannot_be_read_any_more(row: tuple[Any, ...], text: str) -> None:
-    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[row]]}
+    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[(*row, *OURS)]]}
     with pytest.raises(SlotLost, match=text):
+        go(OPTIONS, script)
+
+
+def test_a_slot_of_another_database() -> None:
+    row = (None, "lost", "f", "logical pgoutput elsewhere")
+    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[row]]}
+    with pytest.raises(ConfigurationError, match=r"pgoutput elsewhere.*another stream_id"):
         go(OPTIONS, script)
 
 
 @pytest.mark.parametrize("status", ["reserved", "extended", "unreserved", None])
 def test_a_slot_that_can(status: str | None) -> None:
-    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[("0/99", status)]]}
+    script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[("0/99", status, *OURS)]]}
     setup, _ = go(OPTIONS, script)
     assert setup.findings.confirmed == 0x99
 
@@ -356,7 +376,8 @@ def test_a_slot_that_can(status: str | None) -> None:
         (Step.CREATE_SLOT, [("slot", "somewhere")]),
         (Step.QUERY_SLOT_FLUSHED_LSN, []),
         (Step.QUERY_SLOT_FLUSHED_LSN, [("0/0",)]),
-        (Step.QUERY_SLOT_FLUSHED_LSN, [("0-0", "reserved")]),
+        (Step.QUERY_SLOT_FLUSHED_LSN, [("0-0", "reserved", *OURS)]),
+        (Step.IDENTIFY_AGAIN, []),
     ],
 )
 def test_an_answer_that_is_none(step: Step, rows: list[tuple[Any, ...]]) -> None:
@@ -457,7 +478,9 @@ async def test_up_to_streaming_and_on_after_a_break(
     run(postgres_url, "create table t (id int primary key, name text)")
     async with dialled(postgres_url) as link:
         setup, steps = await set_up(link, options)
-        assert steps == [step for step in ORDER[1:9] if step != "query_slot_flushed_lsn"]
+        assert steps == [
+            "identify_again" if step == "query_slot_flushed_lsn" else step for step in ORDER[1:9]
+        ]
         found = setup.findings
         assert (found.version // 10000, found.publication_created, found.slot_created) == (
             18, True, True,
@@ -476,6 +499,7 @@ async def test_up_to_streaming_and_on_after_a_break(
     run(postgres_url, "insert into t values (4, 'd')")
     async with dialled(postgres_url) as link:
         setup, steps = await set_up(link, options)
+        steps.remove("identify_again")
         assert steps == [
             "check_publication" if step == "drop_slot" else step for step in ORDER[1:9]
         ]

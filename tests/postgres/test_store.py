@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.postgres import History, Lsn
+from holdfast.postgres import ConfigurationError, History, Lsn
 from holdfast.postgres._store import Saved, StateStore
 
 
@@ -54,7 +54,9 @@ def test_a_reset_is_told_until_it_was_understood(store: StateStore) -> None:
     store.reset("restored from a backup")
     assert store.consumers() == {"search": Saved(None, "restored from a backup")}
     assert store.told() is None
-    store.was_told("search")
+    store.was_told("search", "another reason")
+    assert store.consumers() == {"search": Saved(None, "restored from a backup")}
+    store.was_told("search", "restored from a backup")
     assert store.consumers() == {"search": Saved(None, None)}
 
 
@@ -79,6 +81,54 @@ def test_the_greatest_place_there_is_fits(store: StateStore) -> None:
     store.save(Lsn(2**64 - 1), {"search": 2**64 - 1})
     assert store.told() == 2**64 - 1
     assert store.consumers()["search"].acknowledged == 2**64 - 1
+
+
+def test_one_who_comes_late_changes_nothing(store: StateStore) -> None:
+    """Another process may still be at what was before, and write it when it ends."""
+    store.add("search", 5)
+    store.save(Lsn(10), {"search": 20}, {"search": 18})
+    store.save(Lsn(8), {"search": 15, "nobody": 3}, {"search": 12})
+    assert store.told() == 10
+    assert store.consumers() == {"search": Saved(Lsn(20), None, Lsn(18))}
+    store.reset("restored")
+    store.save(Lsn(30), {"search": 40})
+    assert store.told() is None
+    assert store.consumers()["search"].acknowledged is None
+    store.save(Lsn(3), {"search": 4}, times_reset=1)
+    assert store.told() == 3
+    assert store.consumers()["search"].acknowledged == 4
+
+
+def test_resets_are_counted(store: StateStore) -> None:
+    assert store.resets() == (0, "")
+    store.reset("restored from a backup")
+    store.add("search", 5)
+    store.reset("too slow", "search")
+    assert store.resets() == (1, "restored from a backup")
+    store.reset("")
+    assert again(store).resets() == (2, "")
+
+
+def test_a_slot_that_was_given_up_is_remembered_until_there_is_another(store: StateStore) -> None:
+    store.set_history(History("7", 3), Lsn(5))
+    store.give_up("invalidated")
+    assert store.given_up() == "invalidated"
+    assert store.history() == History("7", 3)
+    store.set_history(History("7", 3), Lsn(9))
+    assert store.given_up() is None
+    assert store.told() == 5  # what it was told, it was told
+    store.reset("invalidated")
+    store.set_history(History("7", 3), Lsn(9))
+    assert store.told() == 9
+
+
+def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    path.write_text("something else, and rather more of it than a line" * 100)
+    with pytest.raises(ConfigurationError, match=r"cannot be kept in .*state\.db"):
+        StateStore(path)
+    with pytest.raises(ConfigurationError, match="cannot be kept"):
+        StateStore(path / "deeper" / "state.db")
 
 
 def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:

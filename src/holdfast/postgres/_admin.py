@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ from ._lsn import Lsn
 
 __all__ = [
     "Blocker",
+    "Holder",
     "Retained",
     "add_tables",
     "blockers",
@@ -104,8 +108,33 @@ class Retained(NamedTuple):
 
 
 async def _rows(conn: psycopg.AsyncConnection[Any], query: str, **values: Any) -> list[Any]:
-    async with asyncio.timeout(TIMEOUT):
-        return await (await conn.execute(query.encode(), values)).fetchall()
+    asking = asyncio.ensure_future(_ask(conn, query, values))
+    # What it says when nobody waits for it any more is nobody's.
+    asking.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        answered, _ = await asyncio.wait({asking}, timeout=TIMEOUT)
+    finally:
+        if not asking.done():
+            # Not cancelled: the driver would ask a silent server, for many seconds more, to cancel
+            # the query.
+            _hang_up(conn)
+            await asyncio.wait({asking})
+    if not answered:
+        raise TimeoutError(f"the server did not answer within {TIMEOUT:g} s")
+    return asking.result()
+
+
+async def _ask(conn: psycopg.AsyncConnection[Any], query: str, values: dict[str, Any]) -> list[Any]:
+    return await (await conn.execute(query.encode(), values)).fetchall()
+
+
+def _hang_up(conn: psycopg.AsyncConnection[Any]) -> None:
+    """End a connection from below; whoever waits on it is told at once."""
+    with (
+        contextlib.suppress(OSError, psycopg.Error),
+        socket.socket(fileno=os.dup(conn.pgconn.socket)) as line,
+    ):
+        line.shutdown(socket.SHUT_RDWR)
 
 
 async def break_lock(conn: psycopg.AsyncConnection[Any], slot: str, own_pid: int) -> list[int]:
@@ -147,7 +176,7 @@ async def drop_slot(conn: psycopg.AsyncConnection[Any], slot: str) -> None:
     """Drop the slot, if it exists."""
     query = (
         "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
-        "WHERE slot_name = %(slot)s"
+        "WHERE slot_name = %(slot)s AND database = current_database()"
     )
     await _rows(conn, query, slot=slot)
 
@@ -169,7 +198,7 @@ async def add_tables(
     added = []
     for table in sorted(set(tables)):
         async with conn.transaction():
-            if await _is_published(conn, publication, table):
+            if not await unpublished(conn, publication, [table]):
                 continue
             name = sql.Identifier(*table.split(".", 1))
             await conn.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(name))
@@ -180,11 +209,12 @@ async def add_tables(
                         sql.Identifier(publication)
                     )
                 )
-            await conn.execute(
-                sql.SQL("ALTER PUBLICATION {} ADD TABLE {}").format(
-                    sql.Identifier(publication), name
+            if not await _is_member(conn, publication, table):
+                await conn.execute(
+                    sql.SQL("ALTER PUBLICATION {} ADD TABLE {}").format(
+                        sql.Identifier(publication), name
+                    )
                 )
-            )
             added.append(table)
     return added
 
@@ -194,8 +224,9 @@ async def unpublished(
 ) -> list[str]:
     """Those of the tables whose changes do not come, or not under their own name."""
     query = (
-        "SELECT 1 FROM pg_publication_tables p WHERE p.pubname = %(publication)s AND "
-        "format('%%I.%%I', p.schemaname, p.tablename)::regclass = to_regclass(%(table)s)"
+        "SELECT 1 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "JOIN pg_publication_tables p ON p.schemaname = n.nspname AND p.tablename = c.relname "
+        "WHERE p.pubname = %(publication)s AND c.oid = to_regclass(%(table)s)"
     )
     return [
         table
@@ -213,10 +244,9 @@ async def _is_partitioned(conn: psycopg.AsyncConnection[Any], table: str) -> boo
     return bool(await _rows(conn, query, table=_exact(conn, table)))
 
 
-async def _is_published(conn: psycopg.AsyncConnection[Any], publication: str, table: str) -> bool:
+async def _is_member(conn: psycopg.AsyncConnection[Any], publication: str, table: str) -> bool:
     query = (
-        "SELECT 1 FROM pg_publication p WHERE p.pubname = %(publication)s AND (p.puballtables OR "
-        "EXISTS (SELECT 1 FROM pg_publication_rel r WHERE r.prpubid = p.oid "
-        "AND r.prrelid = to_regclass(%(table)s)))"
+        "SELECT 1 FROM pg_publication p JOIN pg_publication_rel r ON r.prpubid = p.oid "
+        "WHERE p.pubname = %(publication)s AND r.prrelid = to_regclass(%(table)s)"
     )
     return bool(await _rows(conn, query, publication=publication, table=_exact(conn, table)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from ._changes import Change, Emitted, Truncate
 from ._lsn import Lsn
 from ._position import History, Position
+from ._rows import Relation
 from ._transaction import Committed
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "Reset", "Transaction"]
 
 
-#: After so many that were at hand, the loop gets a turn.
-YIELD_EVERY = 100
+#: After so many transactions and changes that were at hand, the loop gets a turn.
+YIELD_EVERY = 2000
 
 
 class Reset(NamedTuple):
@@ -38,14 +39,21 @@ class Reset(NamedTuple):
 class Transaction:
     """A committed transaction; `ack()` says that its effect is safe."""
 
-    __slots__ = ("_changes", "_committed", "_tables", "acknowledged")
+    __slots__ = ("_changes", "_committed", "_generation", "_history", "_tables", "acknowledged")
 
     def __init__(
-        self, committed: Committed, changes: Changes, tables: frozenset[int] | None
+        self,
+        committed: Committed,
+        changes: Changes,
+        tables: frozenset[int] | None,
+        history: History,
     ) -> None:
         self._committed = committed
         self._changes = changes
         self._tables = tables
+        # Both stay what they are, whatever becomes of the stream while somebody works on it.
+        self._history = history
+        self._generation = changes._generation
         self.acknowledged = False
 
     @property
@@ -71,12 +79,12 @@ class Transaction:
     @property
     def position(self) -> Position:
         """Where it ends: keep it with the effect, and pass it as `start=` later."""
-        return Position(self._changes.history, Lsn(self._committed.end_lsn))
+        return Position(self._history, Lsn(self._committed.end_lsn))
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
         """Its changes, in the order in which they were made."""
         if self._tables is None:
-            return iter(self._committed)
+            return self._committed.__iter__()
         return self._chosen(self._tables)
 
     def _chosen(self, tables: frozenset[int]) -> Iterator[Change | Truncate | Emitted]:
@@ -89,10 +97,15 @@ class Transaction:
         return len(self._committed)
 
     async def ack(self) -> None:
-        """Its effect is safe: PostgreSQL may forget it. In any order, and harmless twice."""
+        """Its effect is safe: PostgreSQL may forget it. In any order, and harmless twice.
+
+        After a reset it changes nothing: the place may be another transaction's by now.
+        """
         if not self.acknowledged:
             self.acknowledged = True
-            self._changes._acknowledged(self._committed.end_lsn)
+            changes = self._changes
+            if self._generation == changes._generation:
+                changes._hub.acknowledge(changes, self._committed.end_lsn)
 
     def __repr__(self) -> str:
         return f"<Transaction {self.xid} at {self.commit_lsn}: {len(self)} changes>"
@@ -114,25 +127,27 @@ class Changes:
         self._bytes = 0
         self._taken = 0
         self._waiting: asyncio.Future[None] | None = None
-        self._last: Transaction | Reset | None = None
+        self._last: Reset | None = None
         self._error: BaseException | None = None
         self._closed = False
-
-    @property
-    def history(self) -> History:
-        """The history that its transactions belong to."""
-        assert self._hub.history is not None  # there is none before a stream has begun
-        return self._hub.history
+        #: One more with each reset.
+        self._generation = 0
+        # Whether another one may have taken its name; and the tables that were known when it was
+        # last looked which of them it wants, with those.
+        self._detached = False
+        self._known: Mapping[int, Relation] | None = None
+        self._wanted: frozenset[int] = frozenset()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Transaction | Reset:
         """The next transaction, or a `Reset`."""
-        if isinstance(self._last, Reset):
-            await self._hub.understood(self)
-        self._last = None
-        while not self._queue:
+        if self._last is not None:
+            await self._hub.understood(self, self._last)
+            self._last = None
+        queue = self._queue
+        while not queue:
             if self._error is not None:
                 raise self._error
             if self._closed:
@@ -142,16 +157,22 @@ class Changes:
                 await self._waiting
             finally:
                 self._waiting = None
-        self._taken += 1
-        if self._taken % YIELD_EVERY == 0:
+        if self._taken > YIELD_EVERY:
             # A consumer that awaits nothing else must leave the reader, and its answers, a turn.
+            self._taken = 0
             await asyncio.sleep(0)
-            if not self._queue:
+            if not queue:
                 return await self.__anext__()
-        self._last = item = self._queue.popleft()
-        if isinstance(item, Transaction):
-            self._bytes -= item._committed.body.size
-            self._hub.made_room()
+        item = queue.popleft()
+        if type(item) is Transaction:
+            body = item._committed.body
+            self._taken += 1 + body.count
+            self._bytes -= body.size
+            if self._hub.full:
+                self._hub.made_room()
+        else:
+            assert isinstance(item, Reset)
+            self._last = item
         return item
 
     async def aclose(self) -> None:
@@ -174,15 +195,22 @@ class Changes:
 
     def _put(self, item: Transaction | Reset) -> None:
         self._queue.append(item)
-        if isinstance(item, Transaction):
+        if type(item) is Transaction:
             self._bytes += item._committed.body.size
-        self._wake()
+        if self._waiting is not None:
+            self._wake()
 
     def _forget(self) -> None:
         """What was queued belongs to a stream that is over."""
         self._queue.clear()
         self._bytes = 0
         self._hub.made_room()
+
+    def _begin_anew(self, reason: str) -> None:
+        """History is not what it was: that comes next, and nothing from before it."""
+        self._forget()
+        self._generation += 1
+        self._put(Reset(reason))
 
     def _end(self, error: BaseException | None) -> None:
         self._closed = True
@@ -193,9 +221,7 @@ class Changes:
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
-
-    def _acknowledged(self, end: int) -> None:
-        self._hub.acknowledge(self, end)
+        self._waiting = None
 
     def __del__(self) -> None:
         if not self._closed:

@@ -7,6 +7,7 @@ also while it is away: what it has not acknowledged is kept by the server, and c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from holdfast.kernel import Recorder, counted
 
 from ._consumer import Changes, Reset, Transaction
-from ._errors import ConfigurationError, PostgresError
+from ._errors import ConfigurationError, PostgresError, StreamEnded
 from ._lsn import LAST, Lsn
 from ._position import History, Position
 from ._progress import Progress
+from ._setup import Findings
 from ._store import StateStore
 from ._transaction import Committed
 
@@ -48,16 +50,24 @@ class Hub:
         self._progress: dict[str, Progress | None] = {}
         self._resets: dict[str, str] = {}
         self._attached: weakref.WeakValueDictionary[str, Changes] = weakref.WeakValueDictionary()
+        #: Whether somebody was told of progress, and has not looked since.
+        self._told_progress = False
         self._published: set[str] = set()
         self._told_published = asyncio.Event()
         #: Those who wait for what only the server has: until it comes, anything else is too early.
         self._behind: set[str] = set()
         #: Those who chose where to begin, and have not begun.
-        self._starting: set[str] = set()
+        self._starting: dict[str, Position] = {}
         self._room = asyncio.Event()
         self._room.set()
+        #: Whether reading is paused for a consumer.
+        self.full = False
         #: The end of the last transaction that was applied; None before the stream began.
         self.seen: int | None = None
+        #: The end of the last one that this process has seen; 0 if it has seen none.
+        self._applied = 0
+        #: Whether the slot was there before anything was kept here: who reads from it is not known.
+        self.adopted = False
         #: The history that is streamed now.
         self.history: History | None = None
         #: Called when the flush position may have moved, and when the stream must begin again.
@@ -65,11 +75,43 @@ class Hub:
         self.on_rewind: Callable[[], None] = lambda: None
         #: Called when a consumer comes: its tables must be published, and the database awake.
         self.on_attach: Callable[[Changes], None] = lambda changes: None
-        for name, saved in store.consumers().items():
-            at = saved.acknowledged
-            self._progress[name] = None if at is None else Progress(at, saved.delivered)
-            if saved.reset is not None:
-                self._resets[name] = saved.reset
+        self._times_reset = store.resets().times
+        self.reload()
+
+    def reload(self) -> None:
+        """Read what was kept: another process may have had the lock meanwhile, and written more."""
+        kept, resets = self._store.consumers(), self._store.resets()
+        missed = resets.reason if resets.times != self._times_reset else None
+        self._times_reset = resets.times
+        if missed is not None:
+            self.seen = None
+        for name in [name for name in self._progress if name not in kept]:
+            self._dropped_elsewhere(name)
+        for name, saved in kept.items():
+            mine, at = self._progress.get(name), saved.acknowledged
+            if missed is not None or mine is None:
+                self._progress[name] = None if at is None else Progress(at, saved.delivered)
+            elif at is not None:
+                mine.reached(at, saved.delivered)
+            reason = saved.reset or (missed if name in self._attached else None)
+            if reason is not None and (missed is not None or name not in self._resets):
+                self._begins_anew(name, reason)
+
+    def _dropped_elsewhere(self, name: str) -> None:
+        del self._progress[name]
+        self._resets.pop(name, None)
+        if name in self._attached:
+            reason = f"the consumer {name!r} was dropped by another instance"
+            self._progress[name] = None
+            self._store.add(name, None)
+            self._store.reset(reason, name)
+            self._begins_anew(name, reason)
+
+    def _begins_anew(self, name: str, reason: str) -> None:
+        """A consumer must be told: now, or when it comes back."""
+        self._resets[name] = reason
+        if (changes := self._attached.get(name)) is not None:
+            changes._begin_anew(reason)
 
     # -- consumers -----------------------------------------------------------------------------
 
@@ -85,8 +127,7 @@ class Hub:
         if start is not None:
             self._start_at(name, start)
         elif name not in self._progress:
-            self._progress[name] = None if self.seen is None else Progress(self.seen)
-            self._store.add(name, self.seen)
+            self._add(name)
         self._attached[name] = changes
         if name in self._resets:
             changes._put(Reset(self._resets[name]))
@@ -100,23 +141,67 @@ class Hub:
         self.on_attach(changes)
         return changes
 
+    def _add(self, name: str) -> None:
+        if (saved := self._store.consumers().get(name)) is not None:  # it came to another process
+            at = saved.acknowledged
+            self._progress[name] = None if at is None else Progress(at, saved.delivered)
+            if saved.reset is not None:
+                self._resets[name] = saved.reset
+            return
+        self._progress[name] = None if self.seen is None else Progress(self.seen)
+        self._store.add(name, self.seen)
+        if self.adopted and self.seen is not None:
+            self._resets[name] = reason = (
+                "what was kept of this stream was lost, so it is not known how far the consumer "
+                f"{name!r} was: it begins with what comes now"
+            )
+            self._store.reset(reason, name)
+
     def _start_at(self, name: str, start: Position) -> None:
         known = self._store.history()
         if known is not None and start.history != known:
-            self._resets[name] = (
-                f"the position {start} is of another history than the database's, {known}"
-            )
             self._progress[name] = None if self.seen is None else Progress(self.seen)
             self._store.add(name, self.seen)
+            self._resets[name] = _other_history(start, known)
             self._store.reset(self._resets[name], name)
             return
         before = self._progress.get(name)
-        self._progress[name] = Progress(start.lsn, 0 if before is None else before.delivered)
+        # A name that is not known may have missed whatever came before it.
+        delivered = self._applied if before is None else before.delivered
+        self._progress[name] = Progress(start.lsn, delivered)
         self._store.add(name, start.lsn)
-        self._starting.add(name)
+        self._starting[name] = start
+
+    def check_starts(self, history: History, found: Findings) -> None:
+        """Whether the places that consumers have chosen are on the server; if not, they are told.
+
+        Each of them shows that there was a stream, also where nothing else of it was kept.
+        """
+        for name, start in list(self._starting.items()):
+            if start.history != history:
+                self._refuse_start(name, _other_history(start, history))
+            elif found.slot_created:
+                self._refuse_start(
+                    name,
+                    f"the position {start} is of a replication slot that was missing: what came "
+                    "after it is not known",
+                )
+            elif start.lsn > found.wal_position:
+                self._refuse_start(
+                    name,
+                    f"the position {start} is beyond the end of the database's log, "
+                    f"{found.wal_position}: a copy of its disk was put back",
+                )
+
+    def _refuse_start(self, name: str, reason: str) -> None:
+        del self._starting[name]
+        self._progress[name] = None
+        self._store.reset(reason, name)
+        self._begins_anew(name, reason)
 
     def detach(self, changes: Changes) -> None:
         """A consumer goes, for a while."""
+        changes._detached = True
         if self._attached.get(changes.name) is changes:
             del self._attached[changes.name]
         self.made_room()
@@ -142,21 +227,23 @@ class Hub:
         self._progress[name] = None if self.seen is None else Progress(self.seen)
         await asyncio.to_thread(self._store.reset, reason, name)
         if (changes := self._attached.get(name)) is not None:
-            changes._forget()
-            changes._put(Reset(reason))
+            changes._begin_anew(reason)
 
     def acknowledge(self, changes: Changes, end: int) -> None:
         """A consumer is done with the transaction that ends here."""
-        if self._attached.get(changes.name) is not changes:
+        if changes._detached:
             return
         progress = self._progress.get(changes.name)
-        if progress is not None and progress.ack(end):
+        if progress is not None and progress.ack(end) and not self._told_progress:
+            self._told_progress = True  # until `flushed` is asked: once is enough
             self.on_progress()
 
-    async def understood(self, changes: Changes) -> None:
-        """A consumer has been told of a reset."""
-        self._resets.pop(changes.name, None)
-        await asyncio.to_thread(self._store.was_told, changes.name)
+    async def understood(self, changes: Changes, reset: Reset) -> None:
+        """A consumer has been told of a reset; there may be another one by now."""
+        name, reason = changes.name, reset.reason
+        await asyncio.to_thread(self._store.was_told, name, reason)
+        if self._resets.get(name) == reason:
+            del self._resets[name]
 
     # -- the log -------------------------------------------------------------------------------
 
@@ -164,6 +251,9 @@ class Hub:
         """A stream begins, from here; whoever is new begins with it."""
         self.history = history
         self.seen = confirmed if self.seen is None else max(self.seen, confirmed)
+        for name, start in list(self._starting.items()):
+            if start.history != history:  # it came in the middle of a reset
+                self._refuse_start(name, _other_history(start, history))
         for name, progress in self._progress.items():
             if progress is None:
                 self._progress[name] = Progress(confirmed, confirmed)
@@ -178,52 +268,71 @@ class Hub:
 
     def _too_early(self, name: str, progress: Progress, confirmed: int) -> None:
         """It wants to begin at a place before what it acknowledged, which the server forgot."""
-        self._resets[name] = reason = (
+        reason = (
             f"the position {Lsn(progress.acknowledged)} is before the last transaction that was "
             f"acknowledged, at {Lsn(progress.delivered)}, and the server does not have those "
             "between any more"
         )
         self._progress[name] = Progress(confirmed, confirmed)
         self._store.reset(reason, name)
-        if (changes := self._attached.get(name)) is not None:
-            changes._put(Reset(reason))
+        self._begins_anew(name, reason)
 
     def apply(self, committed: Committed) -> None:
         """One more transaction, for everybody whom it concerns."""
-        end = committed.end_lsn
+        self.apply_all([committed])
+
+    def apply_all(self, done: Sequence[Committed]) -> None:
+        """Some more transactions, in the order of their commits."""
         for name, progress in self._progress.items():
             if progress is None:
                 continue
             changes = self._attached.get(name)
             if changes is None or name in self._behind:
                 continue  # away, or just back: it comes again, after what comes before
-            tables = self._chosen(committed, changes.tables)
-            if tables is not None and not tables:
-                progress.passed(end)
-            elif progress.given(end):
-                changes._put(Transaction(committed, changes, tables))
-                if self._is_full(changes):
-                    self._room.clear()
-        self.seen = max(self.seen or 0, end)
+            self._give(done, changes, progress)
+        for committed in done:
+            self._applied = end = committed.end_lsn
+            if self.seen is None or end > self.seen:
+                self.seen = end
         if not self._progress:
             self.on_progress()
 
-    def _chosen(self, committed: Committed, tables: tuple[str, ...]) -> frozenset[int] | None:
+    def _give(self, done: Sequence[Committed], changes: Changes, progress: Progress) -> None:
+        history, tables = self.history, None
+        assert history is not None  # a stream has begun
+        for committed in done:
+            if changes.tables:
+                tables = self._chosen(committed, changes)
+                if tables is not None and not tables:
+                    progress.passed(committed.end_lsn)
+                    continue
+            if progress.given(committed.end_lsn):
+                changes._put(Transaction(committed, changes, tables, history))
+        if self._is_full(changes):
+            self.full = True
+            self._room.clear()
+
+    def _chosen(self, committed: Committed, changes: Changes) -> frozenset[int] | None:
         """The tables of a transaction that a consumer wants; None for all of them."""
-        if not tables:
-            return None
         known = committed.known()
-        wanted = {
-            oid
-            for oid, relation in known.items()
-            if relation.name in tables or relation.qualified in tables
-        }
+        # The same tables are known to one transaction after the other.
+        if known is changes._known:
+            wanted = changes._wanted
+        else:
+            tables = changes.tables
+            wanted = frozenset(
+                oid
+                for oid, relation in known.items()
+                if relation.name in tables or relation.qualified in tables
+            )
+            changes._known, changes._wanted = known, wanted
         if len(wanted) == len(known):
             return None  # nothing else is published: there is no need to look
-        return frozenset(wanted & committed.touched())
+        return wanted & committed.touched()
 
     def flushed(self) -> int:
         """Everything before this place is safe: the least that any consumer has acknowledged."""
+        self._told_progress = False
         known = [progress.acknowledged for progress in self._progress.values() if progress]
         return min(known, default=self.seen or 0)
 
@@ -237,20 +346,24 @@ class Hub:
         """Keep how far everybody is, before the server is told."""
         now = {name: p.acknowledged for name, p in self._progress.items() if p is not None}
         delivered = {name: p.delivered for name, p in self._progress.items() if p is not None}
-        await asyncio.to_thread(self._store.save, Lsn(min(told, LAST)), now, delivered)
+        times_reset, place = self._times_reset, Lsn(min(told, LAST))
+        await asyncio.to_thread(self._store.save, place, now, delivered, times_reset=times_reset)
+        if self._store.resets().times != times_reset:
+            # Nothing was kept, so nothing may be told.
+            raise StreamEnded("another instance with the same state has begun anew")
 
     async def reset(self, reason: str) -> None:
         """History is not what it was: everybody begins anew, and is told why."""
         await asyncio.to_thread(self._store.reset, reason)
+        self._times_reset = self._store.resets().times
         self.seen = None
+        self._applied = 0
+        self._starting.clear()
         self._recorder.record("postgres.hub", f"reset: {reason}", kind="info")
         log.warning("%s begin anew: %s", counted(len(self._progress), "consumer"), reason)
         for name in self._progress:
             self._progress[name] = None
-            self._resets[name] = reason
-            if (changes := self._attached.get(name)) is not None:
-                changes._forget()
-                changes._put(Reset(reason))
+            self._begins_anew(name, reason)
 
     def slowest(self) -> str | None:
         """The consumer for which the server keeps the most; None if nobody holds it up."""
@@ -286,7 +399,8 @@ class Hub:
     async def save(self) -> None:
         """Keep how far everybody is."""
         if (told := self._store.told()) is not None:
-            await self.checkpoint(told)
+            with contextlib.suppress(StreamEnded):
+                await self.checkpoint(told)
 
     # -- back-pressure -------------------------------------------------------------------------
 
@@ -294,14 +408,10 @@ class Hub:
         """Wait until the slowest consumer has taken some of what is queued for it."""
         await self._room.wait()
 
-    @property
-    def full(self) -> bool:
-        """Whether reading is paused for a consumer."""
-        return not self._room.is_set()
-
     def made_room(self) -> None:
         """A consumer has taken something."""
-        if not self._room.is_set() and not any(map(self._is_full, self._attached.values())):
+        if self.full and not any(map(self._is_full, self._attached.values())):
+            self.full = False
             self._room.set()
 
     def _is_full(self, changes: Changes) -> bool:
@@ -328,3 +438,7 @@ class Hub:
 
     def __repr__(self) -> str:
         return f"<Hub: {counted(len(self._progress), 'consumer')}, {len(self._attached)} here>"
+
+
+def _other_history(start: Position, history: History) -> str:
+    return f"the position {start} is of another history than the database's, {history}"

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from ._hub import Hub
+from ._lsn import Lsn
 from ._position import History
 from ._setup import Findings
 from ._store import StateStore
@@ -33,20 +34,22 @@ class Integrity:
     async def check(self, found: Findings) -> None:
         """Compare what was kept with what the server says; reset if it is of another past."""
         history = History(found.system_id, found.timeline_id)
+        self._hub.reload()
         known = self._store.history()
+        self._hub.adopted |= known is None and not found.slot_created
         reason = self.difference(known, history, found)
         if reason is not None:
             self._tell("warning", reason)
             await self._hub.reset(reason)
-        if known != history or reason is not None:
-            await asyncio.to_thread(self._store.set_history, history)
+        self._hub.check_starts(history, found)
+        if reason is not None or known != history or self._store.told() is None:
+            await asyncio.to_thread(self._store.set_history, history, found.confirmed)
 
     def difference(self, known: History | None, now: History, found: Findings) -> str | None:
         """Why what was kept is of another past; None if it is not."""
-        told = self._store.told()
-        if known is None:
-            # Nothing was kept, or a slot had to be given up: whoever was here before must know.
-            return "the replication slot was given up" if self._store.consumers() and told else None
+        told, given_up = self._store.told(), self._store.given_up()
+        if known is None or given_up is not None:
+            return given_up
         if known.system_id != now.system_id:
             return f"this is another database (system {now.system_id} instead of {known.system_id})"
         if known.timeline_id != now.timeline_id:
@@ -58,10 +61,23 @@ class Integrity:
             return "the replication slot was missing, and was made anew"
         if told is not None and found.confirmed > told:
             return f"the replication slot was moved by others, from {told} to {found.confirmed}"
+        if (furthest := self._furthest()) > found.wal_position:
+            return (
+                f"the database's log ends at {found.wal_position}, and was at {furthest} before: a "
+                "copy of its disk was put back, or it lost what it had written"
+            )
         return None
 
+    def _furthest(self) -> Lsn:
+        """The last place in the log that is known to have been there."""
+        places = [saved.acknowledged for saved in self._store.consumers().values()]
+        return max((at for at in [self._store.told(), *places] if at is not None), default=Lsn(0))
+
     async def forget(self, reason: str) -> None:
-        """The slot was given up: the next check finds no history, and begins a new one."""
+        """The slot was given up: with the next one, everybody begins anew.
+
+        They are told when that is there, and not before: whoever takes a new copy of the tables
+        must find everything that is written after it in the stream.
+        """
         self._tell("warning", reason)
-        await self._hub.reset(reason)
-        await asyncio.to_thread(self._store.set_history, None)
+        await asyncio.to_thread(self._store.give_up, reason)

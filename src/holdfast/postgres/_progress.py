@@ -49,6 +49,23 @@ class Progress:
     def ack(self, end: int) -> bool:
         """It is done with the transaction that ends here; returns whether it is further now."""
         self._open.discard(end)
+        return self._advance()
+
+    def reached(self, end: int, delivered: int) -> None:
+        """Another process, under the same name, has acknowledged everything up to here.
+
+        What it was given beyond that it still has: that does not come again.
+        """
+        if end <= self.acknowledged:
+            return
+        while self._pending and abs(self._pending[0]) <= end:
+            self._open.discard(self._pending.popleft())
+        self.acknowledged = end
+        self.delivered = max(self.delivered, delivered)
+        self.seen = max(self.seen, end)
+        self._advance()
+
+    def _advance(self) -> bool:
         before = self.acknowledged
         while self._pending and self._pending[0] not in self._open:
             place = self._pending.popleft()

@@ -3,8 +3,8 @@
 The steps, in this order::
 
     connected → identify_system → query_pg_info → acquire_lock → create_publication → drop_slot
-    → create_slot → query_slot_flushed_lsn → set_display_setting → ready_to_stream
-    → start_streaming → streaming
+    → create_slot → query_slot_flushed_lsn → identify_again → set_display_setting
+    → ready_to_stream → start_streaming → streaming
 
 It does no I/O: `command()` says what to send, `answered()` and `refused()` take what came back.
 """
@@ -37,6 +37,8 @@ DISPLAY = (
     "SET extra_float_digits = 1",
     "SET IntervalStyle = 'postgres'",
 )
+#: Whether a slot is one that we can have made.
+_OURS = "coalesce(database = current_database() AND plugin = 'pgoutput', false)"
 
 
 class Step(Enum):
@@ -51,6 +53,7 @@ class Step(Enum):
     DROP_SLOT = "drop_slot"
     CREATE_SLOT = "create_slot"
     QUERY_SLOT_FLUSHED_LSN = "query_slot_flushed_lsn"
+    IDENTIFY_AGAIN = "identify_again"
     SET_DISPLAY_SETTING = "set_display_setting"
     READY_TO_STREAM = "ready_to_stream"
     START_STREAMING = "start_streaming"
@@ -118,7 +121,9 @@ class Setup:
         """What to send now; None when nothing is left to do but to begin streaming."""
         name, publication = literal(self.options.slot), literal(self.options.publication)
         match self.step:
-            case Step.IDENTIFY_SYSTEM:
+            case Step.IDENTIFY_SYSTEM | Step.IDENTIFY_AGAIN:
+                # The lock may have been waited for while a standby was promoted: connections
+                # survive that. Who made a publication, or found one, is one no more.
                 return "IDENTIFY_SYSTEM"
             case Step.QUERY_PG_INFO:
                 return (
@@ -138,13 +143,18 @@ class Setup:
                     f"FROM pg_catalog.pg_publication WHERE pubname = {publication}"
                 )
             case Step.DROP_SLOT:
-                return f"SELECT pg_drop_replication_slot({name})"
+                # Names of slots are of the whole server: one of another database is not ours.
+                return (
+                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_catalog."
+                    f"pg_replication_slots WHERE slot_name = {name} AND {_OURS}"
+                )
             case Step.CREATE_SLOT:
                 return self._create_slot()
             case Step.QUERY_SLOT_FLUSHED_LSN:
                 return (
-                    "SELECT confirmed_flush_lsn, wal_status FROM pg_catalog.pg_replication_slots "
-                    f"WHERE slot_name = {name}"
+                    f"SELECT confirmed_flush_lsn, wal_status, {_OURS}, "
+                    "concat_ws(' ', slot_type, plugin, database) "
+                    f"FROM pg_catalog.pg_replication_slots WHERE slot_name = {name}"
                 )
             case Step.SET_DISPLAY_SETTING:
                 return DISPLAY[self._display]
@@ -191,7 +201,7 @@ class Setup:
     def _answered(self, rows: Sequence[Row]) -> None:
         found = self.findings
         match self.step:
-            case Step.IDENTIFY_SYSTEM:
+            case Step.IDENTIFY_SYSTEM | Step.IDENTIFY_AGAIN:
                 row = _one(rows, 3)
                 found.system_id, found.timeline_id = str(row[0]), int(row[1])
                 found.wal_position = Lsn.parse(str(row[2]))
@@ -247,7 +257,12 @@ class Setup:
             )
 
     def _check_slot(self, rows: Sequence[Row]) -> None:
-        confirmed, wal_status = _one(rows, 2)
+        confirmed, wal_status, ours, what = _one(rows, 4)
+        if ours not in (True, "t"):
+            raise ConfigurationError(
+                f"the slot {self.options.slot} is there, and is another one ({what}): the names of "
+                "slots are of the whole server, so choose another stream_id, or drop that slot"
+            )
         if wal_status == "lost":
             raise SlotLost(f"the slot {self.options.slot} has lost the log that it needs")
         if confirmed is None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ._errors import ConfigurationError
 from ._lsn import Lsn
 from ._position import History
 
-__all__ = ["Saved", "StateStore"]
+__all__ = ["Resets", "Saved", "StateStore"]
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -40,17 +41,38 @@ class Saved(NamedTuple):
     delivered: Lsn = Lsn(0)
 
 
+class Resets(NamedTuple):
+    """How often everybody had to begin anew, and why the last time."""
+
+    times: int
+    reason: str
+
+
 class StateStore:
     """The file of one stream, safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._database.execute("pragma journal_mode = wal")
-        self._database.execute("pragma synchronous = full")
-        self._database.executescript(_LAYOUT)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._prepare()
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigurationError(
+                f"the state of the stream cannot be kept in {path}: {error}. Choose a state_dir "
+                "that can be written to; a file that is damaged is best moved away: consumers "
+                "that are there at the start then go on where the slot stands"
+            ) from error
+
+    def _prepare(self) -> None:
+        try:
+            self._database.execute("pragma journal_mode = wal")
+            self._database.execute("pragma synchronous = full")
+            self._database.executescript(_LAYOUT)
+        except sqlite3.Error:
+            self._database.close()
+            raise
 
     def history(self) -> History | None:
         """The database and timeline that everything here belongs to."""
@@ -65,33 +87,42 @@ class StateStore:
         text = self._fact("told")
         return None if text is None else Lsn.parse(text)
 
+    def resets(self) -> Resets:
+        """How often everybody had to begin anew, and why the last time."""
+        with self._lock:
+            return self._resets()
+
     def consumers(self) -> dict[str, Saved]:
         """All that were ever here and were not dropped."""
         with self._lock:
-            rows = self._database.execute(
-                "select name, acknowledged, reset, coalesce(delivered, '0/0') from consumers"
-            )
-            return {
-                name: Saved(None if at is None else Lsn.parse(at), reset, Lsn.parse(delivered))
-                for name, at, reset, delivered in rows
-            }
+            return self._consumers()
 
     def save(
-        self, told: Lsn, acknowledged: Mapping[str, int], delivered: Mapping[str, int] = NOTHING
+        self,
+        told: Lsn,
+        acknowledged: Mapping[str, int],
+        delivered: Mapping[str, int] = NOTHING,
+        *,
+        times_reset: int = 0,
     ) -> None:
         """How far everybody is, before the server is told.
 
-        The server does not forget what it was told: the one of two that comes late changes nothing.
+        Nobody forgets what was told or acknowledged: the one of two that comes late changes
+        nothing. That may be another process, which has not heard of a reset yet.
         """
         with self._lock, _Transaction(self._database):
+            if self._resets().times != times_reset:
+                return
             before = self._value("told")
             if before is None or told > Lsn.parse(before):
                 self._set("told", str(told))
+            known = self._consumers()
             self._database.executemany(
                 "update consumers set acknowledged = ?, delivered = ? where name = ?",
                 [
                     (str(Lsn(at)), str(Lsn(delivered.get(name, 0))), name)
                     for name, at in acknowledged.items()
+                    if name in known and at > (known[name].acknowledged or -1)
                 ],
             )
 
@@ -115,29 +146,58 @@ class StateStore:
         with self._lock, _Transaction(self._database):
             if name is None:
                 self._database.execute("delete from facts where name = 'told'")
+                self._set("resets", f"{self._resets().times + 1} {reason}")
             self._database.execute(
                 "update consumers set acknowledged = null, delivered = null, reset = ? "
                 "where name = coalesce(?, name)",
                 (reason, name),
             )
 
-    def was_told(self, name: str) -> None:
-        """A consumer knows that it begins anew."""
+    def was_told(self, name: str, reason: str) -> None:
+        """A consumer knows that it begins anew, for this reason."""
         with self._lock, _Transaction(self._database):
-            self._database.execute("update consumers set reset = null where name = ?", (name,))
+            self._database.execute(
+                "update consumers set reset = null where name = ? and reset = ?", (name, reason)
+            )
 
-    def set_history(self, history: History | None) -> None:
-        """Everything here belongs to this history from now on: the last step of a reset."""
+    def give_up(self, reason: str) -> None:
+        """The slot cannot be read any more: whatever the next one is, everybody begins anew."""
         with self._lock, _Transaction(self._database):
-            if history is None:
-                self._database.execute("delete from facts where name = 'history'")
-            else:
-                self._set("history", str(history))
+            self._set("given_up", reason)
+
+    def given_up(self) -> str | None:
+        """Why the slot was given up; None if it was not, or if everybody was told."""
+        return self._fact("given_up")
+
+    def set_history(self, history: History, stands_at: Lsn | None = None) -> None:
+        """Everything here belongs to this history from now on: the last step of a reset.
+
+        A slot that is new to us is where it would be if it had been told so: whoever finds it
+        elsewhere later knows that it was moved, or made anew.
+        """
+        with self._lock, _Transaction(self._database):
+            self._set("history", str(history))
+            self._database.execute("delete from facts where name = 'given_up'")
+            if stands_at is not None and self._value("told") is None:
+                self._set("told", str(stands_at))
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._database.close()
+
+    def _consumers(self) -> dict[str, Saved]:
+        rows = self._database.execute(
+            "select name, acknowledged, reset, coalesce(delivered, '0/0') from consumers"
+        )
+        return {
+            name: Saved(None if at is None else Lsn.parse(at), reset, Lsn.parse(delivered))
+            for name, at, reset, delivered in rows
+        }
+
+    def _resets(self) -> Resets:
+        times, _, reason = (self._value("resets") or "0 ").partition(" ")
+        return Resets(int(times), reason)
 
     def _fact(self, name: str) -> str | None:
         with self._lock:
