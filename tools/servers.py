@@ -38,6 +38,7 @@ SERVERS = (
     Server("chromium", "chromium", "chromium", "the live page, in a real browser"),
     Server("redis", "redis-server", "redis-server", "leases and rate limits in Redis"),
     Server("pgbouncer", "pgbouncer", "/usr/sbin/pgbouncer", "PostgreSQL behind PgBouncer"),
+    Server("openssl", "openssl", "openssl", "TLS, with certificates made for the test"),
 )
 
 

@@ -55,6 +55,7 @@ WORDS = [
     ("FATAL:  the database system is starting up", "database_server_unavailable", RETRY),
     ("FATAL:  the database system is shutting down", "database_server_shutting_down", RETRY),
     ("FATAL:  server login has been failing, try again later", "pooler_login_failed", RETRY),
+    ("FATAL:  query_wait_timeout", "pooler_login_failed", RETRY),
     ("FATAL:  Couldn't connect to compute node", "compute_node_unreachable", RETRY),
     (
         'could not translate host name "nope" to address: Name or service not known',
@@ -65,6 +66,17 @@ WORDS = [
     ("server does not support SSL, but SSL was required", "ssl_not_available", FATAL),
     ("SSL error: certificate verify failed", "ssl_connection_failed", FATAL),
     ('root certificate file "/x" does not exist', "ssl_connection_failed", FATAL),
+    (
+        "FATAL:  connection requires a valid client certificate\n"
+        'connection to server failed: FATAL:  no pg_hba.conf entry for host "::1", no encryption',
+        "client_certificate_required",
+        FATAL,
+    ),
+    ("SSL error: tlsv1 alert unknown ca", "client_certificate_required", FATAL),
+    ('private key file "/x" has group or world access', "client_certificate_required", FATAL),
+    ("SSL error: unexpected eof while reading", "connection_closed", RETRY),
+    ('invalid sslmode value: "maybe"', "invalid_url", FATAL),
+    ("FATAL:  no more connections allowed (max_client_conn)", "insufficient_resources", RETRY),
     ("timeout expired", "connection_timeout", RETRY),
     ("Connection refused", "connection_refused", RETRY),
     ("server closed the connection unexpectedly", "connection_closed", RETRY),
@@ -121,6 +133,7 @@ CODES = [
     ("57P03", "the database system is starting up", "database_server_unavailable", RETRY),
     ("42601", 'syntax error at or near "IDENTIFY_SYSTEM"', "syntax_error", FATAL),
     ("42704", 'publication "p" does not exist', "missing_publication", RETRY),
+    ("42704", 'replication slot "p" does not exist', "missing_slot", RETRY),
     ("57014", "canceling statement due to statement timeout", "query_canceled", RETRY),
     ("08P01", "server conn crashed?", "server_connection_crashed", RETRY),
     ("08006", "it broke", "connection_failure", RETRY),

@@ -134,6 +134,23 @@ FAULTS: tuple[Fault, ...] = (
         ("password authentication failed", "no password supplied"),
     ),
     Fault(
+        "client_certificate_required",
+        _FATAL,
+        "the server lets in only who shows a certificate that it trusts",
+        "set sslcert and sslkey in the URL, to a certificate that the server's ssl_ca_file has "
+        "signed; the key must be readable by this user alone",
+        (),
+        (
+            "requires a valid client certificate",
+            "alert certificate required",
+            "alert unknown ca",
+            "alert bad certificate",
+            "certificate present, but not private key",
+            "private key file",
+            "could not read certificate file",
+        ),
+    ),
+    Fault(
         "ssl_connection_required",
         _FATAL,
         "the server takes encrypted connections only",
@@ -202,6 +219,24 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "insufficient_resources",
         _RETRY,
+        "the server has no replication slot left",
+        "raise max_replication_slots, or drop slots that nobody reads (pg_replication_slots)",
+        ("53400",),
+        ("all replication slots are in use",),
+        both=True,
+    ),
+    Fault(
+        "insufficient_resources",
+        _RETRY,
+        "this user, or this database, has no connection left",
+        "raise its CONNECTION LIMIT (ALTER ROLE, ALTER DATABASE), or use fewer connections",
+        ("53300",),
+        ("too many connections for role", "too many connections for database"),
+        both=True,
+    ),
+    Fault(
+        "insufficient_resources",
+        _RETRY,
         "the server has no connection left",
         "raise max_connections or max_wal_senders, or use fewer connections",
         ("53300", "53400"),
@@ -210,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
             "too many connections",
             "remaining connection slots",
             "number of requested standby connections",
-            "all replication slots are in use",
+            "no more connections allowed",
             "rate exceeded",
         ),
     ),
@@ -241,10 +276,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "pooler_login_failed",
         _RETRY,
-        "the pooler could not log in to the server behind it",
-        "look at the pooler's log",
+        "the pooler got no connection to the server behind it",
+        "look at the pooler's log: the server may be away, or the pooler's pool too small",
         (),
-        ("server login has been failing", "pgbouncer cannot connect", "server login failed"),
+        (
+            "server login has been failing",
+            "pgbouncer cannot connect",
+            "server login failed",
+            "query_wait_timeout",
+        ),
     ),
     Fault(
         "compute_node_unreachable",
@@ -262,6 +302,15 @@ FAULTS: tuple[Fault, ...] = (
         "replication_url to the server itself",
         ("42601",),
         ('at or near "create_replication_slot"', 'at or near "identify_system"'),
+    ),
+    Fault(
+        "missing_slot",
+        _RETRY,
+        "the replication slot does not exist",
+        "it is made anew when the connection is set up again, and consumers get a Reset",
+        ("42704",),
+        ("replication slot",),
+        both=True,
     ),
     Fault(
         "missing_publication",
@@ -318,9 +367,24 @@ FAULTS: tuple[Fault, ...] = (
             "certificate verify failed",
             "root certificate file",
             "does not match host name",
-            "unknown ca",
-            "bad certificate",
             "could not read root certificate",
+        ),
+    ),
+    Fault(
+        "invalid_url",
+        _FATAL,
+        "the URL says something that the driver does not know",
+        "check the parameters after the question mark, and the port",
+        (),
+        (
+            "invalid sslmode value",
+            "invalid sslnegotiation value",
+            "invalid channel_binding value",
+            "invalid gssencmode value",
+            "weak sslmode",
+            "invalid port number",
+            "invalid integer value",
+            "bad value for connect_timeout",
         ),
     ),
     Fault(
@@ -379,10 +443,14 @@ FAULTS: tuple[Fault, ...] = (
             "terminating connection",
             "connection is lost",
             "eof detected",
+            "unexpected eof",
+            "ssl syscall error",
         ),
         errnos=(errno.ECONNRESET, errno.EPIPE),
     ),
 )
+
+_SILENT = next(fault for fault in FAULTS if fault.type == "connection_timeout")
 
 
 def diagnose(error: BaseException) -> Diagnosis:
@@ -403,7 +471,7 @@ def diagnose(error: BaseException) -> Diagnosis:
     if isinstance(error, StreamEnded):
         return Diagnosis("connection_closed", Verdict.RETRY, said, "")
     if isinstance(error, TimeoutError):
-        return Diagnosis("connection_timeout", Verdict.RETRY, "the server does not answer", "")
+        return Diagnosis(_SILENT.type, _SILENT.verdict, _SILENT.happened, _SILENT.remedy)
     return Diagnosis("unknown", Verdict.RETRY, said or type(error).__name__, "")
 
 

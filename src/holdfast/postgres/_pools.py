@@ -50,7 +50,7 @@ class ManagedPool:
     """A pool, and the reports of how it is.
 
     :param on_ready: all its connections are there.
-    :param on_repopulating: it has lost some, with the reason.
+    :param on_repopulating: it has lost some, or cannot open them for now, with the reason.
     :param on_failed: it cannot be filled, for a reason that does not go away by itself.
     """
 
@@ -72,6 +72,7 @@ class ManagedPool:
         self.role = role
         self.size = size
         self.status = PoolStatus.STARTING
+        self._said = ""
         self._on_ready = on_ready
         self._on_repopulating = on_repopulating
         self._on_failed = on_failed
@@ -110,11 +111,15 @@ class ManagedPool:
                 self._on_repopulating(self.role, why or f"{connected} of {self.size} are there")
         elif connected >= self.size:
             self.status = PoolStatus.READY
+            self._said = ""
             self._on_ready(self.role)
         elif failing and works.last_error is not None:
             diagnosis = diagnose(works.last_error)
             if diagnosis.verdict is Verdict.FATAL or self._holds_up(diagnosis):
                 self._on_failed(self.role, diagnosis)
+            elif str(diagnosis) != self._said:  # what everybody waits for, in words
+                self._said = str(diagnosis)
+                self._on_repopulating(self.role, self._said)
 
     def _holds_up(self, diagnosis: Diagnosis) -> bool:
         """Whether the server shuts down, and waits for us: until all that it sent is safe."""

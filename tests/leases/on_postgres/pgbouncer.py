@@ -23,10 +23,12 @@ START_LIMIT = 30.0
 
 
 @contextmanager
-def pgbouncer(binary: str, url: str, *, pool_size: int = 2) -> Iterator[str]:
+def pgbouncer(
+    binary: str, url: str, *, pool_size: int = 2, port: int | None = None, settings: str = ""
+) -> Iterator[str]:
     """Run one for the database of a URL; gives the URL to use instead."""
     known = conninfo_to_dict(url)
-    port = free_port()
+    port = port or free_port()
     with tempfile.TemporaryDirectory(prefix="holdfast-pgbouncer-") as name:
         directory = Path(name)
         directory.chmod(0o755)
@@ -36,7 +38,7 @@ def pgbouncer(binary: str, url: str, *, pool_size: int = 2) -> Iterator[str]:
             f"[databases]\n{known['dbname']} = {server}\n[pgbouncer]\npool_mode = transaction\n"
             f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
             f"auth_type = plain\nauth_file = {directory}/users\n"
-            f"default_pool_size = {pool_size}\nlogfile = \n"
+            f"default_pool_size = {pool_size}\nlogfile = \n{settings}\n"
         )
         as_user = ["-u", USER] if os.geteuid() == 0 and pwd.getpwnam(USER) else []
         command = [binary, "-q", *as_user, str(directory / "ini")]
