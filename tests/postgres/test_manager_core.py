@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.kernel import Backoff, Clock, Machine
 from holdfast.postgres._faults import Diagnosis, Verdict
+from holdfast.postgres._health import CONDITIONS
 from holdfast.postgres._manager_core import Act, Action, ManagerCore, Role, Timer
 from holdfast.postgres._phases import CHART
 from holdfast.postgres._setup import Step
@@ -190,6 +191,20 @@ def test_what_trying_again_cannot_mend_stops_it_with_the_text(step: str) -> None
     assert acts(actions) == [Act.TELL, Act.GIVE_UP]
     assert actions[0].name == "config_error"
     assert actions[1].detail == "wrong password: check it"
+
+
+def test_a_stream_that_begins_again_gives_the_lock_away_and_says_so_first() -> None:
+    made = to("streaming")
+    actions = made.rewind()
+    cleared = {action.name for action in actions if action.act is Act.CLEAR}
+    assert cleared == {name for name in CONDITIONS if "pool" not in name}
+    assert acts(actions)[-2:] == [Act.STOP_CLIENT, Act.START_CLIENT]
+    assert Action(Act.CANCEL_TIMER, "liveness") in actions
+    assert made.machine.step == "start_replication_client:connecting"
+
+
+def test_before_it_streams_there_is_nothing_to_begin_again() -> None:
+    assert to("start_shapes_supervisor").rewind() == []
 
 
 def test_a_slot_that_cannot_be_read_is_dropped() -> None:

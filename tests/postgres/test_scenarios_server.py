@@ -207,6 +207,25 @@ async def test_replication_through_a_pooler_cannot_work(
 ROWS = "select count(*) from pg_stat_activity where application_name = 'sleeper'"
 
 
+async def test_whoever_gives_up_while_it_falls_asleep_or_wakes_leaves_no_half_of_it(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        for turns in range(6):
+            for act in (pg.sleep, pg.wake):
+                given_up = asyncio.create_task(act())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                given_up.cancel()
+                await asyncio.wait({given_up})
+            await pg.sleep()
+            assert pg.health is Health.SLEEPING
+            async with pg.connection(timeout=LIMIT) as conn:
+                assert await one(conn, "select 7") == 7
+            await pg.wait_until_active(LIMIT)
+
+
 async def test_asleep_there_is_nothing_of_it_and_awake_it_has_what_it_missed(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:

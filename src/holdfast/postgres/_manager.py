@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from . import _admin
 from ._body import Shelf
 from ._consumer import Changes
 from ._errors import PostgresError
+from ._explain import lock_words
 from ._faults import Diagnosis, diagnose
 from ._health import CONDITIONS, Status
 from ._hub import Hub
@@ -79,11 +80,18 @@ class Manager:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.client: ReplicationClient | None = None
         self.pools: dict[Role, ManagedPool] = {}
+        self._told_unavailable = False
         #: Why it must stop for good, if it must.
         self.fatal: str | None = None
         self.drop_requested = False
         #: What the server keeps for the slot, when it was last looked at.
         self.retained: _admin.Retained | None = None
+        self.retained_at = 0.0
+        #: Who had the lock, and which transactions a new slot waited for, at the last look.
+        self.holder: _admin.Holder | None = None
+        self.blockers: list[_admin.Blocker] = []
+        #: What the clients before this one have received: transactions and bytes.
+        self.received_before = (0, 0)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -130,15 +138,15 @@ class Manager:
             case Act.CANCEL_TIMER:
                 self._cancel_timer(action.name)
             case Act.BREAK_LOCK:
-                self._start("lock", self._look(self._break_lock), None)
+                self._start_look("lock", self._break_lock)
             case Act.UNBLOCK_SLOT:
-                self._start("slot", self._look(self._unblock_slot), None)
+                self._start_look("slot", self._unblock_slot)
             case Act.GIVE_UP:
                 self.fatal = action.detail
             case Act.DROP_SLOT:
                 await self._begin_anew(action.detail)
             case Act.RESTART:
-                await self._pause(action.delay)
+                await self._pause(action.delay, action.detail)
                 raise SubsystemFailed(action.detail)
 
     def _happened(self, event: Callable[[], Actions]) -> None:
@@ -147,7 +155,7 @@ class Manager:
     def _start(
         self,
         name: str,
-        work: Awaitable[None],
+        work: Coroutine[Any, Any, None],
         failed: Callable[[Diagnosis], Actions] | None,
     ) -> None:
         """Run a part beside this; its failure is an event, or only a line in the log.
@@ -170,7 +178,11 @@ class Manager:
                 self._recorder.record(f"postgres.{name}", "failed", kind="failure", cause=error)
                 self._happened(lambda: fail(diagnosis))
 
+        if (former := self._tasks.get(name)) is not None:
+            former.cancel()
         task = asyncio.get_running_loop().create_task(watched(), name=f"pg-{name}")
+        # One that is cancelled before its first step has never touched its work.
+        task.add_done_callback(lambda _: work.close())
         self._tasks[name] = task
 
     # -- timers --------------------------------------------------------------------------------
@@ -186,8 +198,9 @@ class Manager:
         if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, seconds: float, why: str) -> None:
         """Before the next life; the parts are down meanwhile."""
+        self._core.machine.move("connection_setup", cause=why)
         self._clear_conditions("the connection subsystem begins again")
         await self._take_down(final=False)
         await asyncio.sleep(seconds)
@@ -196,6 +209,7 @@ class Manager:
 
     def _start_client(self) -> None:
         settings = self._settings
+        self.received_before = self.received()
         self.client = client = ReplicationClient(
             lambda: self._resolver.conninfo(settings.replication_url),
             replace(
@@ -211,6 +225,13 @@ class Manager:
             first_message=lambda: self._of(client, self._core.first_message),
         )
         self._start("replication", client.run(), self._core.client_failed)
+
+    def received(self) -> tuple[int, int]:
+        """What all clients of this life have received: transactions and bytes."""
+        transactions, size = self.received_before
+        if self.client is None:
+            return transactions, size
+        return transactions + self.client.received_transactions, size + self.client.received_bytes
 
     def _of(self, client: ReplicationClient, event: Callable[[], Actions]) -> None:
         """An event of a replication client, unless that one was replaced meanwhile."""
@@ -272,7 +293,11 @@ class Manager:
                         self._hub.refuse(each, _words_of_missing(missing, publication))
                         if each is changes:
                             return
-            except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
+            except (
+                psycopg.ProgrammingError,
+                psycopg.NotSupportedError,
+                psycopg.DataError,  # it is no table, or an unlogged one
+            ) as error:
                 self._hub.refuse(changes, f"its tables cannot be published: {describe(error)}")
                 return
             finally:
@@ -300,6 +325,14 @@ class Manager:
                 application_name=self._settings.application_name,
             )
 
+    def _start_look(
+        self, name: str, why: Callable[[ReplicationClient], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Not while the last one is under way: it may be about to find out that nobody answers."""
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            self._start(name, self._look(why), None)
+
     async def _look(self, why: Callable[[ReplicationClient], Awaitable[None]]) -> None:
         """Look why it still waits; a server that does not answer has forgotten us, too."""
         client = self.client
@@ -317,13 +350,16 @@ class Manager:
             holder = None if ended else await _admin.lock_holder(conn, slot)
         for pid in ended:
             log.warning("the lock of %s was abandoned by backend %s: it was ended", slot, pid)
-        if holder is not None:
-            self._monitor.clear("pg_lock_acquired", _words_of(holder, slot))
+        if holder is not None and holder.pid == own:
+            holder = None  # it is ours by now
+        self.holder = holder
+        if holder is not None and not self._monitor.conditions()["pg_lock_acquired"].met:
+            self._monitor.clear("pg_lock_acquired", ": ".join(lock_words(holder._asdict(), slot)))
 
     async def _unblock_slot(self, client: ReplicationClient) -> None:
         own = client.setup.findings.backend_pid
         async with await self._short_connection() as conn:
-            found = await _admin.blockers(conn, [own])
+            self.blockers = found = await _admin.blockers(conn, [own])
             for blocker in found:
                 log.warning(
                     "the slot waits for a transaction of backend %s, open for %.0f s: %s",
@@ -335,19 +371,22 @@ class Manager:
             try:
                 await _admin.log_standby_snapshot(conn)
             except (psycopg.errors.UndefinedFunction, psycopg.errors.InsufficientPrivilege) as e:
-                self._tell("replication_slot_unblock_unavailable", str(e))
+                if not self._told_unavailable:
+                    self._told_unavailable = True
+                    self._tell("replication_slot_unblock_unavailable", str(e))
 
     async def _watch(self) -> None:
         """Look, now and then, what the server keeps for us, and because of whom."""
         while True:
-            await asyncio.sleep(WATCH_EVERY)
             try:
                 async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
                     self.retained = await _admin.retained(conn, self._settings.slot_name)
             except (psycopg.Error, OSError, TimeoutError) as error:
                 log.debug("the retained log could not be looked at: %s", describe(error))
-                continue
-            await self._limit_retained()
+            else:
+                self.retained_at = self._clock.monotonic()
+                await self._limit_retained()
+            await asyncio.sleep(WATCH_EVERY)
 
     async def _limit_retained(self) -> None:
         limit, kept = self._settings.max_retained_wal, self.retained
@@ -367,6 +406,7 @@ class Manager:
 
     async def _begin_anew(self, reason: str) -> None:
         """The slot can never be read again: drop it, and let the next life find nothing."""
+        self._clear_conditions(reason)
         await self._stop_client()
         try:
             async with await self._short_connection() as conn:
@@ -375,22 +415,33 @@ class Manager:
             # The next life meets the same slot, and comes here again.
             log.warning("the slot could not be dropped: %s", describe(error))
         await self._integrity.forget(reason)
-        await self._pause(self._core.backoff.fail())
+        await self._pause(self._core.backoff.fail(), reason)
         raise SubsystemFailed(reason)
 
     async def _shut_down(self) -> None:
-        """The seven steps, within their time; what is left after it is cut."""
+        """The seven steps; whoever closes it while it ends by itself waits for the same end."""
+        ending = asyncio.ensure_future(self._shut_down_in_time())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
+
+    async def _shut_down_in_time(self) -> None:
+        """What is left after its time is cut."""
         deadline = Deadline.after(self._settings.shutdown_timeout, self._clock)
         for timer in list(self._timers):
             self._cancel_timer(timer)
+        # First: from here on the lock may be another's at any moment.
+        self._clear_conditions("the connection subsystem stops")
         try:
             async with deadline.enforce("the shutdown"):
                 await self._take_down()
         except Exception as error:
             log.warning("the shutdown was cut short: %s", describe(error))
-        for task in self._tasks.values():
-            task.cancel()
-        self._clear_conditions("the connection subsystem has stopped")
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
 
     def _clear_conditions(self, why: str) -> None:
         for condition in CONDITIONS:
@@ -458,12 +509,4 @@ def _words_of_missing(tables: list[str], publication: str) -> str:
         "the table to it; those of a partition come under the name of the partitioned table, if "
         "that is published, too, and those of a partitioned table need "
         "publish_via_partition_root = true"
-    )
-
-
-def _words_of(holder: Any, slot: str) -> str:
-    doing = "its slot is streaming" if holder.streaming else "its slot is not being read"
-    return (
-        f"the lock of {slot} is held by backend {holder.pid} (application "
-        f'"{holder.application}", for {holder.age:.0f} s): another instance is active, {doing}'
     )

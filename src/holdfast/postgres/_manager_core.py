@@ -12,6 +12,7 @@ from enum import Enum
 from holdfast.kernel import Backoff, Machine, duration
 
 from ._faults import Diagnosis, Verdict
+from ._health import CONDITIONS
 from ._phases import CLIENT, POOL, RUNNING, STREAM
 from ._setup import Step
 
@@ -84,6 +85,8 @@ _LOCKING = Step.ACQUIRE_LOCK
 _ABOUT_CLIENT = tuple(
     f"{CLIENT}:{step}" for step in ("connecting", "acquiring_lock", "configuring_connection")
 )
+#: What does not hold without the replication connection, the last to hold first.
+_OF_THE_STREAM = tuple(name for name in reversed(CONDITIONS) if "pool" not in name)
 _BEFORE_LOCK = (Step.CONNECTED, Step.IDENTIFY_SYSTEM, Step.QUERY_PG_INFO)
 
 
@@ -157,8 +160,9 @@ class ManagerCore:
         why = "the stream begins again for a consumer that came back"
         return [
             Action(Act.CANCEL_TIMER, Timer.LIVENESS.value),
+            # The lock goes with the connection: another instance may have it in a moment.
+            *(Action(Act.CLEAR, condition, detail=why) for condition in _OF_THE_STREAM),
             Action(Act.STOP_CLIENT),
-            Action(Act.CLEAR, "replication_client_ready", detail=why),
             *self._start_client("a consumer came back"),
         ]
 
@@ -222,7 +226,12 @@ class ManagerCore:
         """The replication client has ended with an error."""
         if self.machine.step not in _ABOUT_CLIENT:
             return self._failed(diagnosis) or self._restart(diagnosis)
-        return self._failed(diagnosis) or self._retry(CLIENT, diagnosis)
+        asked = self.machine.step == f"{CLIENT}:acquiring_lock"
+        told = [Action(Act.TELL, "failed_to_acquire_connection_lock", detail=str(diagnosis))]
+        return [
+            *(told if asked else []),
+            *(self._failed(diagnosis) or self._retry(CLIENT, diagnosis)),
+        ]
 
     def pool_failed(self, role: Role, diagnosis: Diagnosis) -> Actions:
         """A pool cannot be filled."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -23,10 +24,12 @@ from ._assembler import Assembler
 from ._body import Body, Shelf
 from ._errors import StreamEnded
 from ._hub import Hub
+from ._lag import Lag
 from ._link import Link
 from ._position import History
 from ._positions import Positions
 from ._setup import Setup, Step, StreamOptions
+from ._transaction import Committed
 from ._wire import KEEPALIVE, read_keepalive, status_update
 
 __all__ = ["ReplicationClient"]
@@ -79,6 +82,8 @@ class ReplicationClient:
         self._asked_at: float | None = None
         self._paused = False
         self.positions: Positions | None = None
+        #: How long something has been waiting to be acknowledged.
+        self.lag = Lag()
         #: When the last transaction came, and how many bytes and transactions came in all.
         self.transaction_at: float | None = None
         self.received_bytes = 0
@@ -157,22 +162,23 @@ class ReplicationClient:
 
     async def _read(self, link: Link) -> None:
         hub, shelf = self._hub, self._shelf
-        assembler = Assembler(lambda: Body(shelf))
-        feed, first = assembler.feed, True
+        assembler = Assembler(partial(Body, shelf))
+        first = True
         while True:
             batch = await link.receive()
             self._heard()
             if first:
                 first = False
                 self._first_message()
-            for data in batch:
-                if data[0] == KEEPALIVE:
-                    await self._keepalive(data, inside=assembler.inside)
-                    continue
-                committed = feed(data)
-                if committed is not None:
-                    self._received(committed.end_lsn, committed.body.size)
-                    hub.apply(committed)
+            place = 0
+            while place < len(batch):
+                done, place = assembler.feed_all(batch, place)
+                if done:
+                    self._received(done)
+                    hub.apply_all(done)
+                if place < len(batch) and batch[place][0] == KEEPALIVE:
+                    await self._keepalive(batch[place], inside=assembler.inside)
+                    place += 1
             if hub.full:
                 self._paused = True
                 await hub.room()
@@ -181,12 +187,15 @@ class ReplicationClient:
             else:
                 await asyncio.sleep(0)
 
-    def _received(self, end: int, size: int) -> None:
+    def _received(self, done: list[Committed]) -> None:
         assert self.positions is not None
+        end = max(each.end_lsn for each in done)
+        self.transaction_at = now = self._clock.monotonic()
+        if now >= self.lag.due:
+            self.lag.note(self.positions.last_seen, self.positions.flushed + 1, now)
         self.positions.committed(end)
-        self.transaction_at = self._clock.monotonic()
-        self.received_bytes += size
-        self.received_transactions += 1
+        self.received_bytes += sum(each.body.size for each in done)
+        self.received_transactions += len(done)
 
     async def _keepalive(self, data: bytes, *, inside: bool) -> None:
         assert self.positions is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from holdfast.kernel import Child, Clock, Context, Supervisor, duration
@@ -29,6 +29,7 @@ class Restarter:
         clock: Clock,
         sleep_after: float | None,
         busy: Callable[[], bool],
+        goes_to_sleep: Callable[[], None],
         changed: Callable[[bool], None],
         must_wake: Callable[[], Any],
         check_every: float = 600.0,
@@ -37,11 +38,13 @@ class Restarter:
         self._clock = clock
         self._sleep_after = sleep_after
         self._busy = busy
+        self._goes_to_sleep = goes_to_sleep
         self._changed = changed
         self._must_wake = must_wake
         self._check_every = check_every
         self._supervisor: Supervisor | None = None
         self._turn = asyncio.Lock()
+        self._under_way: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
         self._used_at = clock.monotonic()
         self.asleep = False
@@ -68,18 +71,33 @@ class Restarter:
 
     async def sleep(self) -> None:
         """Close all connections."""
+        await self._to_its_end(self._sleep())
+
+    async def _sleep(self) -> None:
         async with self._turn:
             if self.asleep or self._supervisor is None:
                 return
             self.asleep = True
             idle = duration(self._clock.monotonic() - self._used_at)
             log.info("going to sleep after %s without use", idle)
+            self._goes_to_sleep()
             await self._supervisor.stop_child("manager")
             self._changed(True)
 
     async def wake(self) -> None:
         """Open them again; for many callers at once it happens once."""
         self.used()
+        if self.asleep or self._turn.locked():
+            await self._to_its_end(self._wake())
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it whole, also if whoever asked for it does not wait: a half of it is no state."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        await asyncio.shield(task)
+
+    async def _wake(self) -> None:
         async with self._turn:
             if not self.asleep or self._supervisor is None:
                 return

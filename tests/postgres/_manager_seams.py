@@ -1,0 +1,201 @@
+"""How a scripted server gets below the real manager: the few places where it touches the world."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from holdfast.kernel import Backoff, Context, IllegalMove, Machine, Move
+from holdfast.postgres import _admin, _manager, _postgres, _replication
+from holdfast.postgres._faults import Diagnosis
+from holdfast.postgres._manager import Manager, SubsystemFailed
+from holdfast.postgres._manager_core import Actions, ManagerCore, Role
+from holdfast.testing import Sim
+
+from ._manager_world import Instance, KeptStore, World
+from .scripted_connections import Connection, Link, Pool
+
+__all__ = ["a_bad_day", "seams"]
+
+T = TypeVar("T")
+
+_worlds: list[World] = []
+
+
+def _world() -> World:
+    return _worlds[-1]
+
+
+def _instance(conninfo: str) -> Instance:
+    user = str(conninfo_to_dict(conninfo)["user"])
+    return next(each for each in _world().instances if each.name == user)
+
+
+async def _dial(conninfo: str, *, timeout: float, **options: Any) -> Link:
+    async with asyncio.timeout(timeout):
+        return Link(await _world().server.connect("replication", _instance(conninfo).name))
+
+
+async def _connect(conninfo: str, **options: Any) -> Connection:
+    return Connection(await _world().server.connect("short", _instance(conninfo).name))
+
+
+def _hang_up(connection: Connection) -> None:
+    connection.session.server.hang_up(connection.session)
+
+
+async def _to_thread(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """A thread goes on when nobody waits for it any more."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def work() -> None:
+        try:
+            result = function(*args, **options)
+        except BaseException as error:
+            if not done.done():
+                done.set_exception(error)
+        else:
+            if not done.done():
+                done.set_result(result)
+
+    loop.call_later(_world().rng.choice((0.0, 0.001, 0.05)), work)
+    return await done
+
+
+def _pool(
+    role: Role,
+    conninfo: Callable[[], Awaitable[str]],
+    size: int,
+    *,
+    kwargs: dict[str, Any],
+    on_ready: Callable[[Role], None],
+    on_repopulating: Callable[[Role, str], None],
+    on_failed: Callable[[Role, Diagnosis], None],
+    **others: Any,
+) -> Pool:
+    who = kwargs["application_name"]
+    return Pool(_world().server, who, role, on_ready, on_repopulating, on_failed)
+
+
+def _store(path: Path) -> KeptStore:
+    return next(each.store for each in _world().instances if each.name == path.parent.name)
+
+
+class WatchedCore(ManagerCore):
+    """The core, with somebody who looks at how it reacts."""
+
+    def client_failed(self, diagnosis: Diagnosis) -> Actions:
+        return self._watched("client", diagnosis, super().client_failed)
+
+    def pool_failed(self, role: Role, diagnosis: Diagnosis) -> Actions:
+        return self._watched("pool", diagnosis, partial(super().pool_failed, role))
+
+    def subsystem_failed(self, diagnosis: Diagnosis) -> Actions:
+        return self._watched("subsystem", diagnosis, super().subsystem_failed)
+
+    def _watched(
+        self, part: str, diagnosis: Diagnosis, react: Callable[[Diagnosis], Actions]
+    ) -> Actions:
+        step = self.machine.step
+        actions = react(diagnosis)
+        instance = _of_core(self)
+        instance.world.watcher.reacted(instance, part, step, diagnosis, actions)
+        return actions
+
+
+class WatchedBackoff(Backoff):
+    """The waits, with somebody who counts along."""
+
+    def fail(self) -> float:
+        wait = super().fail()
+        if (instance := _of_backoff(self)) is not None:
+            instance.world.watcher.waits(instance, wait)
+        return wait
+
+    def succeed(self) -> float:
+        if (instance := _of_backoff(self)) is not None:
+            instance.world.watcher.proven(instance)
+        return super().succeed()
+
+
+class WatchedMachine(Machine):
+    """The machine, which tells of moves that it refused."""
+
+    def move(self, *args: Any, **options: Any) -> Move:
+        try:
+            return super().move(*args, **options)
+        except IllegalMove as error:
+            _world().violated(str(error))
+            raise
+
+
+class WatchedManager(Manager):
+    """The shell, with somebody who looks after each event, and at how its life ends."""
+
+    async def run(self, ctx: Context) -> None:
+        try:
+            await super().run(ctx)
+        except (SubsystemFailed, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            _world().violated(f"the manager failed: {error!r}")
+            raise
+
+    async def _carry_out(self, actions: Actions) -> None:
+        await super()._carry_out(actions)
+        instance = _of_core(self._core)
+        instance.world.watcher.settled(instance, self)
+
+
+def _of_core(core: ManagerCore) -> Instance:
+    return next(
+        each for each in _world().instances if each.pg is not None and each.pg._core is core
+    )
+
+
+def _of_backoff(backoff: Backoff) -> Instance | None:
+    for each in _world().instances:
+        if each.pg is not None and each.pg._core.backoff is backoff:
+            return each
+    return None
+
+
+@contextmanager
+def seams() -> Iterator[None]:
+    """Put the scripted server in the place of the real one."""
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (_replication, "Link", mock.Mock(spec=["dial"], dial=_dial)),
+            (psycopg.AsyncConnection, "connect", _connect),
+            (_manager, "ManagedPool", _pool),
+            (_postgres, "StateStore", _store),
+            (_postgres, "ManagerCore", WatchedCore),
+            (_postgres, "Backoff", WatchedBackoff),
+            (_postgres, "Machine", WatchedMachine),
+            (_postgres, "Manager", WatchedManager),
+            (_admin, "_hang_up", _hang_up),
+            (asyncio, "to_thread", _to_thread),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+async def a_bad_day(sim: Sim) -> Counter[str]:
+    """One schedule."""
+    world = World(sim)
+    _worlds.append(world)
+    try:
+        await world.live()
+        return world.saw
+    finally:
+        _worlds.remove(world)

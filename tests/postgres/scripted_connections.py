@@ -1,0 +1,176 @@
+"""What the manager has of a scripted server: its replication connection, plain ones, and pools."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import psycopg
+from psycopg import errors
+
+from holdfast.postgres._errors import StreamEnded
+from holdfast.postgres._faults import Diagnosis, Verdict, diagnose
+from holdfast.postgres._manager_core import Role
+from holdfast.reservoir import PoolClosed
+
+from .scripted_server import Server, Session
+
+__all__ = ["Connection", "Link", "Pool"]
+
+
+class Link:
+    """What the replication client has of its connection; the same methods as the real one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._server = session.server
+
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
+
+    @property
+    def has_input(self) -> bool:
+        session = self._session
+        return session.reachable and bool(session.outbox)
+
+    async def command(self, text: str, *, timeout: float | None = None) -> list[Any]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._server.execute(self._session, text)
+        except TimeoutError:
+            self.cut()
+            raise StreamEnded(f"the server has not answered for {timeout:g} s") from None
+        except asyncio.CancelledError:
+            self.cut()
+            raise
+
+    async def stream(self, start_command: str, *, timeout: float | None = None) -> None:
+        await self.command(start_command, timeout=timeout)
+
+    async def receive(self) -> list[bytes]:
+        session, server = self._session, self._server
+        while True:
+            if session.error is not None or session.closed:
+                raise StreamEnded(str(session.error or "the connection is closed"))
+            slot = server.slot
+            if session.reachable and slot is not None and slot.active is session:
+                if slot.lost:
+                    raise errors.ObjectNotInPrerequisiteState(
+                        "can no longer get changes from replication slot"
+                    )
+                if batch := server.next_messages(session):
+                    return batch
+            await session.sleep()
+
+    async def send(self, message: bytes) -> None:
+        self._session.check()
+        while self._session.clogged:
+            await self._session.sleep()
+            self._session.check()
+        self._server.standby_status(self._session, message)
+
+    async def close(self) -> None:
+        self._server.hang_up(self._session)
+
+    def cut(self) -> None:
+        self._server.hang_up(self._session)
+
+
+class Connection:
+    """A plain connection, as far as the manager uses one."""
+
+    def __init__(self, session: Session, rows: list[Any] | None = None) -> None:
+        self.session = session
+        self._rows = rows or []
+
+    async def execute(self, query: Any, values: Any = None) -> Connection:
+        text = query.decode() if isinstance(query, bytes) else query.as_string(None)
+        rows = await self.session.server.execute(self.session, text, values)
+        return Connection(self.session, rows)
+
+    async def fetchall(self) -> list[Any]:
+        return self._rows
+
+    async def close(self) -> None:
+        self.session.server.hang_up(self.session)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class Pool:
+    """Stands in for a `ManagedPool`: one connection, which is opened again when it is lost."""
+
+    def __init__(
+        self,
+        server: Server,
+        who: str,
+        role: Role,
+        on_ready: Callable[[Role], None],
+        on_repopulating: Callable[[Role, str], None],
+        on_failed: Callable[[Role, Diagnosis], None],
+    ) -> None:
+        self.role = role
+        self._server = server
+        self._who = who
+        self._on_ready = on_ready
+        self._on_repopulating = on_repopulating
+        self._on_failed = on_failed
+        self._session: Session | None = None
+        self.ready = False
+        self.closed = False
+
+    @property
+    def pool(self) -> Pool:
+        return self
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await self._fill()
+                assert self._session is not None
+                while self._session.error is None:
+                    await self._session.sleep()
+                self.ready = False
+                self._on_repopulating(self.role, str(self._session.error))
+        finally:
+            self.closed = True
+            if self._session is not None:
+                await self._close(self._session)
+
+    async def _close(self, session: Session) -> None:
+        """Whoever must not wait for ever, must not wait for this."""
+        rng = self._server.rng
+        try:
+            if not session.reachable or rng.random() < 0.1:
+                await asyncio.sleep(rng.choice((0.0, 2.0, 30.0)))
+        finally:
+            self._server.hang_up(session)
+
+    async def _fill(self) -> None:
+        while True:
+            try:
+                self._session = await self._server.connect(self.role.value, self._who)
+                break
+            except psycopg.Error as error:
+                diagnosis = diagnose(error)
+                if diagnosis.verdict is Verdict.FATAL:
+                    self._on_failed(self.role, diagnosis)
+                await asyncio.sleep(self._server.rng.uniform(0.5, 3.0))
+        self.ready = True
+        self._on_ready(self.role)
+
+    @asynccontextmanager
+    async def connection(self, timeout: float = 30.0) -> AsyncIterator[Connection]:
+        if self.closed:
+            raise PoolClosed("the pool is closed")
+        if self._session is None or self._session.error is not None:
+            await asyncio.sleep(timeout)
+            raise TimeoutError("no connection within the time")
+        yield Connection(self._session)

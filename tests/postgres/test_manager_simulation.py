@@ -1,0 +1,189 @@
+"""The manager on bad days: instances that compete for one server, and all that can befall them.
+
+What is simulated and what can go wrong is in `_manager_world` and `scripted_server`, what must hold
+in `_manager_watcher`; here are the schedules, and the defects that they must notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.kernel import StatusMonitor
+from holdfast.postgres._hub import Hub
+from holdfast.postgres._integrity import Integrity
+from holdfast.postgres._manager import Manager
+from holdfast.postgres._manager_core import Act, Action, Actions, ManagerCore, Timer
+from holdfast.postgres._positions import Positions
+from holdfast.postgres._progress import Progress
+from holdfast.postgres._setup import Setup, Step
+from holdfast.postgres._wire import Keepalive
+from holdfast.testing import Mutant, assert_caught, base_seed, mutant, run_one, scaled, simulate
+
+from ._manager_seams import a_bad_day, seams
+from ._manager_watcher import STEPS
+
+
+@pytest.fixture(autouse=True)
+def scripted() -> Iterator[None]:
+    """The scripted server in the place of a real one, and no log: thousands of bad days."""
+    log = logging.getLogger("holdfast")
+    before, log.level = log.level, logging.CRITICAL
+    with seams():
+        yield
+    log.level = before
+
+
+# A fifth at a time: each part ends within a test's time.
+@pytest.mark.parametrize("part", range(5))
+def test_five_thousand_bad_days(part: int) -> None:
+    each = scaled(1000, least=20)
+    report = simulate(a_bad_day, each, first_seed=base_seed() + part * each)
+    assert report.distinct == report.schedules
+
+
+def test_the_days_are_bad_enough() -> None:
+    """Every kind of trouble, every step and every way to fail is met within a few dozen."""
+    saw: Counter[str] = Counter()
+    for seed in range(60):
+        saw += run_one(a_bad_day, seed).result()
+    wanted = {f"at {step}" for step in STEPS} | {
+        "client failed: in place",
+        "client failed: RESTART",
+        "client failed: DROP_SLOT",
+        "client failed: GIVE_UP",
+        "a consumer crashed",
+        "a fatal end",
+        "a reset was told",
+        "it slept",
+        "the stream was proven",
+    }
+    assert wanted <= saw.keys(), wanted - saw.keys()
+    assert saw["a transaction came"] > 60
+
+
+def test_a_schedule_repeats_itself() -> None:
+    first, second = (run_one(a_bad_day, 7) for _ in range(2))
+    assert first.digest == second.digest
+
+
+# -- defects that must be noticed --------------------------------------------------------------
+
+
+def _locked_too_early(self: ManagerCore, step: Step) -> Actions:
+    """To ask for the lock is taken for having it."""
+    actions = _client_at(self, step)
+    if step is Step.ACQUIRE_LOCK:
+        actions += self._locked()
+    return actions
+
+
+def _streams_without_lock(self: Setup, sqlstate: str | None, error: Exception) -> None:
+    """A statement timeout ends the wish, and not only the wait."""
+    if self.step is Step.ACQUIRE_LOCK and sqlstate == "57014":
+        self._advance()
+        return
+    _refused(self, sqlstate, error)
+
+
+def _proven_at_once(self: ManagerCore) -> Actions:
+    """The first message is taken for a stream that works."""
+    actions = _first_message(self)
+    if actions:
+        self.backoff.succeed()
+    return actions
+
+
+def _flushes_what_was_seen(self: Hub) -> int:
+    """What was received is taken for safe."""
+    return self.seen or 0
+
+
+def _flushes_inside(self: Positions, keepalive: Keepalive, *, inside: bool) -> bool:
+    """A keepalive in the middle of a transaction is taken for one after it."""
+    return _keepalive(self, keepalive, inside=False)
+
+
+def _ignores_gaps(self: Progress, end: int) -> bool:
+    """The last acknowledgement counts, whatever was not acknowledged before it."""
+    self._open.discard(end)
+    while self._pending and abs(self._pending[0]) <= end:
+        self._open.discard(self._pending.popleft())
+    moved, self.acknowledged = end > self.acknowledged, max(end, self.acknowledged)
+    return moved
+
+
+def _keeps_the_lock_in_mind(self: ManagerCore, *args: object) -> Actions:
+    """Who tries again forgets that the lock went with the connection."""
+    actions = _retry(self, *args)  # type: ignore[arg-type]
+    return [a for a in actions if (a.act, a.name) != (Act.CLEAR, "pg_lock_acquired")]
+
+
+def _rewinds_as_if_nothing_were(self: ManagerCore) -> Actions:
+    """The stream begins again, and the conditions say that it goes on."""
+    return [action for action in _rewind(self) if action.act is not Act.CLEAR]
+
+
+def _tries_anything_in_place(self: ManagerCore, *args: object) -> Actions:
+    """Whatever has failed, only the replication client is started again."""
+    diagnosis = args[-1]
+    self.machine.move("connection_setup", cause="a defect")
+    wait = self.backoff.fail()
+    return [self._told(diagnosis, wait), Action(Act.SET_TIMER, Timer.RETRY.value, wait)]  # type: ignore[arg-type]
+
+
+async def _waits_for_ever(self: Manager) -> None:
+    """Every part is waited for until it has ended, however long that takes."""
+    for timer in list(self._timers):
+        self._cancel_timer(timer)
+    self._clear_conditions("it stops")
+    for task in list(self._tasks.values()):
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _tells_before_it_keeps(self: Hub, told: int) -> None:
+    """The server is told first; what is kept comes later, if it does."""
+
+
+def _finds_no_difference(self: Integrity, *args: object) -> None:
+    """A slot that was made anew, or moved, is taken for the one that was left."""
+
+
+def _misses_a_change(self: StatusMonitor[object]) -> None:
+    """The status is computed when a pool changes, and not otherwise."""
+    if any(c.met for name, c in self._conditions.items() if "pool" in name):
+        _evaluate(self)
+
+
+_client_at, _first_message = ManagerCore.client_at, ManagerCore.first_message
+_retry, _rewind = ManagerCore._retry, ManagerCore.rewind
+_refused, _keepalive = Setup.refused, Positions.keepalive
+_evaluate = StatusMonitor._evaluate
+
+MUTANTS = [
+    mutant(ManagerCore, "client_at", _locked_too_early, name="a lock before it is granted"),
+    mutant(Setup, "refused", _streams_without_lock, name="a timeout taken for the lock"),
+    mutant(ManagerCore, "first_message", _proven_at_once, name="proven at once"),
+    mutant(Hub, "flushed", _flushes_what_was_seen, name="flushed is what was seen"),
+    mutant(Positions, "keepalive", _flushes_inside, name="flushed within a transaction"),
+    mutant(Progress, "ack", _ignores_gaps, name="a gap in the acknowledgements"),
+    mutant(Hub, "checkpoint", _tells_before_it_keeps, name="told before it is kept"),
+    mutant(ManagerCore, "_retry", _keeps_the_lock_in_mind, name="a condition not cleared"),
+    mutant(ManagerCore, "rewind", _rewinds_as_if_nothing_were, name="a rewind in secret"),
+    mutant(ManagerCore, "_restart", _tries_anything_in_place, name="anything tried in place"),
+    mutant(StatusMonitor, "_evaluate", _misses_a_change, name="a status of yesterday"),
+    mutant(Manager, "_shut_down", _waits_for_ever, name="a shutdown without limit"),
+    mutant(Integrity, "difference", _finds_no_difference, name="another history in silence"),
+]
+
+
+@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
+    caught = assert_caught(a_bad_day, planted, within=300, clean=2)
+    assert isinstance(caught.error, AssertionError), caught
