@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.browser.chromium import Browser, Page, browser
 from tests.servers import require_server
+from tests.service.support import drop_slots
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +15,13 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A running Chromium."""
     with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as started:
         yield started
+
+
+@pytest.fixture
+def postgres_url(postgres_url: str) -> Iterator[str]:
+    """The same database; the slots that a service leaves there go with it."""
+    yield postgres_url
+    drop_slots(postgres_url)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.support import Running, running
+from tests.service.support import Running, drop_slots, running
 
 from holdfast.embedded import SyncEmbeddedPostgres
 
@@ -18,6 +18,13 @@ def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
     with running("--database-url", postgres.url) as started:
         started.wait_active()
         yield started
+
+
+@pytest.fixture
+def postgres_url(postgres_url: str) -> Iterator[str]:
+    """The same database; the slots that a service leaves there go with it."""
+    yield postgres_url
+    drop_slots(postgres_url)
 
 
 @pytest.fixture

@@ -35,7 +35,11 @@ def test_status_shows_the_conditions_and_the_tree(
     assert first.endswith(f"pid {service.process.pid}")
     assert "postgres_ready" in out
     assert "└─ http" in out
-    assert "holdfast/postgres  at active / watching for " in out
+    assert "postgres  at running / streaming for " in out
+    assert "admin pool" in out
+    assert "ready, 1 of 1, 0 in use, 0 waiting" in out
+    assert "of log" in out
+    assert "received " in out
 
 
 def test_status_is_one_object_for_programs(service: Running, bare: Path, capsys: Output) -> None:
@@ -54,26 +58,28 @@ def test_status_exits_with_1_while_it_is_starting(bare: Path, capsys: Output) ->
 def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output) -> None:
     assert main(["tree", "--url", service.url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["holdfast", "├─", "│", "└─"]
+    assert [line.split()[0] for line in lines] == ["holdfast", "├─", *"│││││││", "└─"]
+    assert "restarter" in lines[5]
     assert main(["tree", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["children"][1]["name"] == "http"
 
 
 def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: Output) -> None:
     assert main(["explain", "postgres", "--url", service.url]) == 0
-    name, state, cause = capsys.readouterr().out.splitlines()
-    assert name == "holdfast/postgres"
-    assert state.startswith("at active / watching for ")
-    assert cause.startswith("  because  PostgreSQL ")
+    name, state, cause, so = capsys.readouterr().out.splitlines()
+    assert name == "postgres"
+    assert state.startswith("active, at streaming for ")
+    assert cause.startswith("  because  it streams, and everything up to ")
+    assert so == "  so       there is nothing to do"
     assert main(["explain", "holdfast/postgres", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["component"] == "holdfast/postgres"
 
 
 def test_explain_lists_what_there_is(service: Running, bare: Path, capsys: Output) -> None:
     line = refused(capsys, "explain", "database", "--url", service.url)
-    assert line == (
+    assert line.startswith(
         "holdfast: there is no component 'database'; there is: holdfast, holdfast/http, "
-        "holdfast/postgres, holdfast/postgres/watch, holdfast/status"
+        "holdfast/postgres, holdfast/postgres/manager, holdfast/status, postgres, "
     )
 
 

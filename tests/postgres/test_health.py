@@ -58,6 +58,20 @@ def test_with_any_one_missing_it_is_not(missing: str) -> None:
     assert of(*(set(CONDITIONS) - {missing})).health is not Health.ACTIVE
 
 
+POOLS = {"admin_connection_pool_ready", "snapshot_connection_pool_ready"}
+
+
+def test_with_nothing_but_a_pool_missing_it_is_degraded_and_with_anything_else_it_is_not() -> None:
+    for number in range(len(CONDITIONS) + 1):
+        for missing in map(set, itertools.combinations(CONDITIONS, number)):
+            status = of(*(set(CONDITIONS) - missing))
+            assert (status.health is Health.DEGRADED) == (bool(missing) and missing <= POOLS)
+            # What the seed's two values say stays as it is.
+            assert (status.conn is Connection.UP) == missing.isdisjoint(
+                {*POOLS, "pg_lock_acquired", "replication_client_ready", "integrity_checks_passed"}
+            )
+
+
 def test_asleep_it_sleeps_whatever_else_holds() -> None:
     for number in range(len(CONDITIONS) + 1):
         for met in itertools.combinations(CONDITIONS, number):

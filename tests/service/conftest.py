@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.support import Running, running
+from tests.service.support import Running, drop_slots, running
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running("--data-dir", str(tmp_path_factory.mktemp("service") / "data")) as started:
         started.wait_active()
         yield started
+
+
+@pytest.fixture
+def postgres_url(postgres_url: str) -> Iterator[str]:
+    """The same database; the slots that a service leaves there go with it."""
+    yield postgres_url
+    drop_slots(postgres_url)
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +20,18 @@ from typing import Any
 
 import httpx
 import psutil
+import psycopg
 
-__all__ = ["Running", "clean_environment", "gone", "holdfast", "running", "until"]
+__all__ = [
+    "Running",
+    "clean_environment",
+    "drop_slots",
+    "gone",
+    "holdfast",
+    "own_stream",
+    "running",
+    "until",
+]
 
 #: Three times what a start with a new data directory, or a stop, may take on a busy machine.
 LIMIT = 90.0
@@ -29,6 +43,41 @@ def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> Non
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
         time.sleep(0.01)
+
+
+_numbers = itertools.count(1)
+_states = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+atexit.register(shutil.rmtree, _states, ignore_errors=True)
+
+
+def own_stream() -> dict[str, str]:
+    """A stream for one service: slots are of the whole server, and small pools do for a test."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    state = str(_states / name)
+    return {
+        "HOLDFAST_STREAM_ID": name,
+        "HOLDFAST_STATE_DIR": state,
+        "HOLDFAST_POOL_SIZE": "2",
+    }
+
+
+def drop_slots(url: str) -> None:
+    """Drop the slots of a database, which could not be dropped with them."""
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute(
+            "select pg_terminate_backend(active_pid) from pg_replication_slots "
+            "where database = current_database() and active_pid is not null"
+        )
+
+        def dropped() -> bool:
+            conn.execute(
+                "select pg_drop_replication_slot(slot_name) from pg_replication_slots "
+                "where database = current_database() and active_pid is null"
+            )
+            query = "select 1 from pg_replication_slots where database = current_database()"
+            return conn.execute(query).fetchone() is None
+
+        until(dropped, "the slots are free")
 
 
 def gone(processes: list[psutil.Process]) -> None:
@@ -47,13 +96,14 @@ def holdfast(
     *arguments: str, cwd: Path | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
+    own = own_stream() if "serve" in arguments and "--data-dir" not in arguments else {}
     return subprocess.run(
         [sys.executable, "-m", "holdfast.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         cwd=cwd,
-        env=clean_environment(**environ),
+        env=clean_environment(**own, **environ),
         check=False,
     )
 
@@ -141,15 +191,17 @@ def running(
 ) -> Iterator[Running]:
     """Start `holdfast serve` on a free port; it is ended with the block, however that goes.
 
-    With `read=False` nobody reads what it says but the test itself.
+    With `read=False` nobody reads what it says but the test itself. Without a data directory of its
+    own it has a stream of its own.
     """
+    own = {"HOLDFAST_POOL_SIZE": "2"} if "--data-dir" in arguments else own_stream()
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env=clean_environment(**(environ or {})),
+        env=clean_environment(**{**own, **(environ or {})}),
     )
     with process:
         service = Running(process, read=read)

@@ -109,6 +109,16 @@ def test_any_other_address_needs_one(host: str) -> None:
     assert not load({"host": host, "admin_token": "t0ken"}, {}).is_local
 
 
+def test_a_replication_url_belongs_to_a_database_url() -> None:
+    url = "postgresql://app@db/orders"
+    (found,) = mistakes({"replication_url": url})
+    assert found == (
+        "--replication-url: there is no database URL that it belongs to: set DATABASE_URL"
+    )
+    both = load({"replication_url": url}, {"DATABASE_URL": url})
+    assert both.replication_url == url
+
+
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
@@ -122,6 +132,11 @@ def test_any_other_address_needs_one(host: str) -> None:
         ("database_wait", "0", "more than 0 seconds"),
         ("database_wait", "inf", "have an end"),
         ("database_wait", "soon", "not a number of seconds"),
+        ("stream_id", "Orders", "use 1 to 40 small letters"),
+        ("pool_size", "0", "0 is too few"),
+        ("pool_size", "many", "'many' is not a number"),
+        ("pool_size", 2.5, "2.5 is not a number"),
+        ("sleep_after", "0", "more than 0 seconds"),
         ("admin_token", "two words", "no spaces"),
         ("admin_token", "schlüssel", "visible ASCII"),
         ("admin_token", "", "it is empty"),

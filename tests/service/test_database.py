@@ -1,38 +1,109 @@
-"""The watch over a real PostgreSQL, through a proxy that breaks the line."""
+"""The connection manager as a part of the service, over a real PostgreSQL and a proxy."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+import psycopg
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.service.support import own_stream
 
-from holdfast.kernel import Event
+from holdfast.embedded import EmbeddedPostgres
+from holdfast.kernel import HoldfastError
+from holdfast.postgres import (
+    Changes,
+    Postgres,
+    Transaction,
+    _manager_core,
+    _postgres,
+    _replication,
+)
 from holdfast.service import Config, DatabaseUnreachable, Service, _database
-from holdfast.service._line import Line
 from holdfast.service._listen import listen
 from holdfast.testing import FaultProxy
 
-LIMIT = 30.0
+LIMIT = 60.0
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same code with shorter times."""
-    monkeypatch.setattr(_database, "CHECK_EVERY", 0.05)
-    monkeypatch.setattr(_database, "CHECK_TIMEOUT", 0.5)
+    monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
+    monkeypatch.setattr(_manager_core, "CHECK_EVERY", 0.2)
+    monkeypatch.setattr(_replication, "SILENCE", 0.5)
     monkeypatch.setattr(_database, "CONNECT_TIMEOUT", 0.5)
 
 
+class Asked:
+    """A running service, and what it answers."""
+
+    def __init__(self, service: Service, said: list[str], client: httpx.AsyncClient) -> None:
+        self.service = service
+        self.said = said
+        self.client = client
+
+    async def health(self) -> tuple[int, dict[str, Any]]:
+        answer = await self.client.get("/v1/health")
+        return answer.status_code, answer.json()
+
+    async def stream(self) -> dict[str, Any]:
+        """What `/v1/status` says of the stream."""
+        async with asyncio.timeout(LIMIT):
+            while True:  # it is there as soon as there is a manager
+                state = (await self.client.get("/v1/status")).json()
+                if "postgres" in state:
+                    found: dict[str, Any] = state["postgres"]
+                    return found
+                await asyncio.sleep(0.02)
+
+    async def explain(self) -> list[str]:
+        """The words of `/v1/explain/postgres`."""
+        answer = (await self.client.get("/v1/explain/postgres")).json()
+        return str(answer["explanation"]).splitlines()
+
+    async def until(self, *words: str) -> None:
+        """Wait for one of these words."""
+        await self.service.monitor.wait_until(lambda now: now in words, LIMIT)
+
+    @property
+    def pg(self) -> Postgres:
+        found = self.service.view.systems["holdfast/postgres/manager"]
+        assert isinstance(found, Postgres)
+        return found
+
+    def not_ready(self) -> str:
+        return str(self.service.monitor.conditions()["postgres_ready"].detail)
+
+
 @asynccontextmanager
-async def service(url: str, *, wait: float = LIMIT) -> AsyncIterator[Service]:
-    config = Config(port=0, database_url=url, database_wait=wait)
+async def service(
+    url: str, tmp_path: Path, *, stream: str | None = None, wait: float = LIMIT, **more: Any
+) -> AsyncIterator[Asked]:
+    config = Config(
+        port=0,
+        database_url=url,
+        database_wait=wait,
+        stream_id=stream or own_stream()["HOLDFAST_STREAM_ID"],
+        pool_size=2,
+        **{"state_dir": tmp_path, **more},
+    )
+    said: list[str] = []
     with ExitStack() as stack:
         sockets = [stack.enter_context(one) for one in listen(config.host, 0)]
-        async with Service(config, sockets) as started:
-            yield started
+        async with (
+            Service(config, sockets, say=said.append) as started,
+            httpx.AsyncClient(
+                base_url=started.view.address, trust_env=False, timeout=LIMIT
+            ) as client,
+        ):
+            yield Asked(started, said, client)
 
 
 def behind(proxy: FaultProxy, url: str) -> str:
@@ -47,119 +118,320 @@ def front(url: str) -> FaultProxy:
     return FaultProxy(parts.hostname or "", parts.port)
 
 
-async def third_failure(it: Service) -> None:
-    """Wait until the watch has failed three times more."""
-    failed = asyncio.Semaphore(0)
-
-    def note(event: Event) -> None:
-        if event.component == "holdfast/postgres/watch" and event.kind == "failure":
-            failed.release()
-
-    unsubscribe = it.recorder.subscribe(note)
+async def told(pg: Postgres, name: str, times: int = 1) -> None:
+    """Wait until an event was told so often from now on."""
     async with asyncio.timeout(LIMIT):
-        for _ in range(3):
-            await failed.acquire()
-    unsubscribe()
+        async for event in pg.events():
+            times -= event.name == name
+            if times <= 0:
+                return
 
 
-async def status(it: Service, wanted: str) -> None:
-    await it.monitor.wait_until(lambda now: now == wanted, LIMIT)
+# -- lost and found ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["reset", "black_hole", "stall"])
-async def test_a_line_that_breaks_or_falls_silent_is_noticed_and_found_again(
-    postgres_url: str, fault: str
+async def test_a_database_that_is_lost_or_falls_silent_is_noticed_and_found_again(
+    postgres_url: str, fault: str, tmp_path: Path
 ) -> None:
-    async with front(postgres_url) as proxy, service(behind(proxy, postgres_url)) as it:
-        await status(it, "active")
+    async with (
+        front(postgres_url) as proxy,
+        service(behind(proxy, postgres_url), tmp_path) as it,
+    ):
+        await it.until("active")
+        assert it.not_ready().startswith("PostgreSQL 18.")
         getattr(proxy, fault)()
-        await status(it, "starting")
-        assert "does not answer" in str(it.monitor.conditions()["postgres_ready"].detail)
+        await it.until("waiting", "starting")
+        assert (await it.health())[0] in (200, 202)  # after a reset it may be back already
         proxy.heal()
-        await status(it, "active")
-        assert "PostgreSQL" in str(it.monitor.conditions()["postgres_ready"].detail)
-        (machine,) = it.view.machines
-        assert machine.phase == "active"
-        causes = [move.cause for move in machine.history]
-        assert any("does not answer" in cause for cause in causes)
+        await it.until("active")
+        assert it.not_ready().startswith("PostgreSQL 18.")
+        assert [machine.name for machine in it.service.view.machines] == ["postgres"]
+        assert any(said.startswith("not ready: postgres_ready is lost: ") for said in it.said)
+        assert it.said[-1].startswith("ready again after ")
 
 
-async def test_a_database_that_is_never_reached_fails_the_start(postgres_url: str) -> None:
+async def test_a_database_that_is_never_reached_fails_the_start(
+    postgres_url: str, tmp_path: Path
+) -> None:
     async with front(postgres_url) as proxy:
         proxy.refuse()
-        url = behind(proxy, postgres_url)
-        async with service(url, wait=0.3) as it:
+        async with service(behind(proxy, postgres_url), tmp_path, wait=0.3) as it:
             with pytest.raises(
                 DatabaseUnreachable, match=r"cannot reach PostgreSQL at 127\.0\.0\.1"
             ):
-                await asyncio.wait_for(asyncio.shield(it.first_active), LIMIT)
+                await asyncio.wait_for(asyncio.shield(it.service.first_active), LIMIT)
             # It is for the one who runs the service to stop it; until then it goes on trying.
             proxy.heal()
-            await status(it, "active")
+            await it.until("active")
 
 
-async def test_one_that_is_lost_later_does_not(postgres_url: str) -> None:
-    async with front(postgres_url) as proxy, service(behind(proxy, postgres_url), wait=0.3) as it:
-        await asyncio.wait_for(asyncio.shield(it.first_active), LIMIT)
+async def test_one_that_is_lost_later_does_not(postgres_url: str, tmp_path: Path) -> None:
+    async with (
+        front(postgres_url) as proxy,
+        service(behind(proxy, postgres_url), tmp_path) as it,
+    ):
+        await asyncio.wait_for(asyncio.shield(it.service.first_active), LIMIT)
+        failures = asyncio.create_task(told(it.pg, "connection_error", 3))
+        await asyncio.sleep(0)
         proxy.refuse()
         proxy.reset()
-        await status(it, "starting")
-        await third_failure(it)
-        assert it.first_active.exception() is None
+        await failures
+        assert it.service.monitor.status() in ("waiting", "starting")
+        assert it.service.first_active.exception() is None
+        assert not it.service.failed.done()
         proxy.heal()
-        await status(it, "active")
+        await it.until("active")
 
 
-async def test_the_watch_is_one_connection_and_goes_with_the_service(postgres_url: str) -> None:
+async def test_all_connections_go_with_the_service(postgres_url: str, tmp_path: Path) -> None:
     async with front(postgres_url) as proxy:
-        async with service(behind(proxy, postgres_url)) as it:
-            await status(it, "active")
-            assert proxy.statistics().open == 1
+        async with service(behind(proxy, postgres_url), tmp_path) as it:
+            await it.until("active")
+            async with asyncio.timeout(LIMIT):
+                # The stream, and one of each pool; the trial at the start has ended.
+                await proxy.wait_until(lambda now: now.open == 3)
         async with asyncio.timeout(LIMIT):
             await proxy.wait_until(lambda now: now.open == 0)
 
 
-async def test_a_silent_server_does_not_hold_up_the_stop(postgres_url: str) -> None:
+async def test_a_silent_server_does_not_hold_up_the_stop(postgres_url: str, tmp_path: Path) -> None:
     async with front(postgres_url) as proxy:
-        async with service(behind(proxy, postgres_url)) as it:
-            await status(it, "active")
+        async with service(behind(proxy, postgres_url), tmp_path) as it:
+            await it.until("active")
             proxy.black_hole()
             began = asyncio.get_running_loop().time()
         assert asyncio.get_running_loop().time() - began < LIMIT
-        assert [event for event in it.recorder.events() if event.kind == "abandoned"] == []
+        abandoned = [e for e in it.service.recorder.events() if e.kind == "abandoned"]
+        assert abandoned == []
 
 
-async def test_an_attempt_that_was_given_up_leaves_no_connection() -> None:
-    closed = asyncio.Event()
-
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        closed.set()
-        writer.close()
-
-    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(DatabaseUnreachable, match="no answer in time") as caught:
-            await Line.dial(f"postgresql://app@127.0.0.1:{port}/x", timeout=0.2)
-        # The error is still held here, as a supervisor holds the last failure of a child.
-        await asyncio.wait_for(closed.wait(), LIMIT)
-    assert caught.value.reason == "no answer in time"
+# -- what only a person can mend -----------------------------------------------------------------
 
 
-async def test_a_line_says_what_it_is(postgres_url: str) -> None:
-    line = await Line.dial(postgres_url, timeout=LIMIT)
-    await line.ask(timeout=LIMIT)
-    assert repr(line) == f"<Line to {line.place}: PostgreSQL {line.version}, open>"
-    await line.close()
-    assert repr(line).endswith("closed>")
-    with pytest.raises(DatabaseUnreachable, match="the connection is closed"):
-        await line.ask(timeout=LIMIT)
+async def failure(it: Asked) -> str:
+    """Why the service cannot go on."""
+    with pytest.raises(HoldfastError) as caught:
+        await asyncio.wait_for(asyncio.shield(it.service.failed), LIMIT)
+    return str(caught.value)
 
 
-async def test_what_a_wrong_password_means_is_told(postgres_url: str) -> None:
+async def test_what_a_wrong_password_means_is_told(postgres_url: str, tmp_path: Path) -> None:
     parts = urlsplit(postgres_url)
     url = parts._replace(netloc=f"postgres:wr0ng@{parts.hostname}:{parts.port}").geturl()
-    async with service(url, wait=0.2) as it:
-        with pytest.raises(DatabaseUnreachable, match="password authentication failed") as caught:
-            await asyncio.wait_for(asyncio.shield(it.first_active), LIMIT)
-    assert "wr0ng" not in str(caught.value)
+    async with service(url, tmp_path) as it:
+        text = await failure(it)
+        assert "password authentication failed" in text
+        assert "percent-encoded" in text
+        assert "wr0ng" not in text + str(await it.stream())
+
+
+async def test_a_server_that_cannot_be_followed_is_503_and_says_what_to_change(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmbeddedPostgres(options={"wal_level": "replica"}) as server,
+        service(server.url, tmp_path) as it,
+    ):
+        text = await failure(it)
+        assert "set wal_level = logical" in text
+        code, body = await it.health()
+        assert (code, body["status"], body["parts"]["postgres"]) == (503, "failed", "failed")
+        now = await it.stream()
+        assert now["fatal"] == text
+        assert (await it.explain())[1] == f"  because  {text}"
+
+
+async def test_a_user_that_may_not_replicate_is_503_too(
+    postgres_url: str, postgres: Any, tmp_path: Path
+) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create role plain_user login password 'plain'")
+    try:
+        parts = urlsplit(postgres_url)
+        url = parts._replace(netloc=f"plain_user:plain@{parts.hostname}:{parts.port}").geturl()
+        async with service(url, tmp_path) as it:
+            assert "WITH REPLICATION" in await failure(it)
+    finally:
+        with psycopg.connect(postgres_url, autocommit=True) as conn:
+            conn.execute("drop role plain_user")
+
+
+async def test_a_state_directory_that_cannot_be_used_is_told(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    async with service(postgres_url, tmp_path, state_dir=taken / "below") as it:
+        text = await failure(it)
+        assert str(taken / "below") in text
+        assert "state_dir" in text
+
+
+# -- the words of health -------------------------------------------------------------------------
+
+
+async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_path: Path) -> None:
+    stream = own_stream()["HOLDFAST_STREAM_ID"]
+    async with service(postgres_url, tmp_path / "1", stream=stream) as first:
+        await first.until("active")
+        async with service(postgres_url, tmp_path / "2", stream=stream) as second:
+            holder = await _eventually(second, lambda now: now["lock"]["holder"])
+            server = (await first.stream())["server"]
+            assert holder["pid"] == server["backend_pid"]
+            assert holder["application"] == "holdfast"
+            assert holder["streaming"] is True
+            code, body = await second.health()
+            assert (code, body["status"]) == (202, "waiting")
+            head, who, what, so = await second.explain()
+            assert head.startswith("waiting, at start_replication_client / acquiring_lock for ")
+            assert who.startswith(
+                f"  because  the lock of holdfast_slot_{stream} is held by backend {holder['pid']} "
+                '(application "holdfast", for '
+            )
+            assert what == "  because  another instance is active: its slot is streaming"
+            assert so == (
+                "  so       this one waits as a standby; nothing is broken; it takes over when "
+                f"{holder['pid']} lets go"
+            )
+            assert any("standing by" in said and str(holder["pid"]) in said for said in second.said)
+            await first.pg.close()  # as the end of the other process would
+            await second.until("active")
+            assert (await second.stream())["lock"] == {"held": True, "holder": None}
+
+
+async def test_a_slot_that_cannot_be_made_says_who_blocks_it(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    async with await psycopg.AsyncConnection.connect(postgres_url) as blocker:
+        await blocker.execute("create table pending (id int)")  # and no commit
+        async with service(postgres_url, tmp_path) as it:
+            (found,) = await _eventually(it, lambda now: now["slot_blockers"])
+            assert found["pid"] == blocker.info.backend_pid
+            assert found["age"] > 0
+            assert found["query"] == "create table pending (id int)"
+            code, body = await it.health()
+            assert (code, body["status"]) == (202, "starting")
+            lines = await it.explain()
+            assert lines[1].startswith(
+                f"  because  the new slot waits for a transaction of backend {found['pid']}, open "
+            )
+            assert lines[-1].endswith(f"SELECT pg_terminate_backend({found['pid']})")
+            await blocker.rollback()
+            await it.until("active")
+            assert (await it.stream())["slot_blockers"] == []
+
+
+async def test_asleep_it_is_200_sleeping_and_nothing_is_left_at_the_server(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    async with front(postgres_url) as proxy, service(behind(proxy, postgres_url), tmp_path) as it:
+        await it.until("active")
+        await it.pg.sleep()
+        code, body = await it.health()
+        assert (code, body["status"]) == (200, "sleeping")
+        assert it.said[-1].startswith("sleeping now: ")
+        async with asyncio.timeout(LIMIT):
+            await proxy.wait_until(lambda now: now.open == 0)
+        now = await it.stream()
+        assert (now["conn"], now["pools"], now["lag"]) == ("sleeping", {}, None)
+        assert (await it.explain())[0].startswith("sleeping, ")
+        await it.pg.wake()
+        await it.until("active")
+
+
+async def test_it_goes_to_sleep_by_itself_when_it_may(postgres_url: str, tmp_path: Path) -> None:
+    async with service(postgres_url, tmp_path, sleep_after=0.5) as it:
+        await it.until("sleeping")
+        assert (await it.health())[0] == 200
+
+
+async def test_while_the_stream_works_and_the_pooler_does_not_it_is_200_degraded(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    """The pools' database URL leads through the proxy, as through a pooler; the stream does not."""
+    async with (
+        front(postgres_url) as pooler,
+        service(behind(pooler, postgres_url), tmp_path, replication_url=postgres_url) as it,
+    ):
+        await it.until("active")
+        pooler.refuse()
+        pooler.reset()
+        await it.until("degraded")
+        code, body = await it.health()
+        assert (code, body["parts"]) == (200, {"postgres": "degraded", "http": "active"})
+        await _streams(it, postgres_url)
+        assert it.service.monitor.status() == "degraded"
+        now = await it.stream()
+        assert now["pools"]["snapshot"]["state"] == "repopulating"
+        assert now["pools"]["admin"]["state"] == "ready"
+        lines = await it.explain()
+        assert lines[1].startswith("  because  the snapshot pool has 0 of 1 connections")
+        pooler.heal()
+        await it.until("active")
+        assert it.said[-1].startswith("active now: ")
+
+
+async def _streams(it: Asked, url: str) -> Changes:
+    """Prove that a commit comes through; returns the consumer."""
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        await conn.execute("create table proof (id int primary key)")
+        changes = it.pg.changes("proof", tables=["proof"])
+        async with asyncio.timeout(LIMIT):
+            while not await _published(conn):  # noqa: ASYNC110 - nothing here tells when
+                await asyncio.sleep(0.02)
+            await conn.execute("insert into proof values (1)")
+            item = await anext(changes)
+            assert isinstance(item, Transaction)
+            await item.ack()
+    return changes
+
+
+async def _published(conn: psycopg.AsyncConnection[Any]) -> bool:
+    found = await conn.execute("select 1 from pg_publication_tables where tablename = 'proof'")
+    return await found.fetchone() is not None
+
+
+async def _eventually(it: Asked, found: Any) -> Any:
+    """Wait until the status has something; nothing tells when."""
+    async with asyncio.timeout(LIMIT):
+        while True:
+            if value := found(await it.stream()):
+                return value
+            await asyncio.sleep(0.02)
+
+
+# -- status and metrics --------------------------------------------------------------------------
+
+
+async def test_the_status_is_what_statistics_says(postgres_url: str, tmp_path: Path) -> None:
+    async with service(postgres_url, tmp_path) as it:
+        await it.until("active")
+        over_http, here = await it.stream(), it.pg.statistics()
+        assert set(over_http) == set(here)
+        for name in ("stream_id", "conn", "shape", "consumers", "events", "server"):
+            assert over_http[name] == here[name], name
+        assert over_http["slot"]["name"] == here["slot"]["name"]
+        assert list(over_http["conditions"]) == list(it.pg.monitor.conditions())
+        tree = (await it.client.get("/v1/status")).json()["tree"]
+        manager = tree["children"][0]["children"][0]
+        assert [child["name"] for child in manager["children"]] == ["persistent", "connection"]
+
+
+async def test_the_metrics_tell_of_the_stream(postgres_url: str, tmp_path: Path) -> None:
+    async with service(postgres_url, tmp_path) as it:
+        await it.until("active")
+        consumer = await _streams(it, postgres_url)
+        text = (await it.client.get("/metrics")).text
+        found = {
+            (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "stream"))
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.value == 1
+        }
+    assert ("holdfast_postgres_health", "active") in found
+    assert ("holdfast_postgres_condition_met", "pg_lock_acquired") in found
+    assert ("holdfast_postgres_transactions_total",) in found
+    assert ("holdfast_postgres_pool_connections", "snapshot") in found
+    assert ("holdfast_postgres_consumer_attached", consumer.name) in found
+    assert ("holdfast_health", "active", "postgres") in found

@@ -12,9 +12,10 @@ from holdfast.kernel import Clock, Recorder, StatusMonitor, Supervisor
 from holdfast.service import Config, _auth
 from holdfast.service._app import make_app
 from holdfast.service._feed import Feed
+from holdfast.service._health import Board
 from holdfast.service._hub import Hub
 from holdfast.service._metrics import EventCounter, registry_of
-from holdfast.service._view import View, status_of
+from holdfast.service._view import View
 
 TOKEN = "correct-horse"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -35,9 +36,10 @@ async def client(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The app itself, without a socket, over a tree without children."""
     recorder = Recorder()
-    monitor = StatusMonitor(["up"], status_of, recorder=recorder)
+    board = Board({"lamp": ("up",)})
+    monitor = StatusMonitor(["up"], board.status, recorder=recorder)
     async with Supervisor("holdfast", recorder=recorder) as root:
-        view = View(root.tree, monitor, recorder, Clock.current())
+        view = View(root.tree, monitor, board, recorder, Clock.current())
         hub = Hub()
         hub.close()  # a stream would never end here
         app = make_app(config, view, Feed(view, hub), registry_of(view, EventCounter(), hub))

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from holdfast.kernel import Child, Context, HoldfastError, Machine
-from holdfast.service import Config, Part, Service, ServiceError, Wiring
+from holdfast.kernel import Child, Context, HoldfastError, Machine, Tree
+from holdfast.service import HTTP, Config, Part, Service, ServiceError, Status, Wiring, _feed
 from holdfast.service._hub import Hub
 from holdfast.service._listen import listen
 
@@ -96,11 +96,13 @@ async def house(config: Config | None = None) -> AsyncIterator[House]:
 async def test_health_follows_the_conditions() -> None:
     async with house() as it:
         answer = await it.client.get("/v1/health")
-        assert (answer.status_code, answer.json()) == (202, {"status": "starting"})
+        parts = {"lamp": "starting", "http": "active"}
+        body = {"status": "starting", "parts": parts}
+        assert (answer.status_code, answer.json()) == (202, body)
         await it.light()
         await asyncio.wait_for(it.service.first_active, LIMIT)
         answer = await it.client.get("/v1/health")
-        assert (answer.status_code, answer.json()) == (200, {"status": "active"})
+        assert (answer.status_code, answer.json()["status"]) == (200, "active")
         assert repr(it.service) == f"<Service at {it.service.view.address}: active>"
         it.lamp.broken.set()
         await it.service.monitor.wait_until(lambda status: status == "starting", LIMIT)
@@ -230,6 +232,78 @@ async def test_a_part_may_give_up_only_before_the_first_time() -> None:
         assert it.lamp.wiring is not None
         it.lamp.wiring.give_up(ServiceError("too late"))
         assert it.service.first_active.exception() is None
+
+
+async def test_a_part_may_end_the_service_at_any_time() -> None:
+    async with house() as it:
+        await it.light()
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.fail(ServiceError("the house is sold"))
+        it.lamp.wiring.fail(ServiceError("and empty"))
+        with pytest.raises(HoldfastError, match="the house is sold"):
+            await it.service.failed
+    async with house() as it:
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.fail(ServiceError("no bulb"))
+        with pytest.raises(HoldfastError, match="no bulb"):
+            await it.service.first_active
+
+
+@pytest.mark.parametrize("word", get_args(Status))
+async def test_health_follows_the_word_of_a_part(word: Status) -> None:
+    async with house() as it:
+        await it.light()
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.health("lamp", word, "somebody says so")
+        answer = await it.client.get("/v1/health")
+        assert (answer.status_code, answer.json()["parts"]["lamp"]) == (HTTP[word], word)
+        assert answer.json()["status"] == word
+        state = (await it.client.get("/v1/status")).json()
+        assert state["conditions"]["lamp_lit"]["met"] is (HTTP[word] == 200)
+        if word != "active":
+            assert state["conditions"]["lamp_lit"]["detail"] == f"{word}: somebody says so"
+            told = f"not ready: lamp_lit is lost: {word}: somebody says so"
+            now = f"{word} now: somebody says so"
+            assert it.said[-1] == (now if HTTP[word] == 200 else told)
+        it.lamp.wiring.health("lamp", "active", "it is mended")
+        assert (await it.client.get("/v1/health")).status_code == 200
+
+
+class Bulb:
+    """A system that a part shows."""
+
+    def statistics(self) -> dict[str, Any]:
+        return {"lumen": 800}
+
+    def explain(self) -> str:
+        return "lit, because somebody lit it"
+
+    def tree(self) -> Tree:
+        return Tree("bulb", "running", 1.0, children=(Tree("filament", "running", 1.0),))
+
+
+async def test_what_a_part_shows_is_in_the_status_the_tree_and_the_explanation() -> None:
+    async with house() as it:
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.systems["holdfast/lamp/bulb"] = Bulb()
+        state = (await it.client.get("/v1/status")).json()
+        assert state["lamp"] == {"lumen": 800}
+        bulb = state["tree"]["children"][0]["children"][0]
+        assert [child["name"] for child in bulb["children"]] == ["filament"]
+        for name in ("lamp", "holdfast/lamp"):
+            answer = (await it.client.get(f"/v1/explain/{name}")).json()
+            assert answer["explanation"] == "lit, because somebody lit it"
+
+
+async def test_an_open_stream_gets_new_numbers_without_an_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_feed, "REFRESH", 0.05)
+    async with house() as it, it.client.stream("GET", "/v1/events") as stream:
+        messages = _messages(stream)
+        async with asyncio.timeout(LIMIT):
+            for _ in range(4):
+                assert (await anext(messages))[0] == "state"
 
 
 async def test_forcing_calls_every_last_resort() -> None:

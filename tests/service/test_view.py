@@ -7,18 +7,9 @@ import json
 import pytest
 
 import holdfast
-from holdfast.kernel import Clock, Condition, Machine, Recorder, StatusMonitor, Supervisor
-from holdfast.service._view import RECENT, View, find_component, status_of
-
-
-def condition(name: str, met: bool) -> Condition:
-    return Condition(name, met, 0.0, None)
-
-
-def test_active_means_that_every_condition_is_met() -> None:
-    assert status_of({}) == "active"
-    assert status_of({"a": condition("a", True)}) == "active"
-    assert status_of({"a": condition("a", True), "b": condition("b", False)}) == "starting"
+from holdfast.kernel import Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
+from holdfast.service._health import Board
+from holdfast.service._view import RECENT, View, find_component, grafted
 
 
 @pytest.mark.parametrize(
@@ -41,15 +32,19 @@ def test_the_end_of_a_path_is_enough(wanted: str, found: list[str]) -> None:
 
 async def test_the_whole_state_is_plain_data() -> None:
     recorder = Recorder()
-    monitor = StatusMonitor(["up"], status_of, recorder=recorder)
+    board = Board({"lamp": ("up",)})
+    monitor = StatusMonitor(["up"], board.status, recorder=recorder)
     machine = Machine(
         "door", phases={"shut": ["shut"], "open": ["open"]}, moves={"shut": "open"}, initial="shut"
     )
     async with Supervisor("root", recorder=recorder) as root:
-        view = View(root.tree, monitor, recorder, Clock.current(), [machine], "http://x")
+        view = View(
+            root.tree, monitor, board, recorder, Clock.current(), [machine], address="http://x"
+        )
         recorder.record("db", "lost", kind="failure", cause=ValueError("no route"), thing=object())
         state = json.loads(json.dumps(view.whole()))
     assert state["status"] == "starting"
+    assert state["parts"] == {"lamp": "starting"}
     assert state["version"] == holdfast.__version__
     assert state["address"] == "http://x"
     assert state["uptime"] >= 0
@@ -61,9 +56,10 @@ async def test_the_whole_state_is_plain_data() -> None:
 
 async def test_a_state_holds_the_newest_events_and_not_all() -> None:
     recorder = Recorder(size=RECENT * 2)
-    monitor = StatusMonitor(["up"], status_of)
+    board = Board({"lamp": ("up",)})
+    monitor = StatusMonitor(["up"], board.status)
     async with Supervisor("root") as root:
-        view = View(root.tree, monitor, recorder, Clock.current())
+        view = View(root.tree, monitor, board, recorder, Clock.current())
         for number in range(RECENT * 2):
             recorder.record("db", f"event {number}")
         events = view.whole()["events"]
@@ -71,3 +67,11 @@ async def test_a_state_holds_the_newest_events_and_not_all() -> None:
         assert events[-1]["text"] == f"event {RECENT * 2 - 1}"
         assert view.components() == ("db",)
         assert len(view.explain("db")["events"]) == RECENT
+
+
+def test_a_tree_is_put_in_below_the_node_with_its_path() -> None:
+    leaf = Tree("manager", "running", 1.0)
+    tree = Tree("holdfast", "running", 1.0, children=(leaf, Tree("http", "running", 1.0)))
+    other = Tree("inner", "running", 1.0, children=(Tree("link", "running", 1.0),))
+    whole = grafted(tree, {"holdfast/manager": other, "holdfast/nothing": other})
+    assert [node.name for node in whole.walk()] == ["holdfast", "manager", "link", "http"]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import holdfast
 from holdfast.kernel import HoldfastError
-from holdfast.service import Config, ConfigError, data_dir_of
+from holdfast.service import HTTP, Config, ConfigError, data_dir_of, state_dir_of
 from holdfast.service import serve as run_service
 
 from . import _leases, _show
@@ -23,7 +23,7 @@ from ._options import ConfigFile, configurable, load_config
 
 __all__ = ["app", "run"]
 
-ACTIVE, STARTING, REFUSED = 0, 1, 2
+READY, NOT_READY, REFUSED = 0, 1, 2
 # Some versions of Typer bring a copy of click and others import it: this is its error either way.
 UsageProblem: type[Any] = typer.BadParameter.__mro__[2]
 
@@ -81,7 +81,7 @@ def _holdfast(ctx: typer.Context, version: Version = False) -> int:
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
-    return ACTIVE
+    return READY
 
 
 @app.command()
@@ -98,9 +98,10 @@ def serve(config: ConfigFile = None, **given: Any) -> int:
 
 @app.command()
 def status(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
-    """Show a running service: its conditions and its tree.
+    """Show a running service: its conditions, its parts and its tree.
 
-    Exits with 0 when it is active, 1 while it is starting, and 2 when none answers.
+    Exits with 0 when it is active, sleeping or degraded, 1 while it is waiting or starting or when
+    it has failed, and 2 when none answers.
     """
     client = _client(url, admin_token)
     state = client.status()
@@ -108,7 +109,7 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
         _print_json(state)
     else:
         _show.show_status(_console(), state, client.url)
-    return ACTIVE if state["status"] == "active" else STARTING
+    return READY if HTTP.get(state["status"]) == 200 else NOT_READY
 
 
 @app.command()
@@ -143,8 +144,10 @@ def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> in
     It takes the options of `serve`. Secrets are hidden.
     """
     effective = load_config(config, given, dict(os.environ))
+    found: dict[str, Any] = {"state_dir": state_dir_of(effective)}
     if effective.is_embedded:
-        effective = dataclasses.replace(effective, data_dir=data_dir_of(effective))
+        found["data_dir"] = data_dir_of(effective)
+    effective = dataclasses.replace(effective, **found)
     settings = list(effective.settings())
     if as_json:
         _print_json({s.name: {"value": s.value, "from": s.source} for s in settings})

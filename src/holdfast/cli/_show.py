@@ -18,6 +18,8 @@ __all__ = ["show_config", "show_explanation", "show_status", "show_tree", "tree_
 _STYLES = {
     "running": "green",
     "active": "bold green",
+    "sleeping": "bold green",
+    "degraded": "bold yellow",
     "starting": "bold yellow",
     "waiting": "yellow",
     "stopping": "yellow",
@@ -38,6 +40,8 @@ def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
     for machine in state["machines"]:
         at = f"at {machine['phase']} / {machine['step']} for {duration(machine['for'])}"
         console.print(Text(f"  {machine['name']}  {at}"))
+    if "postgres" in state:
+        console.print(_stream(state["postgres"]))
     console.print()
     show_tree(console, state["tree"])
 
@@ -82,6 +86,58 @@ def _shown(value: object) -> str:
     if value in (None, ()):
         return "—"
     return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _stream(now: Mapping[str, Any]) -> Table:
+    """A stream: how far it is, what the server keeps for it, its pools and its consumers."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+
+    def row(name: str, text: str) -> None:
+        table.add_row(Text("   "), name, Text(text))
+
+    if now["fatal"]:
+        row("failed", now["fatal"])
+    if (holder := now["lock"]["holder"]) is not None:
+        who = f'application "{holder["application"]}", for {duration(holder["age"])}'
+        row("lock", f"held by backend {holder['pid']} ({who})")
+    for blocker in now["slot_blockers"]:
+        row(
+            "slot",
+            f"waits for backend {blocker['pid']}, open for {duration(blocker['age'])}: "
+            + blocker["query"],
+        )
+    if now["flushed"] is not None:
+        row(
+            "positions",
+            f"received {now['received']}, flushed {now['flushed']}, last seen " + now["last_seen"],
+        )
+    if now["lag"] is not None:
+        row("lag", f"{size(now['lag']['bytes'])}, {duration(now['lag']['seconds'])}")
+    if now["slot"]["retained"] is not None:
+        row("slot", f"{now['slot']['name']} keeps {size(now['slot']['retained'])} of log")
+    for role, pool in now["pools"].items():
+        row(
+            f"{role} pool",
+            f"{pool['state']}, {pool['connected']} of {pool['max_size']}, "
+            f"{pool['in_use']} in use, {pool['waiting']} waiting",
+        )
+    for name, consumer in now["consumers"].items():
+        row(
+            f"consumer {name}",
+            f"{'here' if consumer['attached'] else 'away'}, acknowledged "
+            f"{consumer['acknowledged'] or 'nothing yet'}, {consumer['outstanding']} outstanding",
+        )
+    return table
+
+
+def size(number: int) -> str:
+    """A number of bytes as people say it."""
+    value, unit = float(number), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 def _conditions(conditions: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -3,6 +3,7 @@
 from ._changes import Change, Delete, Emitted, Insert, Truncate, Update
 from ._consumer import Changes, Reset, Transaction
 from ._errors import ConfigurationError, PostgresError, ProtocolError, StreamEnded
+from ._health import Connection, Health, Persistent, Status
 from ._lsn import Lsn
 from ._position import History, Position
 from ._postgres import Postgres, StackEvent
@@ -17,6 +18,11 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Reset",
     "StackEvent",
     "Transaction",
+    # How it is
+    "Connection",
+    "Health",
+    "Persistent",
+    "Status",
     # Changes
     "Change",
     "Column",

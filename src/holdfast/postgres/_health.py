@@ -27,6 +27,7 @@ _CONNECTION = (
     "integrity_checks_passed",
 )
 _PERSISTENT = ("shape_log_collector_ready", "supervisor_processes_ready")
+_POOLS = ("admin_connection_pool_ready", "snapshot_connection_pool_ready")
 
 
 class Connection(Enum):
@@ -48,7 +49,7 @@ class Persistent(Enum):
 
 
 class Health(Enum):
-    """How it is altogether, with the answer that an HTTP check gets."""
+    """How it is altogether, from the best to the worst, with the answer that an HTTP check gets."""
 
     ACTIVE = "active"
     SLEEPING = "sleeping"
@@ -78,12 +79,16 @@ class Status(NamedTuple):
 
     conn: Connection
     shape: Persistent
+    #: Whether the stream, which is the main job, works while a pool is not what it should be.
+    degraded: bool = False
 
     @property
     def health(self) -> Health:
-        """Both in one word."""
+        """All of it in one word."""
         if self.conn is Connection.SLEEPING:
             return Health.SLEEPING
+        if self.degraded:
+            return Health.DEGRADED
         if self.conn is Connection.UP and self.shape is Persistent.UP:
             return Health.ACTIVE
         if self.conn is Connection.WAITING_ON_LOCK and self.shape is not Persistent.STARTING:
@@ -98,7 +103,9 @@ def status_of(conditions: Mapping[str, Condition], *, asleep: bool, loaded: bool
     :param loaded: whether what is kept here was read, so that a standby can serve it.
     """
     return Status(
-        Connection.SLEEPING if asleep else _connection(conditions), _persistent(conditions, loaded)
+        Connection.SLEEPING if asleep else _connection(conditions),
+        _persistent(conditions, loaded),
+        not asleep and _degraded(conditions),
     )
 
 
@@ -108,6 +115,12 @@ def _connection(conditions: Mapping[str, Condition]) -> Connection:
     if all(conditions[name].met for name in _CONNECTION):
         return Connection.UP
     return Connection.STARTING
+
+
+def _degraded(conditions: Mapping[str, Condition]) -> bool:
+    """Whether nothing but a pool is missing: they were full before the checks were passed."""
+    missing = {name for name in CONDITIONS if not conditions[name].met}
+    return bool(missing) and missing <= set(_POOLS)
 
 
 def _persistent(conditions: Mapping[str, Condition], loaded: bool) -> Persistent:

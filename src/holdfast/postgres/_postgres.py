@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,6 +25,7 @@ from holdfast.kernel import (
     Recorder,
     StatusMonitor,
     Supervisor,
+    Tree,
     WaitTimeout,
     describe,
 )
@@ -33,6 +34,7 @@ from holdfast.reservoir import PoolClosed
 from . import _admin
 from ._consumer import Changes
 from ._errors import ConfigurationError, PostgresError
+from ._explain import explain
 from ._health import CONDITIONS, Health, Status, status_of
 from ._hub import Hub
 from ._integrity import Integrity
@@ -40,6 +42,7 @@ from ._manager import Manager
 from ._manager_core import ManagerCore, Role
 from ._phases import CHART
 from ._position import Position
+from ._report import Sources, report
 from ._resolver import Resolver
 from ._restarter import Restarter
 from ._settings import Settings
@@ -59,6 +62,8 @@ class StackEvent(NamedTuple):
 
     name: str
     detail: str
+    #: When, in seconds since 1970.
+    wall: float = 0.0
 
 
 class Postgres:
@@ -138,6 +143,7 @@ class Postgres:
         self._clock = clock
         self._recorder = recorder
         self._state = "new"
+        self._fatal: str | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -149,10 +155,12 @@ class Postgres:
         self.clock = self._clock or Clock.current()
         self.recorder = self._recorder or Recorder(clock=self.clock)
         self._asleep = False
+        self._kept_status: Status | None = None
         self._loaded = False
-        self._fatal: str | None = None
         #: The last events, the oldest first.
         self.last_events: deque[StackEvent] = deque(maxlen=EVENTS)
+        self._event_counts: Counter[str] = Counter()
+        self._received = (0, 0)
         self._listeners: set[asyncio.Queue[StackEvent | None]] = set()
         self.machine = Machine("postgres", CHART, clock=self.clock, recorder=self.recorder)
         self.monitor: StatusMonitor[Status] = StatusMonitor(
@@ -178,6 +186,7 @@ class Postgres:
             clock=self.clock,
             sleep_after=self.settings.sleep_after,
             busy=lambda: self._in_use > 0,
+            goes_to_sleep=self._goes_to_sleep,
             changed=self._slept_or_woke,
             must_wake=self._must_wake,
         )
@@ -244,6 +253,9 @@ class Postgres:
             resolver=self._resolver,
             used=self._restarter.used,
         )
+        if self._manager is not None:
+            before, more = self._received, self._manager.received()
+            self._received = (before[0] + more[0], before[1] + more[1])
         self._manager = manager
         try:
             await manager.run(ctx)
@@ -379,8 +391,14 @@ class Postgres:
             self._wakes.add(task)
             task.add_done_callback(self._wakes.discard)
 
+    def _goes_to_sleep(self) -> None:
+        # What is lost from here on is lost on purpose: that is no failure on the way.
+        self._kept_status = self.monitor.status()
+
     def _slept_or_woke(self, asleep: bool) -> None:
-        self._asleep = asleep
+        self._asleep, self._kept_status = asleep, None
+        if asleep:
+            self.machine.move("connection_setup", cause="it was closed for lack of use")
         # The status is computed anew with the next word about a condition.
         self.monitor.clear(CONDITIONS[0], "asleep" if asleep else "waking up")
         if asleep:
@@ -401,6 +419,16 @@ class Postgres:
         return kept is not None and kept.bytes > limit / 2
 
     # -- how it is -----------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was opened, and not closed since."""
+        return self._state == "open"
+
+    @property
+    def fatal(self) -> str | None:
+        """What must be changed before it can work; None if it needs no help."""
+        return self._fatal
 
     def status(self) -> Status:
         """How the connections and the persistent part are."""
@@ -452,24 +480,34 @@ class Postgres:
             self._listeners.discard(queue)
 
     def statistics(self) -> dict[str, Any]:
-        """Everything in numbers."""
-        self._check_open()
-        manager = self._manager
-        client = manager.client if manager is not None else None
-        positions = client.positions if client is not None else None
-        return {
-            "phase": self.machine.phase,
-            "step": self.machine.step,
-            "received": None if positions is None else positions.received,
-            "flushed": None if positions is None else positions.flushed,
-            "transactions": 0 if client is None else client.received_transactions,
-            "bytes": 0 if client is None else client.received_bytes,
-            "consumers": self._hub.consumers(),
-            "pools": {
-                role.value: pool.pool.statistics()._asdict()
-                for role, pool in (manager.pools if manager is not None else {}).items()
-            },
-        }
+        """Everything, as JSON can hold it: the same that `/v1/status` of the service shows."""
+        self._check_opened()
+        before = self._manager.received_before if self._manager is not None else (0, 0)
+        return report(
+            Sources(
+                settings=self.settings,
+                clock=self.clock,
+                machine=self.machine,
+                monitor=self.monitor,
+                health=self.health,
+                fatal=self._fatal,
+                manager=self._manager,
+                consumers=self._hub.consumers(),
+                events=self.last_events,
+                counts=self._event_counts,
+                received=(self._received[0] + before[0], self._received[1] + before[1]),
+                restarts=sum(node.restarts for node in self.tree().walk()),
+            )
+        )
+
+    def explain(self) -> str:
+        """What it is doing, why it is not further, and what can be done about it, in words."""
+        return explain(self.statistics())
+
+    def tree(self) -> Tree:
+        """The supervision tree, as it is now."""
+        self._check_opened()
+        return self._supervisor.tree()
 
     def __repr__(self) -> str:
         if self._state != "open":
@@ -479,14 +517,22 @@ class Postgres:
     # -- small things --------------------------------------------------------------------------
 
     def _status_of(self, conditions: Mapping[str, Condition]) -> Status:
+        if self._kept_status is not None:
+            return self._kept_status
         return status_of(conditions, asleep=self._asleep, loaded=self._loaded)
 
     def _tell(self, name: str, detail: str) -> None:
-        event = StackEvent(name, detail)
+        event = StackEvent(name, detail, self.clock.wall())
         self.last_events.append(event)
+        self._event_counts[name] += 1
         for queue in self._listeners:
             queue.put_nowait(event)
         self.recorder.record("postgres", name, kind="info", cause=detail or None)
+
+    def _check_opened(self) -> None:
+        """What can be looked at also when it is closed."""
+        if self._state != "closed" or not hasattr(self, "machine"):
+            self._check_open()
 
     def _check_open(self) -> None:
         if self._state != "open":

@@ -3,15 +3,16 @@
 It mounts systems and wires them, and decides nothing itself. What holds:
 
 - `/v1/health` is answered as soon as the process listens, and says "active" only while every
-  condition is met;
+  part is;
 - HTTP is stopped before what it shows, and nothing is left running at the end;
 - no token, and no password of a URL, is ever printed, logged or sent out.
 """
 
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
-from ._database import data_dir_of
+from ._database import data_dir_of, state_dir_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
-from ._part import Part, Wiring
+from ._health import HTTP, Status
+from ._part import Part, System, Wiring
 from ._serve import serve
 from ._service import Service
 
@@ -20,7 +21,10 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Service",
     "serve",
     # what a system brings to it
+    "HTTP",
     "Part",
+    "Status",
+    "System",
     "Wiring",
     # its configuration
     "FILE_NAME",
@@ -30,6 +34,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "data_dir_of",
     "knobs",
     "load",
+    "state_dir_of",
     # what can go wrong
     "CannotListen",
     "ConfigError",

@@ -1,7 +1,7 @@
 """The routes. Each reads the view and answers; what is decided is decided elsewhere.
 
 ================================  =====================================================
-``GET /v1/health``                200 when active, 202 while starting; open to all
+``GET /v1/health``                how it is, and each part: 200, 202 or 503; open to all
 ``GET /v1/status``                the whole state
 ``GET /v1/explain/{component}``   why a component is as it is
 ``GET /v1/events``                the state and the events as they come (server-sent events)
@@ -33,6 +33,7 @@ from ._assets import asset, login_page, page
 from ._config import Config
 from ._door import LOCAL_NAMES, LOGIN, Door, refusal
 from ._feed import Feed
+from ._health import HTTP
 from ._view import View, find_component
 
 __all__ = ["make_app"]
@@ -83,7 +84,10 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         status = self._view.status
-        return JSONResponse({"status": status}, status_code=200 if status == "active" else 202)
+        # Words alone: what stands behind them is for those who have the token.
+        body = {"status": status, "parts": self._view.words()}
+        headers = {"Cache-Control": "no-store"}
+        return JSONResponse(body, status_code=HTTP[status], headers=headers)
 
     async def status(self, request: Request) -> Response:
         return _json(self._view.whole())

@@ -92,6 +92,38 @@ class Config:
         "How many seconds `serve` tries to reach the database URL at its start, so that a server "
         "that is a little late is waited for and a wrong address is an error.",
     )
+    replication_url: str | None = _knob(
+        None,
+        _parse.connection_string,
+        "The same server without a pooler before it, for the stream, the lock and administration; "
+        "the database URL unless given.",
+        variable=PREFIX + "REPLICATION_URL",
+        hide=redact_url,
+    )
+    stream_id: str = _knob(
+        "default",
+        _parse.stream_id,
+        "The name of the stream, and of its slot, publication and lock; services with the same "
+        "name on one server take turns, so give a second service another.",
+    )
+    pool_size: int = _knob(
+        20,
+        _parse.count,
+        "How many connections both pools have together: a quarter, at most 4, is for "
+        "administration, the rest for work; the server must have room for them and one more.",
+    )
+    state_dir: Path | None = _knob(  # noqa: RUF009 (it is a field)
+        None,
+        _parse.directory,
+        "Where this machine keeps how far the consumers of the stream are; the default is "
+        "`streams` in the data directory, or beside it where a database URL is given.",
+    )
+    sleep_after: float | None = _knob(
+        None,
+        _parse.seconds,
+        "After how many seconds without use all connections to the database are closed, for a "
+        "server that can sleep itself; unless given, they stay.",
+    )
     data_dir: Path | None = _knob(  # noqa: RUF009 (it is a field)
         None,
         _parse.directory,
@@ -171,11 +203,16 @@ class Config:
             yield Setting(knob.name, value, self.sources.get(knob.name, DEFAULT))
 
     def _contradictions(self) -> Iterator[str]:
-        if not self.is_local and self.admin_token is None:
-            knob = next(knob for knob in knobs() if knob.name == "host")
+        named = {knob.name: knob for knob in knobs()}
+        if self.replication_url is not None and self.is_embedded:
             yield (
-                f"{self._label(knob)}: other machines can reach {self.host}, and there is no admin "
-                f"token to keep them out: set {PREFIX}ADMIN_TOKEN, or listen on 127.0.0.1"
+                f"{self._label(named['replication_url'])}: there is no database URL that it "
+                f"belongs to: set {named['database_url'].variable}"
+            )
+        if not self.is_local and self.admin_token is None:
+            yield (
+                f"{self._label(named['host'])}: other machines can reach {self.host}, and there is "
+                f"no admin token to keep them out: set {PREFIX}ADMIN_TOKEN, or listen on 127.0.0.1"
             )
 
     def _label(self, knob: Knob) -> str:

@@ -14,6 +14,8 @@ __all__ = ["Feed"]
 
 #: Changes come in bursts (a restart is a dozen events): one state after each burst is enough.
 SETTLE = 0.15
+#: Numbers (positions, pools) change without an event: an open page gets them so often.
+REFRESH = 5.0
 
 
 class Feed:
@@ -24,12 +26,15 @@ class Feed:
         self._view = view
         self._loop = asyncio.get_running_loop()
         self._due: asyncio.TimerHandle | None = None
+        self._refresh: asyncio.TimerHandle | None = None
 
     def join(self) -> Client | None:
         """A new stream, which begins with the whole state; None when there are too many."""
         client = self.hub.join()
         if client is not None:
             client.give_state(self._state())
+            if self._refresh is None:
+                self._refresh = self._loop.call_later(REFRESH, self._refresh_state)
         return client
 
     def leave(self, client: Client) -> None:
@@ -50,6 +55,9 @@ class Feed:
         if self._due is not None:
             self._due.cancel()
             self._due = None
+        if self._refresh is not None:
+            self._refresh.cancel()
+            self._refresh = None
 
     def _publish(self, event: Event) -> None:
         data = json.dumps(event.as_dict(), default=str)
@@ -61,6 +69,12 @@ class Feed:
         self._due = None
         if len(self.hub):
             self.hub.publish_state(self._state())
+
+    def _refresh_state(self) -> None:
+        self._refresh = None
+        if len(self.hub):
+            self.hub.publish_state(self._state())
+            self._refresh = self._loop.call_later(REFRESH, self._refresh_state)
 
     def _state(self) -> bytes:
         return message("state", json.dumps(self._view.whole(), default=str))

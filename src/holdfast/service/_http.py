@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 from holdfast.kernel import Child, Context, StatusMonitor
 
 from ._errors import ServiceError
+from ._health import Status
 from ._hub import Hub
-from ._view import Status
 
 __all__ = ["READY", "http_child"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 import holdfast
 from holdfast.kernel import Event, Tree
 
+from ._health import HTTP
 from ._hub import Hub
 from ._view import View
 
@@ -50,10 +51,14 @@ class EventCounter:
             return dict(self._counts)
 
 
-def registry_of(view: View, events: EventCounter, hub: Hub) -> CollectorRegistry:
+def registry_of(
+    view: View, events: EventCounter, hub: Hub, more: Iterable[Collector] = ()
+) -> CollectorRegistry:
     """A registry of this service alone: another one in the same process has its own."""
     registry = CollectorRegistry()
     registry.register(_Collector(view, events, hub))
+    for collector in more:
+        registry.register(collector)
     ProcessCollector(registry=registry)
     return registry
 
@@ -78,8 +83,15 @@ class _Collector(Collector):
     def _service(self) -> Iterator[Metric]:
         build = {"version": holdfast.__version__, "python": platform.python_version()}
         yield InfoMetricFamily("holdfast_build", "What runs here.", build)
-        active = float(self._view.status == "active")
-        yield GaugeMetricFamily("holdfast_active", "1 while every condition is met.", active)
+        ready = float(HTTP[self._view.status] == 200)
+        yield GaugeMetricFamily("holdfast_active", "1 while /v1/health answers 200.", ready)
+        health = GaugeMetricFamily(
+            "holdfast_health", "1 for the word that says how a part is.", labels=["part", "health"]
+        )
+        for part, said in self._view.words().items():
+            for word in HTTP:
+                health.add_metric([part, word], float(said == word))
+        yield health
         yield GaugeMetricFamily(
             "holdfast_uptime_seconds",
             "Seconds since the service began to start.",

@@ -7,12 +7,14 @@ and raises ValueError with the fix. What it returned, it accepts again unchanged
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = [
     "choice",
     "connection_string",
+    "count",
     "directory",
     "host",
     "host_names",
@@ -20,8 +22,10 @@ __all__ = [
     "port",
     "seconds",
     "secret",
+    "stream_id",
 ]
 
+_STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
 _URL_SCHEMES = ("postgresql://", "postgres://")
 
 
@@ -83,6 +87,30 @@ def seconds(value: object) -> float:
     if not 0 < number < float("inf"):
         raise ValueError(f"{value!r} must be more than 0 seconds and have an end")
     return number
+
+
+def count(value: object) -> int:
+    """How many of something, at least one."""
+    try:
+        if isinstance(value, bool | float):
+            raise ValueError
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a number: give one such as 20") from None
+    if number < 1:
+        raise ValueError(f"{number} is too few: give 1 or more")
+    return int(number)
+
+
+def stream_id(value: object) -> str:
+    """A name that can be part of a replication slot's."""
+    name = text(value)
+    if not _STREAM_ID.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot be part of a slot's name: use 1 to 40 small letters, digits or "
+            "underscores"
+        )
+    return name
 
 
 def directory(value: object) -> Path:

@@ -3,7 +3,8 @@
 =====  ============================================================================
 0      it was told to stop (Ctrl-C, SIGTERM), and everything has ended in order
 1      it gave up while it ran; the last line on stderr says why
-2      it could not start; one line on stderr says what to do
+2      it could not start, or cannot go on before somebody changes something; one line on stderr
+       says what
 130    it was forced to end by a second Ctrl-C
 =====  ============================================================================
 
@@ -73,7 +74,7 @@ async def _run(
     async with service:
         if await _active(service, asked):
             logs.say(_ready(service, loop.time() - began))
-            await _first(asked.wait(), service.root.wait())
+            await _first(asked.wait(), service.root.wait(), asyncio.shield(service.failed))
         if asked.is_set():
             logs.say("stopping (Ctrl-C again forces it)")
     logs.say("stopped")

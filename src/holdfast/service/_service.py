@@ -5,7 +5,7 @@
     holdfast          rest_for_one, so that HTTP is stopped before what it shows
     ├─ postgres       says started() as soon as it is under way: HTTP then tells what is missing
     │  ├─ server      when it is embedded
-    │  └─ watch
+    │  └─ manager     with the tree of the connection manager below it
     └─ http
 """
 
@@ -24,10 +24,11 @@ from ._app import make_app
 from ._config import Config
 from ._database import database_part
 from ._feed import Feed
+from ._health import HTTP, Board, Status
 from ._hub import Hub
 from ._metrics import EventCounter, registry_of
 from ._part import Part, Wiring
-from ._view import Status, View, status_of
+from ._view import View
 
 __all__ = ["Service", "address_of"]
 
@@ -53,20 +54,23 @@ class Service:
         clock = Clock.current()
         parts = [database_part(config)] if parts is None else parts
         #: Done when the service is active for the first time; fails when a part gives up.
-        self.first_active: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Marked as seen: when a stop comes first, nobody waits for it any more.
-        self.first_active.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.first_active = _future()
+        #: Fails when a part says that the service cannot go on.
+        self.failed = _future()
         self.recorder = recorder or Recorder(clock=clock)
+        self._board = Board({**{p.name: p.conditions for p in parts}, _http.NAME: (_http.READY,)})
         self.monitor: StatusMonitor[Status] = StatusMonitor(
             [*(name for part in parts for name in part.conditions), _http.READY],
-            status_of,
+            self._board.status,
             name=f"{ROOT}/status",
             clock=clock,
             recorder=self.recorder,
         )
         self._say = say
         self._clock = clock
-        self._wiring = Wiring(self.monitor, self.recorder, clock, say, self._give_up)
+        self._wiring = Wiring(
+            self.monitor, self.recorder, clock, say, self._give_up, self._fail, self._health
+        )
         children = [
             Supervisor.child(
                 part.name,
@@ -79,9 +83,11 @@ class Service:
         self.view = View(
             lambda: self.root.tree(),
             self.monitor,
+            self._board,
             self.recorder,
             clock,
             machines=self._wiring.machines,
+            systems=self._wiring.systems,
             address=address_of(config, sockets),
         )
         hub = Hub()
@@ -91,7 +97,7 @@ class Service:
             config,
             self.view,
             self._feed,
-            registry_of(self.view, self._counter, hub),
+            registry_of(self.view, self._counter, hub, self._wiring.collectors),
             mounts={path: app for part in parts for path, app in part.mounts.items()},
         )
         http = _http.http_child(
@@ -145,20 +151,44 @@ class Service:
         if not self.first_active.done():
             self.first_active.set_exception(error)
 
+    def _fail(self, error: HoldfastError) -> None:
+        self._give_up(error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _health(self, part: str, word: Status, detail: str) -> None:
+        conditions = self._board.say(part, word)
+        # The word is part of what is told: a condition that is told the same again is no news.
+        told = detail if word == "active" else f"{word}: {detail}"
+        for name in conditions:
+            if HTTP[word] == 200:
+                self.monitor.set(name, owner="nobody", detail=told)
+            else:
+                self.monitor.clear(name, told)
+
     def _on_change(self, change: StatusChange[Status]) -> None:
-        now = self._clock.monotonic()
-        if change.status == change.previous:
-            return
-        if change.status != "active":
-            self._inactive_since = now
-            self._say(f"not ready: {change.condition.name} is lost: {change.condition.detail}")
-        elif not self.first_active.done():
+        now, detail = self._clock.monotonic(), change.condition.detail
+        is_ready, was_ready = HTTP[change.status] == 200, HTTP[change.previous] == 200
+        if is_ready and not self.first_active.done():
             self.first_active.set_result(None)
-        else:
+        elif was_ready and not is_ready:
+            self._inactive_since = now
+            self._say(f"not ready: {change.condition.name} is lost: {detail}")
+        elif is_ready and not was_ready:
             self._say(f"ready again after {now - self._inactive_since:.1f} s")
+        elif is_ready and change.status != change.previous:
+            why = (detail or "").removeprefix(f"{change.status}: ")
+            self._say(f"{change.status} now: {why}")
 
     def __repr__(self) -> str:
         return f"<Service at {self.view.address}: {self.view.status}>"
+
+
+def _future() -> asyncio.Future[None]:
+    made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    # Marked as seen: when a stop comes first, nobody waits for it any more.
+    made.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return made
 
 
 def address_of(config: Config, sockets: Sequence[socket.socket]) -> str:

@@ -78,6 +78,50 @@ function machine(it) {
   return item;
 }
 
+function bytes(number) {
+  const units = ["bytes", "kB", "MB", "GB", "TB"];
+  let place = 0;
+  while (number >= 1024 && place < units.length - 1) {
+    number /= 1024;
+    place += 1;
+  }
+  return `${place ? number.toFixed(1) : number} ${units[place]}`;
+}
+
+function fact(name, text, word) {
+  const item = make("li");
+  const row = make("div", "row");
+  row.append(make("span", "name", name));
+  if (word) row.append(make("span", `badge ${word}`, word));
+  row.append(make("span", "detail", text));
+  item.append(row);
+  if (word) mark(item, `fact ${name}`, word);
+  return item;
+}
+
+// One stream of changes: who has the lock, how far it is, what the server keeps for it, pools, consumers.
+function stream(it) {
+  const facts = [];
+  if (it.fatal) facts.push(fact("failed", it.fatal));
+  const holder = it.lock.holder;
+  if (holder) facts.push(fact("lock", `held by backend ${holder.pid} (${holder.application}, for ${duration(holder.age)})`));
+  for (const each of it.slot_blockers) {
+    facts.push(fact("slot", `waits for backend ${each.pid}, open for ${duration(each.age)}: ${each.query}`));
+  }
+  if (it.flushed) facts.push(fact("positions", `received ${it.received}, flushed ${it.flushed}, last seen ${it.last_seen}`));
+  if (it.lag) facts.push(fact("lag", `${bytes(it.lag.bytes)}, ${duration(it.lag.seconds)}`));
+  if (it.slot.retained !== null) facts.push(fact("slot", `${it.slot.name} keeps ${bytes(it.slot.retained)} of log`));
+  for (const [role, pool] of Object.entries(it.pools)) {
+    const numbers = `${pool.connected} of ${pool.max_size}, ${pool.in_use} in use, ${pool.waiting} waiting`;
+    facts.push(fact(`${role} pool`, numbers, pool.state));
+  }
+  for (const [name, each] of Object.entries(it.consumers)) {
+    const where = each.attached ? "here" : "away";
+    facts.push(fact(name, `consumer, ${where}, at ${each.acknowledged || "its beginning"}, ${each.outstanding} outstanding`));
+  }
+  return facts;
+}
+
 function node(it, above) {
   const path = above ? `${above}/${it.name}` : it.name;
   const item = make("li");
@@ -146,6 +190,11 @@ function showState(state) {
   byId("tree").replaceChildren(node(state.tree, ""));
   byId("machines").replaceChildren(...state.machines.map(machine));
   byId("machines-section").hidden = state.machines.length === 0;
+  byId("stream-section").hidden = !state.postgres;
+  if (state.postgres) {
+    byId("stream-id").textContent = state.postgres.stream_id;
+    byId("stream").replaceChildren(...stream(state.postgres));
+  }
   state.events.forEach(addEvent);
 }
 

@@ -1,0 +1,302 @@
+"""How a stream is, as data and in words, at a real server; and what the metrics make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.postgres import Postgres, PostgresError
+from holdfast.postgres._explain import EXPLAINED, explain
+from holdfast.postgres._health import Health
+from holdfast.postgres._phases import CHART
+from holdfast.postgres.prometheus import COUNTERS, GAUGES, PREFIX, PostgresCollector
+
+from .conftest import MakePostgres, Sql
+from .server import LIMIT, connected, following, quicken, until, walsender
+
+OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations" / "postgres.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch, check_every=0.2)
+
+
+def samples(collector: PostgresCollector) -> dict[tuple[str, ...], float]:
+    """The values by name and labels, without the stream's."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return {
+        (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "stream")): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+async def test_it_is_json_at_every_moment(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        seen = {pg.statistics()["step"]}
+        moves: list[str] = []
+        pg.machine.observe(lambda move: moves.append(json.dumps(pg.statistics())))
+        await pg.wait_until_active(LIMIT)
+        seen |= {json.loads(text)["step"] for text in moves}
+        assert len(seen) >= 8
+        assert json.loads(json.dumps(pg.statistics()))["health"] == "active"
+        await pg.sleep()
+        assert json.loads(json.dumps(pg.statistics()))["pools"] == {}
+
+
+async def test_the_docs_list_everything_that_it_holds(make: MakePostgres, sql: Sql) -> None:
+    table = OPERATIONS.partition("### Everything")[2].partition("\n### ")[0]
+    firsts = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    listed = {name for cell in firsts for name in re.findall(r"`(\w+)`", cell)}
+    async with make() as pg:
+        assert listed == set(pg.statistics())
+
+
+async def test_lag_and_consumers_follow_what_is_acknowledged(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        changes = pg.changes("search", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await until(lambda: _caught_up(pg))
+        await sql.execute("insert into orders values (1, 'x')")
+        txn = await following(changes)
+        await asyncio.sleep(0.2)
+        now = pg.statistics()
+        assert now["lag"]["seconds"] >= 0.2
+        assert now["lag"]["bytes"] > 0
+        assert now["transactions"] == 1
+        assert now["bytes"] > 0
+        assert now["consumers"]["search"]["outstanding"] == 1
+        assert "the consumer 'search' has 1 transactions" in pg.explain()
+        await txn.ack()
+        await until(lambda: _caught_up(pg))
+        assert pg.statistics()["consumers"]["search"]["outstanding"] == 0
+
+
+async def _caught_up(pg: Postgres) -> bool:
+    lag = pg.statistics()["lag"]
+    return lag is not None and lag["seconds"] == 0.0
+
+
+async def test_the_slot_is_looked_at_soon(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+
+        async def looked() -> bool:
+            return pg.statistics()["slot"]["retained"] is not None
+
+        await until(looked)
+        slot = pg.statistics()["slot"]
+        assert slot["wal_status"] == "reserved"
+        assert slot["active_pid"] == await walsender(sql, pg)
+
+
+async def test_what_was_received_is_counted_over_all_connections(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        for number in (1, 2):
+            await sql.execute("insert into orders values (%s, 'x')", (number,))
+            await (await following(changes)).ack()
+            assert pg.statistics()["transactions"] >= number
+            await _cut(pg, sql)
+        now = pg.statistics()
+        assert now["transactions"] >= 2
+        assert now["restarts"] >= 2
+        assert now["event_counts"]["connection_error"] >= 2
+
+
+async def test_also_when_the_stream_begins_again_within_one_life(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        await following(changes)  # and no acknowledgement: it must come again
+        await changes.aclose()
+        changes = pg.changes(tables=["orders"])
+        await following(changes)
+        now = pg.statistics()
+        assert (now["transactions"], now["connects"], now["restarts"]) == (2, 2, 0)
+
+
+async def _cut(pg: Postgres, sql: Sql) -> None:
+    """End its stream at the server, and wait until it is back."""
+    await until(lambda: walsender(sql, pg))
+    before = pg.statistics()["connects"]
+    await sql.execute("select pg_terminate_backend(%s)", (await walsender(sql, pg),))
+
+    async def back() -> bool:
+        now = pg.statistics()
+        return bool(now["connects"] > before and now["health"] == "active")
+
+    await until(back)
+
+
+async def test_while_it_pauses_before_a_new_life_it_does_not_say_that_it_streams(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        steps: list[str] = []
+        pg.monitor.subscribe(lambda change: steps.append(f"{pg.health.value} {pg.machine.step}"))
+        await _cut(pg, sql)
+        assert "waiting start_replication_client" in steps
+        assert "waiting streaming" not in steps
+
+
+async def test_a_wait_for_the_lock_that_fails_is_told(make: MakePostgres, sql: Sql) -> None:
+    """As the seed's `failed_to_acquire_connection_lock`; then it is tried again."""
+    async with connected(make().settings.database_url) as other, make() as pg:
+        await other.execute("select pg_advisory_lock(hashtext(%s))", (pg.settings.slot_name,))
+
+        async def waits() -> bool:
+            return pg.statistics()["server"] is not None and pg.machine.step.endswith("lock")
+
+        await until(waits)
+        own = pg.statistics()["server"]["backend_pid"]
+        await other.execute("select pg_terminate_backend(%s)", (own,))
+
+        async def told() -> bool:
+            return bool(pg.statistics()["event_counts"].get("failed_to_acquire_connection_lock"))
+
+        await until(told)
+        failed = [e for e in pg.last_events if e.name == "failed_to_acquire_connection_lock"]
+        assert "terminating connection" in failed[0].detail
+        await other.execute("select pg_advisory_unlock_all()")
+        await pg.wait_until_active(LIMIT)
+
+
+async def test_going_to_sleep_is_no_failure_on_the_way(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        healths: list[Health] = []
+        pg.monitor.subscribe(lambda change: healths.append(pg.health))
+        await pg.sleep()
+        assert set(healths) == {Health.ACTIVE, Health.SLEEPING}
+        assert healths == sorted(healths, key=list(Health).index)
+        assert pg.machine.phase == "connection_setup"
+
+
+async def test_it_can_be_looked_at_when_it_is_closed_and_not_before_it_is_opened(
+    make: MakePostgres, sql: Sql
+) -> None:
+    pg = make()
+    with pytest.raises(PostgresError, match="use `async with`"):
+        pg.statistics()
+    assert pg.fatal is None
+    async with pg:
+        await pg.wait_until_active(LIMIT)
+    assert pg.statistics()["health"] == "failed"
+    assert "because  it is closed" in pg.explain()
+    never = make()
+    await never.close()
+    with pytest.raises(PostgresError, match="it is closed"):
+        never.statistics()
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+def test_every_step_has_words() -> None:
+    assert set(EXPLAINED) == {step for steps in CHART.phases.values() for step in steps}
+
+
+def base(**more: Any) -> dict[str, Any]:
+    return {
+        "health": "starting",
+        "step": "streaming",
+        "for": 14.0,
+        "cause": "it was told to",
+        "fatal": None,
+        "lag": None,
+        "flushed": "0/1",
+        "events": [],
+        "consumers": {},
+        "pools": {},
+        "slot": {"name": "holdfast_slot_default"},
+        "slot_blockers": [],
+        "lock": {"held": False, "holder": None},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("step", EXPLAINED)
+@pytest.mark.parametrize("health", [health.value for health in Health])
+def test_there_is_something_to_say_of_everything(step: str, health: str) -> None:
+    head, *rest = explain(base(step=step, health=health)).splitlines()
+    assert head == f"{health}, at {step.replace(':', ' / ')} for 14 s"
+    assert rest[-1].startswith("  so       ")
+    assert all(re.match(r"  (because|so     )  \S", line) for line in rest)
+
+
+def test_between_two_tries_the_last_error_is_the_reason() -> None:
+    error = {"name": "connection_error", "detail": "nobody listens; next try in 2.0 s"}
+    lines = explain(base(step="start_replication_client", events=[error])).splitlines()
+    assert lines[1] == "  because  nobody listens; next try in 2.0 s"
+    old = [error, {"name": "connection_lock_acquired", "detail": ""}]
+    lines = explain(base(step="start_replication_client", events=old)).splitlines()
+    assert lines[1] == "  because  it was told to"
+
+
+def test_a_pool_that_is_short_is_named_with_its_error() -> None:
+    short = {"state": "starting", "connected": 3, "max_size": 16, "error": "no connection left"}
+    full = {"state": "ready", "connected": 4, "max_size": 4, "error": None}
+    now = base(step="start_connection_pool:connecting", pools={"admin": full, "snapshot": short})
+    lines = explain(now).splitlines()
+    assert lines[1] == ("  because  the snapshot pool has 3 of 16 connections: no connection left")
+    assert "admin" not in "".join(lines)
+
+
+# -- metrics -------------------------------------------------------------------------------------
+
+
+def test_the_docs_list_every_metric() -> None:
+    table = OPERATIONS.partition("## Metrics")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| ([^|]*)\|", table, re.MULTILINE)
+    expected = [(PREFIX + name, labels) for name, _, labels, _ in GAUGES]
+    expected += [(f"{PREFIX}{name}_total", labels) for name, _, labels, _ in COUNTERS]
+    assert [(name, tuple(re.findall(r"`(\w+)`", labels))) for name, labels in listed] == expected
+
+
+async def test_the_metrics_are_the_numbers_of_the_report(make: MakePostgres, sql: Sql) -> None:
+    collector = PostgresCollector()
+    assert samples(collector) == {}
+    async with make() as pg:
+        collector.add(pg)
+        early = samples(collector)
+        assert (PREFIX + "lag_bytes",) not in early  # not known is not 0
+        changes = pg.changes("search", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        txn = await following(changes)
+        found = samples(collector)
+        now = pg.statistics()
+        assert found[PREFIX + "health", "active"] == 1
+        assert sum(found[PREFIX + "health", health.value] for health in Health) == 1
+        assert found[PREFIX + "condition_met", "integrity_checks_passed"] == 1
+        assert found[PREFIX + "consumer_outstanding", "search"] == 1
+        assert found[PREFIX + "transactions_total",] == 1
+        assert found[PREFIX + "bytes_total",] == now["bytes"]
+        assert found[PREFIX + "pool_connections", "admin"] == 1
+        assert found[PREFIX + "lag_bytes",] > 0
+        assert found[PREFIX + "connects_total",] == now["connects"]
+        assert found[PREFIX + "events_total", "ready"] == 1
+        await txn.ack()
+    assert samples(collector) == {}  # it is closed
+    collector.remove(pg)
+    collector.remove(pg)

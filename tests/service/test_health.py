@@ -1,0 +1,56 @@
+"""One word for the whole service: what the parts say, and the worst of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import get_args
+
+from holdfast.kernel import Condition
+from holdfast.postgres import Health
+from holdfast.service import HTTP, Status
+from holdfast.service._health import Board, worst
+
+PAGE = (Path(__file__).parents[2] / "docs" / "operations" / "service.md").read_text()
+WORDS: tuple[Status, ...] = get_args(Status)
+
+
+def conditions(**met: bool) -> dict[str, Condition]:
+    return {name: Condition(name, value, 0.0, None) for name, value in met.items()}
+
+
+def test_the_table_of_the_docs_is_the_one_of_the_code() -> None:
+    table = PAGE.partition("| status | HTTP |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", table, re.MULTILINE)
+    assert rows == [(word, str(code)) for word, code in HTTP.items()]
+
+
+def test_the_words_are_the_same_everywhere_and_in_the_same_order() -> None:
+    assert tuple(HTTP) == WORDS == tuple(health.value for health in Health)
+
+
+def test_the_worst_one_counts_and_its_code_is_never_better() -> None:
+    assert worst([]) == "active"
+    for one, other in itertools.product(WORDS, WORDS):
+        both = worst([one, other])
+        assert both == worst([other, one])
+        assert HTTP[both] == max(HTTP[one], HTTP[other])
+
+
+def test_a_part_that_says_nothing_is_judged_by_its_conditions() -> None:
+    board = Board({"lamp": ("lit", "warm"), "http": ("ready",)})
+    some = conditions(lit=True, warm=False, ready=True)
+    assert board.words(some) == {"lamp": "starting", "http": "active"}
+    assert board.status(some) == "starting"
+    assert board.status(conditions(lit=True, warm=True, ready=True)) == "active"
+
+
+def test_one_that_says_something_is_believed() -> None:
+    board = Board({"lamp": ("lit",), "http": ("ready",)})
+    assert board.say("lamp", "waiting") == ("lit",)
+    assert board.status(conditions(lit=False, ready=True)) == "waiting"
+    assert board.status(conditions(lit=False, ready=False)) == "starting"
+    board.say("lamp", "failed")
+    assert board.status(conditions(lit=False, ready=False)) == "failed"
+    assert repr(board) == "<Board: lamp failed, http by its conditions>"
