@@ -377,7 +377,7 @@ async def test_a_standby_finds_another_way_when_its_own_is_lost(
 ) -> None:
     """It waits for the lock, maybe for days; it is not a new life when it connects again."""
     require_ipv6()
-    monkeypatch.setattr(_resolver, "KEPT", 0.1)
+    monkeypatch.setattr(_resolver, "KEPT", 0.0)
     name("::1", "127.0.0.1")
     port = port_of(streamed_url)
     async with (

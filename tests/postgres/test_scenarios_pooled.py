@@ -126,5 +126,9 @@ async def test_a_pooler_with_too_few_connections(
         async with behind(url, streamed_url, stream_id, tmp_path) as pg:
             await until(lambda: said(pg, "no more connections allowed"))
             assert await said(pg, "use fewer connections")
-            assert await one(sql, "select count(*) from pg_replication_slots where active") == 0
+            slots = (
+                "select count(*) from pg_replication_slots "
+                "where active and database = current_database()"
+            )
+            assert await one(sql, slots) == 0
             assert pg.health is Health.STARTING

@@ -352,7 +352,8 @@ async def test_a_throttled_connection_can_be_swallowed_midway(proxy: FaultProxy)
     await proxy.wait_until(lambda counts: counts.bytes_up > 0)
     proxy.black_hole()
     counts = await proxy.wait_until(lambda counts: counts.bytes_swallowed > 0)
-    assert counts.bytes_up + counts.bytes_swallowed <= 50_000
+    # What came back from the other side is swallowed, too.
+    assert counts.bytes_swallowed <= 50_000
     assert counts.bytes_up < 25_000
     proxy.reset()
     await close(streams[1])

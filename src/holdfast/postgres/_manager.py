@@ -210,6 +210,8 @@ class Manager:
     def _start_client(self) -> None:
         settings = self._settings
         self.received_before = self.received()
+        if self.client is not None and not self.client.dialled:
+            self._resolver.forget()  # the way that was found does not lead there any more
         self.client = client = ReplicationClient(
             lambda: self._resolver.conninfo(settings.replication_url),
             replace(

@@ -91,6 +91,11 @@ class ReplicationClient:
 
     # -- life ----------------------------------------------------------------------------------
 
+    @property
+    def dialled(self) -> bool:
+        """Whether the server was reached."""
+        return self._link is not None
+
     async def run(self) -> None:
         """Dial, set up, wait, stream; ends by an error, or by being cancelled."""
         self._report(Step.CONNECTED)
