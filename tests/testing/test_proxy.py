@@ -8,6 +8,7 @@ import hashlib
 import os
 import random
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -343,6 +344,36 @@ async def test_throttle_slows_down(proxy: FaultProxy) -> None:
     proxy.throttle(None)
     assert len(await send(streams, b"x" * 1_000_000)) == 1_000_000
     await close(streams[1])
+
+
+async def wait_swallowed(proxy: FaultProxy, more_than: int) -> None:
+    await proxy.wait_until(lambda counts: counts.bytes_swallowed > more_than)
+
+
+async def test_nothing_arrives_after_what_was_swallowed() -> None:
+    """Not even in the moment before the reset: no network loses the middle of a stream."""
+    numbers = b"".join(struct.pack("!I", number) for number in range(500_000))
+
+    async def send_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            for at in range(0, len(numbers), 4000):
+                writer.write(numbers[at : at + 4000])
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(send_all, "127.0.0.1", 0)
+    async with server, FaultProxy("127.0.0.1", server.sockets[0].getsockname()[1]) as proxy:
+        for _ in range(20):
+            reader, writer = await connect(proxy)
+            got = await reader.read(4000)
+            proxy.black_hole()
+            await wait_swallowed(proxy, proxy.statistics().bytes_swallowed)
+            proxy.resume()
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    got += data
+            assert numbers.startswith(got)
+            await close(writer)
 
 
 async def test_a_throttled_connection_can_be_swallowed_midway(proxy: FaultProxy) -> None:

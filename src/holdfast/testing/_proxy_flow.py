@@ -52,6 +52,8 @@ class Flow:
         self._room = asyncio.Event()
         self._room.set()
         self._carried = 0
+        #: Whether something was swallowed.
+        self._holed = False
         self._cut_generation = faults.cut_generation
 
     async def read(self) -> None:
@@ -83,7 +85,7 @@ class Flow:
 
     async def _end(self, last: bytes | OSError) -> None:
         await self._forwarding()
-        if self._faults.mode == "black_hole":
+        if self._holed or self._faults.mode == "black_hole":
             self._swallow(0)
         elif isinstance(last, OSError):
             raise last
@@ -93,7 +95,9 @@ class Flow:
     async def _pass_on(self, data: bytes) -> None:
         while data:
             await self._forwarding()
-            if self._faults.mode == "black_hole":
+            if self._holed or self._faults.mode == "black_hole":
+                # What comes after a hole never arrives, or the stream would have lost its middle.
+                self._holed = True
                 self._swallow(len(data))
                 return
             rate = self._faults.throttle[self._direction]
