@@ -49,11 +49,11 @@ from holdfast.embedded import SyncEmbeddedPostgres
 from holdfast.postgres import Postgres, Transaction
 
 #: Rows per transaction, and how many transactions, in a quick run and in a long one.
-CASES = {1: (30_000, 150_000), 100: (2_000, 8_000), 10_000: (20, 80)}
+CASES = {1: (30_000, 100_000), 100: (2_000, 6_000), 10_000: (20, 60)}
 #: The rows of the big transaction.
 BIG = (300_000, 5_000_000)
 COMMITS = (50, 300)
-ROUNDS = (3, 9)
+ROUNDS = (3, 5)
 SERVER = {
     "wal_level": "logical",
     "max_wal_size": "8GB",

@@ -30,7 +30,7 @@ def apply(ledger: sqlite3.Connection, txn: Transaction) -> tuple[int, int]:
     return amount, total
 
 
-async def consume(pg: Postgres, ledger: sqlite3.Connection) -> tuple[Transaction, int, int]:
+async def consume(pg: Postgres, ledger: sqlite3.Connection, *, crash: bool) -> None:
     (start,) = ledger.execute("select position from progress").fetchone()
     async with pg.changes("ledger", tables=["payments"], start=start) as changes:
         await pg.wait_until_published("payments")
@@ -39,7 +39,13 @@ async def consume(pg: Postgres, ledger: sqlite3.Connection) -> tuple[Transaction
                 await conn.execute("insert into payments values (1, 10)")
         txn = await anext(changes)
         assert isinstance(txn, Transaction)
-        return txn, *apply(ledger, txn)
+        amount, total = apply(ledger, txn)
+        if crash:
+            print(f"added {amount}, total {total}, then crashed before the acknowledgement")
+            return
+        print(f"added {amount}, total {total}")
+        await txn.ack()
+        assert txn.acknowledged
 
 
 async def main() -> None:
@@ -53,14 +59,11 @@ async def main() -> None:
             async with Postgres(server.url, state_dir=folder) as pg:
                 async with pg.connection() as conn:
                     await conn.execute("create table payments (id int primary key, amount int)")
-                _, amount, total = await consume(pg, ledger)
-                print(f"added {amount}, total {total}, then crashed before the acknowledgement")
+                await consume(pg, ledger, crash=True)
             async with Postgres(server.url, state_dir=folder) as pg:
                 async with pg.connection() as conn:
                     await conn.execute("insert into payments values (2, 5)")
-                txn, amount, total = await consume(pg, ledger)
-                print(f"added {amount}, total {total}")
-                await txn.ack()
+                await consume(pg, ledger, crash=False)
         ledger.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.kernel import WaitTimeout
 from holdfast.postgres import Changes, Postgres, Reset, Transaction
-from holdfast.postgres._errors import ConfigurationError
+from holdfast.postgres._errors import ConfigurationError, PostgresError
 from holdfast.postgres._store import StateStore
 from holdfast.testing import Host, Sim
 
@@ -163,16 +163,16 @@ class Instance:
         begin = self.world.sim.now
         try:
             await self.host.run(getattr(pg, how)())
-        except (
-            WaitTimeout,
-            ConfigurationError,
-        ):  # asleep, and it could not wake up to drop anything
+        except (WaitTimeout, PostgresError):
+            # It could not wake up, or not reach what it was to drop, and says so.
+            if how != "drop":
+                raise
             await self.host.run(pg.close())
         except Exception as error:
             if process.alive:
                 self.world.violated(f"{self.name}: {how} failed: {error!r}")
             return
-        extra = 5.0 + SHUTDOWN if how == "drop" else 0.0
+        extra = 10.0 + SHUTDOWN if how == "drop" else 0.0
         took = self.world.sim.now - begin
         if took > SHUTDOWN + extra + 0.5:
             self.world.violated(f"{self.name}: {how} took {took:.1f} s")

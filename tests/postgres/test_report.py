@@ -78,7 +78,7 @@ async def test_lag_and_consumers_follow_what_is_acknowledged(make: MakePostgres,
         assert now["transactions"] == 1
         assert now["bytes"] > 0
         assert now["consumers"]["search"]["outstanding"] == 1
-        assert "the consumer 'search' has 1 transactions" in pg.explain()
+        assert "the consumer 'search' has 1 transaction" in pg.explain()
         await txn.ack()
         await until(lambda: _caught_up(pg))
         assert pg.statistics()["consumers"]["search"]["outstanding"] == 0

@@ -10,7 +10,15 @@ import psycopg
 import pytest
 
 from holdfast.kernel import Recorder
-from holdfast.postgres import Changes, History, Lsn, Postgres, Reset, Transaction
+from holdfast.postgres import (
+    Changes,
+    History,
+    Lsn,
+    Postgres,
+    PostgresError,
+    Reset,
+    Transaction,
+)
 from holdfast.postgres._body import Body
 from holdfast.postgres._hub import Hub
 from holdfast.postgres._store import StateStore
@@ -89,7 +97,7 @@ def test_what_is_on_its_way_when_it_comes_back_does_not_count(tmp_path: Path) ->
     changes = hub.attach("search")
     apply(hub, 110)
     assert taken(changes) == [110]
-    hub.acknowledge(changes, 110)
+    assert hub.acknowledge(changes._visit, 110)
     changes._closed = True
     hub.detach(changes)
     apply(hub, 120)
@@ -143,6 +151,82 @@ async def test_a_position_that_the_server_has_forgotten_is_a_reset(
         await pg.wait_until_active(LIMIT)  # the stream is under way when it comes
         changes = pg.changes("copy", tables=["orders"], start=positions[0])
         assert str(positions[0].lsn) in (await next_reset(changes)).reason
+
+
+async def test_a_place_beyond_the_end_is_a_reset_while_the_stream_is_under_way(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """And only for the one who came with it: the others go on."""
+    async with make() as pg:
+        other = pg.changes("other", tables=["orders"])
+        await published(streamed_url, stream_id)
+        await sql.execute("insert into orders values (1, 'x')")
+        position = (await following(other)).position
+        far = position._replace(lsn=Lsn(position.lsn + 10**9))
+        changes = pg.changes("far", tables=["orders"], start=far)
+        assert "beyond the end" in (await next_reset(changes)).reason
+        await sql.execute("insert into orders values (2, 'x')")
+        while ids(await following(changes)) != [2]:
+            pass  # it begins where the server can, which may be before the other one
+        assert ids(await following(other)) == [2]
+
+
+async def test_a_place_before_the_slot_is_a_reset_while_the_stream_is_under_way(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
+) -> None:
+    async with make() as pg:
+        changes = pg.changes("copy", tables=["orders"])
+        await published(streamed_url, stream_id)
+        await sql.execute("insert into orders values (1, 'x')")
+        txn = await following(changes)
+        await pg.drop()
+    await sql.execute("insert into orders values (2, 'lost')")
+    async with make(state_dir=tmp_path / "another") as pg:
+        await pg.wait_until_active(LIMIT)
+        changes = pg.changes("copy", tables=["orders"], start=txn.position)
+        assert "slot that was missing" in (await next_reset(changes)).reason
+
+
+async def test_a_loop_whose_body_fails_is_simply_tried_again(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    async with make() as pg:
+        seen: list[int] = []
+
+        async def follow() -> None:
+            while True:
+                try:
+                    async for txn in pg.changes("search", tables=["orders"]):
+                        assert isinstance(txn, Transaction)
+                        seen.extend(ids(txn))
+                        if len(seen) < 4:
+                            raise ValueError("the handler fails")
+                        await txn.ack()
+                        return
+                except ValueError:
+                    await asyncio.sleep(0)
+
+        following_it = asyncio.create_task(follow())
+        await published(streamed_url, stream_id)
+        await sql.execute("insert into orders values (1, 'x')")
+        await asyncio.wait_for(following_it, LIMIT)
+        assert seen == [1, 1, 1, 1]
+
+
+async def test_who_is_dropped_while_it_waits_is_told(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    async with make() as pg:
+        changes = pg.changes("search", tables=["orders"])
+        await published(streamed_url, stream_id)
+        asking = asyncio.create_task(following(changes))
+        await asyncio.sleep(0)
+        await pg.drop_consumer("search")
+        with pytest.raises(PostgresError, match="was dropped"):
+            await asking
+        async with pg.changes("search", tables=["orders"]) as again:
+            await sql.execute("insert into orders values (1, 'x')")
+            assert ids(await following(again)) == [1]
 
 
 async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:

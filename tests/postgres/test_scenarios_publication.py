@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from holdfast.postgres import Changes, ConfigurationError, Insert
+from holdfast.postgres import Changes, ConfigurationError, Insert, _admin
 
 from .conftest import MakePostgres, Sql
-from .server import LIMIT, following, ids, one, published, quicken
+from .server import LIMIT, connected, following, ids, one, published, quicken
 
 PARTITIONED = (
     "create table sales (id int, region text) partition by list (region)",
@@ -48,6 +49,56 @@ async def test_a_partitioned_table_by_its_own_name(
         await sql.execute("insert into sales values (3, 'east')")
         assert ids(await following(changes)) == [3]
         assert ids(await following(others)) == [7]
+
+
+async def test_a_table_that_others_write_to_holds_up_nobody_else(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """Neither other consumers, whenever they come, nor those who write."""
+    await sql.execute("create table busy (id int primary key)")
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)  # with a slot, which would wait for the writer, too
+    async with connected(streamed_url) as writer, make() as pg:
+        await writer.execute("begin")
+        await writer.execute("insert into busy values (1)")
+        busy = pg.changes("busy", tables=["busy"])
+        orders = pg.changes("orders", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        assert ids(await following(orders)) == [1]
+        for number in range(2, 6):
+            async with asyncio.timeout(3 * _admin.LOCK_PATIENCE):
+                await sql.execute("insert into busy values (%s)", (number,))
+        await sql.execute("create table late (id int primary key)")
+        late = pg.changes("late", tables=["late"])
+        await pg.wait_until_published("late", timeout=LIMIT)
+        await sql.execute("insert into late values (1)")
+        assert ids(await following(late)) == [1]
+        await writer.execute("commit")
+        await pg.wait_until_published("busy", timeout=LIMIT)
+        await sql.execute("insert into busy values (7)")
+        assert ids(await following(busy)) == [7]
+        assert pg.statistics()["restarts"] == 0
+
+
+async def test_who_comes_while_the_tables_of_another_are_published(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sql.execute("create table late (id int primary key)")
+    add, came = _admin.add_tables, list[Changes]()
+    async with make() as pg:
+
+        async def meanwhile(conn: Any, publication: str, tables: Any) -> list[str]:
+            if not came:
+                came.append(pg.changes("late", tables=["late"]))
+            return await add(conn, publication, tables)
+
+        monkeypatch.setattr(_admin, "add_tables", meanwhile)
+        first = pg.changes("first", tables=["orders"])
+        await pg.wait_until_published("orders", "late", timeout=LIMIT)
+        await sql.execute("insert into late values (1)")
+        assert ids(await following(came[0])) == [1]
+        await first.aclose()
 
 
 async def test_a_partition_whose_changes_come_under_another_name(

@@ -32,6 +32,8 @@ __all__ = [
 
 #: How long one of these may take.
 TIMEOUT = 5.0
+#: How long a table may be waited for: whoever wants to write to it waits behind.
+LOCK_PATIENCE = 1.0
 #: A holder of the lock that gave no sign of life for so long is abandoned, if its slot is not read.
 QUIET = 10.0
 
@@ -193,7 +195,8 @@ async def add_tables(
     """Add tables to the publication; returns those that were not in it.
 
     Each is locked first: what a transaction that is under way writes to it would otherwise be
-    published by nobody, for ever.
+    published by nobody, for ever. If that takes long, it raises `LockNotAvailable`: others wait
+    behind it, and it is to be tried again later.
     """
     added = []
     for table in sorted(set(tables)):
@@ -201,6 +204,8 @@ async def add_tables(
             if not await unpublished(conn, publication, [table]):
                 continue
             name = sql.Identifier(*table.split(".", 1))
+            limit = sql.Literal(f"{LOCK_PATIENCE:g}s")
+            await conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(limit))
             await conn.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(name))
             if await _is_partitioned(conn, table):
                 # Otherwise its changes come under the names of its partitions.

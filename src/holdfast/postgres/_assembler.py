@@ -175,6 +175,8 @@ class Assembler:
     def _keep(self, message: TruncateMessage | LogicalMessage, data: bytes) -> Committed | None:
         if self._now is not None and getattr(message, "transactional", True):
             self._now.body.append(data)
+            if isinstance(message, TruncateMessage):  # each table is a change of its own
+                self._now.body.count += len(message.oids) - 1
             return None
         if not isinstance(message, LogicalMessage):
             raise ProtocolError("a truncate outside of a transaction")

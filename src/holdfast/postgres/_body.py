@@ -6,18 +6,37 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
+from typing import cast
 
 from ._rows import Relation
 
-__all__ = ["SPILL_AFTER", "Body", "Shelf"]
+__all__ = ["HEADER", "SPILL_AFTER", "TRUNCATE", "Body", "Shelf"]
+
+#: Every message is kept with the header of the replication protocol before it: cutting it off would
+#: be one more copy.
+HEADER = 25
 
 #: With more bytes than this, a transaction goes to a file.
 SPILL_AFTER = 16 * 2**20
 #: So much is read from the file, or gathered for it, at a time.
 _CHUNK = 2**20
 _head = struct.Struct("!i")
+#: Where the kind of a message is, and that with what tells its table and its subtransaction.
+_KIND, _KEY = slice(HEADER, HEADER + 1), slice(HEADER, HEADER + 9)
+_key_of = itemgetter(_KEY)
+TRUNCATE = b"T"
+#: With more tables, or subtransactions, than this it is not noted which ones they are.
+_MOST = 100_000
+
+
+def _note(found: dict[bytes, int], messages: Iterable[bytes]) -> dict[bytes, int]:
+    get = found.get
+    for key in map(_key_of, messages):
+        found[key] = get(key, 0) + 1
+    return found
 
 
 class Shelf:
@@ -78,6 +97,29 @@ class Body:
         if self.size > self._shelf.spill_after:
             self._spill()
 
+    def mentioned(self) -> Mapping[bytes, int] | None:
+        """How its messages begin, and how many of each: their kinds, and eight bytes more.
+
+        Of a row that is the table's oid, in a part of a transaction after the number of the
+        subtransaction. None if there are too many. Of a file it was noted when it was written.
+        """
+        if self._spilled is not None:
+            return self._spilled.mentioned
+        return _note({}, self._of_messages())
+
+    def truncates(self) -> list[bytes]:
+        """Those of its messages that truncate."""
+        if self._spilled is not None:
+            return self._spilled.truncates
+        return [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
+
+    def _of_messages(self) -> list[bytes]:
+        # A table's description is not a message, and rarely among them.
+        kept = (
+            [each for each in self._kept if type(each) is bytes] if self.described else self._kept
+        )
+        return cast("list[bytes]", kept)
+
     def describe(self, relation: Relation) -> None:
         """From here on, this is what the table is like."""
         self.described = (*self.described, relation)
@@ -109,6 +151,8 @@ class _Spilled:
         self._file: int | None = None
         self._relations: list[Relation] = []
         self._gathered = bytearray()
+        self.mentioned: dict[bytes, int] | None = {}
+        self.truncates: list[bytes] = []
         # Readers in several threads may find something that is not written yet.
         self._writing = threading.Lock()
         if directory is not None:
@@ -122,6 +166,13 @@ class _Spilled:
             self._relations.append(entry)
             self._gathered += _head.pack(-len(self._relations))
         else:
+            if (mentioned := self.mentioned) is not None:
+                key = entry[_KEY]
+                mentioned[key] = mentioned.get(key, 0) + 1
+                if len(mentioned) > _MOST:
+                    self.mentioned = None
+            if entry[_KIND] == TRUNCATE:
+                self.truncates.append(entry)
             self._gathered += _head.pack(len(entry))
             self._gathered += entry
         if len(self._gathered) > _CHUNK:

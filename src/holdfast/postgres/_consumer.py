@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -18,8 +19,9 @@ from ._transaction import Committed
 if TYPE_CHECKING:
     from ._hub import Hub
 
-__all__ = ["Changes", "Reset", "Transaction"]
+__all__ = ["Changes", "Reset", "Transaction", "Visit"]
 
+log = logging.getLogger("holdfast.postgres")
 
 #: After so many transactions and changes that were at hand, the loop gets a turn.
 YIELD_EVERY = 2000
@@ -36,24 +38,40 @@ class Reset(NamedTuple):
     reason: str
 
 
+class Visit:
+    """A consumer's time under its name: what it is given then, it may acknowledge.
+
+    It ends when a reset comes, or when the name is dropped or comes back: not when the consumer is
+    closed. A transaction knows this and not its `Changes`, so that somebody who keeps one does not
+    keep the other: a loop that has failed is over, whatever is left of it.
+    """
+
+    __slots__ = ("hub", "name")
+
+    def __init__(self, hub: Hub, name: str) -> None:
+        self.hub = hub
+        self.name = name
+
+
 class Transaction:
     """A committed transaction; `ack()` says that its effect is safe."""
 
-    __slots__ = ("_changes", "_committed", "_generation", "_history", "_tables", "acknowledged")
+    __slots__ = ("_committed", "_history", "_length", "_tables", "_visit", "acknowledged")
 
     def __init__(
         self,
         committed: Committed,
-        changes: Changes,
+        visit: Visit,
         tables: frozenset[int] | None,
         history: History,
     ) -> None:
         self._committed = committed
-        self._changes = changes
+        # They stay what they are, whatever becomes of the stream while somebody works on it.
+        self._visit = visit
         self._tables = tables
-        # Both stay what they are, whatever becomes of the stream while somebody works on it.
         self._history = history
-        self._generation = changes._generation
+        self._length: int | None = None
+        #: Whether its acknowledgement has counted.
         self.acknowledged = False
 
     @property
@@ -93,19 +111,25 @@ class Transaction:
                 yield change
 
     def __len__(self) -> int:
-        """How many changes came with it, of all tables."""
-        return len(self._committed)
+        """How many changes the loop over it gives."""
+        if self._length is None:
+            self._length = self._committed.count(self._tables)
+        return self._length
+
+    def __bool__(self) -> bool:
+        return True  # also without a change: it was committed, and wants to be acknowledged
 
     async def ack(self) -> None:
         """Its effect is safe: PostgreSQL may forget it. In any order, and harmless twice.
 
-        After a reset it changes nothing: the place may be another transaction's by now.
+        It counts, too, when the consumer was closed meanwhile. After a reset, or when the consumer
+        has come back and is given it again, it changes nothing: `acknowledged` stays False.
         """
         if not self.acknowledged:
-            self.acknowledged = True
-            changes = self._changes
-            if self._generation == changes._generation:
-                changes._hub.acknowledge(changes, self._committed.end_lsn)
+            visit = self._visit
+            self.acknowledged = visit.hub.acknowledge(visit, self._committed.end_lsn)
+            if not self.acknowledged:
+                log.debug("an acknowledgement of %r by %r came too late", self, visit.name)
 
     def __repr__(self) -> str:
         return f"<Transaction {self.xid} at {self.commit_lsn}: {len(self)} changes>"
@@ -116,6 +140,8 @@ class Changes:
 
     It ends when it is closed, or when its manager is. To leave the loop is to pause: what was not
     acknowledged comes again when the consumer comes back under its name.
+
+    Several tasks may share one: each transaction comes to one of them, to whoever waits longest.
     """
 
     def __init__(self, hub: Hub, name: str, tables: tuple[str, ...]) -> None:
@@ -126,15 +152,13 @@ class Changes:
         self._queue: deque[Transaction | Reset] = deque()
         self._bytes = 0
         self._taken = 0
-        self._waiting: asyncio.Future[None] | None = None
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._last: Reset | None = None
         self._error: BaseException | None = None
         self._closed = False
-        #: One more with each reset.
-        self._generation = 0
-        # Whether another one may have taken its name; and the tables that were known when it was
-        # last looked which of them it wants, with those.
-        self._detached = False
+        #: Another one after each reset.
+        self._visit = Visit(hub, name)
+        # The tables that were known when it was last looked which of them it wants, with those.
         self._known: Mapping[int, Relation] | None = None
         self._wanted: frozenset[int] = frozenset()
 
@@ -143,20 +167,17 @@ class Changes:
 
     async def __anext__(self) -> Transaction | Reset:
         """The next transaction, or a `Reset`."""
-        if self._last is not None:
-            await self._hub.understood(self, self._last)
-            self._last = None
+        if (last := self._last) is not None:
+            await self._hub.understood(self, last)
+            if self._last is last:  # another task may have got another one meanwhile
+                self._last = None
         queue = self._queue
         while not queue:
             if self._error is not None:
                 raise self._error
             if self._closed:
                 raise StopAsyncIteration
-            self._waiting = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiting
-            finally:
-                self._waiting = None
+            await self._wait()
         if self._taken > YIELD_EVERY:
             # A consumer that awaits nothing else must leave the reader, and its answers, a turn.
             self._taken = 0
@@ -174,6 +195,19 @@ class Changes:
             assert isinstance(item, Reset)
             self._last = item
         return item
+
+    async def _wait(self) -> None:
+        """Wait until there may be something."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            await waiting
+        except BaseException:
+            if waiting.done() and not waiting.cancelled():
+                self._wake()  # what it was woken for is for the next one
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
 
     async def aclose(self) -> None:
         """Pause: nothing more comes."""
@@ -197,7 +231,7 @@ class Changes:
         self._queue.append(item)
         if type(item) is Transaction:
             self._bytes += item._committed.body.size
-        if self._waiting is not None:
+        if self._waiting:
             self._wake()
 
     def _forget(self) -> None:
@@ -209,19 +243,23 @@ class Changes:
     def _begin_anew(self, reason: str) -> None:
         """History is not what it was: that comes next, and nothing from before it."""
         self._forget()
-        self._generation += 1
+        self._visit = Visit(self._hub, self.name)
         self._put(Reset(reason))
 
     def _end(self, error: BaseException | None) -> None:
         self._closed = True
         self._error = error
         self._forget()
-        self._wake()
+        while self._waiting:
+            self._wake()
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-        self._waiting = None
+        """Wake the one that has waited longest."""
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
 
     def __del__(self) -> None:
         if not self._closed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from holdfast.kernel import duration
+from holdfast.kernel import counted, duration
 
 from ._health import Health
 from ._phases import CLIENT, POOL, RUNNING, STREAM
@@ -144,10 +144,17 @@ def _streaming(now: Report) -> Words:
             f"{duration(lag['seconds'])}"
         )
     behind = [
-        f"the consumer {name!r} has {each['outstanding']} transactions to acknowledge"
+        f"the consumer {name!r} has {counted(each['outstanding'], 'transaction')} to acknowledge"
         for name, each in now["consumers"].items()
         if each["outstanding"]
     ]
+    full = [name for name, each in now["consumers"].items() if each["full"]]
+    if full:
+        named = " and ".join(map(repr, full))
+        return Words(
+            [f"reading is paused: what is queued for {named} is not taken", *because, *behind],
+            f"look why {named} does not go on: everybody else waits, too",
+        )
     return Words([*because, *behind], "there is nothing to do")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from holdfast.kernel import Recorder, counted
 
-from ._consumer import Changes, Reset, Transaction
+from ._consumer import Changes, Reset, Transaction, Visit
 from ._errors import ConfigurationError, PostgresError, StreamEnded
 from ._lsn import LAST, Lsn
 from ._position import History, Position
@@ -50,6 +50,8 @@ class Hub:
         self._progress: dict[str, Progress | None] = {}
         self._resets: dict[str, str] = {}
         self._attached: weakref.WeakValueDictionary[str, Changes] = weakref.WeakValueDictionary()
+        #: Whose acknowledgements count, also while they are away.
+        self._visits: dict[str, Visit] = {}
         #: Whether somebody was told of progress, and has not looked since.
         self._told_progress = False
         self._published: set[str] = set()
@@ -66,6 +68,10 @@ class Hub:
         self.seen: int | None = None
         #: The end of the last one that this process has seen; 0 if it has seen none.
         self._applied = 0
+        #: How far the server's log went when it was last looked at; None if it was not.
+        self._log_end: int | None = None
+        #: Where the slot begins, if this process has made it.
+        self._made_at = 0
         #: Whether the slot was there before anything was kept here: who reads from it is not known.
         self.adopted = False
         #: The history that is streamed now.
@@ -89,6 +95,8 @@ class Hub:
             self._dropped_elsewhere(name)
         for name, saved in kept.items():
             mine, at = self._progress.get(name), saved.acknowledged
+            if missed is not None:
+                self._visits.pop(name, None)
             if missed is not None or mine is None:
                 self._progress[name] = None if at is None else Progress(at, saved.delivered)
             elif at is not None:
@@ -98,8 +106,7 @@ class Hub:
                 self._begins_anew(name, reason)
 
     def _dropped_elsewhere(self, name: str) -> None:
-        del self._progress[name]
-        self._resets.pop(name, None)
+        self._forget(name)
         if name in self._attached:
             reason = f"the consumer {name!r} was dropped by another instance"
             self._progress[name] = None
@@ -110,8 +117,17 @@ class Hub:
     def _begins_anew(self, name: str, reason: str) -> None:
         """A consumer must be told: now, or when it comes back."""
         self._resets[name] = reason
+        self._visits.pop(name, None)
         if (changes := self._attached.get(name)) is not None:
             changes._begin_anew(reason)
+            self._visits[name] = changes._visit
+
+    def _forget(self, name: str) -> None:
+        self._progress.pop(name, None)
+        self._resets.pop(name, None)
+        self._visits.pop(name, None)
+        self._starting.pop(name, None)
+        self._behind.discard(name)
 
     # -- consumers -----------------------------------------------------------------------------
 
@@ -119,9 +135,10 @@ class Hub:
         self, name: str, *, tables: tuple[str, ...] = (), start: Position | None = None
     ) -> Changes:
         """A consumer comes, or comes back."""
-        if name in self._attached:
+        if (other := self._attached.get(name)) is not None and not other._closed:
             raise PostgresError(
-                f"the consumer {name!r} is here already: give each its own name, or close the other"
+                f"the consumer {name!r} is here already: give each its own name, or close the "
+                "other; `async with pg.changes(...) as changes` closes it whatever happens"
             )
         changes = Changes(self, name, tables)
         if start is not None:
@@ -129,17 +146,28 @@ class Hub:
         elif name not in self._progress:
             self._add(name)
         self._attached[name] = changes
+        self._visits[name] = changes._visit
         if name in self._resets:
             changes._put(Reset(self._resets[name]))
         progress = self._progress[name]
         if progress is not None:
             progress.rewind()
-            if self.seen is not None and progress.acknowledged < self.seen:
-                # What it has not acknowledged is only in the server: it must be sent again.
-                self._behind.add(name)
-                self.on_rewind()
+            self._join(name, progress.acknowledged)
         self.on_attach(changes)
         return changes
+
+    def _join(self, name: str, at: int) -> None:
+        """A consumer comes to a stream that may be under way; it was here before, or says so."""
+        if self.seen is None:
+            return
+        # What it has not acknowledged is only in the server: it must be sent again. And whether the
+        # log goes as far as the place that it has chosen, only the server knows.
+        too_far = name in self._starting and at > max(self.seen, self._log_end or 0)
+        if at < self.seen or too_far:
+            self._behind.add(name)
+            self.on_rewind()
+        else:
+            self._starting.pop(name, None)
 
     def _add(self, name: str) -> None:
         if (saved := self._store.consumers().get(name)) is not None:  # it came to another process
@@ -158,18 +186,26 @@ class Hub:
             self._store.reset(reason, name)
 
     def _start_at(self, name: str, start: Position) -> None:
-        known = self._store.history()
+        known, reason = self._store.history(), None
         if known is not None and start.history != known:
+            reason = _other_history(start, known)
+        elif start.lsn < self._made_at:
+            reason = _before_the_slot(start)
+        if reason is not None:
             self._progress[name] = None if self.seen is None else Progress(self.seen)
             self._store.add(name, self.seen)
-            self._resets[name] = _other_history(start, known)
-            self._store.reset(self._resets[name], name)
+            self._resets[name] = reason
+            self._store.reset(reason, name)
             return
         before = self._progress.get(name)
         # A name that is not known may have missed whatever came before it.
         delivered = self._applied if before is None else before.delivered
         self._progress[name] = Progress(start.lsn, delivered)
-        self._store.add(name, start.lsn)
+        # It is kept once the server has confirmed it: a place that is not in the log would make the
+        # log look too short, for all. One that is earlier than what was kept is kept now.
+        saved = self._store.consumers().get(name)
+        kept = None if saved is None else saved.acknowledged
+        self._store.add(name, None if kept is None else min(kept, start.lsn))
         self._starting[name] = start
 
     def check_starts(self, history: History, found: Findings) -> None:
@@ -177,21 +213,16 @@ class Hub:
 
         Each of them shows that there was a stream, also where nothing else of it was kept.
         """
+        self._log_end = int(found.wal_position)
+        if found.slot_created:
+            self._made_at = int(found.confirmed)
         for name, start in list(self._starting.items()):
             if start.history != history:
                 self._refuse_start(name, _other_history(start, history))
             elif found.slot_created:
-                self._refuse_start(
-                    name,
-                    f"the position {start} is of a replication slot that was missing: what came "
-                    "after it is not known",
-                )
+                self._refuse_start(name, _before_the_slot(start))
             elif start.lsn > found.wal_position:
-                self._refuse_start(
-                    name,
-                    f"the position {start} is beyond the end of the database's log, "
-                    f"{found.wal_position}: a copy of its disk was put back",
-                )
+                self._refuse_start(name, _beyond_the_end(start, found.wal_position))
 
     def _refuse_start(self, name: str, reason: str) -> None:
         del self._starting[name]
@@ -200,8 +231,7 @@ class Hub:
         self._begins_anew(name, reason)
 
     def detach(self, changes: Changes) -> None:
-        """A consumer goes, for a while."""
-        changes._detached = True
+        """A consumer goes, for a while; what it was given it may still acknowledge."""
         if self._attached.get(changes.name) is changes:
             del self._attached[changes.name]
         self.made_room()
@@ -215,28 +245,35 @@ class Hub:
     async def drop(self, name: str, reason: str | None = None) -> None:
         """A consumer is not waited for any more; with a reason, it is told when it comes back."""
         if reason is None:
-            self._progress.pop(name, None)
-            self._resets.pop(name, None)
+            self._forget(name)
+            if (changes := self._attached.get(name)) is not None:
+                changes._end(PostgresError(f"the consumer {name!r} was dropped while it was here"))
+                self.detach(changes)
             await asyncio.to_thread(self._store.drop, name)
         else:
             await self._reset_one(name, reason)
         self.on_progress()
 
     async def _reset_one(self, name: str, reason: str) -> None:
-        self._resets[name] = reason
-        self._progress[name] = None if self.seen is None else Progress(self.seen)
+        # First it is kept, so that nothing is told to the server that a crash would make unknown.
         await asyncio.to_thread(self._store.reset, reason, name)
-        if (changes := self._attached.get(name)) is not None:
-            changes._begin_anew(reason)
+        if name not in self._progress:
+            return  # it was dropped meanwhile
+        # The log has gone on meanwhile: what is queued and what is open go in one step.
+        self._starting.pop(name, None)
+        self._behind.discard(name)
+        self._progress[name] = None if self.seen is None else Progress(self.seen, self.seen)
+        self._begins_anew(name, reason)
 
-    def acknowledge(self, changes: Changes, end: int) -> None:
-        """A consumer is done with the transaction that ends here."""
-        if changes._detached:
-            return
-        progress = self._progress.get(changes.name)
-        if progress is not None and progress.ack(end) and not self._told_progress:
+    def acknowledge(self, visit: Visit, end: int) -> bool:
+        """A consumer is done with the transaction that ends here; returns whether that counts."""
+        progress = self._progress.get(visit.name)
+        if progress is None or self._visits.get(visit.name) is not visit:
+            return False
+        if progress.ack(end) and not self._told_progress:
             self._told_progress = True  # until `flushed` is asked: once is enough
             self.on_progress()
+        return True
 
     async def understood(self, changes: Changes, reset: Reset) -> None:
         """A consumer has been told of a reset; there may be another one by now."""
@@ -252,8 +289,11 @@ class Hub:
         self.history = history
         self.seen = confirmed if self.seen is None else max(self.seen, confirmed)
         for name, start in list(self._starting.items()):
-            if start.history != history:  # it came in the middle of a reset
+            # It came after the others were checked.
+            if start.history != history:
                 self._refuse_start(name, _other_history(start, history))
+            elif self._log_end is not None and start.lsn > max(self._log_end, self.seen):
+                self._refuse_start(name, _beyond_the_end(start, Lsn(self._log_end)))
         for name, progress in self._progress.items():
             if progress is None:
                 self._progress[name] = Progress(confirmed, confirmed)
@@ -294,20 +334,18 @@ class Hub:
             self._applied = end = committed.end_lsn
             if self.seen is None or end > self.seen:
                 self.seen = end
-        if not self._progress:
-            self.on_progress()
 
     def _give(self, done: Sequence[Committed], changes: Changes, progress: Progress) -> None:
-        history, tables = self.history, None
+        history, visit, tables = self.history, changes._visit, None
         assert history is not None  # a stream has begun
         for committed in done:
             if changes.tables:
                 tables = self._chosen(committed, changes)
-                if tables is not None and not tables:
+                if tables is not None and not tables and not committed.emits():
                     progress.passed(committed.end_lsn)
                     continue
             if progress.given(committed.end_lsn):
-                changes._put(Transaction(committed, changes, tables, history))
+                changes._put(Transaction(committed, visit, tables, history))
         if self._is_full(changes):
             self.full = True
             self._room.clear()
@@ -328,7 +366,9 @@ class Hub:
             changes._known, changes._wanted = known, wanted
         if len(wanted) == len(known):
             return None  # nothing else is published: there is no need to look
-        return wanted & committed.touched()
+        touched = committed.touched()
+        mine = wanted & touched
+        return None if mine and len(mine) == len(touched) else mine
 
     def flushed(self) -> int:
         """Everything before this place is safe: the least that any consumer has acknowledged."""
@@ -338,14 +378,22 @@ class Hub:
 
     def passed(self, end: int) -> None:
         """The server has nothing up to here that was not sent, and everybody is up to date."""
-        for progress in self._progress.values():
-            if progress is not None:
+        self._log_end = max(end, self._log_end or 0)
+        for name, progress in self._progress.items():
+            # Who waits for the stream to begin again may be behind all this.
+            if progress is not None and name not in self._behind and name not in self._starting:
                 progress.passed(end)
 
     async def checkpoint(self, told: int) -> None:
         """Keep how far everybody is, before the server is told."""
-        now = {name: p.acknowledged for name, p in self._progress.items() if p is not None}
-        delivered = {name: p.delivered for name, p in self._progress.items() if p is not None}
+        known = {
+            name: progress
+            for name, progress in self._progress.items()
+            # Whether a place that was chosen exists is not known before the stream begins there.
+            if progress is not None and name not in self._starting
+        }
+        now = {name: progress.acknowledged for name, progress in known.items()}
+        delivered = {name: progress.delivered for name, progress in known.items()}
         times_reset, place = self._times_reset, Lsn(min(told, LAST))
         await asyncio.to_thread(self._store.save, place, now, delivered, times_reset=times_reset)
         if self._store.resets().times != times_reset:
@@ -357,7 +405,8 @@ class Hub:
         await asyncio.to_thread(self._store.reset, reason)
         self._times_reset = self._store.resets().times
         self.seen = None
-        self._applied = 0
+        self._applied = self._made_at = 0
+        self._log_end = None
         self._starting.clear()
         self._recorder.record("postgres.hub", f"reset: {reason}", kind="info")
         log.warning("%s begin anew: %s", counted(len(self._progress), "consumer"), reason)
@@ -414,6 +463,11 @@ class Hub:
             self.full = False
             self._room.set()
 
+    @property
+    def paused_by(self) -> list[str]:
+        """The consumers for which reading is paused: they do not take what is queued for them."""
+        return [each.name for each in self.attached() if self._is_full(each)]
+
     def _is_full(self, changes: Changes) -> bool:
         return changes._bytes > self._queue_bytes or len(changes._queue) > self._queue_length
 
@@ -426,18 +480,36 @@ class Hub:
 
     def consumers(self) -> dict[str, dict[str, object]]:
         """Everybody, and how far."""
+        return {name: self._describe(name, progress) for name, progress in self._progress.items()}
+
+    def _describe(self, name: str, progress: Progress | None) -> dict[str, object]:
+        changes = self._attached.get(name)
         return {
-            name: {
-                "attached": name in self._attached,
-                "acknowledged": None if p is None else str(Lsn(p.acknowledged)),
-                "outstanding": 0 if p is None else p.outstanding,
-                "reset": self._resets.get(name),
-            }
-            for name, p in self._progress.items()
+            "attached": changes is not None,
+            "acknowledged": None if progress is None else str(Lsn(progress.acknowledged)),
+            "outstanding": 0 if progress is None else progress.outstanding,
+            "queued": 0 if changes is None else len(changes._queue),
+            "queued_bytes": 0 if changes is None else changes._bytes,
+            "full": changes is not None and self._is_full(changes),
+            "reset": self._resets.get(name),
         }
 
     def __repr__(self) -> str:
         return f"<Hub: {counted(len(self._progress), 'consumer')}, {len(self._attached)} here>"
+
+
+def _before_the_slot(start: Position) -> str:
+    return (
+        f"the position {start} is of a replication slot that was missing: what came after it is "
+        "not known"
+    )
+
+
+def _beyond_the_end(start: Position, end: Lsn) -> str:
+    return (
+        f"the position {start} is beyond the end of the database's log, {end}: a copy of its disk "
+        "was put back"
+    )
 
 
 def _other_history(start: Position, history: History) -> str:

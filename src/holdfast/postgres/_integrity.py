@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ._hub import Hub
+from ._collector import LogCollector
 from ._lsn import Lsn
 from ._position import History
 from ._setup import Findings
@@ -26,7 +26,9 @@ log = logging.getLogger("holdfast.postgres")
 class Integrity:
     """Compares, resets, and remembers."""
 
-    def __init__(self, store: StateStore, hub: Hub, tell: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, store: StateStore, hub: LogCollector, tell: Callable[[str, str], None]
+    ) -> None:
         self._store = store
         self._hub = hub
         self._tell = tell

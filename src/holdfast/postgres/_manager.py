@@ -16,7 +16,16 @@ from typing import Any
 
 import psycopg
 
-from holdfast.kernel import Clock, Context, Deadline, Recorder, StatusMonitor, describe
+from holdfast.kernel import (
+    Backoff,
+    Clock,
+    Context,
+    Deadline,
+    Recorder,
+    StatusMonitor,
+    describe,
+    duration,
+)
 
 from . import _admin
 from ._body import Shelf
@@ -271,19 +280,36 @@ class Manager:
         assert self.client is not None
         await self._integrity.check(self.client.setup.findings)
         for changes in self._hub.attached():
-            await self._publish_now(changes)
+            if not await self._publish_now(changes):
+                self._publish(changes)
         self._happened(self._core.integrity_checked)
 
     def _publish(self, changes: Changes) -> None:
-        if changes.tables and self._core.machine.phase == "running":
-            work = self._publish_now(changes)
+        """See to the tables of a consumer, from the checks on, which see to those before."""
+        if changes.tables and "integrity" in self._tasks:
+            work = self._publish_in_time(changes)
             self._start(f"publish {changes.name}", work, self._core.subsystem_failed)
 
-    async def _publish_now(self, changes: Changes) -> None:
-        """See to it that the tables of a consumer are published; if they cannot be, it is told."""
+    async def _publish_in_time(self, changes: Changes) -> None:
+        """A table that others write to all the time is tried again and again; only it waits."""
+        pauses = Backoff(1.0, 10.0, jitter="half", clock=self._clock)
+        while not await self._publish_now(changes):
+            pause = pauses.fail()
+            log.warning(
+                "the tables of the consumer %r are not published yet: others are writing to them; "
+                "next try in %s",
+                *(changes.name, duration(pause)),
+            )
+            await asyncio.sleep(pause)
+
+    async def _publish_now(self, changes: Changes) -> bool:
+        """See to it that the tables of a consumer are published; if they cannot be, it is told.
+
+        Returns whether that is so; not, if a table could not be locked.
+        """
         publication, added = self._settings.publication_name, []
         if not changes.tables:
-            return
+            return True
         async with self.pools[Role.ADMIN].pool.connection() as conn:
             await conn.set_autocommit(True)
             try:
@@ -294,19 +320,22 @@ class Manager:
                     if missing:
                         self._hub.refuse(each, _words_of_missing(missing, publication))
                         if each is changes:
-                            return
+                            return True
+            except psycopg.errors.LockNotAvailable:
+                return False
             except (
                 psycopg.ProgrammingError,
                 psycopg.NotSupportedError,
                 psycopg.DataError,  # it is no table, or an unlogged one
             ) as error:
                 self._hub.refuse(changes, f"its tables cannot be published: {describe(error)}")
-                return
+                return True
             finally:
                 await conn.set_autocommit(False)
         for table in added:
             log.info("the table %s is published from now on", table)
         self._hub.note_published(changes.tables)
+        return True
 
     def _progress(self) -> None:
         self._used()
@@ -392,16 +421,22 @@ class Manager:
 
     async def _limit_retained(self) -> None:
         limit, kept = self._settings.max_retained_wal, self.retained
-        slowest = self._hub.slowest()
-        if limit is None or kept is None or kept.bytes <= limit or slowest is None:
+        if limit is None or kept is None or kept.bytes <= limit:
             return
+        # What is kept beyond the lag is kept for transactions that are open, not for consumers.
+        slowest = self._hub.slowest() if kept.lag > limit else None
+        because = (
+            "because a transaction has been open for long, or no checkpoint was made"
+            if slowest is None
+            else f"for the consumer {slowest!r}"
+        )
         text = (
-            f"the server keeps {kept.bytes} bytes of log for the consumer {slowest!r}, "
+            f"the server keeps {kept.bytes} bytes of log {because}, "
             f"more than max_retained_wal={limit}"
         )
         self._tell("retained_wal_exceeded", text)
         log.warning("%s", text)
-        if self._settings.on_retained_wal == "drop":
+        if slowest is not None and self._settings.on_retained_wal == "drop":
             await self._hub.drop(slowest, text)
 
     # -- the end -------------------------------------------------------------------------------

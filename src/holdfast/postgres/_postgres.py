@@ -156,7 +156,12 @@ class Postgres:
         self.recorder = self._recorder or Recorder(clock=self.clock)
         self._asleep = False
         self._kept_status: Status | None = None
-        self._loaded = False
+        self._restarts = 0
+        path = self.settings.state_dir / f"{self.settings.stream_id}.db"
+        # Not in a thread: whoever holds this object may use it from the first await on.
+        self._store = StateStore(path)
+        self._hub = Hub(self._store, self.recorder)
+        self._loaded = True
         #: The last events, the oldest first.
         self.last_events: deque[StackEvent] = deque(maxlen=EVENTS)
         self._event_counts: Counter[str] = Counter()
@@ -170,11 +175,6 @@ class Postgres:
             clock=self.clock,
             recorder=self.recorder,
         )
-        path = self.settings.state_dir / f"{self.settings.stream_id}.db"
-        # Not in a thread: whoever holds this object may use it from the first await on.
-        self._store = StateStore(path)
-        self._hub = Hub(self._store, self.recorder)
-        self._loaded = True
         self._core = ManagerCore(self.machine, Backoff(*BACKOFF, jitter="half", clock=self.clock))
         self._integrity = Integrity(self._store, self._hub, self._tell)
         self._manager: Manager | None = None
@@ -259,6 +259,9 @@ class Postgres:
         self._manager = manager
         try:
             await manager.run(ctx)
+        except Exception:
+            self._restarts += 1
+            raise
         finally:
             if manager.fatal is not None:
                 self._fail(manager.fatal)
@@ -284,13 +287,36 @@ class Postgres:
     async def drop(self) -> None:
         """Close, and drop slot and publication: nothing is kept for this stream any more.
 
-        Asleep, it wakes up first: it takes a connection to drop them.
+        Asleep, it wakes up first: it takes a connection to drop them. If that cannot be had, or
+        another instance reads the slot, it raises.
         """
+        self._check_open()
         if self._restarter.asleep:
             await self.wait_until_active(self.settings.connect_timeout)
         if self._manager is not None:
             self._manager.drop_requested = True
         await self.close()
+        await self._drop_what_is_left()
+
+    async def _drop_what_is_left(self) -> None:
+        """Without the lock, or before the pools were there, the manager could not."""
+        settings = self.settings
+        try:
+            async with asyncio.timeout(_admin.TIMEOUT), self._direct() as conn:
+                # The slot first: while another instance reads it, nothing must be taken from it.
+                await _admin.drop_slot(conn, settings.slot_name)
+                if not settings.manual_publication:
+                    await _admin.drop_publication(conn, settings.publication_name)
+        except (psycopg.Error, OSError, PostgresError) as error:
+            raise PostgresError(
+                f"the slot {settings.slot_name} could not be dropped: {describe(error)}"
+            ) from error
+
+    @asynccontextmanager
+    async def _direct(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        conninfo = await self._resolver.conninfo(self.settings.replication_url)
+        async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as conn:
+            yield conn
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -354,6 +380,8 @@ class Postgres:
         :param start: a position that it kept by itself: transactions after it come.
         """
         self._check_open()
+        if self._fatal is not None:
+            raise ConfigurationError(self._fatal)
         if isinstance(start, str):
             start = Position.parse(start)
         self._wake_soon()
@@ -410,10 +438,9 @@ class Postgres:
         if limit is None:
             return False
         try:
-            conninfo = await self._resolver.conninfo(self.settings.replication_url)
-            async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as conn:
+            async with asyncio.timeout(self.settings.connect_timeout), self._direct() as conn:
                 kept = await _admin.retained(conn, self.settings.slot_name)
-        except (psycopg.Error, OSError) as error:
+        except (psycopg.Error, OSError, PostgresError) as error:
             log.info("the retained log could not be looked at: %s", describe(error))
             return False
         return kept is not None and kept.bytes > limit / 2
@@ -496,7 +523,7 @@ class Postgres:
                 events=self.last_events,
                 counts=self._event_counts,
                 received=(self._received[0] + before[0], self._received[1] + before[1]),
-                restarts=sum(node.restarts for node in self.tree().walk()),
+                restarts=self._restarts,
             )
         )
 

@@ -22,8 +22,8 @@ from holdfast.kernel import Clock
 
 from ._assembler import Assembler
 from ._body import Body, Shelf
+from ._collector import LogCollector
 from ._errors import StreamEnded
-from ._hub import Hub
 from ._lag import Lag
 from ._link import Link
 from ._position import History
@@ -57,7 +57,7 @@ class ReplicationClient:
         self,
         conninfo: Callable[[], Awaitable[str]],
         options: StreamOptions,
-        hub: Hub,
+        hub: LogCollector,
         *,
         dial_options: dict[str, Any] | None = None,
         dial_timeout: float = 30.0,
@@ -181,6 +181,7 @@ class ReplicationClient:
                 if done:
                     self._received(done)
                     hub.apply_all(done)
+                    self._look_for_progress()
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
                     await self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
@@ -201,6 +202,12 @@ class ReplicationClient:
         self.positions.committed(end)
         self.received_bytes += sum(each.body.size for each in done)
         self.received_transactions += len(done)
+
+    def _look_for_progress(self) -> None:
+        """What concerns nobody, or is safe as soon as it is applied, is told without an ack."""
+        assert self.positions is not None
+        if min(self._hub.flushed(), self.positions.last_seen) > self.positions.flushed + 1:
+            self._news.set()
 
     async def _keepalive(self, data: bytes, *, inside: bool) -> None:
         assert self.positions is not None

@@ -67,7 +67,8 @@ class StateStore:
 
     def _prepare(self) -> None:
         try:
-            self._database.execute("pragma journal_mode = wal")
+            # Not "wal": instances that take turns may have it on a volume that they share.
+            self._database.execute("pragma journal_mode = truncate")
             self._database.execute("pragma synchronous = full")
             self._database.executescript(_LAYOUT)
         except sqlite3.Error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from typing import NamedTuple
 
-from ._body import Body
+from ._body import HEADER, TRUNCATE, Body
 from ._changes import Change, Emitted, Insert, Truncate, read_change, xid_of
 from ._errors import ProtocolError
 from ._pgoutput import ROWS, LogicalMessage, TruncateMessage, parse, time_of
@@ -13,18 +14,26 @@ from ._rows import Relation
 
 __all__ = ["HEADER", "Committed"]
 
-#: Every message is kept with the header of the replication protocol before it: cutting it off would
-#: be one more copy.
-HEADER = 25
-#: Where in a message of a row, in a transaction that came whole, the table's oid and the row are.
+#: Where in a message of a row, in a transaction that came whole, the table's oid and the row are;
+#: in a part of one the number of its subtransaction is there.
 _OID, _ROW = slice(HEADER + 1, HEADER + 5), HEADER + 5
+_XID = _OID
 _INSERT = ord("I")
+
+
+class _Found(NamedTuple):
+    """How many changes there are of each table, and how many messages."""
+
+    tables: dict[int, int]
+    emitted: int
 
 
 class Committed:
     """A transaction, and where it lies in the log once it is complete."""
 
     __slots__ = (
+        "_found",
+        "_touched",
         "aborted",
         "body",
         "commit_lsn",
@@ -48,6 +57,8 @@ class Committed:
         self.aborted: set[int] | None = None
         #: The server that it came from, if it came by replication.
         self.origin: str | None = None
+        self._found: _Found | None = None
+        self._touched: frozenset[int] | None = None
 
     def complete(self, commit_lsn: int, end_lsn: int, time: int) -> Committed:
         """It is committed."""
@@ -73,9 +84,53 @@ class Committed:
             return self.relations
         return {**self.relations, **{each.oid: each for each in self.body.described}}
 
-    def touched(self) -> set[int]:
-        """The tables that it does speak of."""
-        return {change.relation.oid for change in self if not isinstance(change, Emitted)}
+    def touched(self) -> frozenset[int]:
+        """The tables that it does speak of; of very many subtransactions, all that are known."""
+        if self._touched is None:
+            found = self._look()
+            self._touched = frozenset(self.known() if found is None else found.tables)
+        return self._touched
+
+    def emits(self) -> bool:
+        """Whether there are messages in it that were written with pg_logical_emit_message()."""
+        found = self._look()
+        return found.emitted > 0 if found else any(isinstance(each, Emitted) for each in self)
+
+    def count(self, tables: frozenset[int] | None) -> int:
+        """How many changes the loop gives, with those of these tables only."""
+        if tables is None and not self.aborted:
+            return self.body.count
+        if (found := self._look()) is None:
+            return sum(1 for each in self if _is_of(each, tables))
+        numbers = found.tables.items()
+        return found.emitted + sum(n for oid, n in numbers if tables is None or oid in tables)
+
+    def _look(self) -> _Found | None:
+        """What it speaks of, without reading it; once for all consumers. None if not noted."""
+        if self._found is None and (mentioned := self.body.mentioned()) is not None:
+            self._found = self._find(mentioned)
+        return self._found
+
+    def _find(self, mentioned: Mapping[bytes, int]) -> _Found:
+        gone, streamed = {xid.to_bytes(4) for xid in self.aborted or ()}, self.streamed
+        tables: dict[int, int] = {}
+        emitted, truncates = 0, False
+        for key, number in mentioned.items():
+            if gone and key[1:5] in gone:
+                continue
+            if key[0] in ROWS:
+                oid = int.from_bytes(key[5:] if streamed else key[1:5])
+                tables[oid] = tables.get(oid, 0) + number
+            elif key[:1] == TRUNCATE:
+                truncates = True
+            else:
+                emitted += number
+        for entry in self.body.truncates() if truncates else ():
+            message = parse(entry, HEADER, streamed=streamed)
+            if isinstance(message, TruncateMessage) and entry[_XID] not in gone:
+                for oid in message.oids:
+                    tables[oid] = tables.get(oid, 0) + 1
+        return _Found(tables, emitted)
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
         """The changes, in the order in which they were made."""
@@ -133,3 +188,7 @@ class Committed:
                 cascade=message.cascade,
                 restart_identity=message.restart_identity,
             )
+
+
+def _is_of(change: Change | Truncate | Emitted, tables: frozenset[int] | None) -> bool:
+    return tables is None or isinstance(change, Emitted) or change.relation.oid in tables

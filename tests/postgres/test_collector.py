@@ -1,0 +1,132 @@
+"""The seam behind the replication client: something else than the hub can take what comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import psycopg
+
+from holdfast.kernel import Clock
+from holdfast.postgres import History, Lsn
+from holdfast.postgres._collector import LogCollector
+from holdfast.postgres._hub import Hub
+from holdfast.postgres._integrity import Integrity
+from holdfast.postgres._replication import ReplicationClient
+from holdfast.postgres._setup import Findings, Step, StreamOptions
+from holdfast.postgres._store import StateStore
+from holdfast.postgres._transaction import Committed
+
+from .conftest import Sql
+from .server import LIMIT, one, until
+
+
+class Log:
+    """Keeps everything in memory, and says so: what is applied is safe at once."""
+
+    def __init__(self, store: StateStore) -> None:
+        self.store = store
+        self.full = False
+        self.adopted = False
+        self.kept: list[Committed] = []
+        self.safe = 0
+        self.told: list[int] = []
+        self.history: History | None = None
+        self.resets: list[str] = []
+        self.more = asyncio.Event()
+
+    def reload(self) -> None:
+        pass
+
+    async def reset(self, reason: str) -> None:
+        self.resets.append(reason)
+        self.kept.clear()
+
+    def check_starts(self, history: History, found: Findings) -> None:
+        self.history = history
+
+    def begin(self, history: History, confirmed: int) -> None:
+        assert self.history == history
+        self.safe = max(self.safe, confirmed)
+
+    def apply_all(self, done: Sequence[Committed]) -> None:
+        self.kept += [each for each in done if each.end_lsn > self.safe]
+        self.safe = max(self.safe, done[-1].end_lsn)
+        self.full = True  # it takes one batch at a time
+        self.more.set()
+
+    def passed(self, end: int) -> None:
+        self.safe = max(self.safe, end)
+
+    async def room(self) -> None:
+        await asyncio.sleep(0)
+        self.full = False
+
+    def flushed(self) -> int:
+        return self.safe
+
+    async def checkpoint(self, told: int) -> None:
+        self.store.save(Lsn(told), {})
+        self.told.append(told)
+
+    async def until(self, number: int) -> None:
+        """Wait until there are so many."""
+        async with asyncio.timeout(LIMIT):
+            while len(self.kept) < number:
+                self.more.clear()
+                await self.more.wait()
+
+
+def as_collector(hub: Hub) -> LogCollector:
+    """The hub is one, too: the type checker says so."""
+    return hub
+
+
+async def test_a_log_of_ones_own_takes_the_place_of_the_hub(
+    sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
+) -> None:
+    await sql.execute("create publication everything for table orders")
+    store = StateStore(tmp_path / "state.db")
+    log, slot = Log(store), f"collected_{stream_id}"
+    options = StreamOptions(slot=slot, publication="everything", try_creating_publication=False)
+
+    async def conninfo() -> str:
+        return psycopg.conninfo.make_conninfo(streamed_url)
+
+    async def life(expected: int) -> None:
+        """One connection, until so many transactions are there and the server knows."""
+        ready = asyncio.Event()
+        client = ReplicationClient(
+            conninfo,
+            options,
+            log,
+            clock=Clock.current(),
+            report=lambda step: ready.set() if step is Step.READY_TO_STREAM else None,
+            first_message=lambda: None,
+        )
+        running = asyncio.create_task(client.run())
+        await asyncio.wait_for(ready.wait(), LIMIT)
+        await Integrity(store, log, lambda name, detail: None).check(client.setup.findings)
+        client.start_streaming()
+        await sql.execute("insert into orders values (%s, 'x')", (expected,))
+        await log.until(expected)
+        query = (
+            "select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots "
+            "where slot_name = %s"
+        )
+        end = str(Lsn(log.kept[-1].end_lsn))
+        await until(lambda: one(sql, query, end, slot))
+        running.cancel()
+        await asyncio.wait({running})
+
+    await life(1)
+    await life(2)
+    assert [[change.new for change in txn] for txn in log.kept] == [
+        [{"id": 1, "name": "x"}],
+        [{"id": 2, "name": "x"}],
+    ]
+    assert log.told == sorted(log.told)
+    assert log.told[-1] >= log.kept[-1].end_lsn
+    assert not log.resets
+    store.close()

@@ -1,0 +1,435 @@
+"""Who consumes, without a server: what is given, acknowledged, queued and told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.postgres.recording import begin, commit, framed, insert, relation, text, texts
+
+from holdfast.kernel import Recorder
+from holdfast.postgres import (
+    Changes,
+    Emitted,
+    History,
+    Insert,
+    Lsn,
+    Position,
+    PostgresError,
+    Reset,
+    Transaction,
+)
+from holdfast.postgres._assembler import Assembler
+from holdfast.postgres._body import Body, Shelf
+from holdfast.postgres._hub import Hub
+from holdfast.postgres._setup import Findings
+from holdfast.postgres._store import StateStore
+from holdfast.postgres._transaction import Committed
+
+HISTORY = History("1", 1)
+LIMIT = 30.0
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """One with a stream that has begun."""
+    store = StateStore(tmp_path / "state.db")
+    made = Hub(store, Recorder())
+    made.begin(HISTORY, 1000)
+    yield made
+    store.close()
+
+
+def apply(hub: Hub, *ends: int) -> None:
+    hub.apply_all(
+        [Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0) for end in ends]
+    )
+
+
+async def following(changes: Changes) -> Transaction:
+    item = await asyncio.wait_for(anext(changes), LIMIT)
+    assert isinstance(item, Transaction), item
+    return item
+
+
+async def reset_of(changes: Changes) -> str:
+    item = await asyncio.wait_for(anext(changes), LIMIT)
+    assert isinstance(item, Reset), item
+    return item.reason
+
+
+def acknowledged(hub: Hub, name: str) -> object:
+    return hub.consumers()[name]["acknowledged"]
+
+
+def at(lsn: int) -> Position:
+    return Position(HISTORY, Lsn(lsn))
+
+
+# -- coming and going ----------------------------------------------------------------------------
+
+
+async def test_a_loop_that_failed_can_be_tried_again(hub: Hub) -> None:
+    """In the same frame, with the last transaction still at hand."""
+    seen = []
+    for attempt in range(3):
+        try:
+            changes = hub.attach("search")
+            if attempt:
+                hub.begin(HISTORY, 1000)
+            apply(hub, 1100)
+            iterator = aiter(changes)
+            del changes
+            async for txn in iterator:
+                seen.append(txn)
+                del iterator
+                raise ValueError("the handler failed")
+        except ValueError:
+            pass
+    assert len(seen) == 3
+    assert not hub.attached()
+
+
+async def test_a_loop_without_a_name_for_its_changes_can_be_tried_again(hub: Hub) -> None:
+    errors = []
+    for _ in range(3):
+        try:
+            async for txn in ready(hub):
+                assert isinstance(txn, Transaction)
+                raise ValueError("the handler failed")
+        except ValueError as error:
+            errors.append(error)
+    assert len(errors) == 3
+
+
+def ready(hub: Hub) -> Changes:
+    """A consumer for whom there is something."""
+    changes = hub.attach("search")
+    hub.begin(HISTORY, 1000)
+    apply(hub, 1100)
+    return changes
+
+
+def test_a_name_that_somebody_holds_is_taken(hub: Hub) -> None:
+    changes = hub.attach("search")
+    with pytest.raises(PostgresError, match="async with"):
+        hub.attach("search")
+    del changes
+    hub.attach("search")
+
+
+async def test_what_was_given_before_the_end_can_be_acknowledged_after_it(hub: Hub) -> None:
+    async with hub.attach("search") as changes:
+        apply(hub, 1100, 1200)
+        first, second = await following(changes), await following(changes)
+    await first.ack()
+    assert first.acknowledged
+    assert acknowledged(hub, "search") == str(Lsn(1100))
+    back = hub.attach("search")
+    await second.ack()  # it comes again: whether it has an effect is for who is here now to say
+    assert not second.acknowledged
+    hub.begin(HISTORY, 1000)
+    apply(hub, 1100, 1200)
+    again = await following(back)
+    assert again.position == second.position
+    await again.ack()
+    assert acknowledged(hub, "search") == str(Lsn(1200))
+
+
+async def test_an_acknowledgement_after_a_reset_does_not_count(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "holdfast.postgres")
+    changes = hub.attach("search")
+    apply(hub, 1100)
+    txn = await following(changes)
+    await changes.aclose()
+    await hub.reset("restored")
+    hub.begin(HISTORY, 900)
+    await txn.ack()
+    assert not txn.acknowledged
+    assert acknowledged(hub, "search") == str(Lsn(900))
+    assert "came too late" in caplog.text
+
+
+async def test_whoever_is_dropped_while_it_is_here_is_told(hub: Hub) -> None:
+    changes = hub.attach("search")
+    waiting = [asyncio.create_task(anext(changes)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await hub.drop("search")
+    for task in waiting:
+        with pytest.raises(PostgresError, match="'search' was dropped"):
+            await asyncio.wait_for(task, LIMIT)
+    assert hub.consumers() == {}
+    apply(hub, 1100)
+    assert hub.flushed() == 1100
+    hub.attach("search")  # and may come back, as a new one
+
+
+# -- several tasks, one consumer -----------------------------------------------------------------
+
+
+async def test_each_transaction_comes_to_one_of_those_who_wait(hub: Hub) -> None:
+    changes = hub.attach("search")
+    waiting = [asyncio.create_task(following(changes)) for _ in range(3)]
+    for _ in range(5):  # until all of them wait
+        await asyncio.sleep(0)
+    for end in (1100, 1200, 1300):
+        apply(hub, end)
+    found = [(await asyncio.wait_for(task, LIMIT)).position.lsn for task in waiting]
+    assert found == [1100, 1200, 1300]  # whoever has waited longest is the first
+
+
+async def test_what_somebody_was_woken_for_who_is_cancelled_is_the_next_ones(hub: Hub) -> None:
+    changes = hub.attach("search")
+    first, second = (asyncio.create_task(anext(changes)) for _ in range(2))
+    await asyncio.sleep(0)
+    apply(hub, 1100)
+    first.cancel()
+    txn = await asyncio.wait_for(second, LIMIT)
+    assert isinstance(txn, Transaction)
+    assert first.cancelled()
+
+
+# -- back-pressure -------------------------------------------------------------------------------
+
+
+async def test_who_pauses_the_reading_is_known(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "state.db")
+    hub = Hub(store, Recorder(), queue_length=2)
+    hub.begin(HISTORY, 1000)
+    dead, quick = hub.attach("dead"), hub.attach("quick")
+    assert hub.paused_by == []
+    apply(hub, 1100, 1200, 1300)
+    for _ in range(3):
+        await following(quick)
+    assert hub.full
+    assert hub.paused_by == ["dead"]
+    found = hub.consumers()
+    assert (found["dead"]["queued"], found["dead"]["full"]) == (3, True)
+    assert (found["quick"]["queued"], found["quick"]["full"]) == (0, False)
+    assert found["dead"]["queued_bytes"] == 0  # there is nothing in them
+    del dead
+    assert hub.paused_by == []
+    await asyncio.wait_for(hub.room(), LIMIT)
+    store.close()
+
+
+# -- the places that consumers choose ------------------------------------------------------------
+
+
+def test_a_keepalive_before_the_stream_begins_again_moves_nobody_who_waits_for_that(
+    hub: Hub,
+) -> None:
+    changes = hub.attach("search")
+    apply(hub, 1100, 1200)
+    for item in list(changes._queue):
+        assert isinstance(item, Transaction)
+        assert hub.acknowledge(changes._visit, item.position.lsn)
+    changes._end(None)
+    hub.detach(changes)
+    changes = hub.attach("search", start=at(1050))
+    hub.passed(1300)
+    assert acknowledged(hub, "search") == str(Lsn(1050))
+    hub.begin(HISTORY, 1200)
+    (item,) = changes._queue
+    assert isinstance(item, Reset)
+    assert "is before the last transaction" in item.reason
+
+
+async def test_a_place_beyond_the_log_is_a_reset_also_while_it_streams(hub: Hub) -> None:
+    rewinds = []
+    hub.on_rewind = lambda: rewinds.append(True)
+    other = hub.attach("other")
+    hub.check_starts(HISTORY, Findings(wal_position=Lsn(1500), confirmed=Lsn(1000)))
+    known = hub.attach("known", start=at(1400))  # further than what was received, and in the log
+    assert not rewinds
+    changes = hub.attach("far", start=at(5000))
+    assert rewinds == [True]  # only the server knows whether its log goes as far
+    apply(hub, 1100)
+    hub.check_starts(HISTORY, Findings(wal_position=Lsn(1600), confirmed=Lsn(1000)))
+    hub.begin(HISTORY, 1000)
+    assert "beyond the end of the database's log" in await reset_of(changes)
+    asking = asyncio.create_task(following(changes))
+    await asyncio.sleep(0)
+    apply(hub, 1100, 1700)
+    assert (await asking).position.lsn == 1100
+    assert [(await following(known)).position.lsn] == [1700]
+    assert [(await following(other)).position.lsn for _ in range(2)] == [1100, 1700]
+
+
+async def test_a_place_that_exists_is_taken_when_the_stream_has_begun_again(hub: Hub) -> None:
+    hub.check_starts(HISTORY, Findings(wal_position=Lsn(1500), confirmed=Lsn(1000)))
+    changes = hub.attach("far", start=at(2000))
+    hub.check_starts(HISTORY, Findings(wal_position=Lsn(2000), confirmed=Lsn(1000)))
+    hub.begin(HISTORY, 1000)
+    apply(hub, 1900, 2100)
+    assert (await following(changes)).position.lsn == 2100
+
+
+async def test_a_place_that_is_not_there_is_not_kept(hub: Hub) -> None:
+    """What is kept is compared with the log's end: for all, and at each beginning."""
+    changes = hub.attach("far", start=at(5000))
+    await hub.checkpoint(1000)
+    assert hub._store.consumers()["far"].acknowledged is None
+    hub.begin(HISTORY, 1000)
+    await hub.checkpoint(1000)
+    assert hub._store.consumers()["far"].acknowledged == 5000
+    assert changes.name == "far"
+
+
+async def test_a_place_before_a_slot_that_was_made_here_is_a_reset(hub: Hub) -> None:
+    hub.check_starts(
+        HISTORY, Findings(wal_position=Lsn(1000), confirmed=Lsn(1000), slot_created=True)
+    )
+    hub.begin(HISTORY, 1000)
+    assert "slot that was missing" in await reset_of(hub.attach("old", start=at(900)))
+    new = hub.attach("new", start=at(1000))
+    apply(hub, 1100)
+    assert (await following(new)).position.lsn == 1100
+
+
+# -- resets --------------------------------------------------------------------------------------
+
+
+async def test_what_comes_while_a_reset_is_kept_holds_nothing_up(hub: Hub) -> None:
+    changes = hub.attach("slow")
+    apply(hub, 1100)
+    dropping = asyncio.create_task(hub.drop("slow", "too much"))
+    await asyncio.sleep(0)  # it is with the disk now
+    apply(hub, 1200)
+    await dropping
+    assert await reset_of(changes) == "too much"
+    apply(hub, 1300)
+    txn = await following(changes)
+    assert txn.position.lsn == 1300
+    await txn.ack()
+    assert acknowledged(hub, "slow") == str(Lsn(1300))
+    assert hub.consumers()["slow"]["outstanding"] == 0
+
+
+async def test_it_is_kept_before_anything_is_told(hub: Hub) -> None:
+    changes = hub.attach("slow")
+    apply(hub, 1100)
+    dropping = asyncio.create_task(hub.drop("slow", "too much"))
+    await asyncio.sleep(0)
+    assert hub.flushed() == 1000
+    await dropping
+    assert hub.flushed() == 1100
+    assert changes.name == "slow"
+
+
+async def test_nobody_uses_what_nobody_consumes(hub: Hub) -> None:
+    """Scale to zero: what comes is no use of the database by itself."""
+    uses = []
+    hub.on_progress = lambda: uses.append(True)
+    apply(hub, 1100)
+    assert hub.flushed() == 1100
+    assert not uses
+    changes = hub.attach("search")
+    apply(hub, 1200)
+    await (await following(changes)).ack()
+    assert uses == [True]
+
+
+# -- tables and messages -------------------------------------------------------------------------
+
+ORDERS, OTHER = 16400, 16500
+
+
+def emitted(prefix: str, content: bytes = b"x", *, xid: int | None = None) -> bytes:
+    head = b"M" + (b"" if xid is None else struct.pack("!I", xid))
+    return (
+        head + struct.pack("!BQ", 1, 7) + text(prefix) + struct.pack("!I", len(content)) + content
+    )
+
+
+def truncate(*oids: int) -> bytes:
+    return b"T" + struct.pack(f"!IB{len(oids)}I", len(oids), 0, *oids)
+
+
+def transactions(*groups: list[bytes], spill_after: int = 2**20) -> list[Committed]:
+    """A transaction of each group; the tables are described in the first."""
+    assembler = Assembler(lambda: Body(Shelf(spill_after=spill_after)))
+    known = [relation([("id", 23)], oid=ORDERS, name="orders")]
+    known.append(relation([("id", 23)], oid=OTHER, name="other"))
+    done = []
+    for number, group in enumerate(groups, start=11):
+        lsn = number * 100
+        whole = [begin(number, lsn), *known, *group, commit(lsn, lsn + 8)]
+        known = []
+        done += assembler.feed_all([framed(message) for message in whole])[0]
+    return done
+
+
+@pytest.mark.parametrize("spill_after", [0, 2**20])
+async def test_messages_come_whatever_the_tables(hub: Hub, spill_after: int) -> None:
+    orders, other = hub.attach("orders", tables=("orders",)), hub.attach("other", tables=("other",))
+    rows = [insert(texts("1"), oid=ORDERS), emitted("with a row")]
+    hub.apply_all(transactions(rows, [emitted("alone")], spill_after=spill_after))
+    first, second = await following(orders), await following(orders)
+    assert [type(change) for change in first] == [Insert, Emitted]
+    assert [change.prefix for change in second if isinstance(change, Emitted)] == ["alone"]
+    for wanted in ("with a row", "alone"):
+        (change,) = await following(other)
+        assert isinstance(change, Emitted)
+        assert change.prefix == wanted
+
+
+@pytest.mark.parametrize("spill_after", [0, 2**20])
+async def test_the_length_is_what_the_loop_gives(hub: Hub, spill_after: int) -> None:
+    orders, everything = hub.attach("orders", tables=("orders",)), hub.attach("everything")
+    mixed = [insert(texts(str(n)), oid=OTHER) for n in range(9)]
+    mixed.append(insert(texts("1"), oid=ORDERS))
+    groups = [mixed, mixed[:9], [truncate(OTHER)], [truncate(ORDERS, OTHER)]]
+    hub.apply_all(transactions(*groups, spill_after=spill_after))
+    for wanted in (1, 1):  # those of other tables alone do not concern it
+        txn = await following(orders)
+        assert len(txn) == len(list(txn)) == wanted
+        assert f"{wanted} changes" in repr(txn)
+    for wanted in (10, 9, 1, 2):
+        txn = await following(everything)
+        assert len(txn) == len(list(txn)) == wanted
+    assert hub.consumers()["orders"]["queued"] == 0
+
+
+@pytest.mark.parametrize("spill_after", [0, 2**20])
+async def test_what_was_rolled_back_concerns_nobody(hub: Hub, spill_after: int) -> None:
+    assembler = Assembler(lambda: Body(Shelf(spill_after=spill_after)))
+    messages = [
+        b"S" + struct.pack("!IB", 50, 1),
+        relation([("id", 23)], oid=ORDERS, name="orders", xid=50),
+        relation([("id", 23)], oid=OTHER, name="other", xid=50),
+        insert(texts("1"), oid=OTHER, xid=50),
+        insert(texts("1"), oid=ORDERS, xid=51),
+        emitted("rolled back", xid=51),
+        b"E",
+        b"A" + struct.pack("!II", 50, 51),
+        b"c" + struct.pack("!IBQQq", 50, 0, 1100, 1108, 0),
+    ]
+    orders, other = hub.attach("orders", tables=("orders",)), hub.attach("other", tables=("other",))
+    (committed,), _ = assembler.feed_all([framed(message) for message in messages])
+    assert committed.touched() == {OTHER}
+    hub.apply_all([committed])
+    txn = await following(other)
+    assert len(txn) == len(list(txn)) == 1
+    assert hub.consumers()["orders"]["queued"] == 0
+    assert acknowledged(hub, "orders") == str(Lsn(1108))
+    assert orders.name == "orders"
+
+
+def test_a_large_transaction_is_not_read_again_to_see_whom_it_concerns(
+    monkeypatch: pytest.MonkeyPatch, hub: Hub
+) -> None:
+    rows = [insert(texts(str(n)), oid=OTHER) for n in range(1000)]
+    (committed,) = transactions(rows, spill_after=1000)
+    assert committed.body.spilled
+    monkeypatch.setattr(Body, "entries", None)  # whoever reads it fails
+    consumers = [hub.attach(name, tables=("orders",)) for name in "abc"]
+    hub.apply_all([committed])
+    assert [len(each._queue) for each in consumers] == [0, 0, 0]
+    assert acknowledged(hub, "a") == str(Lsn(committed.end_lsn))

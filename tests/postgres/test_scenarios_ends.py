@@ -1,0 +1,138 @@
+"""What is left at the end, who is blamed for it, and what is said before there is anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from holdfast.postgres import ConfigurationError, Postgres, PostgresError, Reset, _manager
+from holdfast.postgres._health import Health
+
+from .conftest import MakePostgres, Sql
+from .server import LIMIT, connected, following, ids, one, own_server, quicken, until
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+SLOTS = "select count(*) from pg_replication_slots where database = current_database()"
+PUBLICATIONS = "select count(*) from pg_publication"
+
+
+# -- drop ------------------------------------------------------------------------------------------
+
+
+async def test_dropping_what_was_never_opened(make: MakePostgres) -> None:
+    with pytest.raises(PostgresError, match="is not open"):
+        await make().drop()
+
+
+async def test_dropping_before_it_is_active(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+    assert await one(sql, SLOTS) == 1
+    pg = make()
+    await pg.open()
+    await pg.drop()
+    assert (await one(sql, SLOTS), await one(sql, PUBLICATIONS)) == (0, 0)
+
+
+async def test_a_standby_cannot_drop_what_another_reads(make: MakePostgres, sql: Sql) -> None:
+    async with make() as owner:
+        changes = owner.changes(tables=["orders"])
+        await owner.wait_until_published(timeout=LIMIT)
+        standby = make()
+        await standby.open()
+        # Who waits says so from the beginning, not only after the first look at the lock.
+        assert standby.health is Health.WAITING
+        with pytest.raises(PostgresError, match="could not be dropped"):
+            await standby.drop()
+        await sql.execute("insert into orders values (1, 'x')")
+        assert ids(await following(changes)) == [1]
+
+
+async def test_dropping_what_cannot_be_reached(tmp_path: Path) -> None:
+    pg = Postgres(
+        "postgresql://nobody@127.0.0.1:1/none", state_dir=tmp_path, pool_size=2, connect_timeout=2.0
+    )
+    await pg.open()
+    with pytest.raises(PostgresError, match="could not be dropped"):
+        await pg.drop()
+
+
+# -- after a fatal error ---------------------------------------------------------------------------
+
+
+async def test_whoever_comes_after_a_fatal_error_is_told(tmp_path: Path) -> None:
+    async with (
+        own_server(wal_level="replica") as server,
+        Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        with pytest.raises(ConfigurationError, match="wal_level"):
+            await pg.wait_until_active(LIMIT)
+        with pytest.raises(ConfigurationError, match="wal_level"):
+            pg.changes(tables=["orders"])
+
+
+# -- the log that the server keeps -----------------------------------------------------------------
+
+
+async def test_nobody_is_dropped_for_what_an_open_transaction_keeps(
+    make: MakePostgres, sql: Sql, streamed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_manager, "WATCH_EVERY", 0.2)
+    async with make(max_retained_wal=MIB, on_retained_wal="drop") as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        async with connected(streamed_url) as writer:
+            await writer.execute("begin")
+            await writer.execute("create table other (id int)")
+            number = 0
+
+            async def blamed() -> bool:
+                nonlocal number
+                number += 1
+                await sql.execute("insert into orders values (%s, repeat('x', 200000))", (number,))
+                txn = await following(changes)
+                assert not isinstance(txn, Reset)
+                await txn.ack()
+                await sql.execute("select pg_switch_wal()")
+                return any(event.name == "retained_wal_exceeded" for event in pg.last_events)
+
+            await until(blamed)
+            (said, *_) = (e.detail for e in pg.last_events if e.name == "retained_wal_exceeded")
+            assert "open for long" in said
+            await writer.execute("rollback")
+        await sql.execute("insert into orders values (0, 'x')")
+        assert ids(await following(changes)) == [0]
+
+
+async def test_how_often_it_began_again_is_not_forgotten_asleep(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        query = (
+            "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name=%s"
+        )
+
+        async def ended() -> bool:
+            return bool(await one(sql, query, pg.settings.slot_name))
+
+        await until(ended)
+
+        async def restarted() -> bool:
+            return bool(pg.statistics()["restarts"])
+
+        await until(restarted)
+        await pg.wait_until_active(LIMIT)
+        await pg.sleep()
+        async with pg.connection(timeout=LIMIT) as conn:
+            assert isinstance(conn, psycopg.AsyncConnection)
+        assert pg.statistics()["restarts"] == 1
