@@ -29,7 +29,7 @@ from .server import (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch, check_every=0.2, quiet=0.5)
+    quicken(monkeypatch, check_every=0.2, quiet=1.0)
 
 
 async def at_step(pg: Postgres, step: str) -> None:
@@ -188,15 +188,16 @@ async def test_one_that_is_used_is_not(
 async def test_one_whose_owner_streams_is_not(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
-    async with make() as owner, make(state_dir=tmp_path / "other") as pg:
+    async with make() as owner:
         await owner.wait_until_active(LIMIT)
-        await at_step(pg, WAITING)
         await until(lambda: walsender(sql, owner))
         pid = await walsender(sql, owner)
-        await waits(pg)
-        await asyncio.sleep(1.5)  # several checks, and longer than a quiet one would have lived
-        assert await walsender(sql, owner) == pid
-        assert pg.health is Health.WAITING
+        async with make(state_dir=tmp_path / "other") as pg:
+            await at_step(pg, WAITING)
+            await waits(pg)
+            await asyncio.sleep(2.5)  # several checks, and longer than a quiet one would have lived
+            assert await walsender(sql, owner) == pid
+            assert pg.health is Health.WAITING
 
 
 async def test_one_whose_owner_waits_for_its_slot_is_not(

@@ -67,7 +67,7 @@ def version(postgres: SyncEmbeddedPostgres) -> int:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch, check_every=0.2, quiet=0.5)
+    quicken(monkeypatch, check_every=0.2, quiet=1.0)
 
 
 async def streaming(pg: Postgres, sql: Sql, url: str, *tables: str) -> None:

@@ -90,6 +90,7 @@ class Manager:
         self.client: ReplicationClient | None = None
         self.pools: dict[Role, ManagedPool] = {}
         self._told_unavailable = False
+        self._publishing = asyncio.Lock()
         #: Why it must stop for good, if it must.
         self.fatal: str | None = None
         self.drop_requested = False
@@ -310,7 +311,8 @@ class Manager:
         publication, added = self._settings.publication_name, []
         if not changes.tables:
             return True
-        async with self.pools[Role.ADMIN].pool.connection() as conn:
+        # One at a time: two that publish the same table would wait for each other.
+        async with self._publishing, self.pools[Role.ADMIN].pool.connection() as conn:
             await conn.set_autocommit(True)
             try:
                 if not self._settings.manual_publication:
