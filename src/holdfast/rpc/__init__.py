@@ -1,0 +1,76 @@
+"""One gRPC channel for each endpoint and identity, shared, watched, and recovered once.
+
+Many clients, one server, and a server that restarts, moves or changes its credentials: what
+`get_or_create` returns *is* a `grpc.Channel`, which generated stubs take as it is, and stays valid
+whatever becomes of the connection under it::
+
+    config = ConnectionConfig.from_uri("https://user:pass@vectors:19530/mydb")
+    with ConnectionManager() as manager:
+        stub = VectorServiceStub(manager.get_or_create(config))
+
+What always holds:
+
+- a connection has one current generation; an error of an older one changes nothing;
+- at most one attempt to connect is under way for a connection, whoever waits for it;
+- an endpoint that hangs never holds up another one's;
+- a call waits for a connection within its own time, and is never repeated unless you say so;
+- a token is never shown.
+"""
+
+from ._config import ConnectionConfig
+from ._dial import CredentialProvider, TokenCredentials
+from ._errors import ChannelError, ConfigError, ConnectFailed, ManagerClosed, TopologyError
+from ._handler import Handler
+from ._handler_async import AsyncHandler
+from ._intercept_async import intercept_aio_channel
+from ._managed import ManagedConnection
+from ._manager import ConnectionManager
+from ._manager_async import AsyncConnectionManager
+from ._retry import AsyncRetryInterceptor, RetryInterceptor, retry_on_rpc_failure
+from ._sources import CallableTopology, DnsTopology, HttpTopology, StaticTopology
+from ._strategies import (
+    AsyncGlobalStrategy,
+    AsyncRegularStrategy,
+    ConnectionStrategy,
+    GlobalStrategy,
+    RegularStrategy,
+)
+from ._topology import Capability, Member, Topology
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # What users call
+    "AsyncConnectionManager",
+    "ConnectionConfig",
+    "ConnectionManager",
+    "AsyncHandler",
+    "Handler",
+    "ManagedConnection",
+    # Calls that are repeated
+    "AsyncRetryInterceptor",
+    "RetryInterceptor",
+    "intercept_aio_channel",
+    "retry_on_rpc_failure",
+    # As whom
+    "CredentialProvider",
+    "TokenCredentials",
+    # How a connection is made
+    "AsyncGlobalStrategy",
+    "AsyncRegularStrategy",
+    "ConnectionStrategy",
+    "GlobalStrategy",
+    "RegularStrategy",
+    # Where the primary is
+    "CallableTopology",
+    "Capability",
+    "DnsTopology",
+    "HttpTopology",
+    "Member",
+    "StaticTopology",
+    "Topology",
+    # Errors
+    "ChannelError",
+    "ConfigError",
+    "ConnectFailed",
+    "ManagerClosed",
+    "TopologyError",
+]

@@ -1,0 +1,70 @@
+"""Which connections there are: one for each key, and those that are dedicated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ._managed import ManagedConnection
+
+__all__ = ["Book"]
+
+Managed = ManagedConnection[Any]
+
+
+class Book:
+    """The connections of a manager; its lock is the manager's."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Managed] = {}
+        self._by_handler: dict[int, Managed] = {}
+        self._numbers = itertools.count(1)
+
+    def dedicated_key(self, key: str) -> str:
+        """A key that nobody shares."""
+        return f"{key}|dedicated {next(self._numbers)}"
+
+    def add(self, managed: Managed) -> None:
+        """Write it down."""
+        self.entries[managed.key] = managed
+        self._by_handler[id(managed.handler)] = managed
+
+    def remove(self, managed: Managed) -> None:
+        """Strike it out, if it is still there."""
+        if self.entries.get(managed.key) is managed:
+            del self.entries[managed.key]
+        self._by_handler.pop(id(managed.handler), None)
+
+    def of(self, handler: object) -> Managed | None:
+        """The connection of a handler."""
+        return self._by_handler.get(id(handler))
+
+    def deserted(self, now: float, linger: float) -> list[Managed]:
+        """Those that nobody has had for so long; whoever is left alone is noted."""
+        over = []
+        for managed in self.entries.values():
+            if not managed.deserted:
+                managed.deserted_at = None
+            elif managed.deserted_at is None:
+                managed.deserted_at = now
+            elif now - managed.deserted_at >= linger:
+                over.append(managed)
+        return over
+
+    def statistics(self, now: float) -> dict[str, Any]:
+        """What `get_stats()` tells."""
+        lines = [managed.statistics(now) for managed in self.entries.values()]
+        dedicated = sum(line["dedicated"] for line in lines)
+        return {
+            "total_connections": len(lines),
+            "shared_connections": len(lines) - dedicated,
+            "dedicated_connections": dedicated,
+            "connections": lines,
+        }
+
+    def __iter__(self) -> Iterator[Managed]:
+        return iter(list(self.entries.values()))
+
+    def __len__(self) -> int:
+        return len(self.entries)

@@ -1,0 +1,256 @@
+"""Where a connection leads, and as whom: a URI taken apart.
+
+::
+
+    https://{user:pass|token}@host:19530/mydb
+      │      │    │           │    │     └── db_name: the first part of the path
+      │      │    │           │    └── port: 19530, or 443 for https, if it is not given
+      │      │    │           └── host; an IPv6 address in brackets
+      │      │    └── password: "user:pass" is the token
+      │      └── user; without a password, it is the token
+      └── scheme: http, https, tcp or unix
+
+Names and passwords are percent-decoded. Two configurations with the same `key` share a connection:
+it covers all that changes the wire, which the name of the database does not. A token is never
+shown: the key has a digest of it, made with a salt that every process draws anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from ._errors import ConfigError
+
+__all__ = ["ConnectionConfig", "redacted", "split_uri"]
+
+SCHEMES = ("http", "https", "tcp", "unix")
+PORT, TLS_PORT = 19530, 443
+GLOBAL = "global-cluster"
+HIDDEN = "***"
+
+#: Drawn once for a process and its forks: a digest in a log says nothing elsewhere.
+_SALT = os.urandom(16)
+_FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+
+#: What `options` may hold, and what it may be.
+_OPTIONS: dict[str, tuple[type, ...]] = {
+    # TLS: on for https, off otherwise, unless it is said here.
+    "secure": (bool,),
+    # The authorities to trust, and a certificate of our own: PEM, or the path of a file.
+    "ca": (bytes, str, Path),
+    "certificate": (bytes, str, Path),
+    "private_key": (bytes, str, Path),
+    # The name in the server's certificate, where it is not that of the host.
+    "server_name": (str,),
+    # gRPC's own channel arguments; they go before ours.
+    "channel_options": (Mapping, tuple, list),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class ConnectionConfig:
+    """What a connection is made from. Make it with `from_uri`."""
+
+    #: As it was given, before parsing: it may hold the token.
+    uri: str
+    #: "host:port"; of a unix socket, the whole URI.
+    address: str
+    token: str = ""
+    db_name: str = ""
+    #: TLS and channel arguments.
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def from_uri(
+        cls, uri: str, *, token: str | None = None, db_name: str | None = None, **options: Any
+    ) -> ConnectionConfig:
+        """Take a URI apart; what is given beside it goes before what is in it.
+
+        An empty string counts as not given. Options: `secure`, `ca`, `certificate`, `private_key`
+        (PEM, or the path of a file), `server_name`, and gRPC's own `channel_options`.
+        """
+        _check_options(options)
+        for name, value in (("token", token), ("db_name", db_name)):
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name} must be a text, not {type(value).__name__}")
+        if not isinstance(uri, str) or not uri.strip():
+            raise ConfigError("the URI is empty: write it as in http://localhost:19530")
+        uri = uri.strip()
+        if uri[:5].lower() == "unix:":
+            address = _unix(uri)
+            return cls(uri, address, token or "", db_name or "", options)
+        parts = split_uri(uri)
+        found, path = _userinfo(parts), parts.path.strip("/")
+        return cls(
+            uri,
+            _address(parts, uri),
+            token or found,
+            db_name or unquote(path.partition("/")[0]),
+            options,
+        )
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the URI names a cluster of clusters, whose primary must be asked for."""
+        return GLOBAL in _without_account(self.uri).lower()
+
+    @property
+    def secure(self) -> bool:
+        """Whether the connection is encrypted."""
+        chosen = self.options.get("secure")
+        return self.uri.lower().startswith("https:") if chosen is None else bool(chosen)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for all who may share a connection; it does not show the token."""
+        options = {name: each for name, each in self.options.items() if each and name != "secure"}
+        wire = repr(
+            (self.address, self.token, self.secure, self.is_global, _frozen(options))
+        ).encode()
+        return f"{self.address}|{hashlib.blake2b(wire, key=_SALT, digest_size=8).hexdigest()}"
+
+    @property
+    def shown(self) -> str:
+        """The URI with its secrets hidden, for messages."""
+        return redacted(self.uri)
+
+    def at(self, address: str) -> ConnectionConfig:
+        """The same for another address: where the primary is now."""
+        return ConnectionConfig(self.uri, address, self.token, self.db_name, self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the key: the process that unpickles this has another salt.
+        return type(self), (self.uri, self.address, self.token, self.db_name, dict(self.options))
+
+    def __repr__(self) -> str:
+        shown = [f"uri={self.shown!r}", f"address={self.address!r}"]
+        shown += [f"token={HIDDEN!r}"] if self.token else []
+        shown += [f"db_name={self.db_name!r}"] if self.db_name else []
+        shown += [f"options={', '.join(sorted(self.options))}"] if self.options else []
+        return f"ConnectionConfig({', '.join(shown)})"
+
+
+def split_uri(uri: str) -> SplitResult:
+    """Take a URI apart; raises `ConfigError` that names the part that is wrong."""
+    if (found := _FORBIDDEN.search(uri)) is not None:
+        raise ConfigError(
+            f"{redacted(uri)!r} has a space or a control character at {found.start()}: "
+            "percent-encode it (a space is %20)"
+        )
+    scheme = _scheme(uri)
+    if not scheme:
+        raise ConfigError(f"{redacted(uri)!r} has no scheme: write it as in http://{redacted(uri)}")
+    if scheme.lower() not in SCHEMES:
+        raise ConfigError(
+            f"the scheme {scheme!r} of {redacted(uri)!r} is not known: "
+            f"use one of {', '.join(SCHEMES)}"
+        )
+    parts = None
+    with contextlib.suppress(ValueError):  # its text may quote a password, so it goes nowhere
+        parts = urlsplit(uri)
+    if parts is None:
+        raise ConfigError(
+            f"the host of {redacted(uri)!r} is wrong: only an IPv6 address has brackets, and it "
+            "has both; in a user name or a password, percent-encode them (%5B, %5D)"
+        )
+    if "@" in parts.path:
+        raise ConfigError(
+            f"{redacted(uri)!r} has a / before its last @: in a user name or a password, "
+            "percent-encode it (%2F)"
+        )
+    for name, value in (("query", parts.query), ("fragment", parts.fragment)):
+        if value:
+            raise ConfigError(
+                f"{redacted(uri)!r} has a {name}, which means nothing here: "
+                "pass options beside the URI; in a password, percent-encode ? and #"
+            )
+    return parts
+
+
+def _unix(uri: str) -> str:
+    if not uri[5:].strip("/"):
+        raise ConfigError(f"{uri!r} names no socket: write it as in unix:///run/app.sock")
+    return uri
+
+
+def _userinfo(parts: SplitResult) -> str:
+    if parts.username is None:
+        return ""
+    user = unquote(parts.username)
+    return user if parts.password is None else f"{user}:{unquote(parts.password)}"
+
+
+def _address(parts: SplitResult, uri: str) -> str:
+    place = parts.netloc.rpartition("@")[2]
+    if place.startswith("["):
+        host, _, port = place.partition("]")
+        host, port = f"{host}]", port.removeprefix(":")
+    elif place.count(":") > 1:
+        raise ConfigError(f"the host of {redacted(uri)!r} is wrong: put an IPv6 address in [ ]")
+    else:
+        host, _, port = place.partition(":")
+    if not host or host == "[]":
+        raise ConfigError(f"{redacted(uri)!r} names no host: write it as in http://localhost")
+    return f"{host}:{_port(parts, port, uri)}"
+
+
+def _port(parts: SplitResult, text: str, uri: str) -> int:
+    if not text:
+        return TLS_PORT if parts.scheme == "https" else PORT
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) < 65536):
+        raise ConfigError(
+            f"the port {text!r} of {redacted(uri)!r} is wrong: it is a number from 1 to 65535"
+        )
+    return int(text)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        allowed = _OPTIONS.get(name)
+        if allowed is None:
+            known = ", ".join(sorted(_OPTIONS))
+            raise ConfigError(f"the option {name!r} is not known: there are {known}")
+        if value is not None and not isinstance(value, allowed):
+            wanted = " or ".join(kind.__name__ for kind in allowed)
+            raise ConfigError(f"the option {name} must be {wanted}, not {type(value).__name__}")
+    if (options.get("certificate") is None) != (options.get("private_key") is None):
+        raise ConfigError("the options certificate and private_key go together: give both")
+
+
+def _frozen(value: Any) -> Any:
+    """The same for equal options, however they were written down."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((_frozen(name), _frozen(each)) for name, each in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(each) for each in value)
+    return repr(value)
+
+
+def _scheme(uri: str) -> str:
+    """What stands before ://, if it can be a scheme at all; it could be half of a password."""
+    scheme, colons, _ = uri.partition("://")
+    return scheme if colons and _SCHEME.fullmatch(scheme) else ""
+
+
+def _without_account(uri: str) -> str:
+    scheme = _scheme(uri)
+    rest = uri.removeprefix(f"{scheme}://") if scheme else uri
+    place, slash, path = rest.partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
+
+
+def redacted(uri: str) -> str:
+    """A URI without what stands before the last @: a password may hold any other mark."""
+    begin = f"{scheme}://" if (scheme := _scheme(uri)) else ""
+    account, at, place = uri.removeprefix(begin).rpartition("@")
+    return f"{begin}{HIDDEN if account else ''}{at}{place}"

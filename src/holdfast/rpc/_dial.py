@@ -1,0 +1,209 @@
+"""Channels: how one is made for a generation, and when it is connected.
+
+Two channels with equal arguments share a connection, and with it the pause after a failure: a new
+channel to a server that has just come back would wait out what the old one has earned. So each
+generation has a pool of its own and an argument that no other has. Pauses between attempts are
+then ours to choose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+
+from ._config import HIDDEN, ConnectionConfig
+from ._errors import ConfigError, ConnectFailed
+
+__all__ = [
+    "CredentialProvider",
+    "Metadata",
+    "TokenCredentials",
+    "channel_options",
+    "close_channel",
+    "make_aio_channel",
+    "make_channel",
+    "ready",
+]
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+#: What we ask of each channel; the user's own options go before these.
+DEFAULTS: dict[str, int] = {
+    "grpc.max_send_message_length": -1,
+    "grpc.max_receive_message_length": -1,
+    "grpc.enable_retries": 1,
+    # A server that is gone without a word is noticed, with or without a call under way.
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+    "grpc.keepalive_permit_without_calls": 1,
+}
+
+#: Any method will do to be answered: with "there is no such method", if need be.
+_ANY_METHOD = "/grpc.health.v1.Health/Check"
+#: What gRPC says of a server that it cannot reach, or of a channel that is closed.
+_NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+class CredentialProvider(Protocol):
+    """Says for each call as whom it is made: what it returns may change, the identity does not.
+
+    It is asked at every call, so it keeps what it knows, and renews that in good time.
+    """
+
+    def metadata(self) -> Metadata | Awaitable[Metadata]:
+        """What is added to the call's own metadata; only asyncio can wait for it."""
+
+
+class TokenCredentials:
+    """A token as `authorization`; `replace` gives it a new one."""
+
+    def __init__(self, token: str, *, encode: Callable[[str], str] = str) -> None:
+        self._encode = encode
+        self._metadata: Metadata = ()
+        self.replace(token)
+
+    def replace(self, token: str) -> None:
+        """Use another token from the next call on."""
+        self._metadata = (("authorization", self._encode(token)),) if token else ()
+
+    def metadata(self) -> Metadata:
+        """The one pair, or nothing without a token."""
+        return self._metadata
+
+    def __repr__(self) -> str:
+        return f"TokenCredentials({HIDDEN!r})" if self._metadata else "TokenCredentials('')"
+
+
+def make_channel(
+    config: ConnectionConfig,
+    generation: int,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+) -> grpc.Channel:
+    """A channel for threads, not connected yet, that shares nothing with earlier generations."""
+    options = channel_options(config, generation)
+    secure = credentials or _tls(config)
+    if secure is None:
+        return grpc.insecure_channel(config.address, options)
+    return grpc.secure_channel(config.address, secure, options)
+
+
+def make_aio_channel(
+    config: ConnectionConfig,
+    generation: int,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] | None = None,
+) -> grpc.aio.Channel:
+    """The same for asyncio; it belongs to the running loop, and must be made on it."""
+    options = channel_options(config, generation)
+    secure = credentials or _tls(config)
+    if secure is None:
+        return grpc.aio.insecure_channel(config.address, options, interceptors=interceptors)
+    return grpc.aio.secure_channel(config.address, secure, options, interceptors=interceptors)
+
+
+def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str, Any]]:
+    """The user's own first, then ours, then what makes this generation a stranger to the others."""
+    given = config.options.get("channel_options") or ()
+    options = dict(given.items() if isinstance(given, Mapping) else given)
+    options = {**options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in options}}
+    if config.options.get("server_name") and config.secure:
+        options.setdefault("grpc.ssl_target_name_override", config.options["server_name"])
+    options["grpc.use_local_subchannel_pool"] = 1
+    options["holdfast.generation"] = generation
+    return list(options.items())
+
+
+def _tls(config: ConnectionConfig) -> grpc.ChannelCredentials | None:
+    if not config.secure:
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=_pem(config, "ca"),
+        private_key=_pem(config, "private_key"),
+        certificate_chain=_pem(config, "certificate"),
+    )
+
+
+def _pem(config: ConnectionConfig, name: str) -> bytes | None:
+    value = config.options.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str) and value.lstrip().startswith("-----BEGIN"):
+        return value.encode()
+    try:
+        return Path(value).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the option {name} cannot be read: {error}") from error
+
+
+# -- is it connected? ------------------------------------------------------------------------------
+
+
+async def ready(channel: Any, address: str = "") -> None:
+    """Wait until the server has answered over it; a first failure is the end: make another channel.
+
+    It takes both kinds of channels, on any running loop, and has no limit of its own. It asks how
+    the server is; whatever that says to it, it is there. To watch the channel's state instead
+    would not tell why it fails. And gRPC does it, for threads, with one that stays in its core for
+    up to 0.2 s longer: a close waits for it, and a fork in that time may break the child.
+    """
+    ask = channel.unary_unary(_ANY_METHOD)
+    call = ask(b"") if _is_aio(channel) else _Asked(ask.future(b""))
+    try:
+        code = await call.code()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    if code in _NOT_THERE:
+        why = await call.details() or code.name
+        raise ConnectFailed(f"cannot connect to {address or 'the server'}: {why}")
+
+
+async def close_channel(channel: Any) -> None:
+    """Close a channel of either kind, without holding up the loop."""
+    if _is_aio(channel):
+        await channel.close()
+    else:
+        await asyncio.to_thread(channel.close)
+
+
+def _is_aio(channel: Any) -> bool:
+    return isinstance(channel, grpc.aio.Channel)
+
+
+class _Asked:
+    """A call of threads that is awaited."""
+
+    def __init__(self, call: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._call = call
+        call.add_done_callback(self._tell_loop)
+
+    def _tell_loop(self, call: Any) -> None:  # in a thread of gRPC's
+        try:
+            self._loop.call_soon_threadsafe(self._tell)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    def _tell(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def code(self) -> grpc.StatusCode:
+        await self._over
+        return self._call.code()
+
+    async def details(self) -> Any:
+        return self._call.details()
+
+    def cancel(self) -> None:
+        self._call.cancel()

@@ -1,0 +1,476 @@
+"""The channel that users hold: it stays valid while the real one in it is replaced.
+
+It is a `grpc.Channel`: generated stubs and `grpc.intercept_channel` take it. Behind it is one
+generation at a time, a `Live`. What holds:
+
+- a call belongs to the generation that was current when it began, and ends there;
+- where there is no generation, a call waits for one; its own timeout is the limit, and what is
+  left of it goes to the real call;
+- a call that failed is raised to its caller, never repeated; the manager is told;
+- a replaced generation is closed when its last call has ended, or when the grace is over.
+
+While it waits, `future()` and the calls with streams hold their thread too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+
+from ._dial import CredentialProvider
+from ._errors import ConfigError, ManagerClosed
+from ._live import Live
+from ._methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
+from ._unsent import CallUnsent, unsent
+
+__all__ = ["Handler", "call_later"]
+
+log = logging.getLogger("holdfast.rpc")
+
+#: How long a call that has no timeout waits for a connection.
+WAIT_LIMIT = 10.0
+#: How long the calls of a replaced generation may still take.
+GRACE = 30.0
+
+#: What a forked child has inherited: it may neither use it nor free it.
+_INHERITED: list[Live] = []
+
+Connectivity = Callable[[grpc.ChannelConnectivity], None]
+Later = Callable[[float, Callable[[], None]], Callable[[], None]]
+
+
+def call_later(delay: float, act: Callable[[], None]) -> Callable[[], None]:
+    """Do it in a while, in a thread of its own; returns what calls it off."""
+    timer = threading.Timer(delay, act)
+    timer.daemon = True
+    timer.start()
+    return timer.cancel
+
+
+class Handler(grpc.Channel):  # type: ignore[misc]
+    """A channel over whichever connection is the current one.
+
+    :param live: the first generation; without it, calls wait.
+    :param credentials: adds to the metadata of each call.
+    :param wait_limit: how long a call without a timeout waits for a connection.
+    :param grace: how long the calls of a replaced generation may still take.
+    :param on_rpc_error: told each failed call and its generation; it must not block.
+    :param on_waiting: told +1 and -1 as calls begin and stop to wait; it must not block.
+    :param on_close: called instead of closing: the handler may be shared.
+    :param later: does something in a while, off this thread.
+    """
+
+    def __init__(
+        self,
+        live: Live | None = None,
+        *,
+        address: str = "",
+        credentials: CredentialProvider | None = None,
+        wait_limit: float = WAIT_LIMIT,
+        grace: float = GRACE,
+        on_rpc_error: Callable[[grpc.RpcError, int], object] | None = None,
+        on_waiting: Callable[[int], object] | None = None,
+        on_close: Callable[[], object] | None = None,
+        later: Later = call_later,
+    ) -> None:
+        self._live = live
+        self._used_at = monotonic()
+        self._credentials = credentials
+        self._on_rpc_error = on_rpc_error
+        self._on_waiting = on_waiting
+        self._on_close = on_close
+        self._address = live.address if live is not None else address
+        self._wait_limit = wait_limit
+        self._grace = grace
+        self._later = later
+        self._last_error: BaseException | None = None
+        self._closed = False
+        # While the gate is shut, the current generation stands here.
+        self._parked: Live | None = None
+        self._gated = False
+        self._retiring: dict[Live, Callable[[], None]] = {}
+        self._subscribers: list[Connectivity] = []
+        # Reentrant: the garbage collector may end a call anywhere.
+        self._changed = threading.Condition(threading.RLock())
+
+    # -- what users see ------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The number of the current generation; 0 while there is none."""
+        live = self._live or self._parked
+        return 0 if live is None else live.number
+
+    @property
+    def address(self) -> str:
+        """Where the calls go."""
+        return self._address
+
+    @property
+    def calls(self) -> int:
+        """How many calls are under way, over all generations."""
+        with self._changed:
+            return sum(len(live.calls) for live in self._lives())
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> UnaryUnary:
+        """See `grpc.Channel`."""
+        how = (method, request_serializer, response_deserializer)
+        return UnaryUnary(self, "unary_unary", how, bool(_registered_method))
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> UnaryStream:
+        """See `grpc.Channel`."""
+        how = (method, request_serializer, response_deserializer)
+        return UnaryStream(self, "unary_stream", how, bool(_registered_method))
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> StreamUnary:
+        """See `grpc.Channel`."""
+        how = (method, request_serializer, response_deserializer)
+        return StreamUnary(self, "stream_unary", how, bool(_registered_method))
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> StreamStream:
+        """See `grpc.Channel`."""
+        how = (method, request_serializer, response_deserializer)
+        return StreamStream(self, "stream_stream", how, bool(_registered_method))
+
+    def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
+        """Be told the state of the current connection, and of each that follows it."""
+        with self._changed:
+            self._subscribers.append(callback)
+            live = self._live or self._parked
+            if live is not None:
+                live.channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Connectivity) -> None:
+        """Not any more."""
+        with self._changed:
+            if callback not in self._subscribers:
+                return
+            self._subscribers.remove(callback)
+            live = self._live or self._parked
+            if live is not None:
+                live.channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        """Give it back: one that others share stays open for them."""
+        if self._on_close is not None:
+            self._on_close()
+        else:
+            self._shut(0.0)
+
+    def __enter__(self) -> Handler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- what its manager does -----------------------------------------------------------------
+
+    def _swap(self, live: Live) -> None:
+        """Make this the current generation; the one before ends its calls, and is closed."""
+        with self._changed:
+            if self._closed:
+                self._retire(live, 0.0)
+                return
+            old = self._take()
+            self._address = live.address
+            self._last_error = None
+            self._put(live)
+            self._follow(old, live)
+            self._changed.notify_all()
+            if old is not None:
+                self._retire(old, self._grace)
+
+    def _lose(self, cause: BaseException | None = None) -> None:
+        """There is no generation until the next swap: calls wait for it."""
+        with self._changed:
+            self._last_error = cause
+            if (old := self._take()) is not None:
+                self._follow(old, None)
+                self._retire(old, self._grace)
+
+    def _shut(self, grace: float | None = None) -> None:
+        """No more calls; those under way may take as long as the grace."""
+        with self._changed:
+            self._closed = True
+            self._subscribers.clear()
+            if (old := self._take()) is not None:
+                self._retire(old, self._grace if grace is None else grace)
+            self._changed.notify_all()
+
+    def _wait_closed(self, timeout: float | None = None) -> bool:
+        """Wait until every replaced generation is closed; says whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._retiring, timeout)
+
+    # -- around a fork -------------------------------------------------------------------------
+
+    def drain(self, timeout: float) -> bool:
+        """Let no call begin, and wait for those under way; says whether all have ended."""
+        deadline = monotonic() + timeout
+        with self._changed:
+            self._gated = True
+            if self._live is not None:
+                self._parked, self._live = self._live, None
+            for live in self._lives():
+                live.watcher = self._call_ended
+            while any(live.calls for live in self._lives()):
+                if (left := deadline - monotonic()) <= 0:
+                    return False
+                # A call that the garbage collector has ended tells nobody.
+                self._changed.wait(min(left, 0.05))
+            return True
+
+    def resume(self) -> None:
+        """Calls may begin again: in the parent, after the fork."""
+        with self._changed:
+            self._gated = False
+            if (live := self._parked) is not None:
+                self._parked = None
+                live.watcher = None
+                self._live = live
+                self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Start anew in a forked child: what it has inherited is neither used nor closed."""
+        _INHERITED.extend(self._lives())
+        self._live = self._parked = None
+        self._gated = False
+        self._retiring = {}
+        self._subscribers = []
+        self._changed = threading.Condition(threading.RLock())
+
+    # -- a call --------------------------------------------------------------------------------
+
+    def _enter(self, timeout: float | None) -> tuple[Live, float | None]:
+        """Count a call; returns where it goes, and the time that it has left."""
+        self._used_at = monotonic()
+        live = self._live
+        if live is not None:
+            live.calls.append(None)
+            if self._live is live:
+                return live, timeout
+            live.leave()
+        return self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> tuple[Live, float | None]:
+        began = monotonic()
+        deadline = began + (self._wait_limit if timeout is None else timeout)
+        self._waiting(+1)
+        try:
+            while True:
+                live = self._next(began, deadline, timeout is not None)
+                live.calls.append(None)
+                if self._live is live:
+                    left = None if timeout is None else max(0.0, deadline - monotonic())
+                    return live, left
+                live.leave()
+        finally:
+            self._waiting(-1)
+
+    def _next(self, began: float, deadline: float, own: bool) -> Live:
+        with self._changed:
+            while (live := self._live) is None:
+                if self._closed:
+                    raise ManagerClosed(f"the connection to {self._address} is closed")
+                if (left := deadline - monotonic()) <= 0:
+                    waited = monotonic() - began
+                    raise CallUnsent(*unsent(self._address, waited, own, self._last_error))
+                self._changed.wait(left)
+            return live
+
+    def _await_change(self, seen: Live | None, timeout: float) -> bool:
+        """Wait until another generation is the current one; says whether it is."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or (self._live is not None and self._live is not seen),
+                timeout,
+            )
+
+    def _waiting(self, change: int) -> None:
+        if self._on_waiting is not None:
+            _safely(self._on_waiting, change)
+
+    def _failed(self, error: grpc.RpcError, live: Live) -> None:
+        if self._on_rpc_error is not None:
+            _safely(self._on_rpc_error, error, live.number)
+
+    def _signed(self, metadata: Any) -> Any:
+        """The call's metadata, with that of the credentials."""
+        if self._credentials is None:
+            return metadata
+        added = self._credentials.metadata()
+        if not isinstance(added, (tuple, list)):
+            if hasattr(added, "close"):
+                added.close()
+            raise ConfigError("credentials that must be awaited are for asyncio only")
+        return (*metadata, *added) if metadata else tuple(added)
+
+    def _counted(self, live: Live, call: Any) -> Any:
+        """Count a call until it ends, which is after this has returned."""
+        ended = _Ended(self, live, call)
+        if not call.add_callback(ended):
+            ended()
+        return call
+
+    # -- generations, under the lock -----------------------------------------------------------
+
+    def _lives(self) -> list[Live]:
+        current = self._live or self._parked
+        return [*self._retiring, *([] if current is None else [current])]
+
+    def _take(self) -> Live | None:
+        old = self._live or self._parked
+        self._live = self._parked = None
+        return old
+
+    def _put(self, live: Live) -> None:
+        if self._gated:
+            live.watcher = self._call_ended
+            self._parked = live
+        else:
+            self._live = live
+
+    def _follow(self, old: Live | None, new: Live | None) -> None:
+        for callback in self._subscribers:
+            if old is not None:
+                old.channel.unsubscribe(callback)
+            if new is not None:
+                # It is connected. To ask for that, and to close it soon after, is more than
+                # gRPC's thread that watches it can bear: it ends with a traceback.
+                new.channel.subscribe(callback, False)
+
+    def _retire(self, live: Live, grace: float) -> None:
+        live.retired = True
+        live.watcher = self._call_ended
+        over = partial(self._close_live, live)
+        self._retiring[live] = self._later(grace, over) if live.calls and grace > 0 else _nothing
+        if grace <= 0 or not live.calls:
+            over()
+
+    def _call_ended(self, live: Live) -> None:
+        if live.calls:
+            return
+        with self._changed:
+            self._changed.notify_all()
+        if live.retired:
+            self._close_live(live)
+
+    def _close_live(self, live: Live) -> None:
+        with self._changed:
+            if live.closed or live not in self._retiring:
+                return
+            live.closed = True
+            self._retiring[live]()
+        # Closing may take a while, and the thread may be one that the channel itself needs.
+        self._later(0.0, partial(self._close_channel, live))
+
+    def _close_channel(self, live: Live) -> None:
+        try:
+            live.channel.close()
+        except Exception:
+            log.exception("closing generation %d to %s", live.number, live.address)
+        finally:
+            with self._changed:
+                self._retiring.pop(live, None)
+                self._changed.notify_all()
+
+    def __repr__(self) -> str:
+        live = self._live or self._parked
+        state = "no connection" if live is None else f"generation {live.number}"
+        state = "closed" if self._closed else state
+        return f"<Handler to {self._address}: {state}, {self.calls} calls>"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _safely(tell: Callable[..., object], *given: Any) -> None:
+    """A defect of who is told must not change what a caller sees."""
+    try:
+        tell(*given)
+    except Exception:
+        log.exception("telling of a call")
+
+
+class _Ended:
+    """Counts a call out once: when it is over, or when nobody has it any more.
+
+    It must not hold the call: one that is forgotten would never be collected, and go on.
+    """
+
+    __slots__ = ("_call", "_handler", "_live", "_once")
+
+    def __init__(self, handler: Handler, live: Live, call: Any) -> None:
+        self._handler = handler
+        self._live = live
+        self._once: list[None] = [None]
+        self._call = weakref.ref(call, partial(_forgotten, live, self._once))
+
+    def __call__(self) -> None:
+        call = self._call()
+        if call is not None and _has_failed(call):
+            self._handler._failed(call, self._live)
+        if _first(self._once):
+            self._live.leave()
+        elif self._live.watcher is not None:
+            self._live.watcher(self._live)
+
+
+def _has_failed(call: Any) -> bool:
+    return (
+        isinstance(call, grpc.RpcError)
+        and not call.cancelled()
+        and call.code() is not grpc.StatusCode.OK
+    )
+
+
+def _forgotten(live: Live, once: list[None], reference: object) -> None:
+    # In the garbage collector: no lock and no thread, only the count.
+    if _first(once):
+        live.calls.pop()
+
+
+def _first(once: list[None]) -> bool:
+    try:
+        once.pop()
+    except IndexError:
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""One shared connection as users see it: its handler, where it leads, and who uses it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, Protocol, TypeVar
+
+from ._config import ConnectionConfig
+from ._core import Actions, Connection
+
+__all__ = ["ManagedConnection"]
+
+H = TypeVar("H")
+
+
+class Waiter(Protocol):
+    """Who waits for a connection, and is told once: the future of a thread, or of a task."""
+
+    def done(self) -> bool: ...
+    def set_result(self, result: None) -> None: ...
+
+
+class ManagedConnection(Generic[H]):
+    """A connection in the manager's book.
+
+    The handler stays the same for the whole life of this; the channel in it is replaced.
+    """
+
+    def __init__(
+        self,
+        handler: H,
+        config: ConnectionConfig,
+        strategy: Any,
+        core: Connection,
+        *,
+        key: str,
+        dedicated: bool,
+        created_at: float,
+        connect_timeout: float,
+    ) -> None:
+        self.handler = handler
+        self.config = config
+        self.strategy = strategy
+        self.core = core
+        #: Under which it stands in the book; a dedicated one has a number in it.
+        self.key = key
+        self.dedicated = dedicated
+        self.created_at = created_at
+        self.connect_timeout = connect_timeout
+        #: Where the current channel leads.
+        self.address = config.address
+        #: Those who said who they are; they are forgotten when they are gone.
+        self.clients: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Those who did not, and have not released it.
+        self.anonymous = 0
+        #: Since when nobody has it.
+        self.deserted_at: float | None = None
+        self.waiters: list[Waiter] = []
+
+    @property
+    def generation(self) -> int:
+        """Which channel is the current one; it grows with each that replaces another."""
+        return self.core.generation
+
+    @property
+    def last_used_at(self) -> float:
+        """When it was last handed out, or a call made over it."""
+        return max(self.core.last_used_at, getattr(self.handler, "_used_at", 0.0))
+
+    def fresh(self, now: float) -> bool:
+        """Whether it can be handed out as it is; then it counts as used."""
+        if not self.core.usable or now - self.last_used_at > self.core.idle:
+            return False
+        self.core.last_used_at = now
+        return True
+
+    def come(self, now: float) -> Actions:
+        """A caller wants it."""
+        self.core.used(self.last_used_at)
+        return self.core.come(now)
+
+    def taken(self, client: object | None) -> None:
+        """Somebody has it from now on."""
+        self.deserted_at = None
+        if client is None:
+            self.anonymous += 1
+        else:
+            self.clients.add(client)
+
+    def given_back(self, client: object | None) -> None:
+        """Somebody does not need it any more; twice is harmless."""
+        if client is not None:
+            self.clients.discard(client)
+        elif self.anonymous:
+            self.anonymous -= 1
+
+    @property
+    def deserted(self) -> bool:
+        """Whether nobody has it."""
+        return not self.anonymous and not self.clients and not self.waiters
+
+    def statistics(self, now: float) -> dict[str, Any]:
+        """The line of `get_stats()`."""
+        return {
+            "key": self.key,
+            "address": self.address,
+            "idle_time": max(0.0, now - self.last_used_at),
+            "client_count": len(self.clients) + self.anonymous,
+            "dedicated": self.dedicated,
+            "generation": self.generation,
+            "state": str(self.core.machine.state),
+        }
+
+    def __repr__(self) -> str:
+        users = len(self.clients) + self.anonymous
+        return (
+            f"<ManagedConnection to {self.address}: {self.core.machine.state}, generation "
+            f"{self.generation}, {users} clients{', dedicated' if self.dedicated else ''}>"
+        )

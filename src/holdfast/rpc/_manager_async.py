@@ -1,0 +1,261 @@
+"""The manager for asyncio: one connection for each endpoint and identity, recovered once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import grpc  # type: ignore[import-untyped]
+
+from holdfast.kernel import Clock, Deadline, Machine, Recorder, counted, describe
+
+from ._book import Book
+from ._channels import AioChannels
+from ._config import ConnectionConfig
+from ._core import CHART, Actions, Connection
+from ._errors import ConnectFailed, ManagerClosed
+from ._handler_async import AsyncHandler
+from ._managed import ManagedConnection
+from ._policy import Policy
+from ._strategies import AsyncGlobalStrategy, AsyncRegularStrategy
+from ._topology import Topology
+from ._works import Works
+
+__all__ = ["AsyncConnectionManager"]
+
+Managed = ManagedConnection[AsyncHandler]
+
+
+class AsyncConnectionManager:
+    """Shares channels between clients, and keeps them alive.
+
+    `get_instance()` is the one of the running loop; one of your own, `AsyncConnectionManager(…)`
+    in an `async with`, is better for libraries and tests. For its options see `Policy`.
+    """
+
+    _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self, **options: Any) -> None:
+        self._policy = policy = Policy(**options)
+        self._clock = policy.clock or Clock.current()
+        self.recorder = policy.recorder or Recorder(clock=self._clock)
+        self._loop = weakref.ref(asyncio.get_running_loop())
+        self._book = Book()
+        self._closed = False
+        self._works = Works(
+            contextlib.nullcontext(),
+            AioChannels(policy),
+            policy=policy,
+            clock=self._clock,
+            recorder=self.recorder,
+            book=self._book,
+        )
+
+    @classmethod
+    def get_instance(cls) -> AsyncConnectionManager:
+        """The manager of the running loop; it goes when nobody has it or a channel of it."""
+        loop = asyncio.get_running_loop()
+        found = cls._instances.get(id(loop))
+        # Another loop may have had the same id before.
+        if found is None or found._closed or found._loop() is not loop:
+            found = cls._instances[id(loop)] = cls()
+        return found
+
+    # -- for clients ---------------------------------------------------------------------------
+
+    async def get_or_create(
+        self,
+        config: ConnectionConfig,
+        dedicated: bool = False,
+        client: object | None = None,
+        timeout: float | None = None,
+    ) -> AsyncHandler:
+        """A channel to the endpoint, connected; the same for all who may share it.
+
+        :param dedicated: one that nobody else gets; it is closed when it is released.
+        :param client: who uses it: when all of them are gone, it is closed after a while.
+        :param timeout: how long to wait for it.
+        """
+        if not dedicated:
+            # The common case, first: it is there, and was used lately.
+            found: Managed | None = self._book.entries.get(config.key)
+            if found is not None and found.fresh(self._clock.monotonic()):
+                found.taken(client)
+                return found.handler
+        deadline = Deadline.after(timeout or self._policy.connect_timeout, self._clock)
+        managed: Managed | None = None
+        while True:
+            if self._closed:
+                raise ManagerClosed("the manager is closed: make a new one")
+            if managed is None or managed.core.closed:
+                managed = self._find_or_open(config, dedicated, timeout)
+            self._carry_out(managed, managed.come(self._clock.monotonic()))
+            if managed.core.usable:
+                managed.taken(client)
+                return managed.handler
+            await self._wait(managed, deadline)
+
+    async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
+        """The client does not need it any more; others who share it are not touched."""
+        managed = self._book.of(handler)
+        if managed is None:
+            return
+        managed.given_back(client)
+        if managed.dedicated and managed.deserted:
+            await self._close(managed, "it was released")
+
+    async def handle_error(
+        self, handler: AsyncHandler, error: BaseException, timeout: float | None = None
+    ) -> bool:
+        """A call failed: see to a new connection, if that may help, and wait for it.
+
+        Returns whether the caller may try again, which is so until its own time is over.
+        """
+        managed = self._book.of(handler)
+        if managed is None or not self._policy.classify(error):
+            return False
+        if not isinstance(error, grpc.RpcError):
+            # Those of gRPC were told by the handler, with the generation that they came from.
+            self._broken(managed, error, managed.generation)
+        deadline = Deadline.after(timeout or managed.connect_timeout, self._clock)
+        while not managed.core.usable and not managed.core.closed:
+            try:
+                await self._wait(managed, deadline)
+            except ConnectFailed:
+                return True
+        return not managed.core.closed
+
+    async def close_all(self) -> None:
+        """Close all connections, when the calls over them have ended."""
+        for managed in self._book:
+            await self._close(managed, "everything is closed")
+        await self._works.drained()
+
+    def get_stats(self) -> dict[str, Any]:
+        """What there is: how many connections, and each with its state."""
+        return self._book.statistics(self._clock.monotonic())
+
+    async def close(self) -> None:
+        """Close all connections, and take no more."""
+        self._closed = True
+        await self.close_all()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _find_or_open(
+        self, config: ConnectionConfig, dedicated: bool, timeout: float | None
+    ) -> Managed:
+        found = None if dedicated else self._book.entries.get(config.key)
+        if found is not None:
+            return found
+        managed = self._new(config, dedicated, timeout)
+        self._book.add(managed)
+        self._carry_out(managed, managed.core.open(self._clock.monotonic()))
+        self._works.watch()
+        return managed
+
+    def _new(self, config: ConnectionConfig, dedicated: bool, timeout: float | None) -> Managed:
+        policy, clock = self._policy, self._clock
+        machine = Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=self.recorder)
+        managed = ManagedConnection(
+            AsyncHandler(
+                address=config.address,
+                credentials=policy.credentials(config),
+                wait_limit=policy.connect_timeout,
+            ),
+            config,
+            self._strategy(config),
+            Connection(
+                machine, eager=policy.eager(clock), patient=policy.patient(clock), idle=policy.idle
+            ),
+            key=self._book.dedicated_key(config.key) if dedicated else config.key,
+            dedicated=dedicated,
+            created_at=clock.wall(),
+            connect_timeout=timeout or policy.connect_timeout,
+        )
+        managed.handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
+        managed.handler._on_waiting = lambda change: self._calls_wait(managed, change)
+        managed.handler._on_close = lambda: self.release(managed.handler)
+        if isinstance(managed.strategy, AsyncGlobalStrategy):
+            managed.strategy.on_change = lambda topology: self._moved(managed, topology)
+        return managed
+
+    def _strategy(self, config: ConnectionConfig) -> Any:
+        policy = self._policy
+        if policy.strategy is not None:
+            return policy.strategy(config)
+        if not config.is_global and policy.fetch_topology is None:
+            return AsyncRegularStrategy(handler_factory=policy.handler_factory)
+        return AsyncGlobalStrategy(
+            handler_factory=policy.handler_factory,
+            fetch_topology=policy.fetch_topology,
+            clock=self._clock,
+            recorder=self.recorder,
+        )
+
+    async def _close(self, managed: Managed, why: str) -> None:
+        self._carry_out(managed, managed.core.close(why))
+        await self._works.closed(managed)
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    async def _wait(self, managed: Managed, deadline: Deadline) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        managed.waiters.append(waiter)
+        self._carry_out(managed, managed.core.wait(self._clock.monotonic()))
+        try:
+            async with asyncio.timeout(deadline.timeout):
+                await waiter
+        except TimeoutError:
+            raise unreached(managed, deadline) from managed.core.last_error
+        finally:
+            if waiter in managed.waiters:
+                managed.waiters.remove(waiter)
+                self._carry_out(managed, managed.core.leave(self._clock.monotonic()))
+
+    def _calls_wait(self, managed: Managed, change: int) -> None:
+        now, core = self._clock.monotonic(), managed.core
+        self._carry_out(managed, core.wait(now) if change > 0 else core.leave(now))
+
+    # -- errors --------------------------------------------------------------------------------
+
+    def _failed(self, managed: Managed, error: BaseException, generation: int) -> None:
+        if self._policy.classify(error):
+            self._broken(managed, error, generation)
+
+    def _broken(self, managed: Managed, cause: BaseException | str, generation: int) -> None:
+        self._carry_out(managed, self._works.broken(managed, generation, cause))
+
+    def _moved(self, managed: Managed, topology: Topology) -> None:
+        self._carry_out(managed, self._works.moved(managed, topology.version))
+
+    def _carry_out(self, managed: Managed, actions: Actions) -> None:
+        if actions:
+            self._works.carry_out(managed, actions)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else counted(len(self._book), "connection")
+        return f"<AsyncConnectionManager: {state}>"
+
+
+def unreached(managed: ManagedConnection[Any], deadline: Deadline) -> ConnectFailed:
+    """What to tell a caller whose time is over."""
+    last = managed.core.last_error
+    why = f": {describe(last)}" if last is not None else ": it does not answer"
+    return ConnectFailed(f"no connection to {managed.config.address} in time{why}")

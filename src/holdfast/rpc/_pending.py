@@ -1,0 +1,198 @@
+"""Calls of asyncio that cannot begin at once: they look like any other call of `grpc.aio`.
+
+A task makes the real call when it can; whatever is asked of this one before that, waits for it.
+As with gRPC's own: whoever awaits the answer, reads or writes, and is cancelled, cancels the call;
+whoever asks for its code or its metadata does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from time import monotonic
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+
+__all__ = [
+    "PendingStreamStream",
+    "PendingStreamUnary",
+    "PendingUnaryStream",
+    "PendingUnaryUnary",
+]
+
+_CANCELLED = "Locally cancelled by application!"
+
+
+class _Pending:
+    """A call that is made by a task."""
+
+    def __init__(self, making: Coroutine[Any, Any, Any], timeout: float | None) -> None:
+        self._deadline = None if timeout is None else monotonic() + timeout
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._given_up = False
+        self._task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(making)
+        # First of all who wait for it: they find everything in its place.
+        self._task.add_done_callback(self._made)
+
+    def _made(self, task: asyncio.Task[Any]) -> None:
+        call = self._call
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            if call is None:
+                callback(self)
+            else:
+                self._pass_on(call, callback)
+
+    def _pass_on(self, call: Any, callback: Callable[[Any], None]) -> None:
+        call.add_done_callback(lambda _: callback(self))
+
+    @property
+    def _call(self) -> Any | None:
+        """The real call; None before it is made, and if it was not."""
+        task = self._task
+        if not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
+
+    async def _over(self) -> Any | None:
+        """Wait until the call is made or will not be, without a part in its fate."""
+        if not self._task.done():
+            await asyncio.wait([self._task])
+        return self._call
+
+    @property
+    def _error(self) -> BaseException | None:
+        return None if self._task.cancelled() else self._task.exception()
+
+    # -- what every call has -------------------------------------------------------------------
+
+    def cancel(self) -> bool:
+        """See `grpc.aio.Call`."""
+        call = self._call
+        if call is not None:
+            return bool(call.cancel())
+        if self._task.done() or self._given_up:
+            return False
+        self._given_up = True
+        return self._task.cancel()
+
+    def cancelled(self) -> bool:
+        """See `grpc.aio.Call`."""
+        call = self._call
+        if call is not None:
+            return bool(call.cancelled())
+        return self._given_up or self._task.cancelled()
+
+    def done(self) -> bool:
+        """See `grpc.aio.Call`."""
+        call = self._call
+        return self._given_up or self._task.done() if call is None else bool(call.done())
+
+    def time_remaining(self) -> float | None:
+        """See `grpc.aio.Call`."""
+        return None if self._deadline is None else max(0.0, self._deadline - monotonic())
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """See `grpc.aio.Call`."""
+        call = self._call
+        if call is not None:
+            self._pass_on(call, callback)
+        elif self._task.done():
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    async def initial_metadata(self) -> Any:
+        """See `grpc.aio.Call`."""
+        call = await self._over()
+        return grpc.aio.Metadata() if call is None else await call.initial_metadata()
+
+    async def trailing_metadata(self) -> Any:
+        """See `grpc.aio.Call`."""
+        call = await self._over()
+        return grpc.aio.Metadata() if call is None else await call.trailing_metadata()
+
+    async def code(self) -> grpc.StatusCode:
+        """See `grpc.aio.Call`."""
+        call = await self._over()
+        if call is not None:
+            return await call.code()
+        error = self._error
+        if error is None:
+            return grpc.StatusCode.CANCELLED
+        return error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNKNOWN
+
+    async def details(self) -> Any:
+        """See `grpc.aio.Call`."""
+        call = await self._over()
+        if call is not None:
+            return await call.details()
+        error = self._error
+        if error is None:
+            return _CANCELLED
+        return error.details() if isinstance(error, grpc.RpcError) else str(error)
+
+    async def debug_error_string(self) -> Any:
+        """See `grpc.aio.Call`."""
+        call = await self._over()
+        return await self.details() if call is None else await call.debug_error_string()
+
+    async def wait_for_connection(self) -> None:
+        """See `grpc.aio.Call`."""
+        await (await self._task).wait_for_connection()
+
+    def __repr__(self) -> str:
+        call = self._call
+        state = "cancelled" if self.cancelled() else "failed" if self.done() else "waiting"
+        return f"<{type(self).__name__}: {state if call is None else call!r}>"
+
+
+class _Answered(_Pending):
+    def __await__(self) -> Generator[Any, None, Any]:
+        call = yield from self._task.__await__()
+        return (yield from call.__await__())
+
+
+class _Read(_Pending):
+    _messages: AsyncIterator[Any] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        if self._messages is None:
+            self._messages = self._iterate()
+        return self._messages
+
+    async def _iterate(self) -> AsyncIterator[Any]:
+        async for message in await self._task:
+            yield message
+
+    async def read(self) -> Any:
+        """See `grpc.aio.UnaryStreamCall`."""
+        return await (await self._task).read()
+
+
+class _Written(_Pending):
+    async def write(self, request: Any) -> None:
+        """See `grpc.aio.StreamUnaryCall`."""
+        await (await self._task).write(request)
+
+    async def done_writing(self) -> None:
+        """See `grpc.aio.StreamUnaryCall`."""
+        await (await self._task).done_writing()
+
+
+class PendingUnaryUnary(_Answered, grpc.aio.UnaryUnaryCall):  # type: ignore[misc]
+    """One request, one answer."""
+
+
+class PendingUnaryStream(_Read, grpc.aio.UnaryStreamCall):  # type: ignore[misc]
+    """One request, many answers."""
+
+
+class PendingStreamUnary(_Written, _Answered, grpc.aio.StreamUnaryCall):  # type: ignore[misc]
+    """Many requests, one answer."""
+
+
+class PendingStreamStream(_Written, _Read, grpc.aio.StreamStreamCall):  # type: ignore[misc]
+    """Many requests, many answers."""

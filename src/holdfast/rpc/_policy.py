@@ -1,0 +1,73 @@
+"""How a manager behaves: every number in one place, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+
+from holdfast.kernel import Backoff, Clock, Recorder, refuse
+
+from ._config import ConnectionConfig
+from ._dial import CredentialProvider, TokenCredentials
+
+__all__ = ["Policy", "unavailable"]
+
+
+def unavailable(error: BaseException) -> bool:
+    """Whether a new connection may help: when the server cannot be reached, and only then."""
+    code = getattr(error, "code", None)
+    return callable(code) and code() is grpc.StatusCode.UNAVAILABLE
+
+
+def _tokens(config: ConnectionConfig) -> CredentialProvider | None:
+    return TokenCredentials(config.token) if config.token else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The options of both managers."""
+
+    #: Makes the strategy of a connection; regular or global, as its URI says, if it is not given.
+    strategy: Callable[[ConnectionConfig], Any] | None = None
+    #: Makes a channel; gRPC's own, if it is not given.
+    handler_factory: Callable[[ConnectionConfig], Any] | None = None
+    #: Where the topology of a global connection comes from.
+    fetch_topology: Any = None
+    #: Asks over a channel whether the server answers; `grpc.health.v1`, if it is not given.
+    probe: Callable[[Any], Any] | None = None
+    #: Whether a new connection may help against an error.
+    classify: Callable[[BaseException], bool] = unavailable
+    #: As whom calls are made; with the token of the configuration, if it is not given.
+    credentials: Callable[[ConnectionConfig], CredentialProvider | None] = _tokens
+    #: For so long a shared connection stays open after the last client has gone.
+    linger: float = 60.0
+    #: A connection that was not used for so long is looked at before it is handed out.
+    idle: float = 30.0
+    #: How long an attempt may take, and who waits for one without a time of its own.
+    connect_timeout: float = 10.0
+    #: After so long a channel is replaced, in time; None for never.
+    max_age: float | None = None
+    clock: Clock | None = None
+    recorder: Recorder | None = None
+
+    def __post_init__(self) -> None:
+        numbers = ("linger", "idle", "connect_timeout", "max_age")
+        refuse(
+            "ConnectionManager",
+            [
+                f"{name}={value!r} must be more than 0 seconds"
+                for name in numbers
+                if (value := getattr(self, name)) is not None and not value > 0
+            ],
+        )
+
+    def eager(self, clock: Clock) -> Backoff:
+        """The waits between attempts while somebody waits: never more than 250 ms."""
+        return Backoff(0.02, 0.2, jitter=0.25, clock=clock)
+
+    def patient(self, clock: Clock) -> Backoff:
+        """Those while nobody does."""
+        return Backoff(0.25, 30.0, jitter=0.25, clock=clock)

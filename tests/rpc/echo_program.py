@@ -1,0 +1,147 @@
+"""A gRPC server of its own process: what it is asked for, it gives; run by `servers.py`.
+
+Its methods take and return bytes; with `--stubs` it also serves what was generated into a folder.
+It ends when its standard input does, so that it never outlives the test that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+
+def echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+def count(request: bytes, context: Any) -> Iterator[bytes]:
+    """So many numbers, then an error if one is named: b"3" or b"3 ABORTED"."""
+    number, _, code = request.decode().partition(" ")
+    for each in range(int(number)):
+        yield str(each).encode()
+    if code:
+        context.abort(grpc.StatusCode[code], "as asked")
+
+
+def endless(request: bytes, context: Any) -> Iterator[bytes]:
+    """A number every so many seconds, until the client goes."""
+    over = threading.Event()
+    context.add_callback(over.set)
+    for each in range(1_000_000):
+        yield str(each).encode()
+        if over.wait(float(request)):
+            return
+
+
+def collect(requests: Iterator[bytes], context: Any) -> bytes:
+    return b"".join(requests)
+
+
+def chat(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    for request in requests:
+        yield b"re: " + request
+
+
+def sleep(request: bytes, context: Any) -> bytes:
+    time.sleep(float(request))
+    return request
+
+
+def fail(request: bytes, context: Any) -> bytes:
+    context.abort(grpc.StatusCode[request.decode()], "as asked")
+    raise AssertionError
+
+
+def metadata(request: bytes, context: Any) -> bytes:
+    """What the client sent beside the request, as JSON; it is sent back as well."""
+    found = [(name, value) for name, value in context.invocation_metadata() if name[0] != ":"]
+    context.send_initial_metadata((("initial", "here"),))
+    context.set_trailing_metadata((("trailing", "there"),))
+    return json.dumps([pair for pair in found if isinstance(pair[1], str)]).encode()
+
+
+def limit(request: bytes, context: Any) -> bytes:
+    """How many seconds the call has left."""
+    return str(context.time_remaining()).encode()
+
+
+def pid(request: bytes, context: Any) -> bytes:
+    return str(os.getpid()).encode()
+
+
+METHODS = {
+    **{
+        name: grpc.unary_unary_rpc_method_handler(method)
+        for name, method in {
+            "Echo": echo,
+            "Sleep": sleep,
+            "Fail": fail,
+            "Metadata": metadata,
+            "Limit": limit,
+            "Pid": pid,
+        }.items()
+    },
+    "Count": grpc.unary_stream_rpc_method_handler(count),
+    "Endless": grpc.unary_stream_rpc_method_handler(endless),
+    "Collect": grpc.stream_unary_rpc_method_handler(collect),
+    "Chat": grpc.stream_stream_rpc_method_handler(chat),
+}
+
+
+def add_generated(server: grpc.Server, folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    messages = importlib.import_module("greeter_pb2")
+    services = importlib.import_module("greeter_pb2_grpc")
+
+    class Greeter(services.GreeterServicer):  # type: ignore[misc, name-defined]
+        def Greet(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return messages.Greeting(text=f"hello {request.name}")
+
+        def GreetMany(self, request: Any, context: Any) -> Any:  # noqa: N802
+            for number in range(3):
+                yield messages.Greeting(text=f"hello {request.name} {number}")
+
+    services.add_GreeterServicer_to_server(Greeter(), server)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tls", type=Path)
+    parser.add_argument("--stubs", type=Path)
+    options = parser.parse_args()
+    # Two servers must not share a port: a test would talk to either.
+    server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", METHODS),))
+    checks = health.HealthServicer()
+    checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    if options.stubs is not None:
+        add_generated(server, options.stubs)
+    address = f"127.0.0.1:{options.port}"
+    if options.tls is None:
+        server.add_insecure_port(address)
+    else:
+        pair = [(options.tls / name).read_bytes() for name in ("server.key", "server.pem")]
+        server.add_secure_port(address, grpc.ssl_server_credentials([(pair[0], pair[1])]))
+    server.start()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What the tests of both handlers share: generations made and warmed as a manager would."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast.rpc._config import ConnectionConfig
+from holdfast.rpc._dial import make_aio_channel, make_channel, ready
+from holdfast.rpc._live import Live
+
+__all__ = [
+    "CHAT",
+    "COLLECT",
+    "COUNT",
+    "ECHO",
+    "ENDLESS",
+    "FAIL",
+    "LIMIT",
+    "METADATA",
+    "PID",
+    "SLEEP",
+    "descriptors",
+    "eventually",
+    "new_aio_live",
+    "new_live",
+]
+
+(ECHO, SLEEP, FAIL, METADATA, LIMIT, PID, COUNT, ENDLESS, COLLECT, CHAT) = (
+    f"/test.Echo/{name}"
+    for name in (
+        *("Echo", "Sleep", "Fail", "Metadata", "Limit", "Pid"),
+        *("Count", "Endless", "Collect", "Chat"),
+    )
+)
+
+_numbers = itertools.count(1)
+
+
+def new_live(uri: str, number: int = 0) -> Live:
+    """The next generation, connected."""
+    config = ConnectionConfig.from_uri(uri)
+    number = number or next(_numbers)
+    channel = make_channel(config, number)
+    asyncio.run(asyncio.wait_for(ready(channel), 10))
+    return Live(number, channel, config.address)
+
+
+async def new_aio_live(uri: str, number: int = 0) -> Live:
+    """The same for asyncio."""
+    config = ConnectionConfig.from_uri(uri)
+    number = number or next(_numbers)
+    channel = make_aio_channel(config, number)
+    await asyncio.wait_for(ready(channel), 10)
+    return Live(number, channel, config.address)
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def eventually(holds: Callable[[], bool], limit: float = 10.0) -> None:
+    """Wait for what a thread of gRPC's own does."""
+    over = time.monotonic() + limit
+    pause = threading.Event()
+    while not holds():
+        assert time.monotonic() < over, "it has not come about"
+        pause.wait(0.005)

@@ -1,0 +1,125 @@
+"""Real gRPC servers for tests: each in its own process, to be killed and started again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+from tests.servers import free_port
+
+__all__ = ["EchoServer", "make_authority", "make_stubs"]
+
+PROGRAM = Path(__file__).with_name("echo_program.py")
+
+PROTO = """
+syntax = "proto3";
+package test;
+message Name { string name = 1; }
+message Greeting { string text = 1; }
+service Greeter {
+  rpc Greet (Name) returns (Greeting);
+  rpc GreetMany (Name) returns (stream Greeting);
+}
+"""
+
+
+class EchoServer:
+    """The server of `echo_program.py`, on one port for all of its lives."""
+
+    def __init__(self, *, tls: Path | None = None, stubs: Path | None = None) -> None:
+        self.port = free_port()
+        self._more = [] if tls is None else ["--tls", str(tls)]
+        self._more += [] if stubs is None else ["--stubs", str(stubs)]
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def uri(self) -> str:
+        return f"http://{self.address}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        assert self._process is None
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), "--port", str(self.port), *self._more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            self.kill()
+            raise AssertionError(f"the server has not started on {self.address}")
+
+    def kill(self) -> None:
+        """As if its machine had lost its power."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> EchoServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def make_authority(folder: Path) -> Path:
+    """A test authority (`ca.pem`), and a key and a certificate for `server.test`."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        reason = "openssl is not installed (as root: apt-get install openssl)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    new = ["req", "-newkey", "rsa:2048", "-nodes", "-subj"]
+    (folder / "names.txt").write_text("subjectAltName=DNS:server.test\n")
+    for step in (
+        [*new, "/CN=test CA", "-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem"],
+        [*new, "/CN=server.test", "-keyout", "server.key", "-out", "server.csr"],
+        [
+            *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-days", "2", "-extfile", "names.txt", "-out", "server.pem"),
+        ],
+    ):
+        subprocess.run([openssl, *step], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def make_stubs(folder: Path) -> Path:
+    """Compile the service `Greeter` into a folder, as a user would."""
+    (folder / "greeter.proto").write_text(PROTO)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "grpc_tools.protoc", "-I."),
+            *("--python_out=.", "--grpc_python_out=.", "greeter.proto"),
+        ],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return folder

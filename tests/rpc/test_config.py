@@ -1,0 +1,436 @@
+"""Where a connection leads: the grammar, what goes first, every mistake, and no token shown."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.kernel import HoldfastError
+from holdfast.rpc._config import ConnectionConfig, redacted
+from holdfast.rpc._errors import ChannelError, ConfigError
+
+SECRET = "s3cr3t"
+
+
+def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
+    config = ConnectionConfig.from_uri(uri, **given)
+    return config.address, config.token, config.db_name
+
+
+# -- the examples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uri", "address", "token", "db_name"),
+    [
+        # Those of the seed.
+        ("http://localhost:19530", "localhost:19530", "", ""),
+        ("https://host:19530/mydb", "host:19530", "", "mydb"),
+        ("https://user:pass@host:19530", "host:19530", "user:pass", ""),
+        ("https://user:pass@host:19530/mydb", "host:19530", "user:pass", "mydb"),
+        # The port that is not given.
+        ("http://localhost", "localhost:19530", "", ""),
+        ("tcp://localhost", "localhost:19530", "", ""),
+        ("https://localhost", "localhost:443", "", ""),
+        ("https://localhost:", "localhost:443", "", ""),
+        ("http://localhost:/db", "localhost:19530", "", "db"),
+        ("HTTPS://localhost", "localhost:443", "", ""),
+        # Tokens.
+        ("https://token@host", "host:443", "token", ""),
+        ("https://user:@host", "host:443", "user:", ""),
+        ("https://:pass@host", "host:443", ":pass", ""),
+        ("https://@host", "host:443", "", ""),
+        ("https://user:a:b@host", "host:443", "user:a:b", ""),
+        ("https://user:p@ss@host", "host:443", "user:p@ss", ""),
+        # Percent-decoding, of each part by itself.
+        ("http://us%40er:p%3Ass@host", "host:19530", "us@er:p:ss", ""),
+        ("http://a%2Fb:c%3Fd%23e@host", "host:19530", "a/b:c?d#e", ""),
+        ("http://host/my%20db", "host:19530", "", "my db"),
+        ("http://host/my%2Fdb", "host:19530", "", "my/db"),
+        ("http://host/%E2%82%AC", "host:19530", "", "€"),
+        # The path.
+        ("http://host/", "host:19530", "", ""),
+        ("http://host//db/", "host:19530", "", "db"),
+        ("http://host/db/more", "host:19530", "", "db"),
+        # IPv6.
+        ("http://[::1]:19530", "[::1]:19530", "", ""),
+        ("http://[::1]", "[::1]:19530", "", ""),
+        ("https://t@[2001:db8::1]/db", "[2001:db8::1]:443", "t", "db"),
+        ("http://127.0.0.1:65535", "127.0.0.1:65535", "", ""),
+        ("http://127.0.0.1:1", "127.0.0.1:1", "", ""),
+        # Sockets, whole.
+        ("unix:/run/app.sock", "unix:/run/app.sock", "", ""),
+        ("unix:///run/app.sock", "unix:///run/app.sock", "", ""),
+        ("unix:app@x.sock", "unix:app@x.sock", "", ""),
+        ("UNIX:///run/app.sock", "UNIX:///run/app.sock", "", ""),
+        # Around it.
+        ("  http://host:1  ", "host:1", "", ""),
+    ],
+)
+def test_a_uri_is_taken_apart(uri: str, address: str, token: str, db_name: str) -> None:
+    config = ConnectionConfig.from_uri(uri)
+    assert (config.address, config.token, config.db_name) == (address, token, db_name)
+    assert config.uri == uri.strip(), "it is kept as it was given"
+
+
+@pytest.mark.parametrize(
+    ("uri", "given", "token", "db_name"),
+    [
+        ("https://host/db1", {"db_name": "db2"}, "", "db2"),
+        ("https://user:pass@host", {"token": "other"}, "other", ""),
+        ("https://user:pass@host/db1", {"token": "", "db_name": ""}, "user:pass", "db1"),
+        ("https://user:pass@host/db1", {"token": None, "db_name": None}, "user:pass", "db1"),
+        ("https://host", {"token": "t", "db_name": "d"}, "t", "d"),
+        ("unix:/a", {"token": "t", "db_name": "d"}, "t", "d"),
+        # What is given beside the URI is taken as it is.
+        ("https://host", {"token": "a%40b", "db_name": "a%2Fb"}, "a%40b", "a%2Fb"),
+    ],
+)
+def test_what_is_given_beside_the_uri_goes_first(
+    uri: str, given: dict[str, Any], token: str, db_name: str
+) -> None:
+    config = ConnectionConfig.from_uri(uri, **given)
+    assert (config.token, config.db_name) == (token, db_name)
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("https://a.global-cluster.example.com", True),
+        ("https://a.GLOBAL-Cluster.example.com", True),
+        ("https://host/global-cluster", True),
+        ("https://host", False),
+        ("https://global-cluster:pass@host", False),
+        ("https://global-cluster@host/db", False),
+        ("unix:/run/global-cluster.sock", True),
+    ],
+)
+def test_a_global_cluster_is_known_by_its_uri(uri: str, expected: bool) -> None:
+    assert ConnectionConfig.from_uri(uri).is_global is expected
+
+
+@pytest.mark.parametrize(
+    ("uri", "given", "expected"),
+    [
+        ("http://h", {}, False),
+        ("tcp://h", {}, False),
+        ("https://h", {}, True),
+        ("HTTPS://h", {}, True),
+        ("https://h", {"secure": False}, False),
+        ("http://h", {"secure": True}, True),
+        ("https://h", {"secure": None}, True),
+        ("unix:/a", {}, False),
+    ],
+)
+def test_https_is_encrypted_unless_it_is_said_otherwise(
+    uri: str, given: dict[str, Any], expected: bool
+) -> None:
+    assert ConnectionConfig.from_uri(uri, **given).secure is expected
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("", "URI is empty"),
+        ("   ", "URI is empty"),
+        (None, "URI is empty"),
+        (5, "URI is empty"),
+        ("localhost:19530", "has no scheme: write it as in http://localhost:19530"),
+        ("localhost", "has no scheme"),
+        ("://localhost", "has no scheme"),
+        ("1http://localhost", "has no scheme"),
+        ("ftp://localhost", "scheme 'ftp'"),
+        ("httpss://localhost", "use one of http, https, tcp, unix"),
+        ("http://", "names no host"),
+        ("http://:19530", "names no host"),
+        ("http:///db", "names no host"),
+        ("http://token@", "names no host"),
+        ("http://host:port", "port 'port'"),
+        ("http://host:0", "port '0'"),
+        ("http://host:65536", "from 1 to 65535"),
+        ("http://host:-1", "port '-1'"),
+        ("http://host:1.5", "port '1.5'"),
+        ("http://host:+1", "port"),
+        ("http://host:\u0661", "port"),
+        ("http://host:" + "9" * 5000, "port"),
+        ("http://[::1]x", "port 'x'"),
+        ("http://::1", "put an IPv6 address in [ ]"),
+        ("http://::1:19530", "put an IPv6 address in [ ]"),
+        ("http://[::1", "host of"),
+        ("http://::1]", "host of"),
+        ("http://[]", "host of"),
+        ("http://[nonsense]:1", "host of"),
+        ("http://a b", "space or a control character at 8"),
+        ("http://host/my db", "%20"),
+        ("http://ho\nst", "control character"),
+        ("http://host?timeout=3", "has a query"),
+        ("http://host/db#part", "has a fragment"),
+        ("unix:", "names no socket"),
+        ("unix://", "names no socket"),
+        ("unix:///", "names no socket"),
+    ],
+)
+def test_a_wrong_uri_is_told_by_its_part(uri: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectionConfig.from_uri(uri)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, ChannelError)
+    assert isinstance(caught.value, HoldfastError)
+    assert not isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"scure": True}, "'scure' is not known: there are ca, certificate"),
+        ({"secure": "yes"}, "secure must be bool, not str"),
+        ({"ca": 5}, "ca must be bytes or str or Path, not int"),
+        ({"channel_options": "x"}, "channel_options must be"),
+        ({"certificate": b"x"}, "go together"),
+        ({"private_key": b"x"}, "go together"),
+        ({"token": 5}, "token must be a text, not int"),
+        ({"token": b"x"}, "token must be a text, not bytes"),
+        ({"db_name": 5}, "db_name must be a text, not int"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectionConfig.from_uri("http://host", **given)
+    assert said in str(caught.value)
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+def key(uri: str = "http://host:1", **given: Any) -> str:
+    return ConnectionConfig.from_uri(uri, **given).key
+
+
+def test_the_same_address_and_identity_share_a_connection() -> None:
+    assert key() == key()
+    assert key("http://host:1/db1") == key("http://host:1/db2"), "a database is not another wire"
+    assert key("http://host:1", db_name="x") == key()
+    assert key("http://u:p@host:1") == key("http://host:1", token="u:p")
+    assert key("http://host") == key("http://host:19530")
+    assert key("http://host:1") == key("tcp://host:1")
+    assert key("http://host:1/") == key()
+    assert key("https://host:1") == key("http://host:1", secure=True)
+
+
+def test_the_same_options_share_however_they_are_written() -> None:
+    assert key(secure=None, ca=None) == key()
+    assert key("https://host:1", secure=True) == key("https://host:1")
+    written = {"grpc.a": 1, "grpc.b": "x"}
+    turned = {"grpc.b": "x", "grpc.a": 1}
+    assert key(channel_options=written) == key(channel_options=turned)
+    assert key(channel_options=written) == key(channel_options=list(written.items()))
+    assert key(channel_options=tuple(written.items())) == key(channel_options=written)
+    assert key(channel_options=[["grpc.a", 1]]) == key(channel_options={"grpc.a": 1})
+    assert key(channel_options={}) == key(channel_options=()) == key()
+
+
+def test_whatever_changes_the_wire_is_another_connection() -> None:
+    keys = [
+        key("http://host:1"),
+        key("http://host:2"),
+        key("http://other:1"),
+        key("https://host:1"),
+        key("http://host:1", token="a"),
+        key("http://host:1", token="b"),
+        key("https://host:1", ca=b"x"),
+        key("https://host:1", ca=b"y"),
+        key("https://host:1", certificate=b"c", private_key=b"k"),
+        key("https://host:1", certificate=b"c", private_key=b"l"),
+        key("https://host:1", server_name="a"),
+        key(channel_options={"grpc.a": 1}),
+        key(channel_options={"grpc.a": "1"}),
+        key(channel_options={"grpc.b": 1}),
+        key("http://host:1/global-cluster"),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_parts_of_a_key_cannot_be_confused() -> None:
+    assert key("http://host:1", token="a', True") != key("https://host:1", token="a")
+    assert key(token="|") != key()
+
+
+def test_a_key_means_nothing_in_another_process() -> None:
+    code = (
+        "from holdfast.rpc._config import ConnectionConfig;"
+        "print(ConnectionConfig.from_uri('http://u:p@host:1').key)"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert other.startswith("host:1|")
+    assert other != key("http://u:p@host:1")
+
+
+# -- as an object ----------------------------------------------------------------------------------
+
+
+def test_it_does_not_change() -> None:
+    config = ConnectionConfig.from_uri("http://host")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.address = "x"  # type: ignore[misc]
+
+
+def test_equal_ones_are_equal_and_can_be_keys_of_a_dict() -> None:
+    one = ConnectionConfig.from_uri("http://host", channel_options={"a": 1})
+    two = ConnectionConfig.from_uri("http://host", channel_options={"a": 1})
+    assert one == two
+    assert {one: "found"}[two] == "found"
+
+
+def test_it_can_be_copied_and_pickled_but_its_key_is_made_anew() -> None:
+    config = ConnectionConfig.from_uri("http://u:p@host/db", secure=True)
+    assert config.key
+    assert copy.deepcopy(config) == config
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config
+    assert "key" not in vars(again), "the key of another process would match nothing here"
+    assert again.key == config.key
+
+
+def test_at_another_address_all_else_is_the_same() -> None:
+    config = ConnectionConfig.from_uri("https://u:p@host/db", ca=b"x")
+    moved = config.at("other:1")
+    assert moved.address == "other:1"
+    assert moved == dataclasses.replace(config, address="other:1")
+    assert moved.secure
+
+
+# -- whatever is written ---------------------------------------------------------------------------
+
+hosts = st.from_regex(r"[a-z]([a-z0-9-]{0,10}[a-z0-9])?(\.[a-z]{1,5})?", fullmatch=True) | st.just(
+    "[::1]"
+)
+words = st.text(st.characters(codec="utf-8"), max_size=20)
+ports = st.none() | st.integers(1, 65535)
+
+
+@given(st.sampled_from(["http", "https", "tcp"]), hosts, ports, words, words, words)
+def test_what_is_percent_encoded_comes_back(
+    scheme: str, host: str, port: int | None, user: str, password: str, db_name: str
+) -> None:
+    uri = f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{host}"
+    uri += "" if port is None else f":{port}"
+    config = ConnectionConfig.from_uri(f"{uri}/{quote(db_name, safe='')}")
+    assert config.address == f"{host}:{port or (443 if scheme == 'https' else 19530)}"
+    assert config.token == f"{user}:{password}"
+    assert config.db_name == db_name
+
+
+@given(words.filter(bool), hosts)
+def test_a_bare_name_is_a_token(token: str, host: str) -> None:
+    assert ConnectionConfig.from_uri(f"https://{quote(token, safe='')}@{host}").token == token
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_taken_apart_or_refused(uri: str) -> None:
+    try:
+        config = ConnectionConfig.from_uri(uri)
+    except ConfigError:
+        return
+    assert config.address
+
+
+@given(st.text(st.sampled_from("hatp:/@[]%?#. 1s\n"), max_size=30))
+def test_any_text_with_the_marks_of_a_uri_is_taken_apart_or_refused(rest: str) -> None:
+    for uri in (rest, f"http://{rest}", f"unix:{rest}"):
+        try:
+            config = ConnectionConfig.from_uri(uri)
+        except ConfigError:
+            continue
+        assert config.address
+
+
+# -- the token is nowhere --------------------------------------------------------------------------
+
+
+def shown(config: ConnectionConfig, caplog: pytest.LogCaptureFixture) -> str:
+    logging.getLogger("holdfast.rpc").warning("with %s and %r", config, config)
+    own = [repr(config), str(config), f"{config}", config.key, config.shown, config.address]
+    return "\n".join([*own, caplog.text, repr({config.key: config}), repr(config.at("other:1"))])
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        f"http://user:{SECRET}@host/db",
+        f"https://{SECRET}@host",
+        f"http://u:{SECRET}@[::1]:1/db",
+        f"http://u:a@{SECRET}@host",
+        f"http://u:a:{SECRET}@host",
+    ],
+)
+def test_no_token_of_a_uri_is_shown(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = ConnectionConfig.from_uri(uri)
+    assert SECRET in config.token
+    text = shown(config, caplog)
+    assert SECRET not in text
+    assert "***" in text
+
+
+def test_no_token_or_key_that_is_given_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    config = ConnectionConfig.from_uri(
+        "https://host", token=SECRET, certificate=b"c", private_key=SECRET.encode(), ca=Path("/ca")
+    )
+    assert SECRET not in shown(config, caplog)
+    assert "private_key" in repr(config), "that there is one may be known"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        f"user:{SECRET}@host:19530",
+        f"{SECRET}@host",
+        f"ftp://{SECRET}@host",
+        f"u:{SECRET}@host/a://b",
+        f"{SECRET}@host://b",
+        f"http://u:{SECRET}@host:port",
+        f"http://u:{SECRET}@",
+        f"http://u:{SECRET}@::1",
+        f"http://u:{SECRET}@[::1",
+        f"http://u:[{SECRET}]@host",
+        f"http://u:{SECRET}]@host",
+        f"http://u:{SECRET}/x@host",
+        f"http://u:x/{SECRET}@host",
+        f"http://u:x?{SECRET}@host",
+        f"http://u:x#{SECRET}@host",
+        f"http://u:{SECRET}@host?a=b",
+        f"http://u:{SECRET} x@host",
+        f"http://u:{SECRET}@ho st",
+        f"http://u:{SECRET}@ho\u2100st",  # urlsplit quotes the account in its complaint
+        f"http://{SECRET}:x@host:99999",
+        f"\thttp://u:{SECRET}@host\x00",
+    ],
+)
+def test_no_error_shows_a_token(uri: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectionConfig.from_uri(uri)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert SECRET not in str(error) + repr(error)
+        error = error.__cause__ or error.__context__
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_whatever_stands_around_it_an_account_is_hidden(before: str, after: str) -> None:
+    assert SECRET not in redacted(f"{before}{SECRET}@{after}")
+    assert SECRET not in redacted(f"http://{before}{SECRET}@{after}")

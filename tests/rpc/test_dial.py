@@ -1,0 +1,267 @@
+"""Channels: each generation is a stranger to the one before, and a failure is told at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+import pytest
+from tests.servers import free_port
+
+from holdfast.rpc._config import ConnectionConfig
+from holdfast.rpc._dial import (
+    DEFAULTS,
+    TokenCredentials,
+    channel_options,
+    close_channel,
+    make_aio_channel,
+    make_channel,
+    ready,
+)
+from holdfast.rpc._errors import ConfigError, ConnectFailed
+
+from .handlers import ECHO
+from .servers import EchoServer, make_authority
+
+Make = Callable[..., Any]
+
+both = pytest.mark.parametrize("make", [make_channel, make_aio_channel])
+
+
+async def ask(channel: Any, method: str = ECHO, request: bytes = b"a") -> bytes:
+    method_of = channel.unary_unary(method)
+    if isinstance(channel, grpc.aio.Channel):
+        return bytes(await method_of(request, timeout=10))
+    return bytes(await asyncio.to_thread(method_of, request, 10))
+
+
+def connections_to(port: int) -> int:
+    tables = (Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    return "".join(tables).count(f":{port:04X} 01 ")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_authority(tmp_path_factory.mktemp("tls"))
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def test_options_of_a_channel() -> None:
+    config = ConnectionConfig.from_uri("http://db:1")
+    options = dict(channel_options(config, 7))
+    assert options == {
+        **DEFAULTS,
+        "grpc.use_local_subchannel_pool": 1,
+        "holdfast.generation": 7,
+    }
+
+
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+def test_the_users_own_options_go_before_ours(kind: Any) -> None:
+    own = {"grpc.keepalive_time_ms": 1, "grpc.use_local_subchannel_pool": 0, "mine": 2}
+    given = own if kind is dict else kind(own.items())
+    config = ConnectionConfig.from_uri("http://db:1", channel_options=given)
+    options = channel_options(config, 7)
+    assert len(options) == len(dict(options))
+    assert options[0] == ("grpc.keepalive_time_ms", 1)
+    assert dict(options)["mine"] == 2
+    # Without this one, a new generation would inherit the pause of the old.
+    assert dict(options)["grpc.use_local_subchannel_pool"] == 1
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    config = ConnectionConfig.from_uri("https://db:1", ca=Path("/nowhere/ca.pem"))
+    with pytest.raises(ConfigError, match=r"option ca .*nowhere"):
+        make_channel(config, 1)
+
+
+def test_a_token_is_not_shown() -> None:
+    token = TokenCredentials("secret", encode=lambda token: token[::-1])
+    assert token.metadata() == (("authorization", "terces"),)
+    assert "secret" not in repr(token) + str(vars(token).keys())
+    assert "terces" not in repr(token)
+    token.replace("")
+    assert list(token.metadata()) == []
+    assert repr(token) == "TokenCredentials('')"
+
+
+# -- ready -----------------------------------------------------------------------------------------
+
+
+@both
+async def test_a_channel_that_connects(make: Make, echo: EchoServer) -> None:
+    channel = make(ConnectionConfig.from_uri(echo.uri), 1)
+    await asyncio.wait_for(ready(channel), 10)
+    assert await ask(channel) == b"a"
+    await close_channel(channel)
+
+
+@both
+async def test_a_refused_connection_is_told_at_once_and_says_why(make: Make) -> None:
+    config = ConnectionConfig.from_uri(f"http://127.0.0.1:{free_port()}")
+    channel = make(config, 1)
+    began = time.monotonic()
+    with pytest.raises(ConnectFailed) as raised:
+        await ready(channel, config.address)
+    assert time.monotonic() - began < 3
+    assert config.address in str(raised.value)
+    assert "onnection refused" in str(raised.value)
+    await close_channel(channel)
+
+
+@both
+async def test_a_server_that_says_nothing_is_waited_for(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        channel = make(ConnectionConfig.from_uri(uri), 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ready(channel), 0.3)
+        await close_channel(channel)
+
+
+@both
+async def test_a_channel_that_is_closed_meanwhile_is_never_ready(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        channel = make(ConnectionConfig.from_uri(uri), 1)
+        waiting = asyncio.create_task(ready(channel))
+        await asyncio.sleep(0.05)
+        await close_channel(channel)
+        with pytest.raises((ConnectFailed, asyncio.CancelledError)):
+            await waiting
+
+
+@both
+async def test_a_server_that_does_not_know_the_question_is_ready(make: Make) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = make(ConnectionConfig.from_uri(f"http://127.0.0.1:{port}"), 1)
+    await asyncio.wait_for(ready(channel), 10)
+    await close_channel(channel)
+    await server.stop(None)
+
+
+@both
+async def test_a_new_generation_does_not_inherit_a_pause(make: Make) -> None:
+    server = EchoServer()
+    config = ConnectionConfig.from_uri(server.uri)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.kill)
+        # The first one fails often enough for a long pause, and stays open.
+        old = make(config, 1)
+        for _ in range(3):
+            with pytest.raises(ConnectFailed):
+                await ready(old)
+        server.start()
+        new = make(config, 2)
+        began = time.monotonic()
+        await asyncio.wait_for(ready(new), 10)
+        # gRPC's first pause alone is about a second.
+        assert time.monotonic() - began < 0.7
+        assert await ask(new) == b"a"
+    await close_channel(old)
+    await close_channel(new)
+
+
+async def test_generations_do_not_share_a_connection(echo: EchoServer) -> None:
+    config = ConnectionConfig.from_uri(echo.uri)
+    channels = [make_aio_channel(config, number) for number in (1, 2, 3)]
+    for channel in channels:
+        await ready(channel)
+    assert connections_to(echo.port) >= 3
+    for channel in channels:
+        await channel.close()
+
+
+async def test_a_wait_that_is_given_up_leaves_nothing_behind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = ConnectionConfig.from_uri(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        few = threading.active_count()
+        for number in range(5):
+            channel = make_channel(config, number)
+            task = asyncio.create_task(ready(channel))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await close_channel(channel)
+        gc.collect()
+        # Only the thread that closed them stays, for the next one.
+        assert threading.active_count() <= few + 2
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+@both
+async def test_tls_with_an_authority_of_ones_own(make: Make, authority: Path) -> None:
+    with EchoServer(tls=authority) as server:
+        uri = f"https://{server.address}"
+        ca = authority / "ca.pem"
+        for given in (ca, str(ca), ca.read_bytes(), ca.read_text()):
+            config = ConnectionConfig.from_uri(uri, ca=given, server_name="server.test")
+            channel = make(config, 1)
+            await asyncio.wait_for(ready(channel), 10)
+            assert await ask(channel) == b"a"
+            await close_channel(channel)
+
+
+@both
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_tls_with_the_wrong_name_or_authority(
+    make: Make, authority: Path, trusted: bool
+) -> None:
+    options = {"ca": authority / "ca.pem"} if trusted else {"server_name": "server.test"}
+    with EchoServer(tls=authority) as server:
+        config = ConnectionConfig.from_uri(f"https://{server.address}", **options)
+        channel = make(config, 1)
+        with pytest.raises(ConnectFailed) as raised:
+            await asyncio.wait_for(ready(channel), 10)
+        assert "CERTIFICATE_VERIFY_FAILED" in str(raised.value) or "name" in str(raised.value)
+        await close_channel(channel)
+
+
+async def test_credentials_of_grpc_are_used_as_they_are(authority: Path) -> None:
+    own = grpc.ssl_channel_credentials((authority / "ca.pem").read_bytes())
+    with EchoServer(tls=authority) as server:
+        config = ConnectionConfig.from_uri(
+            server.uri, channel_options={"grpc.ssl_target_name_override": "server.test"}
+        )
+        for make in (make_channel, make_aio_channel):
+            channel = make(config, 1, credentials=own)
+            await asyncio.wait_for(ready(channel), 10)
+            await close_channel(channel)
+
+
+async def test_a_sockets_file_is_an_address(tmp_path: Path) -> None:
+    path = tmp_path / "echo.sock"
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(_echo)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Echo", {"Echo": method}),)
+    )
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    for make in (make_channel, make_aio_channel):
+        channel = make(ConnectionConfig.from_uri(f"unix://{path}"), 1)
+        await asyncio.wait_for(ready(channel), 10)
+        assert await ask(channel, request=json.dumps("a").encode()) == b'"a"'
+        await close_channel(channel)
+    await server.stop(None)
+
+
+async def _echo(request: bytes, context: Any) -> bytes:
+    return request

@@ -1,0 +1,502 @@
+"""The handler of asyncio, over real servers; a call that had to wait is like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import sys
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+import pytest
+
+from holdfast.rpc._dial import TokenCredentials
+from holdfast.rpc._errors import ConnectFailed, ManagerClosed
+from holdfast.rpc._handler_async import AsyncHandler
+from holdfast.testing import scaled
+
+from .handlers import (
+    CHAT,
+    COLLECT,
+    COUNT,
+    ECHO,
+    ENDLESS,
+    FAIL,
+    LIMIT,
+    METADATA,
+    PID,
+    SLEEP,
+    descriptors,
+    new_aio_live,
+)
+from .servers import EchoServer, make_stubs
+
+Make = Callable[..., AsyncHandler]
+
+CANCELLED = grpc.StatusCode.CANCELLED
+OK = grpc.StatusCode.OK
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    """Handlers that are closed at the end."""
+    made: list[AsyncHandler] = []
+
+    def make(*given: Any, **named: Any) -> AsyncHandler:
+        made.append(AsyncHandler(*given, **named))
+        return made[-1]
+
+    yield make
+    for handler in made:
+        handler._shut(0.0)
+        await asyncio.wait_for(handler._wait_closed(), 10)
+        assert handler.calls == 0
+
+
+@pytest.fixture
+async def handler(make: Make, echo: EchoServer) -> AsyncHandler:
+    return make(await new_aio_live(echo.uri))
+
+
+@pytest.fixture(params=["at once", "after a wait"])
+async def either(request: pytest.FixtureRequest, make: Make, echo: EchoServer) -> AsyncHandler:
+    """A handler that has a generation, or one that will have it soon after the call has begun."""
+    live = await new_aio_live(echo.uri)
+    if request.param == "at once":
+        return make(live)
+    handler = make()
+    asyncio.get_running_loop().call_later(0.05, handler._swap, live)
+    return handler
+
+
+# -- it is a channel -------------------------------------------------------------------------------
+
+
+async def test_unary_calls(either: AsyncHandler) -> None:
+    assert isinstance(either, grpc.aio.Channel)
+    over: list[Any] = []
+    call = either.unary_unary(METADATA)(b"", timeout=30, metadata=(("mine", "1"),))
+    assert isinstance(call, grpc.aio.UnaryUnaryCall)
+    call.add_done_callback(over.append)
+    assert not call.done()
+    assert 0 < call.time_remaining() <= 30
+    assert ["mine", "1"] in json.loads(await call)
+    assert await call == await call
+    assert call.done()
+    assert not call.cancelled()
+    assert not call.cancel()
+    assert (await call.code(), await call.details()) == (OK, "")
+    assert await call.debug_error_string() == ""
+    assert (await call.initial_metadata())["initial"] == "here"
+    assert (await call.trailing_metadata())["trailing"] == "there"
+    assert over == [call]
+    call.add_done_callback(over.append)
+    assert over == [call, call]
+    await call.wait_for_connection()
+
+
+async def test_server_streams(either: AsyncHandler) -> None:
+    call = either.unary_stream(COUNT)(b"3")
+    assert isinstance(call, grpc.aio.UnaryStreamCall)
+    assert [each async for each in call] == [b"0", b"1", b"2"]
+    assert await call.code() is OK
+    call = either.unary_stream(COUNT)(b"2")
+    assert [await call.read() for _ in range(3)] == [b"0", b"1", grpc.aio.EOF]
+
+
+async def test_server_streams_are_read(either: AsyncHandler) -> None:
+    call = either.unary_stream(COUNT)(b"1")
+    assert [await call.read() for _ in range(2)] == [b"0", grpc.aio.EOF]
+
+
+async def test_client_streams(either: AsyncHandler) -> None:
+    call = either.stream_unary(COLLECT)(iter([b"a", b"b"]))
+    assert isinstance(call, grpc.aio.StreamUnaryCall)
+    assert await call == b"ab"
+
+
+async def test_client_streams_are_written(either: AsyncHandler) -> None:
+    call = either.stream_unary(COLLECT)()
+    await call.write(b"a")
+    await call.write(b"b")
+    await call.done_writing()
+    assert await call == b"ab"
+
+
+async def test_both_streams(either: AsyncHandler) -> None:
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"a"
+        yield b"b"
+
+    call = either.stream_stream(CHAT)(requests())
+    assert isinstance(call, grpc.aio.StreamStreamCall)
+    assert [each async for each in call] == [b"re: a", b"re: b"]
+
+
+async def test_both_streams_are_read_and_written(either: AsyncHandler) -> None:
+    call = either.stream_stream(CHAT)()
+    for word in (b"a", b"b"):
+        await call.write(word)
+        assert await call.read() == b"re: " + word
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is OK
+
+
+async def test_a_failed_call(either: AsyncHandler) -> None:
+    told: list[tuple[grpc.StatusCode, str]] = []
+    either._on_rpc_error = lambda error, number: told.append((error.code(), error.details()))
+    call = either.unary_unary(FAIL)(b"ABORTED")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    assert raised.value.code() is grpc.StatusCode.ABORTED
+    assert (await call.code(), await call.details()) == (grpc.StatusCode.ABORTED, "as asked")
+    assert told == [(grpc.StatusCode.ABORTED, "as asked")]
+    with pytest.raises(grpc.aio.AioRpcError):
+        assert [each async for each in either.unary_stream(COUNT)(b"2 ABORTED")]
+    assert len(told) == 2
+    assert either.calls == 0
+
+
+async def test_a_call_is_cancelled(either: AsyncHandler) -> None:
+    over: list[Any] = []
+    told: list[int] = []
+    either._on_rpc_error = lambda error, number: told.append(number)
+    call = either.unary_unary(SLEEP)(b"60")
+    call.add_done_callback(over.append)
+    assert call.cancel()
+    assert not call.cancel()
+    assert call.cancelled()
+    assert call.done()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await call.code() is CANCELLED
+    assert "cancelled" in await call.details()
+    assert over == [call]
+    assert told == []
+
+
+async def test_who_awaits_a_call_and_is_cancelled_cancels_it(either: AsyncHandler) -> None:
+    call = either.unary_unary(SLEEP)(b"60")
+
+    async def wait() -> None:
+        await call
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert call.cancelled()
+    assert await call.code() is CANCELLED
+
+
+async def test_who_asks_for_the_code_and_is_cancelled_does_not(either: AsyncHandler) -> None:
+    call = either.unary_unary(SLEEP)(b"0.2")
+    task = asyncio.create_task(call.code())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await call == b"0.2"
+
+
+async def test_a_stream_is_cancelled(either: AsyncHandler) -> None:
+    call = either.unary_stream(ENDLESS)(b"0.01")
+    assert await call.read() == b"0"
+    assert call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.read()
+    assert await call.code() is CANCELLED
+    assert either.calls == 0
+
+
+async def test_generated_stubs_take_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_stubs(tmp_path)
+    monkeypatch.syspath_prepend(str(folder))
+    messages = importlib.import_module("greeter_pb2")
+    services = importlib.import_module("greeter_pb2_grpc")
+    with EchoServer(stubs=folder) as server:
+        handler = make()
+        stub = services.GreeterStub(handler)
+        for _ in range(2):
+            waiting = stub.Greet(messages.Name(name="you"), timeout=10)
+            handler._swap(await new_aio_live(server.uri))
+            assert (await waiting).text == "hello you"
+            texts = [each.text async for each in stub.GreetMany(messages.Name(name="you"))]
+            assert texts == ["hello you 0", "hello you 1", "hello you 2"]
+            handler._lose()
+    for name in ("greeter_pb2", "greeter_pb2_grpc"):
+        sys.modules.pop(name)
+
+
+async def test_it_tells_its_state(make: Make, echo: EchoServer) -> None:
+    handler = make()
+    states = grpc.ChannelConnectivity
+    assert handler.get_state() is states.CONNECTING
+    change = asyncio.create_task(handler.wait_for_state_change(states.CONNECTING))
+    waiting = asyncio.create_task(handler.channel_ready())
+    handler._swap(await new_aio_live(echo.uri))
+    await asyncio.wait_for(change, 10)
+    await asyncio.wait_for(waiting, 10)
+    assert handler.get_state() is states.READY
+    change = asyncio.create_task(handler.wait_for_state_change(states.READY))
+    await asyncio.sleep(0)
+    handler._swap(await new_aio_live(echo.uri))
+    assert not change.done()
+    async with handler:
+        pass
+    await asyncio.wait_for(change, 10)
+    assert handler.get_state() is states.SHUTDOWN
+    with pytest.raises(ManagerClosed):
+        await handler.channel_ready()
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+async def test_credentials_are_added_to_each_call(make: Make, echo: EchoServer) -> None:
+    token = TokenCredentials("first")
+    handler = make(await new_aio_live(echo.uri), credentials=token)
+    ask = handler.unary_unary(METADATA)
+    assert ["authorization", "first"] in json.loads(await ask(b""))
+    token.replace("second")
+    both = json.loads(await ask(b"", metadata=grpc.aio.Metadata(("mine", "1"))))
+    assert ["authorization", "second"] in both
+    assert ["mine", "1"] in both
+
+
+async def test_credentials_may_be_awaited(make: Make, echo: EchoServer) -> None:
+    class Awaited:
+        delay = 0.0
+
+        async def metadata(self) -> tuple[tuple[str, str], ...]:
+            await asyncio.sleep(self.delay)
+            return (("authorization", "fresh"),)
+
+    awaited = Awaited()
+    handler = make(await new_aio_live(echo.uri), credentials=awaited)
+    ask = handler.unary_unary(METADATA)
+    assert ["authorization", "fresh"] in json.loads(await ask(b""))
+    awaited.delay = 60.0
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ask(b"", timeout=0.05)
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+# -- waiting for a generation ----------------------------------------------------------------------
+
+
+async def test_what_is_left_of_the_time_goes_to_the_call(make: Make, echo: EchoServer) -> None:
+    waits: list[int] = []
+    handler = make(on_waiting=waits.append)
+    call = handler.unary_unary(LIMIT)(b"", timeout=10)
+    live = await new_aio_live(echo.uri)
+    await asyncio.sleep(1.0)
+    assert waits == [1]
+    handler._swap(live)
+    # The server is told a rounded time.
+    assert 3 < float(await call) < 9.5
+    assert waits == [1, -1]
+
+
+async def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
+    handler = make(address="db:1")
+    handler._lose(ConnectFailed("refused"))
+    over: list[Any] = []
+    call = handler.unary_unary(ECHO)(b"", timeout=0.05)
+    call.add_done_callback(over.append)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    assert raised.value.code() is await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert isinstance(raised.value, ConnectFailed)
+    assert "db:1" in await call.details()
+    assert "refused" in await call.debug_error_string()
+    assert "refused" in str(raised.value)
+    assert len(await call.initial_metadata()) == len(await call.trailing_metadata()) == 0
+    assert over == [call]
+    assert call.done()
+    assert not call.cancelled()
+    assert "failed" in repr(call)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.wait_for_connection()
+    stream = handler.stream_stream(CHAT)(timeout=0.05)
+    with pytest.raises(ConnectFailed):
+        await stream.write(b"")
+    with pytest.raises(ConnectFailed):
+        assert [each async for each in stream]
+
+
+async def test_a_call_without_a_limit_waits_for_as_long_as_the_handler_says(make: Make) -> None:
+    call = make(wait_limit=0.05).unary_unary(ECHO)(b"")
+    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_closed_handler_says_so_to_those_who_wait(make: Make) -> None:
+    handler = make()
+    call = handler.unary_unary(ECHO)(b"")
+    await handler.close()
+    with pytest.raises(ManagerClosed):
+        await call
+    with pytest.raises(ManagerClosed):
+        handler.unary_unary(ECHO)(b"")
+
+
+async def test_close_gives_a_shared_handler_back(make: Make, echo: EchoServer) -> None:
+    given_back: list[None] = []
+
+    async def give_back() -> None:
+        given_back.append(None)
+
+    handler = make(await new_aio_live(echo.uri), on_close=give_back)
+    async with handler:
+        pass
+    assert given_back == [None]
+    assert await handler.unary_unary(ECHO)(b"a") == b"a"
+
+
+# -- swaps -----------------------------------------------------------------------------------------
+
+
+async def test_calls_go_to_the_new_generation_after_a_swap(make: Make) -> None:
+    with EchoServer() as one, EchoServer() as other:
+        handler = make(await new_aio_live(one.uri, 1))
+        ask = handler.unary_unary(PID)
+        assert int(await ask(b"")) == one.pid
+        handler._swap(await new_aio_live(other.uri, 2))
+        assert int(await ask(b"")) == other.pid
+        assert (handler.generation, handler.address) == (2, other.address)
+        assert repr(handler) == f"<AsyncHandler to {other.address}: generation 2, 0 calls>"
+
+
+async def test_a_replaced_generation_ends_its_calls_and_is_closed(
+    make: Make, echo: EchoServer
+) -> None:
+    old = await new_aio_live(echo.uri)
+    handler = make(old)
+    numbers = handler.unary_stream(ENDLESS)(b"0.01")
+    assert await numbers.read() == b"0"
+    call = handler.unary_unary(SLEEP)(b"0.3")
+    handler._swap(await new_aio_live(echo.uri))
+    assert await numbers.read() == b"1"
+    assert await call == b"0.3"
+    assert ": retired, 1 calls" in repr(old)
+    numbers.cancel()
+    await asyncio.wait_for(handler._wait_closed(), 10)
+    assert old.closed
+    assert old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
+async def test_calls_that_outlive_the_grace_are_cancelled(make: Make, echo: EchoServer) -> None:
+    handler = make(await new_aio_live(echo.uri), grace=0.2)
+    call = handler.unary_unary(SLEEP)(b"60")
+    handler._swap(await new_aio_live(echo.uri))
+    assert await asyncio.wait_for(call.code(), 10) is CANCELLED
+    await asyncio.wait_for(handler._wait_closed(), 10)
+    assert await handler.unary_unary(ECHO)(b"a") == b"a"
+
+
+async def test_a_forgotten_stream_keeps_a_generation_no_longer_than_the_grace(
+    make: Make, echo: EchoServer
+) -> None:
+    # gRPC itself holds a call of asyncio until it ends: nobody notices that it is forgotten.
+    old = await new_aio_live(echo.uri)
+    handler = make(old, grace=0.2)
+    numbers = handler.unary_stream(ENDLESS)(b"0.01")
+    await numbers.read()
+    handler._swap(await new_aio_live(echo.uri))
+    del numbers
+    gc.collect()
+    await asyncio.wait_for(handler._wait_closed(), 10)
+    assert old.calls == []
+
+
+async def test_a_call_to_a_killed_server_fails_and_is_told(make: Make) -> None:
+    told: list[grpc.StatusCode] = []
+    with EchoServer() as server:
+        handler = make(
+            await new_aio_live(server.uri),
+            on_rpc_error=lambda error, number: told.append(error.code()),
+        )
+        call = handler.unary_unary(SLEEP)(b"60")
+        assert [each async for each in handler.unary_stream(COUNT)(b"1")] == [b"0"]
+        server.kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asyncio.wait_for(call, 10)
+        assert told == [grpc.StatusCode.UNAVAILABLE]
+
+
+async def test_no_call_is_lost_while_tasks_call_and_generations_change(
+    make: Make, echo: EchoServer
+) -> None:
+    handler = make()
+    over = asyncio.Event()
+
+    async def work() -> int:
+        ask, count, done = handler.unary_unary(ECHO), handler.unary_stream(COUNT), 0
+        while not over.is_set():
+            assert await ask(b"a", timeout=30) == b"a"
+            assert len([each async for each in count(b"2", timeout=30)]) == 2
+            done += 1
+        return done
+
+    async with asyncio.TaskGroup() as group:
+        workers = [group.create_task(work()) for _ in range(10)]
+        for _ in range(scaled(40, least=10)):
+            handler._swap(await new_aio_live(echo.uri))
+            await handler.unary_unary(ECHO)(b"")
+            handler._lose()
+        handler._swap(await new_aio_live(echo.uri))
+        over.set()
+    assert all(worker.result() > 0 for worker in workers)
+    await asyncio.wait_for(handler._wait_closed(), 10)
+
+
+async def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) -> None:
+    handler = make(await new_aio_live(echo.uri))
+    ask, count = handler.unary_unary(ECHO), handler.unary_stream(COUNT)
+
+    async def cycle(times: int) -> tuple[int, int, int]:
+        for _ in range(times):
+            numbers = count(b"3")
+            assert await numbers.read() == b"0"
+            handler._swap(await new_aio_live(echo.uri))
+            assert await ask(b"a") == b"a"
+            assert await numbers.read() == b"1"
+            handler._lose()
+            waiting = ask(b"b")
+            handler._swap(await new_aio_live(echo.uri))
+            assert await waiting == b"b"
+            assert await numbers.read() == b"2"
+            assert await numbers.read() is grpc.aio.EOF
+        await asyncio.wait_for(handler._wait_closed(), 10)
+        gc.collect()
+        return descriptors(), threading.active_count(), tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        files, threads, memory = await cycle(10)
+        later_files, later_threads, later_memory = await cycle(100)
+    finally:
+        tracemalloc.stop()
+    assert later_files <= files + 3
+    assert later_threads <= threads
+    assert later_memory <= memory + 200_000
+
+
+async def test_a_child_starts_with_nothing(make: Make, echo: EchoServer) -> None:
+    inherited = await new_aio_live(echo.uri)
+    handler = make(inherited)
+    handler.reset()
+    assert handler.generation == 0
+    assert not inherited.closed
+    await inherited.channel.close()

@@ -1,0 +1,224 @@
+"""The manager for threads, against real servers that die and come back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, ManagerClosed
+from holdfast.testing import FaultProxy
+
+from .handlers import ECHO, FAIL, PID, eventually
+from .servers import EchoServer
+
+LIMIT = 30.0
+
+
+class Client:
+    """Somebody who uses a connection."""
+
+
+@pytest.fixture
+def manager() -> Iterator[ConnectionManager]:
+    with ConnectionManager(linger=1.0) as made:
+        yield made
+
+
+def config(server: EchoServer, **options: object) -> ConnectionConfig:
+    return ConnectionConfig.from_uri(server.uri, **options)  # type: ignore[arg-type]
+
+
+def call(channel: grpc.Channel, timeout: float = LIMIT) -> bytes:
+    answer: bytes = channel.unary_unary(ECHO)(b"hello", timeout=timeout)
+    return answer
+
+
+def line(manager: ConnectionManager) -> dict[str, object]:
+    (only,) = manager.get_stats()["connections"]
+    return dict(only)
+
+
+# -- sharing ---------------------------------------------------------------------------------------
+
+
+def test_there_is_one_for_the_process() -> None:
+    assert ConnectionManager.get_instance() is ConnectionManager.get_instance()
+    ConnectionManager.get_instance().close()
+    assert not ConnectionManager.get_instance()._closed
+
+
+def test_the_same_endpoint_and_identity_share_a_channel(
+    manager: ConnectionManager, echo: EchoServer
+) -> None:
+    one = manager.get_or_create(config(echo))
+    assert manager.get_or_create(config(echo, db_name="other")) is one
+    assert manager.get_or_create(config(echo, token="else")) is not one
+    assert call(one) == b"hello"
+    told = manager.get_stats()
+    assert (told["total_connections"], told["shared_connections"]) == (2, 2)
+
+
+def test_many_threads_open_one_channel(manager: ConnectionManager, echo: EchoServer) -> None:
+    found: list[grpc.Channel] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(manager.get_or_create(config(echo))))
+        for _ in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert line(manager)["generation"] == 1
+
+
+def test_a_dedicated_one_is_nobody_elses(manager: ConnectionManager, echo: EchoServer) -> None:
+    shared, own = manager.get_or_create(config(echo)), manager.get_or_create(config(echo), True)
+    assert own is not shared
+    assert manager.get_stats()["dedicated_connections"] == 1
+    manager.release(own)
+    assert manager.get_stats()["dedicated_connections"] == 0
+    with pytest.raises(ManagerClosed):
+        call(own)
+    assert call(shared) == b"hello"
+
+
+def test_one_client_that_goes_leaves_the_others_alone(
+    manager: ConnectionManager, echo: EchoServer
+) -> None:
+    first, second = Client(), Client()
+    channel = manager.get_or_create(config(echo), client=first)
+    manager.get_or_create(config(echo), client=second)
+    manager.release(channel, client=first)
+    manager.release(channel, client=first)
+    assert line(manager)["client_count"] == 1
+    channel.close()  # it is not this one's to close
+    assert call(channel) == b"hello"
+    del second
+    gc.collect()
+    eventually(lambda: manager.get_stats()["total_connections"] == 0)
+
+
+def test_a_closed_manager(echo: EchoServer) -> None:
+    manager = ConnectionManager()
+    channel = manager.get_or_create(config(echo))
+    manager.close()
+    with pytest.raises(ManagerClosed):
+        manager.get_or_create(config(echo))
+    with pytest.raises(ManagerClosed):
+        call(channel)
+
+
+# -- recovery --------------------------------------------------------------------------------------
+
+
+def test_calls_during_an_outage_wait_for_the_server(manager: ConnectionManager) -> None:
+    with EchoServer() as server:
+        channel = manager.get_or_create(config(server))
+        pid = channel.unary_unary(PID)(b"")
+        server.kill()
+        with pytest.raises(grpc.RpcError):
+            call(channel, 5.0)  # it was told by this one
+        answers: list[bytes] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(call(channel))) for _ in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        assert not answers
+        server.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert answers == [b"hello"] * 20
+        assert line(manager)["generation"] == 2, "one connection for all of them"
+        assert channel.unary_unary(PID)(b"", timeout=LIMIT) != pid
+
+
+def test_an_old_error_changes_nothing(manager: ConnectionManager) -> None:
+    with EchoServer() as server:
+        channel = manager.get_or_create(config(server))
+        server.kill()
+        with pytest.raises(grpc.RpcError) as caught:
+            call(channel, 5.0)
+        server.start()
+        assert manager.handle_error(channel, caught.value, timeout=LIMIT)
+        assert line(manager)["generation"] == 2
+        for _ in range(3):
+            assert manager.handle_error(channel, caught.value)
+        assert line(manager)["generation"] == 2
+
+
+def test_an_error_that_no_connection_can_mend(manager: ConnectionManager, echo: EchoServer) -> None:
+    channel = manager.get_or_create(config(echo))
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(FAIL)(b"INVALID_ARGUMENT", timeout=LIMIT)
+    assert not manager.handle_error(channel, caught.value)
+    assert line(manager)["generation"] == 1
+
+
+def test_nobody_listens(manager: ConnectionManager) -> None:
+    server = EchoServer()
+    began = time.monotonic()
+    with pytest.raises(ConnectFailed, match=server.address):
+        manager.get_or_create(config(server), timeout=1.0)
+    assert time.monotonic() - began < 3.0
+    eventually(lambda: manager.get_stats()["total_connections"] == 0)
+
+
+def test_an_endpoint_that_hangs_holds_up_nobody_else(
+    manager: ConnectionManager, echo: EchoServer
+) -> None:
+    channel = manager.get_or_create(config(echo))
+    with FaultProxy("127.0.0.1", echo.port).in_thread() as proxy:
+        proxy.black_hole()
+        dark = ConnectionConfig.from_uri(f"http://127.0.0.1:{proxy.port}")
+        failed = threading.Event()
+
+        def wait() -> None:
+            with pytest.raises(ConnectFailed):
+                manager.get_or_create(dark, timeout=3.0)
+            failed.set()
+
+        threading.Thread(target=wait).start()
+        began = time.monotonic()
+        for _ in range(1000):
+            assert manager.get_or_create(config(echo)) is channel
+        assert time.monotonic() - began < 1.0
+        assert not failed.is_set()
+        assert failed.wait(9.0)
+
+
+# -- health ----------------------------------------------------------------------------------------
+
+
+def test_a_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
+    with ConnectionManager(idle=0.2) as manager:
+        channel = manager.get_or_create(config(echo))
+        time.sleep(0.3)
+        assert manager.get_or_create(config(echo)) is channel
+        assert line(manager)["generation"] == 1
+
+
+def test_an_idle_connection_whose_server_was_replaced() -> None:
+    with EchoServer() as server, ConnectionManager(idle=0.2) as manager:
+        channel = manager.get_or_create(config(server))
+        server.kill()
+        server.start()
+        time.sleep(0.3)
+        assert manager.get_or_create(config(server), timeout=LIMIT) is channel
+        assert call(channel) == b"hello"
+
+
+def test_a_channel_is_renewed_before_it_is_old(echo: EchoServer) -> None:
+    with ConnectionManager(max_age=0.5) as manager:
+        channel = manager.get_or_create(config(echo))
+        ends = time.monotonic() + 2.0
+        while time.monotonic() < ends:
+            assert call(channel) == b"hello"
+        assert int(str(line(manager)["generation"])) >= 3

@@ -1,0 +1,215 @@
+"""Connections on bad days: servers fall, hang and move, and callers come, wait and give up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from holdfast.rpc import AsyncConnectionManager, AsyncHandler, ConnectFailed, ConnectionConfig
+from holdfast.rpc._core import Actions, Connection
+from holdfast.rpc._works import Works
+from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+
+from .scripted import ADDRESSES, World
+
+TROUBLE = 20.0
+#: More than this nobody may wait beyond its own time.
+LATE = 0.5
+
+
+class Day:
+    """A manager, its clients and their troubles."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.chance = sim.rng
+        self.loop = asyncio.get_running_loop()
+        self.world = World(self.chance)
+        self.is_global = self.chance.random() < 0.5
+        self.manager = AsyncConnectionManager(
+            handler_factory=self.world.channel,
+            fetch_topology=self.world.topology if self.is_global else None,
+            probe=self._probe,
+            linger=5.0,
+            idle=2.0,
+            connect_timeout=3.0,
+            max_age=self.chance.choice([None, 4.0]),
+        )
+        self.renews = self.manager._policy.max_age is not None
+        self.last: dict[str, Any] = {}
+        self.over = False
+        self.outcomes: list[str] = []
+
+    async def _probe(self, channel: Any) -> bool:
+        await asyncio.sleep(self.chance.uniform(0.001, 0.05))
+        if self.world.hangs[channel.address]:
+            channel.dead = True  # as good as
+            await asyncio.sleep(30.0)
+        channel.dead = channel.dead or not self.world.up[channel.address]
+        return not channel.dead
+
+    async def client(self, number: int) -> None:
+        config = ConnectionConfig.from_uri(f"http://{number % 2}@{ADDRESSES[0]}")
+        while not self.over:
+            await asyncio.sleep(self.chance.uniform(0.0, 1.0))
+            timeout = self.chance.uniform(0.05, 4.0)
+            began = self.loop.time()
+            work = self.loop.create_task(self._use(config, timeout))
+            if self.chance.random() < 0.2:
+                await asyncio.sleep(self.chance.uniform(0.0, 1.0))
+                work.cancel()
+            await asyncio.wait({work})
+            took = self.loop.time() - began
+            assert took <= max(1.0, timeout * 2) + LATE, f"{took} of {timeout}"
+            if not work.cancelled():
+                self.outcomes.append(work.result())
+
+    async def _use(self, config: ConnectionConfig, timeout: float) -> str:
+        try:
+            handler = await self.manager.get_or_create(config, client=self, timeout=timeout)
+        except ConnectFailed:
+            found = self.manager._book.entries.get(config.key)
+            assert found is None or not found.core.usable, "it is there, and nobody was told"
+            return "unreached"
+        return await self._call(handler, timeout)
+
+    async def _call(self, handler: AsyncHandler, timeout: float) -> str:
+        try:
+            await handler.unary_unary("/any")(b"", timeout=timeout)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "ok"
+
+    async def trouble(self) -> None:
+        world, chance = self.world, self.chance
+        while self.loop.time() < TROUBLE:
+            await asyncio.sleep(chance.uniform(0.05, 2.0))
+            address = chance.choice(ADDRESSES)
+            match chance.randrange(6):
+                case 0:
+                    world.fall(address)
+                case 1 | 2:
+                    world.up[address] = True
+                case 3:
+                    world.hangs[address] = not world.hangs[address]
+                case 4:
+                    self.move()
+                case 5:
+                    for managed in self.manager._book:
+                        # An error that nobody can date any more.
+                        stale = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, (), ())
+                        generation = chance.randrange(max(1, managed.generation))
+                        managed.handler._on_rpc_error(stale, generation)
+        for address in ADDRESSES:
+            world.up[address], world.hangs[address] = True, False
+
+    def move(self) -> None:
+        world = self.world
+        world.version += 1
+        world.primary = self.chance.choice(ADDRESSES)
+        for managed in self.manager._book:
+            if self.is_global and managed.strategy._refresher is not None:
+                managed.strategy._refresher.trigger()
+
+    def check(self) -> None:
+        """What must hold at any moment."""
+        for managed in self.manager._book:
+            live = managed.handler._live
+            assert live is None or live.number == managed.generation
+            self._check_need(managed.key, live)
+            assert live is None or not live.retired
+            known = getattr(managed.strategy, "topology", None)
+            if live is not None and known is not None:
+                assert live.address == known.primary.endpoint.removeprefix("http://")
+
+    def _check_need(self, key: str, live: Any) -> None:
+        """Without a reason, no channel is replaced."""
+        if live is None or self.is_global or self.renews:
+            return
+        last, self.last[key] = self.last.get(key, live), live
+        assert last is live or last.channel.dead, "a healthy channel was replaced"
+
+
+async def a_bad_day(sim: Sim) -> tuple[int, ...]:
+    """Everybody gets an answer in time, nothing is replaced without need, nothing is left."""
+    day = Day(sim)
+    async with asyncio.TaskGroup() as tasks:
+        clients = [tasks.create_task(day.client(number)) for number in range(6)]
+        trouble = tasks.create_task(day.trouble())
+        while not trouble.done():
+            day.check()
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(8.0)  # the longest wait of an attempt, and one more
+        settled = len(day.outcomes)
+        await asyncio.sleep(5.0)
+        assert "ok" in day.outcomes[settled:], "it did not come back"
+        # Those who allow little time may not get an answer in it.
+        assert set(day.outcomes[settled:]) <= {"ok", "DEADLINE_EXCEEDED"}, day.outcomes[settled:]
+        day.over = True
+    del clients
+    connects = sum(each["generation"] for each in day.manager.get_stats()["connections"])
+    await day.manager.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(40.0):  # what hangs is given up after its grace
+            while day.world.open:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.1)
+    assert not day.world.open, "channels were left open"
+    return (connects, len(day.outcomes), day.outcomes.count("ok"))
+
+
+def test_two_thousand_bad_days() -> None:
+    report = simulate(a_bad_day, scaled(2000, least=100))
+    assert report.distinct == report.schedules
+
+
+# -- defects that must be noticed ------------------------------------------------------------------
+
+
+def _any_error_acts(self: Connection, generation: int, cause: Any, now: float) -> Actions:
+    return _broken(self, self.generation, cause, now)
+
+
+def _takes_any(self: Connection, attempt: int) -> bool:
+    return attempt == self._attempt
+
+
+def _tells_nobody(self: Works, managed: Any) -> None:
+    managed.waiters = []
+
+
+def _gives_up(self: Connection, now: float) -> Actions:
+    self._due_at = None
+    return []
+
+
+def _dials_for_each(self: Connection, now: float) -> Actions:
+    return [*_wait(self, now), *self._begin(now)] if self._due_at is not None else _wait(self, now)
+
+
+def _keeps_the_old(self: Works, managed: Any, cause: Any) -> None:
+    """Calls go on over a channel that is known to be broken."""
+
+
+def _forgets_to_close(self: AsyncHandler, live: Any) -> None:
+    self._retiring.pop(live, None)
+
+
+_broken, _wait = Connection.broken, Connection.wait
+
+MUTANTS = [
+    mutant(Connection, "broken", _any_error_acts, name="an old error acts"),
+    mutant(Connection, "_is_current", _takes_any, name="what comes after the end is taken"),
+    mutant(Works, "_wake", _tells_nobody, name="those who wait are forgotten"),
+    mutant(Connection, "due", _gives_up, name="no second attempt"),
+    mutant(Connection, "wait", _dials_for_each, name="an attempt for each caller"),
+    mutant(Works, "_lose", _keeps_the_old, name="calls to the old primary"),
+    mutant(AsyncHandler, "_close_live", _forgets_to_close, name="a channel is left open"),
+]
+
+
+@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
+    assert_caught(a_bad_day, planted, within=300, clean=4)

@@ -1,0 +1,835 @@
+"""Where a topology comes from: a real HTTP server on its good and bad days, lists, DNS, functions.
+
+Each test of the first part runs twice: asked from a thread, and from a loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rpc.topology_server import Conversation, TopologyServer, body_of
+
+from holdfast.kernel import Clock, LoopThread, Recorder
+from holdfast.rpc._config import ConnectionConfig
+from holdfast.rpc._errors import ConfigError, TopologyError
+from holdfast.rpc._refresher import Refresher
+from holdfast.rpc._sources import (
+    CallableTopology,
+    DnsTopology,
+    HttpTopology,
+    StaticTopology,
+    TopologySource,
+)
+from holdfast.rpc._topology import Capability, Member, Topology, address_of
+from holdfast.testing import Sim, simulate
+
+SECRET = "s3cr3t"
+PATH = "/global-cluster/topology"
+GOOD = body_of(7, ("in01", "https://in01.example.com", 1), ("in02", "https://in02.example.com", 3))
+
+Fetch = Callable[..., Topology]
+
+
+@pytest.fixture
+def server() -> Iterator[TopologyServer]:
+    """One that tells a good topology."""
+    with TopologyServer(GOOD) as started:
+        yield started
+
+
+def by_thread(source: TopologySource, timeout: float | None = None) -> Topology:
+    return source.fetch(timeout)
+
+
+def by_loop(source: TopologySource, timeout: float | None = None) -> Topology:
+    return asyncio.run(source.fetch_async(timeout))
+
+
+@pytest.fixture(params=[by_thread, by_loop])
+def fetch(request: pytest.FixtureRequest) -> Fetch:
+    """Asks a source, in each of the two ways."""
+    found: Fetch = request.param
+    return found
+
+
+class Pauses:
+    """Pauses that take no time, and what they were."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.taken.append(seconds)
+
+    async def sleep_async(self, seconds: float) -> None:
+        self.taken.append(seconds)
+
+
+def hasty(uri: str, token: str = "", **options: Any) -> tuple[HttpTopology, list[float]]:
+    """A source that does not pause."""
+    pauses = Pauses()
+    source = HttpTopology(uri, token, sleep=pauses.sleep, sleep_async=pauses.sleep_async, **options)
+    return source, pauses.taken
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+
+def test_the_request_is_that_of_milvus(server: TopologyServer, fetch: Fetch) -> None:
+    found = fetch(HttpTopology(server.url, SECRET))
+    assert found.version == 7
+    assert found.primary == Member("in02", "https://in02.example.com", 3)
+    [(path, headers)] = server.requests
+    assert path == PATH
+    assert headers["Authorization"] == f"Bearer {SECRET}"
+    assert headers["Host"] == f"127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize("tail", ["", "/", "//"])
+def test_the_path_is_added_to_the_uri(server: TopologyServer, tail: str) -> None:
+    HttpTopology(f"{server.url}/some/path{tail}").fetch()
+    HttpTopology(f"{server.url}/p%20q{tail}").fetch()
+    assert [path for path, _ in server.requests] == [f"/some/path{PATH}", f"/p%20q{PATH}"]
+
+
+def test_without_a_token_none_is_sent(server: TopologyServer, fetch: Fetch) -> None:
+    fetch(HttpTopology(f"http://user:{SECRET}@127.0.0.1:{server.port}"))
+    [(_, headers)] = server.requests
+    assert "Authorization" not in headers
+    assert SECRET not in str(headers)
+
+
+def test_a_token_may_have_any_letters(server: TopologyServer) -> None:
+    HttpTopology(server.url, "käse:€").fetch()
+    sent = server.requests[0][1]["Authorization"]
+    assert sent.encode("latin-1").decode() == "Bearer käse:€"
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("g.example.com", "https://g.example.com/global-cluster/topology"),
+        ("g.example.com:8443", "https://g.example.com:8443/global-cluster/topology"),
+        ("http://g.example.com", "http://g.example.com/global-cluster/topology"),
+        ("tcp://g.example.com:80", "http://g.example.com/global-cluster/topology"),
+        ("https://u:p@[::1]:1/x/", "https://[::1]:1/x/global-cluster/topology"),
+    ],
+)
+def test_where_it_asks(uri: str, shown: str) -> None:
+    assert repr(HttpTopology(uri, SECRET)) == f"<HttpTopology {shown}>"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "",
+        "unix:///run/a.sock",
+        "ftp://host",
+        f"http://u:{SECRET}@host:port",
+        "http://",
+        "http://[x]",
+    ],
+)
+def test_where_it_cannot_ask_is_told_at_once(uri: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HttpTopology(uri)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_token_that_cannot_be_sent_is_refused_without_showing_it() -> None:
+    with pytest.raises(ConfigError, match="control character") as caught:
+        HttpTopology("http://host", f"{SECRET}\r\nX: y")
+    assert SECRET not in str(caught.value)
+
+
+def test_of_a_configuration_it_asks_at_the_root(server: TopologyServer, fetch: Fetch) -> None:
+    uri = f"http://user:{SECRET}@127.0.0.1:{server.port}/mydb"
+    fetch(HttpTopology.of(ConnectionConfig.from_uri(uri)))
+    [(path, headers)] = server.requests
+    assert path == PATH, "a path names a database"
+    assert headers["Authorization"] == f"Bearer user:{SECRET}"
+
+
+# -- HTTP on bad days ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [404, 429, 500, 503])
+def test_a_failure_is_tried_again(server: TopologyServer, fetch: Fetch, number: int) -> None:
+    server.script.extend([server.status(number)] * 2)
+    source, pauses = hasty(server.url)
+    assert fetch(source).version == 7
+    assert len(server.requests) == 3
+    first, second = pauses
+    assert 1.0 <= first <= 1.1
+    assert 2.0 <= second <= 2.2
+
+
+def test_three_failures_are_the_end_and_told(server: TopologyServer, fetch: Fetch) -> None:
+    server.script.extend([server.status(500), server.raw(b"<html>"), server.status(503)])
+    source, pauses = hasty(server.url)
+    with pytest.raises(TopologyError) as caught:
+        fetch(source)
+    assert "in 3 attempts: HTTP 500; the answer is not JSON; HTTP 503" in str(caught.value)
+    assert (len(server.requests), len(pauses)) == (3, 2)
+
+
+def test_the_pauses_grow_to_ten_seconds_and_are_jittered(server: TopologyServer) -> None:
+    server.reply = server.status(500)
+    source, pauses = hasty(server.url, attempts=7)
+    with pytest.raises(TopologyError, match="in 7 attempts: HTTP 500"):
+        source.fetch()
+    for pause, base in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
+        assert base <= pause <= base * 1.1
+    assert len({pause / base for pause, base in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True)}) > 1
+
+
+def test_a_refusal_is_not_tried_again(server: TopologyServer, fetch: Fetch) -> None:
+    server.body = {"code": 1800, "message": f"who is {SECRET}?"}
+    source, pauses = hasty(server.url, SECRET)
+    with pytest.raises(TopologyError, match=r"who is \*\*\*\? \(code 1800\)") as caught:
+        fetch(source)
+    assert SECRET not in str(caught.value) + repr(caught.value.__context__)
+    assert (len(server.requests), pauses) == (1, [])
+
+
+@pytest.mark.parametrize("number", [401, 403])
+def test_a_token_that_is_refused_is_not_sent_again(
+    server: TopologyServer, fetch: Fetch, number: int
+) -> None:
+    server.reply = server.status(number)
+    source, pauses = hasty(server.url, SECRET)
+    with pytest.raises(TopologyError, match=rf"does not accept the token \(HTTP {number}\)"):
+        fetch(source)
+    assert (len(server.requests), pauses) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>not found</html>", b"{", b"\xff\xfe", b"[" * 200_000],
+)
+def test_what_is_not_json_is_tried_again(server: TopologyServer, fetch: Fetch, body: bytes) -> None:
+    server.script.append(server.raw(body))
+    assert fetch(hasty(server.url)[0]).version == 7
+    server.reply = server.raw(body)
+    with pytest.raises(TopologyError, match="the answer is not JSON"):
+        fetch(hasty(server.url)[0])
+
+
+@pytest.mark.parametrize("body", [[], {}, {"code": 0, "data": {"version": "1"}}, None, "x"])
+def test_another_shape_is_told_with_who_sent_it(
+    server: TopologyServer, fetch: Fetch, body: Any
+) -> None:
+    server.body = body
+    with pytest.raises(TopologyError, match=f"^{server.url}{PATH}: .* is not understood"):
+        fetch(hasty(server.url)[0])
+    assert len(server.requests) == 1
+
+
+def test_a_huge_answer_is_not_read(server: TopologyServer, fetch: Fetch) -> None:
+    def flood(talk: Conversation) -> None:
+        talk.send_response(200)
+        talk.end_headers()
+        while True:
+            talk.wfile.write(b" " * 65536)
+
+    server.reply = flood
+    with pytest.raises(TopologyError, match="more than 1048576 bytes"):
+        fetch(hasty(server.url)[0])
+    server.wait(lambda: server.ended == 1)
+
+
+def test_a_server_that_hangs_up_is_tried_again(server: TopologyServer, fetch: Fetch) -> None:
+    server.script.append(lambda talk: talk.connection.shutdown(socket.SHUT_RDWR))
+    assert fetch(hasty(server.url)[0]).version == 7
+
+
+def test_an_answer_that_breaks_off_is_tried_again(server: TopologyServer, fetch: Fetch) -> None:
+    def half(talk: Conversation) -> None:
+        talk.send_response(200)
+        talk.send_header("Content-Length", "1000")
+        talk.end_headers()
+        talk.wfile.write(b'{"code": 0, "data"')
+
+    server.script.append(half)
+    assert fetch(hasty(server.url)[0]).version == 7
+
+
+def test_what_is_not_http_is_a_failure(server: TopologyServer, fetch: Fetch) -> None:
+    server.reply = lambda talk: talk.connection.sendall(b"SSH-2.0-OpenSSH\r\n\r\n") or None
+    with pytest.raises(TopologyError, match="BadStatusLine"):
+        fetch(hasty(server.url)[0])
+
+
+def test_nobody_there_is_a_failure(fetch: Fetch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(TopologyError, match="ConnectionRefusedError"):
+            fetch(hasty(f"http://127.0.0.1:{port}")[0])
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 64 + ".invalid"])
+def test_a_name_that_nobody_knows_is_a_failure(fetch: Fetch, host: str) -> None:
+    with pytest.raises(TopologyError, match="could not be fetched from"):
+        fetch(hasty(f"http://{host}")[0])
+
+
+def drip(talk: Conversation) -> None:
+    """A header, one letter at a time: each read succeeds, and there is no end."""
+    talk.send_response(200)
+    talk.flush_headers()
+    while True:
+        talk.wfile.write(b"x")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["hang", "drip"])
+def test_a_slow_server_is_left_after_the_timeout(
+    server: TopologyServer, fetch: Fetch, kind: str
+) -> None:
+    server.script.append(drip if kind == "drip" else server.hang)
+    begun = time.monotonic()
+    assert fetch(hasty(server.url, timeout=1.0)[0]).version == 7
+    assert 0.9 < time.monotonic() - begun < 4.0
+    # The request is over too, not only the waiting for it.
+    server.wait(lambda: server.ended == 2, timeout=5.0)
+
+
+def test_the_limit_of_a_fetch_is_for_all_attempts(server: TopologyServer, fetch: Fetch) -> None:
+    server.reply = server.hang
+    begun = time.monotonic()
+    with pytest.raises(TopologyError, match=r"in 1 attempt: no answer within 1\.0 s"):
+        fetch(HttpTopology(server.url), timeout=1.0)
+    assert time.monotonic() - begun < 3.0
+    server.reply = server.status(500)
+    with pytest.raises(TopologyError, match="in 1 attempt: HTTP 500"):
+        # The pause would be longer than what is left.
+        fetch(HttpTopology(server.url), timeout=0.9)
+
+
+def test_a_redirect_to_the_same_server_is_followed(server: TopologyServer, fetch: Fetch) -> None:
+    server.script.append(server.status(307, Location="/elsewhere?x=y"))
+    server.script.append(server.status(302, Location=f"{server.url}/again"))
+    assert fetch(hasty(server.url, SECRET)[0]).version == 7
+    assert [path for path, _ in server.requests] == [PATH, "/elsewhere", "/again"]
+    assert all(headers["Authorization"] == f"Bearer {SECRET}" for _, headers in server.requests)
+
+
+def test_a_redirect_to_another_server_does_not_get_the_token(
+    server: TopologyServer, fetch: Fetch
+) -> None:
+    with TopologyServer(GOOD) as other:
+        server.reply = server.status(302, Location=f"{other.url}{PATH}")
+        with pytest.raises(TopologyError, match="is not sent the token"):
+            fetch(hasty(server.url, SECRET)[0])
+        assert other.requests == []
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("/again", "redirects more than 5 times"),
+        ("", "redirects more than 5 times"),
+        ("ftp://host/", "nowhere that makes sense"),
+        ("http://[x", "nowhere that makes sense"),
+        (f"http://u:{SECRET}@host:port/", "nowhere that makes sense"),
+        ("https://127.0.0.1/", "is not sent the token"),
+    ],
+)
+def test_a_redirect_that_leads_nowhere_is_an_error(
+    server: TopologyServer, fetch: Fetch, target: str, said: str
+) -> None:
+    server.reply = server.status(301, Location=target)
+    with pytest.raises(TopologyError, match=said) as caught:
+        fetch(hasty(server.url)[0])
+    assert SECRET not in str(caught.value)
+
+
+async def test_the_loop_is_never_blocked(server: TopologyServer) -> None:
+    def slow(talk: Conversation) -> None:
+        time.sleep(1.0)
+        server.tell(talk)
+
+    server.script.append(slow)
+    fetching = asyncio.create_task(HttpTopology(server.url).fetch_async())
+    longest, last = 0.0, time.monotonic()
+    while not fetching.done():
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    assert (await fetching).version == 7
+    assert longest < 0.5, "it took a second"
+
+
+async def test_a_fetch_that_is_cancelled_ends_its_request(server: TopologyServer) -> None:
+    server.reply = server.hang
+    fetching = asyncio.create_task(HttpTopology(server.url).fetch_async())
+    await asyncio.to_thread(server.wait, lambda: len(server.requests) == 1)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    await asyncio.to_thread(server.wait, lambda: server.ended == 1, 5.0)
+
+
+def test_a_loop_that_ends_does_not_wait_for_a_server_that_hangs(server: TopologyServer) -> None:
+    server.reply = server.hang
+
+    async def leave() -> None:
+        fetching = asyncio.create_task(HttpTopology(server.url).fetch_async())
+        await asyncio.to_thread(server.wait, lambda: len(server.requests) == 1)
+        assert not fetching.done()
+
+    begun = time.monotonic()
+    asyncio.run(leave())
+    assert time.monotonic() - begun < 5.0, "an attempt would take 10 s"
+    gc.collect()
+
+
+def test_many_fetches_leave_nothing_behind(server: TopologyServer) -> None:
+    source = HttpTopology(server.url)
+    source.fetch()
+    server.wait(lambda: server.ended == 1)
+    before = threading.active_count()
+    for _ in range(50):
+        source.fetch()
+    server.wait(lambda: server.ended == 51)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+# -- HTTPS -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A key, and a certificate that it signed itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    directory = tmp_path_factory.mktemp("tls")
+    key, cert = directory / "key.pem", directory / "cert.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    return key, cert
+
+
+@pytest.fixture
+def secure_server(certificate: tuple[Path, Path]) -> Iterator[TopologyServer]:
+    """One that speaks TLS."""
+    key, cert = certificate
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with TopologyServer(GOOD, context=context) as started:
+        yield started
+
+
+def test_with_an_authority_of_its_own(
+    secure_server: TopologyServer, certificate: tuple[Path, Path], fetch: Fetch
+) -> None:
+    _, cert = certificate
+    for ca in (cert, str(cert), cert.read_bytes(), cert.read_text()):
+        # Without a scheme it is https.
+        source = HttpTopology(f"127.0.0.1:{secure_server.port}", SECRET, ca=ca)
+        assert fetch(source).version == 7
+    config = ConnectionConfig.from_uri(f"{secure_server.url}/db", token=SECRET, ca=cert)
+    assert fetch(HttpTopology.of(config)).version == 7
+
+
+def test_an_authority_that_is_not_known_gets_no_token(
+    secure_server: TopologyServer, fetch: Fetch
+) -> None:
+    with pytest.raises(TopologyError, match="CERTIFICATE_VERIFY_FAILED"):
+        fetch(hasty(secure_server.url, SECRET)[0])
+    assert secure_server.requests == []
+
+
+def test_a_tls_handshake_that_hangs_is_left(fetch: Fetch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source, _ = hasty(f"https://127.0.0.1:{silent.getsockname()[1]}", attempts=1, timeout=1.0)
+        begun = time.monotonic()
+        with pytest.raises(TopologyError, match="could not be fetched"):
+            fetch(source)
+        assert time.monotonic() - begun < 3.0
+
+
+# -- a list ----------------------------------------------------------------------------------------
+
+
+def test_a_list_is_told_as_it_is(fetch: Fetch) -> None:
+    replica = Member("c", "http://c", Capability.READABLE)
+    source = StaticTopology(["http://a", "b:5", replica, "b:5"])
+    found = fetch(source)
+    assert found.version == 1
+    assert [address_of(each) for each in found.members] == ["a:19530", "b:5", "c:19530"]
+    assert found.primary.endpoint == "http://a"
+    assert fetch(source) is found
+    assert repr(source) == "<StaticTopology: 3 members>"
+
+
+def test_a_list_of_something_else_is_refused() -> None:
+    with pytest.raises(TopologyError, match="must be a Member or a text, not int"):
+        StaticTopology([5])  # type: ignore[list-item]
+
+
+def test_a_member_does_not_show_an_account_by_its_name() -> None:
+    [found] = StaticTopology([f"http://u:{SECRET}@a"]).fetch().members
+    assert SECRET not in found.cluster_id
+
+
+# -- DNS -------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_looked_up(fetch: Fetch) -> None:
+    found = fetch(DnsTopology("localhost", 5))
+    assert found.version == 1
+    assert {address_of(each) for each in found.members} <= {"127.0.0.1:5", "[::1]:5"}
+    assert all(each.server_name == "localhost" for each in found.members)
+
+
+def test_the_version_grows_when_the_addresses_change(fetch: Fetch) -> None:
+    answers: list[list[str]] = [
+        ["10.0.0.2", "10.0.0.1"],
+        ["10.0.0.1", "10.0.0.2"],  # another order is nothing new
+        ["10.0.0.2", "10.0.0.0", "10.0.0.1"],  # who was there keeps its place
+        ["10.0.0.2", "10.0.0.0"],
+        ["::1"],
+    ]
+    source = DnsTopology("db", 5, resolve=lambda host, port: answers.pop(0))
+    seen = []
+    while answers:
+        found = fetch(source)
+        seen.append((found.version, [each.cluster_id for each in found.members]))
+    assert seen == [
+        (1, ["10.0.0.1", "10.0.0.2"]),
+        (1, ["10.0.0.1", "10.0.0.2"]),
+        (2, ["10.0.0.1", "10.0.0.2", "10.0.0.0"]),
+        (3, ["10.0.0.2", "10.0.0.0"]),
+        (4, ["::1"]),
+    ]
+    assert repr(source) == "<DnsTopology db:5>"
+
+
+def test_a_name_that_cannot_be_looked_up_is_told(fetch: Fetch) -> None:
+    with pytest.raises(TopologyError, match=r"name no-such-host\.invalid could not be looked up"):
+        fetch(DnsTopology("no-such-host.invalid", 5))
+    with pytest.raises(TopologyError, match="could not be looked up: it has no address"):
+        fetch(DnsTopology("db", 5, resolve=lambda host, port: []))
+
+
+def test_a_name_server_that_is_silent_is_left(fetch: Fetch) -> None:
+    over = threading.Event()
+
+    def silent(host: str, port: int) -> list[str]:
+        over.wait(30)
+        return []
+
+    try:
+        with pytest.raises(
+            TopologyError, match=r"db could not be looked up: no answer within 0\.2"
+        ):
+            fetch(DnsTopology("db", 5, timeout=0.2, resolve=silent))
+        with pytest.raises(TopologyError, match=r"no answer within 0\.1 s"):
+            fetch(DnsTopology("db", 5, resolve=silent), timeout=0.1)
+    finally:
+        over.set()
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+KNOWN = Topology(9, (Member("a", "http://a"),))
+
+
+async def told_async() -> Topology:
+    await asyncio.sleep(0)
+    return KNOWN
+
+
+def told() -> Topology:
+    return KNOWN
+
+
+def test_a_function_of_either_kind_is_asked(fetch: Fetch) -> None:
+    assert fetch(CallableTopology(told)) is KNOWN
+    assert fetch(CallableTopology(told_async)) is KNOWN
+    assert fetch(CallableTopology(lambda: told_async())) is KNOWN
+    assert repr(CallableTopology(told)) == "<CallableTopology told>"
+
+
+def test_a_function_may_just_say_who_is_there(fetch: Fetch) -> None:
+    answers: list[Any] = [["http://a", "http://b"], ("http://b", "http://a"), iter(["http://b"])]
+    source = CallableTopology(lambda: answers.pop(0))
+    versions = [(found := fetch(source)).version for _ in range(3)]
+    assert versions == [1, 1, 2]
+    assert found.primary.endpoint == "http://b"
+
+
+@pytest.mark.parametrize(("answer", "kind"), [(None, "NoneType"), ("http://a", "str"), (5, "int")])
+def test_a_function_that_says_something_else_is_refused(
+    fetch: Fetch, answer: Any, kind: str
+) -> None:
+    with pytest.raises(TopologyError, match=f"must return a Topology.*not {kind}"):
+        fetch(CallableTopology(lambda: answer))
+
+
+def test_what_a_function_raises_is_the_cause(fetch: Fetch) -> None:
+    def broken() -> Topology:
+        raise RuntimeError("the shelf is empty")
+
+    async def broken_async() -> Topology:
+        raise RuntimeError("the shelf is empty")
+
+    def ended() -> Topology:
+        return next(iter(()))
+
+    for function in (broken, broken_async):
+        with pytest.raises(TopologyError, match="the shelf is empty") as caught:
+            fetch(CallableTopology(function))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(TopologyError, match="StopIteration"):
+        fetch(CallableTopology(ended))
+
+
+def test_a_function_that_never_ends_is_left(fetch: Fetch) -> None:
+    over = threading.Event()
+
+    def silent() -> Topology:
+        over.wait(30)
+        return KNOWN
+
+    async def silent_async() -> Topology:
+        await asyncio.sleep(3600)
+        return KNOWN
+
+    try:
+        for function in (silent, silent_async):
+            with pytest.raises(TopologyError, match=r"no answer within 0\.1 s"):
+                fetch(CallableTopology(function, timeout=0.1))
+    finally:
+        over.set()
+
+
+async def test_a_function_that_blocks_does_not_block_the_loop() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def slow() -> Topology:
+        inside.set()
+        over.wait(30)
+        return KNOWN
+
+    fetching = asyncio.create_task(CallableTopology(slow).fetch_async())
+    assert await asyncio.to_thread(inside.wait, 30)
+    over.set()
+    assert await fetching is KNOWN
+
+
+# -- again and again -------------------------------------------------------------------------------
+
+
+def run_virtual(scenario: Callable[[Sim], Any]) -> None:
+    simulate(scenario, seeds=20, processes=1)
+
+
+def test_it_refreshes_about_every_five_minutes() -> None:
+    async def scenario(sim: Sim) -> None:
+        times: list[float] = []
+
+        async def refresh() -> None:
+            times.append(sim.now)
+
+        refresher = Refresher(refresh)
+        running = asyncio.create_task(refresher.run())
+        await asyncio.sleep(3500)
+        refresher.stop()
+        await running
+        gaps = [late - early for early, late in zip([0.0, *times], times, strict=False)]
+        assert all(270 <= gap <= 330 for gap in gaps)
+        assert 10 <= len(times) <= 13
+        assert len(set(gaps)) == len(gaps), "a fleet must not ask as one"
+
+    run_virtual(scenario)
+
+
+def test_triggers_are_joined_and_kept_apart() -> None:
+    async def scenario(sim: Sim) -> None:
+        times: list[float] = []
+
+        async def refresh() -> None:
+            times.append(sim.now)
+            await asyncio.sleep(0.25)
+
+        refresher = Refresher(refresh, pause=1.0)
+        running = asyncio.create_task(refresher.run())
+        await asyncio.sleep(10)
+        for _ in range(100):
+            refresher.trigger()
+        await asyncio.sleep(0.125)
+        # It has begun: who asks now may know of something that it did not see.
+        for _ in range(100):
+            refresher.trigger()
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(5)
+        assert times == [10, 11]
+        refresher.stop()
+        await running
+
+    run_virtual(scenario)
+
+
+def test_a_trigger_before_the_start_is_not_lost() -> None:
+    async def scenario(sim: Sim) -> None:
+        asked = asyncio.Event()
+
+        async def refresh() -> None:
+            asked.set()
+
+        refresher = Refresher(refresh)
+        refresher.trigger()
+        running = asyncio.create_task(refresher.run())
+        await asked.wait()
+        assert sim.now == 0
+        refresher.stop()
+        await running
+
+    run_virtual(scenario)
+
+
+def test_failures_are_recorded_and_end_nothing() -> None:
+    async def scenario(sim: Sim) -> None:
+        async def refresh() -> None:
+            raise error
+
+        recorder = Recorder()
+        refresher = Refresher(refresh, every=10, recorder=recorder, name="rpc.test")
+        running = asyncio.create_task(refresher.run())
+        for error in (TopologyError("no primary"), RuntimeError("a bug"), TimeoutError("slow")):
+            failures = refresher.failures
+            await asyncio.sleep(12)
+            assert refresher.failures > failures
+            assert str(error) in recorder.explain("rpc.test")
+        assert not running.done()
+        assert "running, every 10 s" in repr(refresher)
+        refresher.stop()
+        await running
+        assert "stopped" in repr(refresher)
+
+    run_virtual(scenario)
+
+
+def test_it_ends_at_once_whatever_it_does() -> None:
+    async def scenario(sim: Sim) -> None:
+        under_way = 0
+
+        async def refresh() -> None:
+            nonlocal under_way
+            under_way += 1
+            try:
+                await asyncio.sleep(10)
+            finally:
+                under_way -= 1
+
+        refresher = Refresher(refresh, every=5)
+        running = asyncio.create_task(refresher.run())
+        await asyncio.sleep(sim.random(0, 100))
+        stopped_at = sim.now
+        refresher.trigger()
+        refresher.stop()
+        await running
+        assert (sim.now, under_way) == (stopped_at, 0)
+        refresher.trigger()  # nobody listens any more
+        refresher.stop()
+
+    run_virtual(scenario)
+
+
+def test_stopped_before_it_has_begun_it_ends() -> None:
+    async def scenario(sim: Sim) -> None:
+        async def refresh() -> None:
+            raise AssertionError("nobody wants it")
+
+        refresher = Refresher(refresh)
+        refresher.stop()
+        await refresher.run()
+        assert (sim.now, refresher.refreshes) == (0, 0)
+
+    run_virtual(scenario)
+
+
+def test_cancelled_it_takes_its_work_along() -> None:
+    async def scenario(sim: Sim) -> None:
+        ended = asyncio.Event()
+
+        async def refresh() -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+
+        refresher = Refresher(refresh, every=1)
+        running = asyncio.create_task(refresher.run())
+        await asyncio.sleep(5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert ended.is_set()
+
+    run_virtual(scenario)
+
+
+def test_it_runs_on_the_loop_of_the_threads_and_is_told_from_any() -> None:
+    asked = threading.Semaphore(0)
+
+    async def refresh() -> None:
+        asked.release()
+
+    with LoopThread("test-refresher") as loop:
+        refresher = Refresher(refresh, pause=0.0, clock=Clock.system())
+        running = loop.spawn(refresher.run())
+        for _ in range(5):
+            refresher.trigger()
+            assert asked.acquire(timeout=10)
+        refresher.stop()
+        running.result(10)
+    refresher.trigger()
+    refresher.stop()
+
+
+def test_a_refresher_is_for_one_run() -> None:
+    async def refresh() -> None: ...
+
+    async def twice() -> None:
+        refresher = Refresher(refresh)
+        running = asyncio.create_task(refresher.run())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="runs already"):
+            await refresher.run()
+        refresher.stop()
+        await running
+
+    asyncio.run(twice())
+
+
+def test_wrong_times_are_refused_all_at_once() -> None:
+    async def refresh() -> None: ...
+
+    with pytest.raises(ValueError, match=r"every=0 .*; jitter=1 .*; pause=-1 "):
+        Refresher(refresh, every=0, jitter=1, pause=-1)

@@ -1,0 +1,746 @@
+"""How channels are made and what an outage means, with real topology servers and real channels.
+
+The tests of the global strategies run for threads and for asyncio alike: `side` calls either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+import pytest
+from tests.rpc.topology_server import TopologyServer, body_of
+
+from holdfast.kernel import Clock, LoopThread, Recorder
+from holdfast.rpc import _strategies
+from holdfast.rpc._config import ConnectionConfig
+from holdfast.rpc._errors import ConfigError, TopologyError
+from holdfast.rpc._sources import CallableTopology, HttpTopology, StaticTopology, TopologySource
+from holdfast.rpc._strategies import (
+    AsyncGlobalStrategy,
+    AsyncRegularStrategy,
+    ConnectionStrategy,
+    GlobalStrategy,
+    RegularStrategy,
+)
+from holdfast.rpc._topology import Advice, Capability, Member, Topology, TopologyMixin
+from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate
+
+SECRET = "s3cr3t"
+GLOBAL = ConnectionConfig.from_uri("http://g.global-cluster.example.com", token=SECRET)
+
+
+@dataclass
+class Channel:
+    """What a factory of the user's may return."""
+
+    config: ConnectionConfig
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class AsyncChannel(Channel):
+    async def close(self) -> None:  # type: ignore[override]
+        self.closed = True
+
+
+@dataclass
+class Held:
+    """A managed connection, as far as a strategy looks at it."""
+
+    address: str
+    config: ConnectionConfig = GLOBAL
+    handler: Any = field(default_factory=lambda: Channel(GLOBAL))
+
+
+def at(version: int, *endpoints: str) -> Topology:
+    """A topology whose first member is the primary, and whose others are replicas."""
+    first, *others = endpoints
+    replicas = (Member(each, each, Capability.READABLE) for each in others)
+    return Topology(version, (Member(first, first, Capability.PRIMARY), *replicas))
+
+
+class Story:
+    """A source that tells what it is set to: a topology, or an error."""
+
+    def __init__(self, *told: Topology | Exception) -> None:
+        self.told: Topology | Exception = told[0]
+        self.next = list(told[1:])
+        self.asked = 0
+        self.changed = threading.Condition()
+
+    async def __call__(self) -> Topology:
+        with self.changed:
+            self.asked += 1
+            self.changed.notify_all()
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+    def wait(self, asked: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.asked >= asked, 30)
+
+
+class Side:
+    """Threads, or asyncio: the same words for both."""
+
+    def __init__(self, kind: type[GlobalStrategy] | type[AsyncGlobalStrategy]) -> None:
+        self.kind = kind
+        self.loop = LoopThread("test-side")
+        self.made: list[GlobalStrategy | AsyncGlobalStrategy] = []
+
+    def strategy(self, **options: Any) -> GlobalStrategy | AsyncGlobalStrategy:
+        channel = Channel if self.kind is GlobalStrategy else AsyncChannel
+        made = self.kind(**{"handler_factory": channel, **options})
+        self.made.append(made)
+        return made
+
+    def __call__(self, method: Callable[..., Any], *given: Any) -> Any:
+        if not inspect.iscoroutinefunction(method):
+            return method(*given)
+        return self.loop.run(method(*given), timeout=60)
+
+    def close(self, strategy: ConnectionStrategy, held: Held) -> None:
+        if self.kind is GlobalStrategy:
+            strategy.close(held)
+        else:
+            self.loop.run(strategy.close_async(held), timeout=60)
+
+    def end(self) -> None:
+        for each in self.made:
+            self.close(each, Held("nowhere"))
+        self.loop.stop()
+
+
+@pytest.fixture(params=[GlobalStrategy, AsyncGlobalStrategy])
+def side(request: pytest.FixtureRequest) -> Iterator[Side]:
+    """Each of the two sides."""
+    made = Side(request.param)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+# -- one server ------------------------------------------------------------------------------------
+
+
+def test_the_interface_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        ConnectionStrategy()  # type: ignore[abstract]
+    assert ConnectionStrategy.__abstractmethods__ == {"create_handler", "on_unavailable", "close"}
+
+
+@pytest.mark.parametrize(
+    "kind", [RegularStrategy, GlobalStrategy, AsyncRegularStrategy, AsyncGlobalStrategy]
+)
+def test_every_strategy_is_one(kind: type[ConnectionStrategy]) -> None:
+    strategy = kind()
+    assert isinstance(strategy, ConnectionStrategy)
+    is_async = kind.__name__.startswith("Async")
+    assert inspect.iscoroutinefunction(strategy.on_unavailable) is is_async
+    assert inspect.iscoroutinefunction(strategy.create_handler) is is_async
+    assert inspect.iscoroutinefunction(strategy.close_async)
+    assert isinstance(strategy, TopologyMixin) is ("Global" in kind.__name__)
+
+
+async def test_closing_from_a_loop_is_closing() -> None:
+    held = Held("a:1")
+    await RegularStrategy().close_async(held)
+    assert held.handler.closed
+
+
+def test_a_regular_one_makes_a_channel_to_its_server() -> None:
+    config = ConnectionConfig.from_uri("http://host:5")
+    strategy = RegularStrategy(handler_factory=Channel)
+    channel = strategy.create_handler(config)
+    assert channel.config is config
+    held = Held("host:5", config, channel)
+    assert strategy.on_unavailable(held) is True
+    strategy.close(held)
+    assert channel.closed
+
+
+async def test_a_regular_one_for_asyncio_does_the_same() -> None:
+    async def make(config: ConnectionConfig) -> AsyncChannel:
+        return AsyncChannel(config)
+
+    config = ConnectionConfig.from_uri("http://host:5")
+    for factory in (AsyncChannel, make):
+        strategy = AsyncRegularStrategy(handler_factory=factory)
+        channel = await strategy.create_handler(config)
+        assert channel.config is config
+        held = Held("host:5", config, channel)
+        assert await strategy.on_unavailable(held) is True
+        strategy.close(held)
+        assert not channel.closed, "without a loop it cannot be"
+        await strategy.close_async(held)
+        assert channel.closed
+
+
+def test_left_alone_they_make_channels_of_grpc() -> None:
+    config = ConnectionConfig.from_uri("http://127.0.0.1:1")
+    channels = [RegularStrategy().create_handler(config) for _ in range(2)]
+    channels.append(GlobalStrategy(fetch_topology=StaticTopology(["b:1"])).create_handler(config))
+    for channel in channels:
+        assert isinstance(channel, grpc.Channel)
+        channel.close()
+
+
+async def test_left_alone_they_make_channels_of_grpc_for_asyncio() -> None:
+    config = ConnectionConfig.from_uri("http://127.0.0.1:1")
+    following = AsyncGlobalStrategy(fetch_topology=StaticTopology(["b:1"]))
+    for strategy in (AsyncRegularStrategy(), following):
+        channel = await strategy.create_handler(config)
+        assert isinstance(channel, grpc.aio.Channel)
+        await channel.close()
+
+
+# -- a server that moves ---------------------------------------------------------------------------
+
+
+def test_the_first_channel_leads_to_the_primary(side: Side) -> None:
+    story = Story(at(1, "https://a", "http://b"))
+    strategy = side.strategy(fetch_topology=story)
+    assert repr(strategy) == f"<{side.kind.__name__} to primary: no topology yet, at nobody>"
+    channel = side(strategy.create_handler, GLOBAL)
+    assert channel.config.address == "a:443" == strategy.address
+    assert channel.config.secure
+    assert channel.config.token == SECRET
+    assert repr(strategy) == f"<{side.kind.__name__} to primary: version 1, at a:443>"
+
+
+def test_further_channels_ask_nobody(side: Side) -> None:
+    story = Story(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=story)
+    for _ in range(3):
+        side(strategy.create_handler, GLOBAL)
+    assert story.asked == 1
+
+
+def test_without_a_topology_there_is_no_channel(side: Side) -> None:
+    story = Story(TopologyError("nobody knows"))
+    strategy = side.strategy(fetch_topology=story)
+    with pytest.raises(TopologyError, match="nobody knows"):
+        side(strategy.create_handler, GLOBAL)
+    story.told = at(1, "a:1")
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1", "the next may succeed"
+
+
+def test_the_error_comes_first(side: Side) -> None:
+    story = Story(at(1, "a:1", "b:1"))
+    strategy = side.strategy(fetch_topology=story)
+    side(strategy.create_handler, GLOBAL)
+    story.told = at(2, "b:1", "a:1")
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert story.asked == 2
+    assert strategy.advise("a:1") is Advice.MOVE
+    assert side(strategy.create_handler, GLOBAL).config.address == "b:1" == strategy.address
+
+
+def test_the_refresher_comes_first(side: Side) -> None:
+    story = Story(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=story, refresh_every=0.05)
+    seen: list[Topology] = []
+    changed = threading.Event()
+
+    def tell(found: Topology) -> None:
+        seen.append(found)
+        changed.set()
+
+    strategy.on_change = tell
+    side(strategy.create_handler, GLOBAL)
+    story.told = at(2, "b:1")
+    assert changed.wait(30)
+    assert [found.version for found in seen] == [2]
+    assert strategy.advise(strategy.address or "") is Advice.MOVE
+    # The connection is still at the old one: what is known already must not hide that.
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
+
+
+def test_a_primary_that_has_restarted_is_connected_to_again(side: Side) -> None:
+    recorder = Recorder()
+    strategy = side.strategy(fetch_topology=Story(at(1, "a:1")), recorder=recorder)
+    side(strategy.create_handler, GLOBAL)
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+    assert "a:1 is unavailable" in recorder.explain(f"rpc.{GLOBAL.address}.topology")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Topology(5, ()),
+        Topology(5, (Member("b", "b:1", Capability.READABLE),)),
+        Topology(5, (Member("b", "http://"),)),
+        TopologyError("the server refused"),
+        RuntimeError("a bug of the user's"),
+        OSError("no route"),
+    ],
+)
+def test_what_cannot_be_used_is_recorded_and_keeps_the_old(
+    side: Side, bad: Topology | Exception
+) -> None:
+    story, recorder = Story(at(1, "a:1")), Recorder()
+    strategy = side.strategy(fetch_topology=story, recorder=recorder)
+    side(strategy.create_handler, GLOBAL)
+    story.told = bad
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert strategy.topology == at(1, "a:1")
+    failures = [event for event in recorder.events() if event.kind == "failure"]
+    assert failures
+    assert failures[0].text == "the old topology is kept"
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+
+
+def test_only_newer_versions_are_believed(side: Side) -> None:
+    story = Story(at(5, "a:1"))
+    strategy = side.strategy(fetch_topology=story)
+    changes: list[Topology] = []
+    strategy.on_change = changes.append
+    side(strategy.create_handler, GLOBAL)
+    for told in (at(5, "b:1"), at(4, "c:1"), at(5, "a:1")):
+        story.told = told
+        side(strategy.on_unavailable, Held("a:1"))
+        assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+    assert changes == []
+
+
+def test_a_source_that_raises_something_else_does_no_harm(side: Side) -> None:
+    class Broken(TopologySource):
+        def __init__(self) -> None:
+            self.good = True
+
+        def fetch(self, timeout: float | None = None) -> Topology:
+            raise NotImplementedError
+
+        async def fetch_async(self, timeout: float | None = None) -> Topology:
+            if self.good:
+                return at(1, "a:1")
+            raise ZeroDivisionError("half of nothing")
+
+    source = Broken()
+    strategy = side.strategy(fetch_topology=source)
+    side(strategy.create_handler, GLOBAL)
+    source.good = False
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+
+
+def test_who_is_told_of_a_change_may_fail(side: Side) -> None:
+    story, recorder = Story(at(1, "a:1")), Recorder()
+    strategy = side.strategy(fetch_topology=story, recorder=recorder)
+
+    def broken(found: Topology) -> None:
+        raise RuntimeError("not now")
+
+    strategy.on_change = broken
+    side(strategy.create_handler, GLOBAL)
+    story.told = at(2, "b:1")
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert strategy.topology == story.told
+    assert any("not now" in " ".join(event.because) for event in recorder.events())
+
+
+def test_a_topology_server_that_hangs_does_not_hold_up_a_recovery(side: Side) -> None:
+    async def hang() -> Topology:
+        if not hanging.is_set():
+            return at(1, "a:1")
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    hanging, recorder = threading.Event(), Recorder()
+    strategy = side.strategy(fetch_topology=hang, recorder=recorder, patience=1.0)
+    side(strategy.create_handler, GLOBAL)
+    hanging.set()
+    begun = time.monotonic()
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+    first = time.monotonic() - begun
+    assert 0.9 < first < 3.0
+    assert any("no fresh topology within 1 s" in event.text for event in recorder.events())
+    begun = time.monotonic()
+    for _ in range(5):
+        assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert time.monotonic() - begun < 1.0, "the others do not wait at all"
+
+
+def test_after_a_failure_it_is_asked_again_in_the_background(side: Side) -> None:
+    story = Story(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=story)
+    changed = threading.Event()
+    strategy.on_change = lambda found: changed.set()
+    side(strategy.create_handler, GLOBAL)
+    story.told = TopologyError("not now")
+    side(strategy.on_unavailable, Held("a:1"))
+    story.wait(asked=3)
+    story.told = at(2, "b:1")
+    side(strategy.on_unavailable, Held("a:1"))
+    assert changed.wait(30)
+    assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
+
+
+def test_many_errors_at_once_are_one_question(side: Side) -> None:
+    asked, inside, over = 0, threading.Event(), threading.Event()
+
+    async def slow() -> Topology:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            inside.set()
+            await asyncio.to_thread(over.wait, 30)
+        return at(asked, f"m{asked}:1")
+
+    strategy = side.strategy(fetch_topology=slow, patience=30)
+    side(strategy.create_handler, GLOBAL)
+    outcomes: list[bool] = []
+
+    def report() -> None:
+        outcomes.append(side(strategy.on_unavailable, Held("m1:1")))
+
+    threads = [threading.Thread(target=report) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(30)
+    deadline = time.monotonic() + 10
+    loops = [LoopThread.shared(), side.loop]
+    while sum(len(loop._work) for loop in loops) < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    over.set()
+    for thread in threads:
+        thread.join(30)
+    assert outcomes == [True] * 20
+    assert asked == 2
+
+
+def test_the_refresher_still_runs_after_a_recovery_and_ends_with_the_strategy(side: Side) -> None:
+    story = Story(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=story, refresh_every=0.05)
+    channel = side(strategy.create_handler, GLOBAL)
+    story.told = at(2, "b:1")
+    side(strategy.on_unavailable, Held("a:1"))
+    side(strategy.create_handler, GLOBAL)
+    story.wait(story.asked + 3)
+    following = strategy._following
+    assert following is not None
+    held = Held("b:1", handler=channel)
+    side.close(strategy, held)
+    assert channel.closed
+    deadline = time.monotonic() + 10
+    while not following.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert following.done()
+    asked = story.asked
+    time.sleep(0.2)
+    assert story.asked == asked
+    side.close(strategy, held)
+
+
+def test_a_handler_that_is_made_after_the_end_is_followed_again(side: Side) -> None:
+    # Close, then create: what a manager that replaces a connection may well do.
+    story = Story(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=story, refresh_every=0.05)
+    side.close(strategy, Held("a:1", handler=side(strategy.create_handler, GLOBAL)))
+    deadline = time.monotonic() + 10
+    while strategy._following and not strategy._following.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    side(strategy.create_handler, GLOBAL)
+    story.wait(story.asked + 3)
+
+
+def test_what_comes_after_the_end_is_not_followed(side: Side) -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def slow() -> Topology:
+        inside.set()
+        over.wait(30)
+        return at(1, "a:1")
+
+    strategy = side.strategy(fetch_topology=slow)
+    creating = threading.Thread(target=side, args=(strategy.create_handler, GLOBAL))
+    creating.start()
+    assert inside.wait(30)
+    side.close(strategy, Held("a:1"))
+    over.set()
+    creating.join(30)
+    assert strategy.address == "a:1"
+    assert strategy._following is None
+
+
+def test_a_list_is_not_asked_again(side: Side) -> None:
+    strategy = side.strategy(fetch_topology=StaticTopology(["a:1", "b:1"]))
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+    assert strategy._following is None
+    assert side(strategy.on_unavailable, Held("a:1")) is True
+
+
+def test_a_strategy_that_is_forgotten_is_followed_by_nobody(side: Side) -> None:
+    story = Story(at(1, "a:1"))
+    strategy: Any = side.strategy(fetch_topology=story, refresh_every=0.05)
+    side.made.clear()
+    side(strategy.create_handler, GLOBAL)
+    following, gone = strategy._following, weakref.ref(strategy)
+    del strategy
+    deadline = time.monotonic() + 10
+    while (gone() is not None or not following.done()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    assert gone() is None
+    assert following.done()
+
+
+def test_wrong_knobs_are_refused(side: Side) -> None:
+    with pytest.raises(ValueError, match=r"patience=0 .*; refresh_every=0"):
+        side.kind(patience=0, refresh_every=0)
+    with pytest.raises(ConfigError, match="role='all'"):
+        side.kind(role="all")  # type: ignore[arg-type]
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def test_any_is_the_nearest_replica(side: Side) -> None:
+    near = {"b:1": 0.2, "c:1": 0.1}
+    strategy = side.strategy(
+        role="any", fetch_topology=Story(at(1, "a:1", "b:1", "c:1")), latencies=lambda: near
+    )
+    assert side(strategy.create_handler, GLOBAL).config.address == "c:1"
+
+
+def test_a_replica_that_fails_is_left_for_the_next(side: Side) -> None:
+    strategy = side.strategy(role="any", fetch_topology=Story(at(1, "a:1", "b:1", "c:1")))
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+    # The first cannot be connected to, then one that was in use fails, until all were tried.
+    assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
+    side(strategy.on_unavailable, Held("b:1"))
+    assert side(strategy.create_handler, GLOBAL).config.address == "c:1"
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+    assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
+
+
+def test_the_one_in_use_is_not_the_next(side: Side) -> None:
+    strategy = side.strategy(role="any", fetch_topology=Story(at(1, "a:1", "b:1", "c:1")))
+    side(strategy.create_handler, GLOBAL)
+    side(strategy.on_unavailable, Held("b:1"))
+    assert side(strategy.create_handler, GLOBAL).config.address == "c:1"
+
+
+def test_what_was_tried_long_ago_may_be_tried_again(side: Side) -> None:
+    now = 0.0
+    strategy = side.strategy(
+        role="any",
+        fetch_topology=Story(at(1, "a:1", "b:1")),
+        clock=Clock(monotonic=lambda: now),
+    )
+    for _ in range(3):
+        now += 61.0
+        assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
+    # It has served for an hour: that it fails now counts all the same.
+    now = 3600.0
+    side(strategy.on_unavailable, Held("a:1"))
+    assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
+
+
+# -- a real topology server ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[TopologyServer]:
+    with TopologyServer(body_of(1, ("in01", "http://in01:1", 3))) as started:
+        yield started
+
+
+def global_config(server: TopologyServer) -> ConnectionConfig:
+    return ConnectionConfig.from_uri(f"{server.url}/global-cluster", token=f"user:{SECRET}")
+
+
+def test_left_alone_it_asks_milvus(side: Side, server: TopologyServer) -> None:
+    config = global_config(server)
+    assert config.is_global
+    strategy = side.strategy()
+    assert side(strategy.create_handler, config).config.address == "in01:1"
+    [(path, headers)] = server.requests
+    assert path == "/global-cluster/topology"
+    assert headers["Authorization"] == f"Bearer user:{SECRET}"
+    server.body = body_of(2, ("in01", "http://in01:1", 1), ("in02", "https://in02", 3))
+    assert side(strategy.on_unavailable, Held("in01:1", config)) is True
+    assert side(strategy.create_handler, config).config.address == "in02:443"
+
+
+def test_the_token_is_nowhere(
+    side: Side, server: TopologyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    config, recorder = global_config(server), Recorder()
+    strategy = side.strategy(recorder=recorder)
+    channel = side(strategy.create_handler, config)
+    server.body = {"code": 1, "message": f"I do not know user:{SECRET}"}
+    assert side(strategy.on_unavailable, Held("in01:1", config)) is True
+    server.reply = server.status(403)
+    assert side(strategy.on_unavailable, Held("in01:1", config)) is True
+    told = [repr(strategy), repr(channel), repr(strategy.topology), repr(strategy._source)]
+    told += [str(event.as_dict()) for event in recorder.events()]
+    told += [recorder.explain(each) for each in recorder.components()]
+    assert "I do not know ***" in "\n".join(told)
+    assert SECRET not in "\n".join([*told, caplog.text])
+
+
+async def test_a_slow_topology_does_not_stall_the_loop(server: TopologyServer) -> None:
+    def slow(talk: Any) -> None:
+        time.sleep(1.0)
+        server.tell(talk)
+
+    server.reply = slow
+    strategy = AsyncGlobalStrategy(handler_factory=AsyncChannel)
+    creating = asyncio.create_task(strategy.create_handler(global_config(server)))
+    longest, last = 0.0, time.monotonic()
+    while not creating.done():
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    channel = await creating
+    assert channel.config.address == "in01:1"
+    assert longest < 0.5, "it took a second"
+    await strategy.close_async(Held("in01:1", handler=channel))
+
+
+async def test_closing_does_not_wait_for_a_refresh_that_hangs(server: TopologyServer) -> None:
+    strategy = AsyncGlobalStrategy(handler_factory=AsyncChannel, refresh_every=0.05)
+    channel = await strategy.create_handler(global_config(server))
+    server.reply = server.hang
+    count = len(server.requests)
+    await asyncio.to_thread(server.wait, lambda: len(server.requests) > count)
+    begun = time.monotonic()
+    await strategy.close_async(Held("in01:1", handler=channel))
+    assert time.monotonic() - begun < 3.0
+    assert channel.closed
+    await asyncio.to_thread(server.wait, lambda: server.ended == len(server.requests))
+
+
+def test_a_loop_that_ends_takes_its_refresher_along(server: TopologyServer) -> None:
+    async def use() -> weakref.ref[Any]:
+        strategy = AsyncGlobalStrategy(handler_factory=AsyncChannel)
+        await strategy.create_handler(global_config(server))
+        return weakref.ref(strategy)
+
+    forgotten = [asyncio.run(use()) for _ in range(10)]
+    gc.collect()
+    assert [each() for each in forgotten] == [None] * 10
+
+
+def test_sources_of_every_kind_can_be_given(side: Side, server: TopologyServer) -> None:
+    for source in (
+        HttpTopology(server.url),
+        StaticTopology(["in01:1"]),
+        CallableTopology(lambda: ["in01:1"]),
+        lambda: at(1, "in01:1"),
+    ):
+        strategy = side.strategy(fetch_topology=source)
+        assert side(strategy.create_handler, GLOBAL).config.address == "in01:1"
+
+
+# -- on bad days, in virtual time ------------------------------------------------------------------
+
+
+async def bad_day(sim: Sim) -> None:
+    """The primary moves, the topology is late, wrong or missing, and callers report errors."""
+    current = at(1, "m1:1")
+    calm = False
+    seen: list[int] = []
+
+    async def tell() -> Topology:
+        told = current
+        await asyncio.sleep(sim.random(0, 3))
+        if calm:
+            return current
+        chance = sim.random(0, 1)
+        if chance < 0.2:
+            raise TopologyError("a bad day")
+        if chance < 0.3:
+            return Topology(told.version + 50, (Member("x", "x:1", Capability.READABLE),))
+        if chance < 0.4:
+            return at(told.version - 1, f"m{told.version - 1}:1")
+        return told
+
+    async def report() -> None:
+        for _ in range(5):
+            await asyncio.sleep(sim.random(0, 20))
+            assert await strategy.on_unavailable(Held(strategy.address or "m1:1"))
+            begun = sim.now
+            channel = await strategy.create_handler(GLOBAL)
+            assert sim.now == begun, "what is known is at hand"
+            version = int(channel.config.address.removeprefix("m").removesuffix(":1"))
+            seen.append(version)
+
+    strategy = AsyncGlobalStrategy(
+        fetch_topology=tell, handler_factory=AsyncChannel, refresh_every=7.0
+    )
+    moves: list[Topology] = []
+    strategy.on_change = moves.append
+    while strategy.topology is None:
+        try:
+            await strategy.create_handler(GLOBAL)
+        except TopologyError:
+            await asyncio.sleep(1)
+    callers = [asyncio.create_task(report()) for _ in range(4)]
+    for version in range(2, 8):
+        await asyncio.sleep(sim.random(0, 20))
+        current = at(version, f"m{version}:1")
+    for caller in callers:
+        await caller
+    calm = True
+    await asyncio.sleep(20)
+    assert strategy.topology == current
+    assert (await strategy.create_handler(GLOBAL)).config.address == "m7:1"
+    assert seen == sorted(seen), "nobody goes back to an old primary"
+    versions = [found.version for found in moves]
+    assert versions == sorted(set(versions)), "each change is told once"
+    closing_at = sim.now
+    await strategy.close_async(Held("m7:1", handler=AsyncChannel(GLOBAL)))
+    assert sim.now == closing_at
+
+
+def test_on_bad_days_it_follows_and_never_goes_back() -> None:
+    simulate(bad_day, seeds=scaled(200, least=50))
+
+
+def believes_all(self: TopologyMixin, topology: Topology) -> bool:
+    self._known = topology
+    return True
+
+
+def believes_the_newest(self: TopologyMixin, topology: Topology) -> bool:
+    if self._known is not None and topology.version <= self._known.version:
+        return False
+    self._known = topology
+    return True
+
+
+def follows_nothing(self: Any, source: TopologySource) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replacement"),
+    [
+        (TopologyMixin, "accept", believes_all),
+        (TopologyMixin, "accept", believes_the_newest),
+        (_strategies._GlobalStrategyMixin, "_follow", follows_nothing),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_bad_days_notice(owner: Any, name: str, replacement: Any) -> None:
+    planted = mutant(owner, name, replacement, name=replacement.__name__)
+    assert_caught(bad_day, planted, within=200, clean=5)
