@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Self
 
 import grpc  # type: ignore[import-untyped]
 
-from holdfast.kernel import Clock, Deadline, LoopThread, Machine, Recorder, counted
+from holdfast.kernel import Clock, Deadline, LoopThread, Recorder, counted
 
 from . import _fork
 from ._book import Book
 from ._channels import ThreadChannels
 from ._config import ConnectionConfig
-from ._core import CHART, Actions, Connection
+from ._core import Actions
 from ._errors import ConnectFailed, ManagerClosed
 from ._handler import Handler
 from ._managed import ManagedConnection
@@ -201,8 +201,8 @@ class ConnectionManager:
                 wait_limit=policy.connect_timeout,
             ),
             config,
-            self._strategy(config),
-            self._core(config),
+            policy.strategy_of(config, RegularStrategy, GlobalStrategy, self._clock, self.recorder),
+            policy.core(config, self._clock, self.recorder),
             key=self._book.dedicated_key(config.key) if dedicated else config.key,
             dedicated=dedicated,
             created_at=self._clock.wall(),
@@ -214,26 +214,6 @@ class ConnectionManager:
         if isinstance(managed.strategy, GlobalStrategy):
             managed.strategy.on_change = lambda topology: self._moved(managed, topology)
         return managed
-
-    def _core(self, config: ConnectionConfig) -> Connection:
-        policy, clock = self._policy, self._clock
-        machine = Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=self.recorder)
-        return Connection(
-            machine, eager=policy.eager(clock), patient=policy.patient(clock), idle=policy.idle
-        )
-
-    def _strategy(self, config: ConnectionConfig) -> Any:
-        policy = self._policy
-        if policy.strategy is not None:
-            return policy.strategy(config)
-        if not config.is_global and policy.fetch_topology is None:
-            return RegularStrategy(handler_factory=policy.handler_factory)
-        return GlobalStrategy(
-            handler_factory=policy.handler_factory,
-            fetch_topology=policy.fetch_topology,
-            clock=self._clock,
-            recorder=self.recorder,
-        )
 
     def _close(self, managed: Managed, why: str) -> None:
         with self._lock:
@@ -257,7 +237,7 @@ class ConnectionManager:
         try:
             waiter.result(deadline.timeout)
         except TimeoutError:
-            raise unreached(managed, deadline) from managed.core.last_error
+            raise unreached(managed) from managed.core.last_error
         finally:
             actions: Actions = []
             with self._lock:
@@ -314,7 +294,7 @@ class ConnectionManager:
         self._begin()
         for managed in self._book:
             generation = managed.generation
-            managed.core = self._core(managed.config)
+            managed.core = self._policy.core(managed.config, self._clock, self.recorder)
             managed.core.inherited(generation)
             managed.waiters = []
             managed.handler.reset()

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 
 import grpc  # type: ignore[import-untyped]
 
-from holdfast.kernel import Clock, Deadline, Machine, Recorder, counted, describe
+from holdfast.kernel import Clock, Deadline, Recorder, counted, describe
 
 from ._book import Book
 from ._channels import AioChannels
 from ._config import ConnectionConfig
-from ._core import CHART, Actions, Connection
+from ._core import Actions
 from ._errors import ConnectFailed, ManagerClosed
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
@@ -172,7 +172,6 @@ class AsyncConnectionManager:
 
     def _new(self, config: ConnectionConfig, dedicated: bool, timeout: float | None) -> Managed:
         policy, clock = self._policy, self._clock
-        machine = Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=self.recorder)
         managed = ManagedConnection(
             AsyncHandler(
                 address=config.address,
@@ -180,10 +179,10 @@ class AsyncConnectionManager:
                 wait_limit=policy.connect_timeout,
             ),
             config,
-            self._strategy(config),
-            Connection(
-                machine, eager=policy.eager(clock), patient=policy.patient(clock), idle=policy.idle
+            policy.strategy_of(
+                config, AsyncRegularStrategy, AsyncGlobalStrategy, clock, self.recorder
             ),
+            policy.core(config, clock, self.recorder),
             key=self._book.dedicated_key(config.key) if dedicated else config.key,
             dedicated=dedicated,
             created_at=clock.wall(),
@@ -195,19 +194,6 @@ class AsyncConnectionManager:
         if isinstance(managed.strategy, AsyncGlobalStrategy):
             managed.strategy.on_change = lambda topology: self._moved(managed, topology)
         return managed
-
-    def _strategy(self, config: ConnectionConfig) -> Any:
-        policy = self._policy
-        if policy.strategy is not None:
-            return policy.strategy(config)
-        if not config.is_global and policy.fetch_topology is None:
-            return AsyncRegularStrategy(handler_factory=policy.handler_factory)
-        return AsyncGlobalStrategy(
-            handler_factory=policy.handler_factory,
-            fetch_topology=policy.fetch_topology,
-            clock=self._clock,
-            recorder=self.recorder,
-        )
 
     async def _close(self, managed: Managed, why: str) -> None:
         self._carry_out(managed, managed.core.close(why))
@@ -223,7 +209,7 @@ class AsyncConnectionManager:
             async with asyncio.timeout(deadline.timeout):
                 await waiter
         except TimeoutError:
-            raise unreached(managed, deadline) from managed.core.last_error
+            raise unreached(managed) from managed.core.last_error
         finally:
             if waiter in managed.waiters:
                 managed.waiters.remove(waiter)
@@ -254,7 +240,7 @@ class AsyncConnectionManager:
         return f"<AsyncConnectionManager: {state}>"
 
 
-def unreached(managed: ManagedConnection[Any], deadline: Deadline) -> ConnectFailed:
+def unreached(managed: ManagedConnection[Any]) -> ConnectFailed:
     """What to tell a caller whose time is over."""
     last = managed.core.last_error
     why = f": {describe(last)}" if last is not None else ": it does not answer"

@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from holdfast.kernel import Backoff, Clock, Recorder, refuse
+from holdfast.kernel import Backoff, Clock, Machine, Recorder, refuse
 
 from ._config import ConnectionConfig
+from ._core import CHART, Connection
 from ._dial import CredentialProvider, TokenCredentials
 
 __all__ = ["Policy", "unavailable"]
@@ -64,10 +65,31 @@ class Policy:
             ],
         )
 
-    def eager(self, clock: Clock) -> Backoff:
-        """The waits between attempts while somebody waits: never more than 250 ms."""
-        return Backoff(0.02, 0.2, jitter=0.25, clock=clock)
+    def core(self, config: ConnectionConfig, clock: Clock, recorder: Recorder) -> Connection:
+        """The core of a new connection: while somebody waits, no wait is longer than 250 ms."""
+        return Connection(
+            Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=recorder),
+            eager=Backoff(0.02, 0.2, jitter=0.25, clock=clock),
+            patient=Backoff(0.25, 30.0, jitter=0.25, clock=clock),
+            idle=self.idle,
+        )
 
-    def patient(self, clock: Clock) -> Backoff:
-        """Those while nobody does."""
-        return Backoff(0.25, 30.0, jitter=0.25, clock=clock)
+    def strategy_of(
+        self,
+        config: ConnectionConfig,
+        regular: Callable[..., Any],
+        moving: Callable[..., Any],
+        clock: Clock,
+        recorder: Recorder,
+    ) -> Any:
+        """The strategy of a connection: of these two kinds, unless one is given."""
+        if self.strategy is not None:
+            return self.strategy(config)
+        if not config.is_global and self.fetch_topology is None:
+            return regular(handler_factory=self.handler_factory)
+        return moving(
+            handler_factory=self.handler_factory,
+            fetch_topology=self.fetch_topology,
+            clock=clock,
+            recorder=recorder,
+        )
