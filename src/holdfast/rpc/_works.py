@@ -144,7 +144,9 @@ class Works:
         channel = None
         try:
             async with asyncio.timeout(managed.connect_timeout):
-                if managed.generation and not await self._wants_recovery(managed):
+                # One that is only old is not unavailable: nobody need be asked about it.
+                recovers = managed.core.machine.phase == "recovering"
+                if recovers and not await self._wants_recovery(managed):
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)
