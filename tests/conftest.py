@@ -16,10 +16,11 @@ from holdfast.embedded import SyncEmbeddedPostgres
 
 _numbers = itertools.count(1)
 
-# A job that a script starts in the background ignores SIGINT, and its children inherit that;
-# tests that interrupt somebody need it as it is in a terminal.
+# A job that a script starts in the background ignores SIGINT, one under nohup ignores SIGHUP, and
+# their children inherit that; tests that send them need them as they are in a terminal.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

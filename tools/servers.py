@@ -39,6 +39,7 @@ SERVERS = (
     Server("redis", "redis-server", "redis-server", "leases and rate limits in Redis"),
     Server("pgbouncer", "pgbouncer", "/usr/sbin/pgbouncer", "PostgreSQL behind PgBouncer"),
     Server("openssl", "openssl", "openssl", "TLS, with certificates made for the test"),
+    Server("mosquitto", "mosquitto", "/usr/sbin/mosquitto", "sessions over MQTT"),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.leases.fleet import KEY, Fleet, storm
 from tests.leases.observer import Event, beliefs, counts, overfull
 from tests.leases.redis_server import RedisServer
+from tests.leases.scale import thorough
 from tests.servers import require_server
 
 from holdfast.embedded import SyncEmbeddedPostgres
@@ -29,7 +30,7 @@ LIMIT = 3 * TIMEOUT
 #: How long a client may take to find out that its store is back: it asks every 5 s at last.
 RECOVERY = 15.0
 
-FAULTS = ["killed", "refused", "stalled", "black_holed"]
+FAULTS = thorough(["killed", "black_holed"], ["killed", "refused", "stalled", "black_holed"])
 
 
 @dataclass
@@ -85,7 +86,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 # -- many processes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["killed", "stalled", "black_holed"])
+@pytest.mark.parametrize(
+    "fault", thorough(["killed", "black_holed"], ["killed", "stalled", "black_holed"])
+)
 def test_a_fleet_through_an_outage(place: Place, fault: str, tmp_path: Path) -> None:
     seconds = scaled(15, least=1)
     with Fleet(place.url, tmp_path / "log", ttl=1.0, timeout=TIMEOUT) as fleet:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,8 +61,63 @@ def sleep(request: bytes, context: Any) -> bytes:
 
 
 def fail(request: bytes, context: Any) -> bytes:
-    context.abort(grpc.StatusCode[request.decode()], "as asked")
+    """With a code, at once or after a while: b"ABORTED" or b"ABORTED 0.5"."""
+    code, _, seconds = request.decode().partition(" ")
+    time.sleep(float(seconds or 0))
+    context.abort(grpc.StatusCode[code], "as asked")
     raise AssertionError
+
+
+class Meeting:
+    """Calls that wait for each other: who ran at the same time is known for sure."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._there = self._most = 0
+
+    def meet(self, request: bytes, context: Any) -> bytes:
+        """Return when so many are there; says over which connection this one came."""
+        with self._changed:
+            self._there += 1
+            self._most = max(self._most, self._there)
+            self._changed.notify_all()
+            # Those who were there once have met, also when the first of them have left. Who waits
+            # in vain answers in good time: it must be gone before its stream is.
+            self._changed.wait_for(
+                lambda: self._most >= int(request), timeout=context.time_remaining() / 2
+            )
+            self._there -= 1
+        return str(context.peer()).encode()
+
+    def most(self, request: bytes, context: Any) -> bytes:
+        """How many were there at the same time."""
+        with self._changed:
+            most, self._most = self._most, 0
+        return str(most).encode()
+
+
+class Doorkeeper(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Lets in who has the token; `Accept` is for all, and changes it."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self._refuses = grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        shown = dict(details.invocation_metadata).get("authorization", "")
+        free = not details.method.startswith("/test.Echo/") or details.method.endswith("/Accept")
+        if free or not self.token or shown == self.token:
+            return continuation(details)
+        return self._refuses
+
+    def _refuse(self, request: bytes, context: Any) -> bytes:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not accepted")
+        raise AssertionError
+
+    def accept(self, request: bytes, context: Any) -> bytes:
+        """Demand this token from now on."""
+        self.token = request.decode()
+        return b""
 
 
 def metadata(request: bytes, context: Any) -> bytes:
@@ -70,6 +126,20 @@ def metadata(request: bytes, context: Any) -> bytes:
     context.send_initial_metadata((("initial", "here"),))
     context.set_trailing_metadata((("trailing", "there"),))
     return json.dumps([pair for pair in found if isinstance(pair[1], str)]).encode()
+
+
+_tally: Counter[str] = Counter()
+
+
+def tally(request: bytes, context: Any) -> bytes:
+    """Count this word; the answer is who has counted it."""
+    _tally[request.decode()] += 1
+    return pid(request, context)
+
+
+def tallied(request: bytes, context: Any) -> bytes:
+    """How often each word was counted, as JSON."""
+    return json.dumps(_tally).encode()
 
 
 def limit(request: bytes, context: Any) -> bytes:
@@ -81,6 +151,8 @@ def pid(request: bytes, context: Any) -> bytes:
     return str(os.getpid()).encode()
 
 
+MEETING = Meeting()
+
 METHODS = {
     **{
         name: grpc.unary_unary_rpc_method_handler(method)
@@ -91,6 +163,10 @@ METHODS = {
             "Metadata": metadata,
             "Limit": limit,
             "Pid": pid,
+            "Tally": tally,
+            "Tallied": tallied,
+            "Meet": MEETING.meet,
+            "Most": MEETING.most,
         }.items()
     },
     "Count": grpc.unary_stream_rpc_method_handler(count),
@@ -121,10 +197,17 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tls", type=Path)
     parser.add_argument("--stubs", type=Path)
+    parser.add_argument("--token", default="")
+    parser.add_argument("--streams", type=int)
     options = parser.parse_args()
+    door = Doorkeeper(options.token)
+    more = [] if options.streams is None else [("grpc.max_concurrent_streams", options.streams)]
     # Two servers must not share a port: a test would talk to either.
-    server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", METHODS),))
+    server = grpc.server(
+        ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0), *more], interceptors=(door,)
+    )
+    methods = {**METHODS, "Accept": grpc.unary_unary_rpc_method_handler(door.accept)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", methods),))
     checks = health.HealthServicer()
     checks.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

@@ -14,6 +14,7 @@ from holdfast.rpc._dial import make_aio_channel, make_channel, ready
 from holdfast.rpc._live import Live
 
 __all__ = [
+    "ACCEPT",
     "CHAT",
     "COLLECT",
     "COUNT",
@@ -21,20 +22,23 @@ __all__ = [
     "ENDLESS",
     "FAIL",
     "LIMIT",
+    "MEET",
     "METADATA",
+    "MOST",
     "PID",
     "SLEEP",
     "descriptors",
     "eventually",
     "new_aio_live",
     "new_live",
+    "own_threads",
 ]
 
-(ECHO, SLEEP, FAIL, METADATA, LIMIT, PID, COUNT, ENDLESS, COLLECT, CHAT) = (
+(ECHO, SLEEP, FAIL, METADATA, LIMIT, PID, COUNT, ENDLESS, COLLECT, CHAT, MEET, MOST, ACCEPT) = (
     f"/test.Echo/{name}"
     for name in (
         *("Echo", "Sleep", "Fail", "Metadata", "Limit", "Pid"),
-        *("Count", "Endless", "Collect", "Chat"),
+        *("Count", "Endless", "Collect", "Chat", "Meet", "Most", "Accept"),
     )
 )
 
@@ -62,6 +66,11 @@ async def new_aio_live(uri: str, number: int = 0) -> Live:
 def descriptors() -> int:
     """How many files this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def own_threads() -> int:
+    """How many threads there are, without those that a loop keeps for later."""
+    return sum(not each.name.startswith("asyncio_") for each in threading.enumerate())
 
 
 def eventually(holds: Callable[[], bool], limit: float = 10.0) -> None:

@@ -18,11 +18,17 @@ ADDRESSES = ("north:1", "south:1")
 class World:
     """What there is outside the managers."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, lanes: int = 1) -> None:
         self.chance = chance
+        #: How many channels are made at once for one connection.
+        self.lanes = lanes
+        #: Which token the servers accept.
+        self.token = 0
         self.up = dict.fromkeys(ADDRESSES, True)
         self.hangs = dict.fromkeys(ADDRESSES, False)
         self.open: set[Channel] = set()
+        #: What must never be: not raised where it happens, as a failure is nothing special there.
+        self.wrong: list[str] = []
         self.dialling: dict[str, int] = {}
         self.primary, self.version = ADDRESSES[0], 1
 
@@ -39,6 +45,33 @@ class World:
 
     def channel(self, config: ConnectionConfig) -> Channel:
         return Channel(self, config)
+
+    def credentials(self, config: ConnectionConfig) -> Credentials:
+        return Credentials(self)
+
+
+class Credentials:
+    """Those of one connection; refreshed, they are what the servers accept at that moment."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.token = world.token
+        self.refreshing = False
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", str(self.token)),)
+
+    async def refresh(self) -> None:
+        if self.refreshing:
+            self.world.wrong.append("two refreshes at once")
+        if self.token == self.world.token:
+            self.world.wrong.append("refreshed without need")
+        self.refreshing = True
+        try:
+            await asyncio.sleep(self.world.chance.uniform(0.001, 0.2))
+            self.token = self.world.token
+        finally:
+            self.refreshing = False
 
 
 class Channel:
@@ -61,8 +94,9 @@ class Channel:
     async def channel_ready(self) -> None:
         world = self.world
         under_way = world.dialling.setdefault(self.key, 0)
-        assert under_way == 0, "two attempts at once"
-        world.dialling[self.key] = 1
+        if under_way >= world.lanes:
+            world.wrong.append("two attempts at once")
+        world.dialling[self.key] += 1
         try:
             await asyncio.sleep(world.chance.uniform(0.001, 0.05))
             while world.hangs[self.address]:  # noqa: ASYNC110 - a scenario decides
@@ -70,17 +104,20 @@ class Channel:
             if not world.up[self.address]:
                 raise ConnectFailed(f"{self.address} refuses")
         finally:
-            world.dialling[self.key] = 0
+            world.dialling[self.key] -= 1
 
     def unary_unary(self, *given: Any, **more: Any) -> Callable[..., Call]:
-        def call(request: Any, *, timeout: float | None = None, **rest: Any) -> Call:
+        def call(
+            request: Any, *, timeout: float | None = None, metadata: Any = (), **rest: Any
+        ) -> Call:
             assert not self.closed, "a call over a closed channel"
-            return Call(self, request, timeout)
+            return Call(self, request, timeout, dict(metadata)["authorization"])
 
         return call
 
     async def close(self, grace: float | None = None) -> None:
-        assert not self.calls, "closed with calls under way"
+        if self.calls:
+            self.world.wrong.append("closed with calls under way")
         self.closed = True
         self.world.open.discard(self)
 
@@ -88,8 +125,9 @@ class Channel:
 class Call:
     """One call, as gRPC's own look."""
 
-    def __init__(self, channel: Channel, request: Any, timeout: float | None) -> None:
+    def __init__(self, channel: Channel, request: Any, timeout: float | None, token: str) -> None:
         self.channel = channel
+        self._token = token
         channel.calls += 1
         self._code = grpc.StatusCode.OK
         self._request = request
@@ -106,6 +144,8 @@ class Call:
             if self.channel.dead or not self.channel.world.up[self.channel.address]:
                 self.channel.dead = True
                 self._code = grpc.StatusCode.UNAVAILABLE
+            elif self._token != str(self.channel.world.token):
+                self._code = grpc.StatusCode.UNAUTHENTICATED
         except TimeoutError:
             self._code = grpc.StatusCode.DEADLINE_EXCEEDED
         except asyncio.CancelledError:

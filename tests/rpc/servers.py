@@ -31,10 +31,22 @@ service Greeter {
 class EchoServer:
     """The server of `echo_program.py`, on one port for all of its lives."""
 
-    def __init__(self, *, tls: Path | None = None, stubs: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tls: Path | None = None,
+        stubs: Path | None = None,
+        token: str = "",
+        streams: int | None = None,
+    ) -> None:
         self.port = free_port()
-        self._more = [] if tls is None else ["--tls", str(tls)]
-        self._more += [] if stubs is None else ["--stubs", str(stubs)]
+        given = {"tls": tls, "stubs": stubs, "token": token or None, "streams": streams}
+        self._more = [
+            text
+            for name, value in given.items()
+            if value is not None
+            for text in (f"--{name}", str(value))
+        ]
         self._process: subprocess.Popen[str] | None = None
 
     @property

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import AsyncConnectionManager, AsyncHandler, ConnectFailed, ConnectionConfig
+from holdfast.rpc import (
+    AsyncConnectionManager,
+    AsyncHandler,
+    ConnectFailed,
+    ConnectionConfig,
+    Topology,
+)
+from holdfast.rpc._channel_pool import lanes_of
 from holdfast.rpc._core import Actions, Connection
+from holdfast.rpc._managed import ManagedConnection
+from holdfast.rpc._refusals import Refusals
 from holdfast.rpc._works import Works
 from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
@@ -19,6 +29,12 @@ from .scripted import ADDRESSES, World
 TROUBLE = 20.0
 #: More than this nobody may wait beyond its own time.
 LATE = 0.5
+#: Less than a connect may take.
+LITTLE = 0.3
+
+
+class Client:
+    """Somebody who uses a connection."""
 
 
 class Day:
@@ -27,11 +43,14 @@ class Day:
     def __init__(self, sim: Sim) -> None:
         self.chance = sim.rng
         self.loop = asyncio.get_running_loop()
-        self.world = World(self.chance)
+        lanes = self.chance.choice([1, 2])
+        self.world = World(self.chance, lanes)
         self.is_global = self.chance.random() < 0.5
         self.manager = AsyncConnectionManager(
             handler_factory=self.world.channel,
-            fetch_topology=self.world.topology if self.is_global else None,
+            channels=lanes,
+            credentials=self.world.credentials,
+            fetch_topology=self._topology if self.is_global else None,
             probe=self._probe,
             linger=5.0,
             idle=2.0,
@@ -40,8 +59,15 @@ class Day:
         )
         self.renews = self.manager._policy.max_age is not None
         self.last: dict[str, Any] = {}
+        self.rotated_at = 0.0
+        self.numbers = itertools.count()
         self.over = False
         self.outcomes: list[str] = []
+
+    async def _topology(self) -> Topology:
+        # Awaited, not called in a thread: that would end when the machine likes.
+        await asyncio.sleep(self.chance.uniform(0.001, 0.05))
+        return self.world.topology()
 
     async def _probe(self, channel: Any) -> bool:
         await asyncio.sleep(self.chance.uniform(0.001, 0.05))
@@ -53,11 +79,13 @@ class Day:
 
     async def client(self, number: int) -> None:
         config = ConnectionConfig.from_uri(f"http://{number % 2}@{ADDRESSES[0]}")
+        client = Client()
         while not self.over:
             await asyncio.sleep(self.chance.uniform(0.0, 1.0))
             timeout = self.chance.uniform(0.05, 4.0)
             began = self.loop.time()
-            work = self.loop.create_task(self._use(config, timeout))
+            use = self._use_alone if self.chance.random() < 0.1 else self._use
+            work = self.loop.create_task(use(config, client, timeout))
             if self.chance.random() < 0.2:
                 await asyncio.sleep(self.chance.uniform(0.0, 1.0))
                 work.cancel()
@@ -67,14 +95,30 @@ class Day:
             if not work.cancelled():
                 self.outcomes.append(work.result())
 
-    async def _use(self, config: ConnectionConfig, timeout: float) -> str:
+    async def _use(self, config: ConnectionConfig, client: Client, timeout: float) -> str:
         try:
-            handler = await self.manager.get_or_create(config, client=self, timeout=timeout)
+            handler = await self.manager.get_or_create(config, client=client, timeout=timeout)
         except ConnectFailed:
             found = self.manager._book.entries.get(config.key)
             assert found is None or not found.core.usable, "it is there, and nobody was told"
-            return "unreached"
-        return await self._call(handler, timeout)
+            return "unreached" if timeout > LITTLE else "too little time"
+        outcome = await self._call(handler, timeout)
+        if self.chance.random() < 0.3:
+            await self.manager.release(handler, client=client)
+        return outcome
+
+    async def _use_alone(self, config: ConnectionConfig, client: Client, timeout: float) -> str:
+        """One that nobody else gets, which is gone when it is given back."""
+        own = ConnectionConfig.from_uri(f"http://alone{next(self.numbers)}@{ADDRESSES[0]}")
+        try:
+            handler = await self.manager.get_or_create(own, True, client, timeout)
+        except ConnectFailed:
+            return "unreached" if timeout > LITTLE else "too little time"
+        try:
+            return await self._call(handler, timeout)
+        finally:
+            await self.manager.release(handler, client=client)
+            assert self.manager._book.of(handler) is None, "it was given back, and is there"
 
     async def _call(self, handler: AsyncHandler, timeout: float) -> str:
         try:
@@ -88,7 +132,7 @@ class Day:
         while self.loop.time() < TROUBLE:
             await asyncio.sleep(chance.uniform(0.05, 2.0))
             address = chance.choice(ADDRESSES)
-            match chance.randrange(6):
+            match chance.randrange(8):
                 case 0:
                     world.fall(address)
                 case 1 | 2:
@@ -103,6 +147,8 @@ class Day:
                         stale = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, (), ())
                         generation = chance.randrange(max(1, managed.generation))
                         managed.handler._on_rpc_error(stale, generation)
+                case 6 | 7 if self.loop.time() - self.rotated_at > 2.5:
+                    world.token, self.rotated_at = world.token + 1, self.loop.time()
         for address in ADDRESSES:
             world.up[address], world.hangs[address] = True, False
 
@@ -116,7 +162,10 @@ class Day:
 
     def check(self) -> None:
         """What must hold at any moment."""
+        assert not self.world.wrong
         for managed in self.manager._book:
+            refusals, credentials = managed.handler._refusals, managed.handler._credentials
+            assert not refusals.refused or credentials.token != self.world.token
             live = managed.handler._live
             assert live is None or live.number == managed.generation
             self._check_need(managed.key, live)
@@ -130,7 +179,9 @@ class Day:
         if live is None or self.is_global or self.renews:
             return
         last, self.last[key] = self.last.get(key, live), live
-        assert last is live or last.channel.dead, "a healthy channel was replaced"
+        assert last is live or any(lane.dead for lane in lanes_of(last.channel)), (
+            "a healthy channel was replaced"
+        )
 
 
 async def a_bad_day(sim: Sim) -> tuple[int, ...]:
@@ -147,7 +198,8 @@ async def a_bad_day(sim: Sim) -> tuple[int, ...]:
         await asyncio.sleep(5.0)
         assert "ok" in day.outcomes[settled:], "it did not come back"
         # Those who allow little time may not get an answer in it.
-        assert set(day.outcomes[settled:]) <= {"ok", "DEADLINE_EXCEEDED"}, day.outcomes[settled:]
+        allowed = {"ok", "DEADLINE_EXCEEDED", "too little time"}
+        assert set(day.outcomes[settled:]) <= allowed, day.outcomes[settled:]
         day.over = True
     del clients
     connects = sum(each["generation"] for each in day.manager.get_stats()["connections"])
@@ -157,6 +209,7 @@ async def a_bad_day(sim: Sim) -> tuple[int, ...]:
             while day.world.open:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.1)
     assert not day.world.open, "channels were left open"
+    assert not day.world.wrong
     return (connects, len(day.outcomes), day.outcomes.count("ok"))
 
 
@@ -172,8 +225,9 @@ def _any_error_acts(self: Connection, generation: int, cause: Any, now: float) -
     return _broken(self, self.generation, cause, now)
 
 
-def _takes_any(self: Connection, attempt: int) -> bool:
-    return attempt == self._attempt
+def _dials_beside(self: Works, managed: Any, attempt: int) -> None:
+    """What was being dialled for one that is closed goes on, beside what follows it."""
+    self._spawn(self._dial(managed, attempt, None))
 
 
 def _tells_nobody(self: Works, managed: Any) -> None:
@@ -197,16 +251,33 @@ def _forgets_to_close(self: AsyncHandler, live: Any) -> None:
     self._retiring.pop(live, None)
 
 
+def _refreshes_for_each(self: Refusals, number: int, now: float) -> bool:
+    self.refreshing = False
+    return _refuse(self, number, now)
+
+
+def _any_refusal_acts(self: Refusals, number: int, now: float) -> bool:
+    return _refuse(self, self.number, now)
+
+
+def _never_given_back(self: ManagedConnection[Any], client: Any) -> None:
+    """Whoever gives it back is still counted."""
+
+
+_refuse = Refusals.refuse
 _broken, _wait = Connection.broken, Connection.wait
 
 MUTANTS = [
     mutant(Connection, "broken", _any_error_acts, name="an old error acts"),
-    mutant(Connection, "_is_current", _takes_any, name="what comes after the end is taken"),
+    mutant(Works, "_start_dial", _dials_beside, name="an attempt goes on after the end"),
     mutant(Works, "_wake", _tells_nobody, name="those who wait are forgotten"),
     mutant(Connection, "due", _gives_up, name="no second attempt"),
     mutant(Connection, "wait", _dials_for_each, name="an attempt for each caller"),
     mutant(Works, "_lose", _keeps_the_old, name="calls to the old primary"),
     mutant(AsyncHandler, "_close_live", _forgets_to_close, name="a channel is left open"),
+    mutant(Refusals, "refuse", _refreshes_for_each, name="a refresh for each refused caller"),
+    mutant(Refusals, "refuse", _any_refusal_acts, name="a refusal of old credentials acts"),
+    mutant(ManagedConnection, "given_back", _never_given_back, name="it is kept for the departed"),
 ]
 
 

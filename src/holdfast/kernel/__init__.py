@@ -43,6 +43,7 @@ from ._rules import AutoShutdown, Failure, Restart, Strategy
 from ._state import State
 from ._status import StatusMonitor
 from ._supervisor import Supervisor
+from ._threads import in_thread, start_thread
 from ._tree import Tree
 from ._words import counted, describe, duration, program_of, refuse
 
@@ -74,6 +75,8 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "KeyedWorkers",
     "LoopThread",
     "SingleFlight",
+    "in_thread",
+    "start_thread",
     # Time and replacement
     "Backoff",
     "Clock",

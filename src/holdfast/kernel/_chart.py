@@ -7,6 +7,7 @@ declaration that the running machine obeys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ._chart_render import mermaid, table
@@ -43,13 +44,17 @@ class Chart:
         )
         self.initial = self._entered(written(initial))
         self.rules = tuple(Rule(self._left(source), self._entered(to)) for source, to in pairs)
+        # One object for each state, however often it is entered.
+        self._named = {phase: State(phase, steps[0]) for phase, steps in self.phases.items()}
+        self._named.update((str(state), state) for state in self.states)
+        # Likewise, what all machines record of it: the words, and the data.
+        self._told = {state: _told(state) for state in self.states}
         self._legal = {state: self._targets_of(state) for state in self.states}
         refuse("Chart", self._unreachable())
 
     def find(self, state: StateLike) -> State | None:
         """The state that this names, if there is one."""
-        text = written(state)
-        return self._entered(text) if self._known(text) else None
+        return self._named.get(written(state))
 
     def legal(self, state: State) -> tuple[State, ...]:
         """The states that may follow this one."""
@@ -134,3 +139,9 @@ def _not_lists(phases: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for phase, steps in phases.items():
         if isinstance(steps, str):
             yield f"the steps of phase {phase!r} must be a list: write [{steps!r}]"
+
+
+def _told(state: State) -> tuple[str, Mapping[str, str]]:
+    phase, step = state
+    text = f"at {phase}" if phase == step else f"at {phase} / {step}"
+    return text, MappingProxyType({"phase": phase, "step": step})

@@ -15,6 +15,7 @@ from ._words import refuse
 if TYPE_CHECKING:
     from ._backoff import Backoff
     from ._clock import Clock
+    from ._life import Life
     from ._recorder import Event, Recorder
     from ._registry import Registration, Registry
     from ._supervisor import Supervisor
@@ -25,7 +26,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Child:
     """A part that a supervisor keeps running.
 
@@ -70,28 +71,34 @@ class Child:
 class Context:
     """What a child is given at each start: its name, its clock, and a way to say that it is up."""
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        child: Child,
-        generation: int,
-        *,
-        on_started: Callable[[Any], None],
-        on_healthy: Callable[[], None],
-    ) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_ack",
+        "_life",
+        "_nested",
+        "_owned",
+        "_stop_by",
+        "child",
+        "generation",
+        "path",
+        "supervisor",
+    )
+
+    def __init__(self, life: Life) -> None:
         #: The supervisor that runs this child.
-        self.supervisor = supervisor
+        self.supervisor = life.supervisor
         #: The child's specification.
-        self.child = child
+        self.child = life.child
         #: The names from the root down, as in "root/account/link".
-        self.path = f"{supervisor.path}/{child.name}"
+        self.path = life.path
         #: 1 for the first start, one more at each restart.
-        self.generation = generation
+        self.generation = life.generation
         # The rest is between the supervisor and this object.
-        self._on_started = on_started
-        self._on_healthy = on_healthy
+        self._life = life
         self._owned = Owned()
-        self._ack: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        # Tells whoever waits for the start; None once that is known.
+        self._ack: asyncio.Future[BaseException | None] | None
+        self._ack = asyncio.get_running_loop().create_future()
         self._nested: Supervisor | None = None
         self._stop_by: float | None = None  # None while nobody asked it to stop
 
@@ -115,14 +122,24 @@ class Context:
 
         Once per start; a second call is a mistake in the child and raises.
         """
-        if self._ack.done():
+        if self._ack is None:
             raise RuntimeError(f"{self.path} called started() twice")
-        self._on_started(value)
-        self._ack.set_result(None)
+        self._life._started(self.generation, value)
+        self._answer(None)
+
+    def _answer(self, failure: BaseException | None) -> None:
+        """Whoever waits for the start is told; once."""
+        ack, self._ack = self._ack, None
+        if ack is not None:
+            ack.set_result(failure)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Its task is done."""
+        self._life._ended(self, task)
 
     def healthy(self) -> None:
         """Say that this child has proven to work, so that its restart backoff begins anew."""
-        self._on_healthy()
+        self._life._prove_health(self.generation)
 
     def register(self, registry: Registry[K, V], key: K, value: V) -> Registration[K, V]:
         """Register a value that is freed when this child ends, before its next start."""

@@ -171,6 +171,10 @@ class KeyedWorkers(Generic[K, ItemT, R]):
     ) -> None:
         await self.close(timeout=None if kind is None else 0)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a key has work."""
+        return key in self._pumps
+
     def __len__(self) -> int:
         """How many keys have work."""
         return len(self._pumps)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ._child import Child, Context, current_context
@@ -34,23 +33,40 @@ _abandoned: set[asyncio.Task[None]] = set()
 class Life:
     """One child of a supervisor, over all its starts."""
 
-    def __init__(
-        self, supervisor: Supervisor, child: Child, on_end: Callable[[Life, Reason], None]
-    ) -> None:
+    __slots__ = (
+        "_context",
+        "_task",
+        "backoff",
+        "child",
+        "generation",
+        "is_temporary",
+        "last_failure",
+        "lock",
+        "name",
+        "path",
+        "restarts",
+        "since",
+        "state",
+        "supervisor",
+        "value",
+        "why",
+    )
+
+    def __init__(self, supervisor: Supervisor, child: Child) -> None:
         self.supervisor = supervisor
         self.child = child
         self.name = child.name
         self.is_temporary = child.restart == Restart.TEMPORARY
         self.path = f"{supervisor.path}/{child.name}"
         self.backoff = None if child.backoff is None else child.backoff.fresh()
-        self.lock = asyncio.Lock()
+        #: Held by whatever changes it: its own, or the one of all siblings.
+        self.lock = supervisor._lock or asyncio.Lock()
         self.generation = 0
         self.restarts = 0
         self.value: Any = None
         self.last_failure: str | None = None
         #: What the next thing that happens to it is due to.
         self.why: Event | BaseException | None = None
-        self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
         self._context: Context | None = None
         self.enter("starting")
@@ -71,6 +87,7 @@ class Life:
     async def start(self) -> Any:
         """Run the child and wait for its `started()`; raises `StartFailed`."""
         context = self._run()
+        assert context._ack is not None
         limit = self.child.start_timeout
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
@@ -88,19 +105,12 @@ class Life:
 
     def _run(self) -> Context:
         self.generation += 1
-        generation = self.generation
         self.value = None
         self.enter("starting")
-        context = self._context = Context(
-            self.supervisor,
-            self.child,
-            self.generation,
-            on_started=lambda value: self._started(generation, value),
-            on_healthy=lambda: self._prove_health(generation),
-        )
+        context = self._context = Context(self)
         task = self._task = self.supervisor.create_task(_live(context), context.path)
         context._owned = adopt(task)
-        task.add_done_callback(lambda done: self._ended(context, done))
+        task.add_done_callback(context._ended)
         return context
 
     def _started(self, generation: int, value: Any) -> None:
@@ -144,13 +154,13 @@ class Life:
                 self.enter("stopped")
                 return
             reason = SupervisionError(f"{self.path} was cancelled, and not by its supervisor")
-        if not context._ack.done():
+        if context._ack is not None:
             if isinstance(reason, BaseException):
-                context._ack.set_result(reason)
+                context._answer(reason)
                 return
-            context._ack.set_result(None)  # it was done before it was up: that is a start too
+            context._answer(None)  # it was done before it was up: that is a start too
         self._note_end(reason)
-        self._on_end(self, reason)
+        self.supervisor._on_end(self, reason)
 
     def _note_end(self, reason: Reason) -> None:
         uptime = self.supervisor.clock.monotonic() - self.since

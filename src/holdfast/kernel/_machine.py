@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +54,19 @@ class Machine:
     moves it remembers; the recorder, if given, gets each state with its cause.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_clock",
+        "_history",
+        "_limit",
+        "_observers",
+        "_recorder",
+        "_since",
+        "_state",
+        "chart",
+        "name",
+    )
+
     def __init__(
         self,
         name: str,
@@ -72,8 +84,10 @@ class Machine:
         self.chart = chart or Chart(phases=phases or {}, moves=moves, initial=initial)
         self._clock = clock
         self._recorder = recorder
-        self._history: deque[Move] = deque(maxlen=history)
-        self._observers: Observers[Move] = Observers(f"machine {name!r}")
+        self._limit = history
+        # A list: it is short, and a deque takes 600 bytes for none.
+        self._history: list[Move] = []
+        self._observers: Observers[Move] | None = None
         self._state = self.chart.initial
         self._since = self._now().monotonic()
         self._record(None)
@@ -119,11 +133,16 @@ class Machine:
         event = self._record(cause)
         move = Move(now, clock.wall(), source, target, in_words(cause), lasted, event)
         self._history.append(move)
-        self._observers.tell(move)
+        if len(self._history) > self._limit:
+            del self._history[0]
+        if self._observers is not None:
+            self._observers.tell(move)
         return move
 
     def observe(self, callback: Callable[[Move], None]) -> Callable[[], None]:
         """Call this after each move; returns what ends that. One that raises breaks nothing."""
+        if self._observers is None:
+            self._observers = Observers(f"machine {self.name!r}")
         return self._observers.add(callback)
 
     def text(self) -> str:
@@ -154,11 +173,8 @@ class Machine:
     def _record(self, cause: Cause | None) -> Event | None:
         if self._recorder is None:
             return None
-        phase, step = self._state
-        text = f"at {phase}" if phase == step else f"at {phase} / {step}"
-        return self._recorder.record(
-            self.name, text, kind="state", cause=cause, phase=phase, step=step
-        )
+        text, data = self.chart._told[self._state]
+        return self._recorder._note(self.name, text, "state", cause, data)
 
     def _refusal(self, to: StateLike, cause: str) -> str:
         words = f"{self.name}: may not move from {self._state} to {written(to)} (because {cause})"

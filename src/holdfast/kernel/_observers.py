@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -27,8 +26,9 @@ class Observers(Generic[T]):
     def __init__(self, of: str) -> None:
         self._of = of
         self._callbacks: tuple[Callable[[T], None], ...] = ()
-        self._broken: set[Callable[[T], None]] = set()
-        self._waiting: deque[T] = deque()
+        self._broken: tuple[Callable[[T], None], ...] = ()
+        # A list: there is rarely more than one, and a deque takes 600 bytes for none.
+        self._waiting: list[T] = []
         self._telling = False
         #: Times that an observer raised.
         self.errors = 0
@@ -39,7 +39,7 @@ class Observers(Generic[T]):
 
         def remove() -> None:
             self._callbacks = tuple(other for other in self._callbacks if other is not callback)
-            self._broken.discard(callback)
+            self._broken = tuple(other for other in self._broken if other != callback)
 
         return remove
 
@@ -53,7 +53,7 @@ class Observers(Generic[T]):
         self._telling = True
         try:
             while self._waiting:
-                self._tell_all(self._waiting.popleft())
+                self._tell_all(self._waiting.pop(0))
         finally:
             self._telling = False
 
@@ -67,5 +67,5 @@ class Observers(Generic[T]):
             except Exception as error:
                 self.errors += 1
                 if callback not in self._broken:
-                    self._broken.add(callback)
+                    self._broken = (*self._broken, callback)
                     log.error("observer %r of %s failed", callback, self._of, exc_info=error)

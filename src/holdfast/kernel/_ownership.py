@@ -31,10 +31,13 @@ class Owned:
         self._clean_ups: dict[CleanUp, None] = {}
         self.released: Reason | None = None
 
-    def add(self, clean_up: CleanUp) -> Callable[[], None]:
-        """Run this at the end; returns what takes it back."""
+    def add(self, clean_up: CleanUp) -> None:
+        """Run this at the end."""
         self._clean_ups[clean_up] = None
-        return lambda: self._clean_ups.pop(clean_up, None)
+
+    def remove(self, clean_up: CleanUp) -> None:
+        """Do not run it after all."""
+        self._clean_ups.pop(clean_up, None)
 
     def release(self, reason: Reason) -> None:
         """Run every clean-up, once."""
@@ -67,8 +70,8 @@ def current_owner() -> asyncio.Task[Any]:
     return task
 
 
-def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Callable[[], None]:
-    """Run the clean-up when the owner ends; returns what takes it back."""
+def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Owned:
+    """Run the clean-up when the owner ends; returns where it can be removed again."""
     owned = _owned.get(owner)
     if owned is None:
         owned = _owned[owner] = Owned()
@@ -77,7 +80,8 @@ def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Callable[[], None
         raise RuntimeError(
             f"{owner.get_name()} has ended, or was abandoned: it can own nothing more"
         )
-    return owned.add(clean_up)
+    owned.add(clean_up)
+    return owned
 
 
 def reason_of(task: asyncio.Task[Any]) -> Reason:

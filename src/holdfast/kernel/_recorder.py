@@ -2,9 +2,9 @@
 
 The recorder is left on in production, so recording does as little as it can: no lock, no
 formatting, one tuple and one append. Each step is a single operation that the interpreter does
-not interrupt (the next number, an append, a move to the end), so threads and loops may record at
-the same time. An event names its cause by number and never holds it, so that a long chain of
-causes is forgotten with the rings that held it.
+not interrupt (the next number, an append, a move to the end, a cut), so threads and loops may
+record at the same time. An event names its cause by number and never holds it, so that a long
+chain of causes is forgotten with the rings that held it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import logging
 from asyncio import AbstractEventLoop, _get_running_loop
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from ._clock import Clock
@@ -81,6 +82,7 @@ class RecorderStatistics(NamedTuple):
 #: Why something happened: an event, an error, or the reason in words.
 Cause: TypeAlias = Event | BaseException | str
 Sink: TypeAlias = Callable[[Event], None]
+_NO_DATA: Mapping[str, Any] = MappingProxyType({})
 _make: Callable[..., Event] = tuple.__new__
 
 
@@ -100,7 +102,10 @@ class Recorder:
         self._max_components = max_components
         self._fixed_clock = clock
         self._clock_of: tuple[AbstractEventLoop | None, Clock] = (None, Clock.system())
-        self._rings: OrderedDict[str, deque[Event]] = OrderedDict()
+        # Lists, of which the newest `size` count: most components have few events, and a deque
+        # takes 600 bytes for none. What is over is cut now and then.
+        self._rings: OrderedDict[str, list[Event]] = OrderedDict()
+        self._cut_at = size + size // 8
         self._ids = itertools.count(1)
         self._newest = 0
         self._forgotten = 0
@@ -124,6 +129,12 @@ class Recorder:
         An exception given as the cause is turned into words at once, so that the recorder keeps
         no traceback, and with it no frames, alive.
         """
+        return self._note(component, text, kind, cause, data or _NO_DATA)
+
+    def _note(
+        self, component: str, text: str, kind: str, cause: Cause | None, data: Mapping[str, Any]
+    ) -> Event:
+        """The same, for data that is shared by many events: it must not change afterwards."""
         clock = self._fixed_clock or self._current_clock()
         cause_id = cause_component = None
         because: tuple[str, ...] = ()
@@ -147,9 +158,12 @@ class Recorder:
         )
         try:
             self._rings.move_to_end(component)
-            self._rings[component].append(event)
+            ring = self._rings[component]
         except KeyError:
-            self._open(component).append(event)
+            ring = self._open(component)
+        ring.append(event)
+        if len(ring) > self._cut_at:
+            del ring[: -self._size]
         if self._sinks:
             self._deliver(event)
         return event
@@ -157,17 +171,17 @@ class Recorder:
     def events(self, component: str | None = None, limit: int | None = None) -> list[Event]:
         """The events of one component, or of all, the oldest first; `limit` keeps the newest."""
         if component is None:
-            found = [event for ring in list(self._rings.values()) for event in tuple(ring)]
+            found = [event for ring in list(self._rings.values()) for event in self._kept(ring)]
             found.sort(key=lambda event: event.id)
         else:
-            found = list(self._rings.get(component, ()))
+            found = self._kept(self._rings.get(component, []))
         return found if limit is None else found[max(len(found) - limit, 0) :]
 
     def cause(self, event: Event) -> Event | None:
         """The event that caused this one, if it is still kept."""
         if event.cause_component is None:
             return None
-        for candidate in tuple(self._rings.get(event.cause_component, ())):
+        for candidate in self._kept(self._rings.get(event.cause_component, [])):
             # The text is compared too: another recorder's events have numbers of their own.
             if candidate.id == event.cause_id and candidate.text == event.because[0]:
                 return candidate
@@ -185,7 +199,7 @@ class Recorder:
     def forget(self, component: str) -> None:
         """Let go of all that was recorded about a component that will not come back."""
         if (ring := self._rings.pop(component, None)) is not None:
-            self._forgotten += len(ring)
+            self._forgotten += len(self._kept(ring))
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Call the sink with each new event, in the recording thread; returns what ends that.
@@ -203,7 +217,7 @@ class Recorder:
     def statistics(self) -> RecorderStatistics:
         """What is kept and what was let go."""
         rings = list(self._rings.values())
-        kept = sum(len(ring) for ring in rings)
+        kept = sum(min(len(ring), self._size) for ring in rings)
         return RecorderStatistics(
             recorded=self._newest,
             kept=kept,
@@ -232,8 +246,11 @@ class Recorder:
             self._clock_of = (loop, clock)
         return clock
 
-    def _open(self, component: str) -> deque[Event]:
-        ring = self._rings.setdefault(component, deque(maxlen=self._size))
+    def _kept(self, ring: list[Event]) -> list[Event]:
+        return ring[-self._size :]
+
+    def _open(self, component: str) -> list[Event]:
+        ring = self._rings.setdefault(component, [])
         while len(self._rings) > self._max_components:
             self._rings.popitem(last=False)
             self._dropped_components += 1

@@ -14,12 +14,12 @@ while it is registered here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ._errors import AlreadyRegistered, NotRegistered
-from ._ownership import Reason, current_owner, when_ended
+from ._ownership import Owned, Reason, current_owner, when_ended
 
 __all__ = ["Down", "Registration", "Registry", "Via"]
 
@@ -42,20 +42,23 @@ class Down:
 class Registration(Generic[K, V]):
     """The right to a key, as long as its owner lives; `unregister()` gives it up early."""
 
-    __slots__ = ("_down", "_forget", "_registry", "key", "value")
+    __slots__ = ("_down", "_owned", "_registry", "key", "value")
 
     def __init__(self, registry: Registry[K, V], key: K, value: V) -> None:
         self._registry = registry
-        self._forget: Callable[[], None] | None = None
+        self._owned: Owned | None = None
         self._down: list[asyncio.Future[Down]] | None = None
         self.key = key
         self.value = value
 
     def unregister(self) -> None:
         """Free the key; harmless when it is free already or belongs to a successor."""
-        if self._forget is not None:
-            self._forget()
+        if self._owned is not None:
+            self._owned.remove(self._owner_ended)
         self._registry._free(self, "unregistered")
+
+    def _owner_ended(self, reason: Reason) -> None:
+        self._registry._free(self, reason)
 
     def __repr__(self) -> str:
         live = "live" if self._registry._entries.get(self.key) is self else "ended"
@@ -81,9 +84,7 @@ class Registry(Generic[K, V]):
         if current is not None:
             raise AlreadyRegistered(key, current.value)
         registration = Registration(self, key, value)
-        registration._forget = when_ended(
-            owner or current_owner(), lambda reason: self._free(registration, reason)
-        )
+        registration._owned = when_ended(owner or current_owner(), registration._owner_ended)
         self._entries[key] = registration
         for waiter in self._arrivals.pop(key, ()):
             if not waiter.done():

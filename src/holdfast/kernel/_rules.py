@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -92,6 +91,8 @@ class Failure(NamedTuple):
 class Intensity:
     """How many restarts are allowed within a period: a sliding window that remembers the causes."""
 
+    __slots__ = ("_window", "limit", "period")
+
     def __init__(self, limit: int, period: float) -> None:
         if limit < 0 or period <= 0:
             raise ValueError(
@@ -100,14 +101,15 @@ class Intensity:
             )
         self.limit = limit
         self.period = period
-        self._window: deque[Failure] = deque()
+        # A list: it is short, and an empty deque would cost every supervisor 600 bytes.
+        self._window: list[Failure] = []
 
     def allows(self, now: float, child: str, reason: Reason) -> bool:
         """Count one restart; False when it is one too many."""
         what = describe(reason) if isinstance(reason, BaseException) else "it returned"
         self._window.append(Failure(now, child, what))
         while now - self._window[0].at > self.period:
-            self._window.popleft()
+            del self._window[0]
         return len(self._window) <= self.limit
 
     @property

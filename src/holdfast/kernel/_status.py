@@ -171,8 +171,9 @@ class StatusMonitor(Generic[S]):
             return
         if task is not None:
             # First, because it refuses an owner that has ended, and then nothing may change.
-            let_go = when_ended(task, partial(self._owner_ended, name, task))
-            self._holders[name] = _Holder(task, let_go)
+            clean_up = partial(self._owner_ended, name, task)
+            owned = when_ended(task, clean_up)
+            self._holders[name] = _Holder(task, partial(owned.remove, clean_up))
         else:
             self._holders.pop(name, None)
         if holder is not None:

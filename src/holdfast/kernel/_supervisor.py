@@ -22,7 +22,6 @@ import contextvars
 import logging
 import math
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -95,16 +94,18 @@ class Supervisor:
         self.abandoned = 0
         self._since = self.clock.monotonic()
         self._intensity = None if intensity is None else Intensity(*intensity)
-        self._to_start = deque(children)
+        self._to_start = list(children)
         for child in self._to_start:
             self._check_significant(child)
         self._lives: dict[str, Life] = {}
-        self._lock = asyncio.Lock()
+        # For siblings that depend on each other; where they do not, each child has its own.
+        self._lock = None if self.strategy is Strategy.ONE_FOR_ONE else asyncio.Lock()
         self._operations: dict[asyncio.Task[Any], None] = {}  # in order, so that runs repeat
         self._pending: dict[Life, asyncio.Task[Any]] = {}
         self._stopping: asyncio.Task[None] | None = None
         self._has_ended_itself = False
-        self._ended = asyncio.Event()
+        # Who waits for its end; None when it has come. (An asyncio.Event takes 800 bytes.)
+        self._waiters: list[asyncio.Future[None]] | None = []
         self._within = current_context.get()
         self._maker = _current_task()
         self._variables = contextvars.copy_context()
@@ -127,26 +128,10 @@ class Supervisor:
 
         Both times are endless by default, because its own children have theirs.
         """
-        children = tuple(children)
-
-        async def run(ctx: Context) -> None:
-            nested = cls(
-                ctx.path,
-                strategy=strategy,
-                children=children,
-                intensity=intensity,
-                auto_shutdown=auto_shutdown,
-                recorder=ctx.recorder,
-                clock=ctx.clock,
-            )
-            ctx._nested = nested
-            async with nested:
-                ctx.started(nested)
-                await nested.wait()
-
+        nested = _Nested(cls, tuple(children), strategy, intensity, auto_shutdown)
         return Child(
             name,
-            run,
+            nested.run,
             restart=restart,
             significant=significant,
             start_timeout=start_timeout,
@@ -165,7 +150,7 @@ class Supervisor:
         self._enter("starting")
         try:
             while self._to_start and not self._has_ended_itself:
-                life = Life(self, self._to_start.popleft(), self._on_end)
+                life = Life(self, self._to_start.pop(0))
                 await self._outcome(self._add(life), life)
         except BaseException as error:
             await self.stop()
@@ -190,9 +175,19 @@ class Supervisor:
 
     async def wait(self) -> None:
         """Wait until the supervisor has ended; raises what made it fail, if it failed."""
-        await self._ended.wait()
+        await self._end()
         if self.error is not None:
             raise self.error
+
+    async def _end(self) -> None:
+        if self._waiters is not None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if self._waiters is not None:
+                    self._waiters.remove(waiter)
 
     async def start_child(self, child: Child) -> Any:
         """Add a child and start it; returns what it gave to `started()`.
@@ -204,7 +199,7 @@ class Supervisor:
         self._check_running(child.name)
         self._check_significant(child)
         self._check_not_starting_itself()
-        life = Life(self, child, self._on_end)
+        life = Life(self, child)
         operation = self._add(life)
         try:
             return await asyncio.shield(operation)
@@ -232,7 +227,7 @@ class Supervisor:
             except asyncio.CancelledError:
                 if not operation.cancelled() or _cancelling():
                     raise
-        await self._ended.wait()  # the whole supervisor stops, and this child with it
+        await self._end()  # the whole supervisor stops, and this child with it
 
     async def restart_child(self, name: str) -> Any:
         """Stop a child if it runs and start it again, alone; returns what it gave to `started()`.
@@ -445,7 +440,10 @@ class Supervisor:
         for life in reversed(list(self._lives.values())):
             await life.halt()
         self._enter("stopped" if self.error is None else "failed")
-        self._ended.set()
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
 
     # -- small things --------------------------------------------------------------------------
 
@@ -466,6 +464,8 @@ class Supervisor:
 
     def _operation_ended(self, task: asyncio.Task[Any]) -> None:
         self._operations.pop(task, None)
+        if not self._operations:
+            self._operations.clear()  # which gives back the room that it took
         if task.cancelled() or isinstance(error := task.exception(), SupervisionError | None):
             return  # its caller has been told, or there is nothing to tell
         log.error("%s: a defect in the supervisor", self.path, exc_info=error)
@@ -474,7 +474,7 @@ class Supervisor:
     @asynccontextmanager
     async def _holding(self, life: Life, *, interruptible: bool = True) -> AsyncIterator[None]:
         alone = self.strategy is Strategy.ONE_FOR_ONE
-        async with life.lock if alone else self._lock:
+        async with life.lock:
             if alone and interruptible and (task := asyncio.current_task()) is not None:
                 self._pending[life] = task
             try:
@@ -520,13 +520,49 @@ class Supervisor:
     def _check_not_starting_itself(self) -> None:
         """Where siblings share a lock, a child that is not up yet would wait for itself."""
         context = current_context.get()
-        if context is None or context.supervisor is not self or context._ack.done():
+        if context is None or context.supervisor is not self or context._ack is None:
             return
         if self.strategy is not Strategy.ONE_FOR_ONE:
             raise SupervisionError(
                 f"{context.path} must call ctx.started() before it starts or stops a sibling: "
                 "siblings start one after the other"
             )
+
+
+class _Nested:
+    """How a supervisor is run as a child; an object with slots, because there may be thousands."""
+
+    __slots__ = ("_auto_shutdown", "_children", "_intensity", "_kind", "_strategy")
+
+    def __init__(
+        self,
+        kind: type[Supervisor],
+        children: tuple[Child, ...],
+        strategy: Strategy | StrategyName,
+        intensity: tuple[int, float] | None,
+        auto_shutdown: AutoShutdown | AutoShutdownName,
+    ) -> None:
+        self._kind = kind
+        self._children = children
+        self._strategy = strategy
+        self._intensity = intensity
+        self._auto_shutdown = auto_shutdown
+
+    async def run(self, ctx: Context) -> None:
+        """One life of it."""
+        nested = self._kind(
+            ctx.path,
+            strategy=self._strategy,
+            children=self._children,
+            intensity=self._intensity,
+            auto_shutdown=self._auto_shutdown,
+            recorder=ctx.recorder,
+            clock=ctx.clock,
+        )
+        ctx._nested = nested
+        async with nested:
+            ctx.started(nested)
+            await nested._end()  # leaving the block raises what made it fail
 
 
 async def _patiently(task: asyncio.Task[Any]) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from holdfast.kernel import in_thread
+
 from ._budget import Endpoint
 from ._driver import Connect, Driver, Hooks, driver_of
 from ._psycopg import PsycopgDriver
-from ._threads import in_thread
 from ._tokens import Tokens
 
 __all__ = ["Recipe", "settled"]

@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
-from holdfast.kernel import Clock, SingleFlight, describe, duration, refuse
+from holdfast.kernel import Clock, SingleFlight, describe, duration, in_thread, refuse
 
 from ._errors import TokenError
-from ._threads import in_thread
 
 __all__ = ["CachedTokens", "Token", "TokenProvider", "Tokens"]
 

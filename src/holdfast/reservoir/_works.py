@@ -18,7 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from holdfast.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, duration
+from holdfast.kernel import (
+    Backoff,
+    Child,
+    Clock,
+    Context,
+    Recorder,
+    Supervisor,
+    describe,
+    duration,
+    in_thread,
+)
 from holdfast.leases import Lease, Leases
 
 from ._budget import Budget, Endpoint, LeaseDenied
@@ -28,7 +38,6 @@ from ._driver import State
 from ._item import Item, Place, holder_name
 from ._recipe import Recipe, settled
 from ._sqlstate import Meaning, meaning_of
-from ._threads import in_thread
 
 __all__ = ["Works"]
 

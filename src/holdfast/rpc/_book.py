@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from ._counters import Counters, Ledger
 from ._managed import ManagedConnection
 
 __all__ = ["Book"]
@@ -18,12 +19,18 @@ class Book:
 
     def __init__(self) -> None:
         self.entries: dict[str, Managed] = {}
+        #: What was counted, by the address that was asked for.
+        self.ledger = Ledger()
         self._by_handler: dict[int, Managed] = {}
         self._numbers = itertools.count(1)
 
     def dedicated_key(self, key: str) -> str:
         """A key that nobody shares."""
         return f"{key}|dedicated {next(self._numbers)}"
+
+    def counters_of(self, address: str) -> Counters:
+        """Those of an address."""
+        return self.ledger.of(address, lambda: {each.config.address for each in self})
 
     def add(self, managed: Managed) -> None:
         """Write it down."""
@@ -54,13 +61,14 @@ class Book:
 
     def statistics(self, now: float) -> dict[str, Any]:
         """What `get_stats()` tells."""
-        lines = [managed.statistics(now) for managed in self.entries.values()]
+        lines = [managed.statistics(now) for managed in self]
         dedicated = sum(line["dedicated"] for line in lines)
         return {
             "total_connections": len(lines),
             "shared_connections": len(lines) - dedicated,
             "dedicated_connections": dedicated,
             "connections": lines,
+            "counters": self.ledger.total().as_dict(),
         }
 
     def __iter__(self) -> Iterator[Managed]:

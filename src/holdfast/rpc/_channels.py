@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from ._dial import close_channel, ready
+from holdfast.kernel import in_thread
+
+from ._channel_pool import lanes_of
+from ._dial import Asked, close_channel, ready
+from ._fork import inside
 from ._live import Live
 from ._managed import ManagedConnection
 from ._policy import Policy
-from ._threads import in_thread
 from ._works import PROBE_TIMEOUT
 
 __all__ = ["AioChannels", "ThreadChannels"]
@@ -30,7 +35,10 @@ class _Channels:
         self._probe = policy.probe
 
     async def ready(self, channel: Any) -> None:
-        """Wait until it is connected; what is no channel of gRPC's is."""
+        """Wait until it is connected, and of a pool, all; what is no channel of gRPC's is."""
+        await _all([self._ready(lane) for lane in lanes_of(channel)])
+
+    async def _ready(self, channel: Any) -> None:
         if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
             await ready(channel)
         elif (wait := getattr(channel, "channel_ready", None)) is not None:
@@ -49,12 +57,13 @@ class ThreadChannels(_Channels):
 
     async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
         """Whether the server answers over it."""
-        probe = self._probe or _ask
-        return bool(
-            await asyncio.wrap_future(
-                in_thread(lambda: probe(live.channel), name="holdfast-rpc-probe")
-            )
-        )
+        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
+
+    async def _answers(self, channel: Any) -> bool:
+        if self._probe is None:
+            return await _ask(channel)
+        call = partial(_inside, self._probe, channel)
+        return bool(await in_thread(call, name="holdfast-rpc-probe"))
 
 
 class AioChannels(_Channels):
@@ -62,16 +71,39 @@ class AioChannels(_Channels):
 
     async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
         """Whether the server answers over it."""
-        outcome = (self._probe or _ask_aio)(live.channel)
+        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
+
+    async def _answers(self, channel: Any) -> bool:
+        outcome = (self._probe or _ask_aio)(channel)
         return bool(await outcome if inspect.isawaitable(outcome) else outcome)
 
 
-def _ask(channel: grpc.Channel) -> bool:
+async def _all(waits: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Wait for all of them; the first that fails ends the others."""
+    if len(waits) == 1:
+        return [await waits[0]]
+    tasks = [asyncio.ensure_future(each) for each in waits]
     try:
-        answer: bytes = channel.unary_unary(_HEALTH)(b"", timeout=PROBE_TIMEOUT)
-    except grpc.RpcError as error:
-        return error.code() in _ANSWERS
-    return answer == _SERVING
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:
+    with inside():
+        return probe(channel)
+
+
+async def _ask(channel: grpc.Channel) -> bool:
+    call = Asked(channel.unary_unary(_HEALTH), PROBE_TIMEOUT)
+    try:
+        code = await call.code()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return bool(call.answer() == _SERVING if code is grpc.StatusCode.OK else code in _ANSWERS)
 
 
 async def _ask_aio(channel: grpc.aio.Channel) -> bool:

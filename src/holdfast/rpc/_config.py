@@ -40,6 +40,7 @@ HIDDEN = "***"
 #: Drawn once for a process and its forks: a digest in a log says nothing elsewhere.
 _SALT = os.urandom(16)
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
+_MARK = re.compile(r"([?#])")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 #: What `options` may hold, and what it may be.
@@ -250,7 +251,11 @@ def _without_account(uri: str) -> str:
 
 
 def redacted(uri: str) -> str:
-    """A URI without what stands before the last @: a password may hold any other mark."""
+    """A URI without what stands before the last @: a password may hold any other mark.
+
+    A query and a fragment are hidden as well: some write a token there.
+    """
     begin = f"{scheme}://" if (scheme := _scheme(uri)) else ""
     account, at, place = uri.removeprefix(begin).rpartition("@")
-    return f"{begin}{HIDDEN if account else ''}{at}{place}"
+    place, mark, _ = _MARK.split(place, maxsplit=1) if _MARK.search(place) else (place, "", "")
+    return f"{begin}{HIDDEN if account else ''}{at}{place}{mark}{HIDDEN if mark else ''}"

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 from holdfast.kernel import Backoff, Chart, Machine
 
+from ._counters import Counters
+
 __all__ = ["CHART", "Act", "Action", "Connection"]
 
 #: A connection that was not used for so long is looked at before it is handed out.
@@ -70,6 +72,7 @@ class Act(Enum):
     SET_TIMER = "come back in a while"
     CANCEL_TIMER = "no need to come back"
     CLOSE = "close the current channel"
+    REFRESH = "have the credentials refreshed: the server has refused them"
 
 
 class Action(NamedTuple):
@@ -90,12 +93,20 @@ class Connection:
 
     :param eager: the waits between attempts while somebody waits.
     :param patient: those while nobody does.
+    :param counters: where it is counted what happens.
     """
 
     def __init__(
-        self, machine: Machine, *, eager: Backoff, patient: Backoff, idle: float = IDLE
+        self,
+        machine: Machine,
+        *,
+        eager: Backoff,
+        patient: Backoff,
+        idle: float = IDLE,
+        counters: Counters | None = None,
     ) -> None:
         self.machine = machine
+        self.counters = counters or Counters()
         self.generation = 0
         #: How many callers wait for it.
         self.waiting = 0
@@ -136,6 +147,11 @@ class Connection:
         self._due_at = sooner
         return [Action(Act.SET_TIMER, delay=sooner - now)]
 
+    def call_waits(self, now: float) -> Actions:
+        """A call waits, over a channel that was handed out before."""
+        self.counters.calls_waited += 1
+        return self.wait(now)
+
     def leave(self, now: float) -> Actions:
         """A caller does not wait any longer."""
         self.waiting -= 1
@@ -170,7 +186,9 @@ class Connection:
         if generation != self.generation or self.machine.step != "probing":
             return []
         if not healthy:
+            self.counters.probes_unhealthy += 1
             return self._recover("the server did not answer the probe", now)
+        self.counters.probes_healthy += 1
         self.machine.move("ready/serving", cause="the server answers")
         self.last_used_at = now
         return self._arrived([])
@@ -178,6 +196,7 @@ class Connection:
     def broken(self, generation: int, cause: BaseException | str, now: float) -> Actions:
         """A call over this generation failed in a way that a new connection may mend."""
         if generation != self.generation or self.machine.phase != "ready":
+            self.counters.stale_errors += generation < self.generation
             return []
         return self._recover(cause, now)
 
@@ -193,6 +212,8 @@ class Connection:
         if not self._is_current(attempt):
             return [Action(Act.DISCARD, attempt)]
         self.generation += 1
+        self.counters.connects += 1
+        self.counters.renewals += self.machine.step == "renewing"
         self._since = now
         self.last_used_at = now
         self.machine.move("ready/serving", cause=f"generation {self.generation} is connected")
@@ -210,6 +231,7 @@ class Connection:
         if not self._is_current(attempt):
             return []
         self.last_error = error
+        self.counters.connect_failures += 1
         if self.machine.step == "renewing":
             self.machine.move("ready/serving", cause=error)
             return []
@@ -236,6 +258,7 @@ class Connection:
 
     def _recover(self, cause: BaseException | str, now: float) -> Actions:
         """A new generation is needed: at once, unless the last one did not live for long."""
+        self.counters.recoveries += 1
         if self.machine.step == "renewing":
             # Another is on its way already.
             self.machine.move("recovering/dialling", cause=cause)

@@ -9,17 +9,23 @@ then ours to choose.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
+from holdfast.kernel import in_thread
+
 from ._config import HIDDEN, ConnectionConfig
 from ._errors import ConfigError, ConnectFailed
+from ._fork import Visit, inside
 
 __all__ = [
+    "Asked",
     "CredentialProvider",
     "Metadata",
     "TokenCredentials",
@@ -53,6 +59,14 @@ class CredentialProvider(Protocol):
     """Says for each call as whom it is made: what it returns may change, the identity does not.
 
     It is asked at every call, so it keeps what it knows, and renews that in good time.
+
+    It may have a method `refresh()` as well, plain (it is called in a thread, so it may block) or
+    async: called when the server has refused a call (UNAUTHENTICATED), once for all calls of a
+    connection that were refused with the same credentials. The connection is kept. Calls that
+    `retry_on_rpc_failure` or an interceptor repeats are made again with what `metadata` says then;
+    others are raised. What is refused soon after a refresh is wrong: it is not refreshed again
+    before a pause of 1 s, which grows to a minute. Without `refresh`, a refused call is raised and
+    nothing more.
     """
 
     def metadata(self) -> Metadata | Awaitable[Metadata]:
@@ -60,11 +74,36 @@ class CredentialProvider(Protocol):
 
 
 class TokenCredentials:
-    """A token as `authorization`; `replace` gives it a new one."""
+    """A token as `authorization`; `replace` gives it a new one.
 
-    def __init__(self, token: str, *, encode: Callable[[str], str] = str) -> None:
+    :param fetch: brings a new token when the server refuses this one, plain or async.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        encode: Callable[[str], str] = str,
+        fetch: Callable[[], str | Awaitable[str]] | None = None,
+    ) -> None:
         self._encode = encode
         self._metadata: Metadata = ()
+        self._fetch = fetch
+        self.replace(token)
+
+    @property
+    def refresh(self) -> Callable[[], Awaitable[None]] | None:
+        """What fetches another token; None if there is nobody to ask."""
+        return None if self._fetch is None else self._refresh
+
+    async def _refresh(self) -> None:
+        fetch = self._fetch
+        assert fetch is not None
+        if inspect.iscoroutinefunction(fetch):
+            token = await fetch()
+        else:
+            found = await in_thread(fetch, name="holdfast-rpc-token")
+            token = await found if inspect.isawaitable(found) else found
         self.replace(token)
 
     def replace(self, token: str) -> None:
@@ -156,7 +195,7 @@ async def ready(channel: Any, address: str = "") -> None:
     up to 0.2 s longer: a close waits for it, and a fork in that time may break the child.
     """
     ask = channel.unary_unary(_ANY_METHOD)
-    call = ask(b"") if _is_aio(channel) else _Asked(ask.future(b""))
+    call = ask(b"") if _is_aio(channel) else Asked(ask)
     try:
         code = await call.code()
     except asyncio.CancelledError:
@@ -172,38 +211,70 @@ async def close_channel(channel: Any) -> None:
     if _is_aio(channel):
         await channel.close()
     else:
-        await asyncio.to_thread(channel.close)
+        await asyncio.to_thread(_close, channel)
+
+
+def _close(channel: grpc.Channel) -> None:
+    with inside():
+        channel.close()
 
 
 def _is_aio(channel: Any) -> bool:
     return isinstance(channel, grpc.aio.Channel)
 
 
-class _Asked:
-    """A call of threads that is awaited."""
+class Asked:
+    """A call of threads that is awaited; a fork of the process interrupts it, and it begins anew.
 
-    def __init__(self, call: Any) -> None:
+    It must be made on the loop, and `code` awaited.
+    """
+
+    def __init__(self, ask: Any, timeout: float | None = None) -> None:
+        self._ask = ask
+        self._timeout = timeout
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        self._call = call
-        call.add_done_callback(self._tell_loop)
+        self._begin()
 
-    def _tell_loop(self, call: Any) -> None:  # in a thread of gRPC's
+    def _begin(self) -> None:
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._visit = visit = Visit()
         try:
-            self._loop.call_soon_threadsafe(self._tell)
+            self._call = self._ask.future(b"", timeout=self._timeout)
+        except BaseException:
+            visit.end()
+            raise
+        visit.on_interrupt(self._call.cancel)
+        self._call.add_done_callback(partial(self._tell_loop, visit, self._over))
+
+    def _tell_loop(self, visit: Visit, over: asyncio.Future[None], call: Any) -> None:
+        # In a thread of gRPC's, which does not go back into it.
+        visit.end()
+        try:
+            self._loop.call_soon_threadsafe(_tell, over)
         except RuntimeError:  # the loop is closed: nobody waits any more
             pass
 
-    def _tell(self) -> None:
-        if not self._over.done():
-            self._over.set_result(None)
-
     async def code(self) -> grpc.StatusCode:
+        """How it ended."""
         await self._over
+        while self._visit.interrupted:
+            self._begin()
+            await self._over
         return self._call.code()
 
     async def details(self) -> Any:
+        """Why it failed."""
         return self._call.details()
 
+    def answer(self) -> Any:
+        """What came back, when it is over."""
+        return self._call.result()
+
     def cancel(self) -> None:
+        """Nobody waits for it any more."""
         self._call.cancel()
+
+
+def _tell(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)

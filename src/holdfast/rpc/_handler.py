@@ -14,9 +14,9 @@ While it waits, `future()` and the calls with streams hold their thread too.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -25,10 +25,14 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
+from holdfast.kernel import LoopThread, start_thread
+
 from ._dial import CredentialProvider
 from ._errors import ConfigError, ManagerClosed
+from ._fork import inside, is_watched, refuse_broken
 from ._live import Live
 from ._methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
+from ._refusals import Refusals
 from ._unsent import CallUnsent, unsent
 
 __all__ = ["Handler", "call_later"]
@@ -44,15 +48,23 @@ GRACE = 30.0
 _INHERITED: list[Live] = []
 
 Connectivity = Callable[[grpc.ChannelConnectivity], None]
-Later = Callable[[float, Callable[[], None]], Callable[[], None]]
+Later = Callable[[float, Callable[[], None]], Callable[[], object]]
 
 
-def call_later(delay: float, act: Callable[[], None]) -> Callable[[], None]:
-    """Do it in a while, in a thread of its own; returns what calls it off."""
-    timer = threading.Timer(delay, act)
-    timer.daemon = True
-    timer.start()
-    return timer.cancel
+def call_later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
+    """Do it in a while, on the loop thread, or at once, in a thread of its own, where it may block.
+
+    Returns what calls it off.
+    """
+    if delay <= 0:
+        start_thread(act, name="holdfast-rpc-close")
+        return _nothing
+
+    async def wait() -> None:
+        await asyncio.sleep(delay)
+        act()
+
+    return LoopThread.shared().submit(wait()).cancel
 
 
 class Handler(grpc.Channel):  # type: ignore[misc]
@@ -93,10 +105,17 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         self._later = later
         self._last_error: BaseException | None = None
         self._closed = False
+        # Set by its manager: told of calls that were not sent, and of credentials that the server
+        # has refused, as what decides about those says.
+        self._on_unsent: Callable[[BaseException], object] | None = None
+        self._on_refused: Callable[[], object] | None = None
+        self._refusals: Refusals | None = None
+        #: Which credentials a call is made with.
+        self._credential = 0
         # While the gate is shut, the current generation stands here.
         self._parked: Live | None = None
         self._gated = False
-        self._retiring: dict[Live, Callable[[], None]] = {}
+        self._retiring: dict[Live, Callable[[], object]] = {}
         self._subscribers: list[Connectivity] = []
         # Reentrant: the garbage collector may end a call anywhere.
         self._changed = threading.Condition(threading.RLock())
@@ -168,7 +187,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         """Be told the state of the current connection, and of each that follows it."""
         with self._changed:
             self._subscribers.append(callback)
-            live = self._live or self._parked
+            live = self._live
             if live is not None:
                 live.channel.subscribe(callback, try_to_connect)
 
@@ -248,9 +267,10 @@ class Handler(grpc.Channel):  # type: ignore[misc]
             self._gated = True
             if self._live is not None:
                 self._parked, self._live = self._live, None
+                self._follow(self._parked, None)
             for live in self._lives():
                 live.watcher = self._call_ended
-            while any(live.calls for live in self._lives()):
+            while any(live.calls or is_watched(live.channel) for live in self._lives()):
                 if (left := deadline - monotonic()) <= 0:
                     return False
                 # A call that the garbage collector has ended tells nobody.
@@ -265,6 +285,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 self._parked = None
                 live.watcher = None
                 self._live = live
+                self._follow(None, live)
                 self._changed.notify_all()
 
     def reset(self) -> None:
@@ -272,6 +293,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         _INHERITED.extend(self._lives())
         self._live = self._parked = None
         self._gated = False
+        if self._refusals is not None:
+            self._refusals.abandon()
         self._retiring = {}
         self._subscribers = []
         self._changed = threading.Condition(threading.RLock())
@@ -301,6 +324,10 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                     left = None if timeout is None else max(0.0, deadline - monotonic())
                     return live, left
                 live.leave()
+        except CallUnsent as error:
+            if self._on_unsent is not None:
+                _safely(self._on_unsent, error)
+            raise
         finally:
             self._waiting(-1)
 
@@ -309,6 +336,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
             while (live := self._live) is None:
                 if self._closed:
                     raise ManagerClosed(f"the connection to {self._address} is closed")
+                refuse_broken()
                 if (left := deadline - monotonic()) <= 0:
                     waited = monotonic() - began
                     raise CallUnsent(*unsent(self._address, waited, own, self._last_error))
@@ -327,9 +355,34 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         if self._on_waiting is not None:
             _safely(self._on_waiting, change)
 
-    def _failed(self, error: grpc.RpcError, live: Live) -> None:
+    def _failed(self, error: grpc.RpcError, live: Live, credential: int) -> None:
+        if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            self._refused(credential)
         if self._on_rpc_error is not None:
             _safely(self._on_rpc_error, error, live.number)
+
+    def _refused(self, credential: int) -> None:
+        assert self._refusals is not None
+        with self._changed:
+            refresh = self._refusals.refuse(credential, monotonic())
+        if refresh and self._on_refused is not None:
+            _safely(self._on_refused)
+
+    def _renewed(self, error: BaseException | None) -> None:
+        """The credentials were refreshed, or could not be."""
+        assert self._refusals is not None
+        with self._changed:
+            self._refusals.refreshed(error, monotonic())
+            self._credential = self._refusals.number
+            self._changed.notify_all()
+
+    def _await_credentials(self, timeout: float | None) -> bool:
+        """Wait for a refresh that is under way; says whether a refused call may be made again."""
+        with self._changed:
+            if (refusals := self._refusals) is None:
+                return False
+            self._changed.wait_for(lambda: self._closed or not refusals.refreshing, timeout)
+            return refusals.mended and not self._closed
 
     def _signed(self, metadata: Any) -> Any:
         """The call's metadata, with that of the credentials."""
@@ -341,13 +394,6 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 added.close()
             raise ConfigError("credentials that must be awaited are for asyncio only")
         return (*metadata, *added) if metadata else tuple(added)
-
-    def _counted(self, live: Live, call: Any) -> Any:
-        """Count a call until it ends, which is after this has returned."""
-        ended = _Ended(self, live, call)
-        if not call.add_callback(ended):
-            ended()
-        return call
 
     # -- generations, under the lock -----------------------------------------------------------
 
@@ -371,7 +417,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         for callback in self._subscribers:
             if old is not None:
                 old.channel.unsubscribe(callback)
-            if new is not None:
+            if new is not None and not self._gated:
                 # It is connected. To ask for that, and to close it soon after, is more than
                 # gRPC's thread that watches it can bear: it ends with a traceback.
                 new.channel.subscribe(callback, False)
@@ -403,7 +449,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
 
     def _close_channel(self, live: Live) -> None:
         try:
-            live.channel.close()
+            with inside():
+                live.channel.close()
         except Exception:
             log.exception("closing generation %d to %s", live.number, live.address)
         finally:
@@ -428,49 +475,3 @@ def _safely(tell: Callable[..., object], *given: Any) -> None:
         tell(*given)
     except Exception:
         log.exception("telling of a call")
-
-
-class _Ended:
-    """Counts a call out once: when it is over, or when nobody has it any more.
-
-    It must not hold the call: one that is forgotten would never be collected, and go on.
-    """
-
-    __slots__ = ("_call", "_handler", "_live", "_once")
-
-    def __init__(self, handler: Handler, live: Live, call: Any) -> None:
-        self._handler = handler
-        self._live = live
-        self._once: list[None] = [None]
-        self._call = weakref.ref(call, partial(_forgotten, live, self._once))
-
-    def __call__(self) -> None:
-        call = self._call()
-        if call is not None and _has_failed(call):
-            self._handler._failed(call, self._live)
-        if _first(self._once):
-            self._live.leave()
-        elif self._live.watcher is not None:
-            self._live.watcher(self._live)
-
-
-def _has_failed(call: Any) -> bool:
-    return (
-        isinstance(call, grpc.RpcError)
-        and not call.cancelled()
-        and call.code() is not grpc.StatusCode.OK
-    )
-
-
-def _forgotten(live: Live, once: list[None], reference: object) -> None:
-    # In the garbage collector: no lock and no thread, only the count.
-    if _first(once):
-        live.calls.pop()
-
-
-def _first(once: list[None]) -> bool:
-    try:
-        once.pop()
-    except IndexError:
-        return False
-    return True

@@ -20,12 +20,8 @@ from ._dial import CredentialProvider
 from ._errors import ManagerClosed
 from ._handler import _INHERITED, GRACE, WAIT_LIMIT, _safely
 from ._live import Live
-from ._pending import (
-    PendingStreamStream,
-    PendingStreamUnary,
-    PendingUnaryStream,
-    PendingUnaryUnary,
-)
+from ._methods_async import StreamStream, StreamUnary, UnaryStream, UnaryUnary
+from ._refusals import Refusals
 from ._unsent import AsyncCallUnsent, unsent
 
 __all__ = ["AsyncHandler"]
@@ -74,6 +70,11 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         # Replaced with each change, so that a wait for the next one needs no look at the last.
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._deferred = _is_deferred(credentials)
+        # Set by its manager: see `Handler`.
+        self._on_unsent: Callable[[BaseException], object] | None = None
+        self._on_refused: Callable[[], object] | None = None
+        self._refusals: Refusals | None = None
+        self._credential = 0
         if live is not None:
             self._swap(live)
 
@@ -101,10 +102,10 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: bool | None = False,
-    ) -> _UnaryUnary:
+    ) -> UnaryUnary:
         """See `grpc.aio.Channel`."""
         how = (method, request_serializer, response_deserializer)
-        return _UnaryUnary(self, "unary_unary", how, bool(_registered_method))
+        return UnaryUnary(self, "unary_unary", how, bool(_registered_method))
 
     def unary_stream(
         self,
@@ -112,10 +113,10 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: bool | None = False,
-    ) -> _UnaryStream:
+    ) -> UnaryStream:
         """See `grpc.aio.Channel`."""
         how = (method, request_serializer, response_deserializer)
-        return _UnaryStream(self, "unary_stream", how, bool(_registered_method))
+        return UnaryStream(self, "unary_stream", how, bool(_registered_method))
 
     def stream_unary(
         self,
@@ -123,10 +124,10 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: bool | None = False,
-    ) -> _StreamUnary:
+    ) -> StreamUnary:
         """See `grpc.aio.Channel`."""
         how = (method, request_serializer, response_deserializer)
-        return _StreamUnary(self, "stream_unary", how, bool(_registered_method))
+        return StreamUnary(self, "stream_unary", how, bool(_registered_method))
 
     def stream_stream(
         self,
@@ -134,10 +135,10 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: bool | None = False,
-    ) -> _StreamStream:
+    ) -> StreamStream:
         """See `grpc.aio.Channel`."""
         how = (method, request_serializer, response_deserializer)
-        return _StreamStream(self, "stream_stream", how, bool(_registered_method))
+        return StreamStream(self, "stream_stream", how, bool(_registered_method))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """The state of the current connection; CONNECTING while there is none."""
@@ -200,7 +201,7 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
             self._retire(live, 0.0)
             return
         old, self._live = self._live, live
-        live.ended = self._counts_out(live)
+        live.ended = self._counts_out(live, self._credential)
         self._address = live.address
         self._last_error = None
         self._tell_change()
@@ -234,11 +235,15 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         self._live = None
         self._retiring = {}
         self._closing = set()
+        if self._refusals is not None:
+            self._refusals.abandon()
 
     # -- a call --------------------------------------------------------------------------------
 
     async def _next(self, timeout: float | None) -> tuple[Live, float | None]:
         """Wait for a generation; returns it, and the time that the call has left."""
+        if (live := self._live) is not None:
+            return live, timeout
         began = self._loop.time()
         deadline = began + (self._wait_limit if timeout is None else timeout)
         self._waiting(+1)
@@ -248,7 +253,9 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
                     raise self._closed_error()
                 if (left := deadline - self._loop.time()) <= 0:
                     waited, own = self._loop.time() - began, timeout is not None
-                    raise AsyncCallUnsent(*unsent(self._address, waited, own, self._last_error))
+                    error = AsyncCallUnsent(*unsent(self._address, waited, own, self._last_error))
+                    self._unsent(error)
+                    raise error
                 await asyncio.wait([self._changed], timeout=left)
         finally:
             self._waiting(-1)
@@ -272,7 +279,9 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
                 return _joined(metadata, await added if inspect.isawaitable(added) else added)
         except TimeoutError:
             text = "not sent: its time was over before the credentials were there"
-            raise AsyncCallUnsent(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+            error = AsyncCallUnsent(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+            self._unsent(error)
+            raise error from None
 
     def _signed(self, metadata: Any) -> Any:
         if self._credentials is None:
@@ -283,8 +292,15 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         if self._on_waiting is not None:
             _safely(self._on_waiting, change)
 
-    def _counts_out(self, live: Live) -> Callable[[Any], None]:
-        """What is called when a call of this generation is over: for each, so it is short."""
+    def _unsent(self, error: AsyncCallUnsent) -> None:
+        if self._on_unsent is not None:
+            _safely(self._on_unsent, error)
+
+    def _counts_out(self, live: Live, credential: int) -> Callable[[Any], None]:
+        """What is called when a call of this generation, made with these credentials, is over.
+
+        It is called for each, so it is short.
+        """
         calls, fine = live.calls, grpc.StatusCode.OK
 
         def ended(call: Any) -> None:
@@ -295,15 +311,46 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
                 call.code().send(None)
             except StopIteration as known:
                 if known.value is not fine:
-                    self._failed(call, live)
+                    self._failed(call, live, credential)
             except Exception:  # an interceptor's own, which its caller gets as well
                 pass
 
         return ended
 
-    def _failed(self, call: Any, live: Live) -> None:
-        if self._on_rpc_error is not None and not call.cancelled():
-            _safely(self._on_rpc_error, _error_of(call), live.number)
+    def _failed(self, call: Any, live: Live, credential: int) -> None:
+        if call.cancelled():
+            return
+        error = _error_of(call)
+        if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            self._refused(credential)
+        if self._on_rpc_error is not None:
+            _safely(self._on_rpc_error, error, live.number)
+
+    def _refused(self, credential: int) -> None:
+        assert self._refusals is not None
+        if self._refusals.refuse(credential, self._loop.time()) and self._on_refused is not None:
+            _safely(self._on_refused)
+
+    def _renewed(self, error: BaseException | None) -> None:
+        """The credentials were refreshed, or could not be."""
+        assert self._refusals is not None
+        self._refusals.refreshed(error, self._loop.time())
+        self._credential = self._refusals.number
+        if (live := self._live) is not None:
+            live.ended = self._counts_out(live, self._credential)
+        self._tell_change()
+
+    async def _await_credentials(self, timeout: float | None) -> bool:
+        """Wait for a refresh that is under way; says whether a refused call may be made again."""
+        if (refusals := self._refusals) is None:
+            return False
+        deadline = None if timeout is None else self._loop.time() + timeout
+        while refusals.refreshing and not self._closed:
+            left = None if deadline is None else deadline - self._loop.time()
+            if left is not None and left <= 0:
+                break
+            await asyncio.wait([self._changed], timeout=left)
+        return refusals.mended and not self._closed
 
     def _closed_error(self) -> ManagerClosed:
         return ManagerClosed(f"the connection to {self._address} is closed")
@@ -383,150 +430,3 @@ def _now(asked: Coroutine[Any, Any, Any]) -> Any:
         return known.value
     asked.close()
     return None
-
-
-# -- the four kinds of methods ---------------------------------------------------------------------
-
-
-class _Method:
-    """One method of a service, bound to the channel of the generation that was last used."""
-
-    def __init__(
-        self, handler: AsyncHandler, kind: str, how: tuple[Any, ...], registered: bool
-    ) -> None:
-        self._handler = handler
-        self._kind = kind
-        self._how = how
-        self._more = {"_registered_method": True} if registered else {}
-        self._bound: tuple[Live | None, Any] = (None, None)
-
-    def _begin(
-        self,
-        pending: Any,
-        request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: bool | None,
-        compression: Any,
-    ) -> Any:
-        handler = self._handler
-        handler._used_at = handler._loop.time()
-        live = handler._live
-        rest = (credentials, wait_for_ready, compression)
-        if live is not None and not handler._deferred:
-            return self._call(live, request, timeout, handler._signed(metadata), *rest)
-        if handler._closed:
-            raise handler._closed_error()
-        return pending(self._make(request, timeout, metadata, *rest), timeout)
-
-    async def _make(self, request: Any, timeout: float | None, metadata: Any, *rest: Any) -> Any:
-        handler = self._handler
-        began = handler._loop.time()
-        if handler._deferred:
-            metadata = await handler._sign_later(metadata, timeout)
-        else:
-            metadata = handler._signed(metadata)
-        left = None if timeout is None else timeout - (handler._loop.time() - began)
-        live, left = await handler._next(left)
-        return self._call(live, request, left, metadata, *rest)
-
-    def _call(
-        self,
-        live: Live,
-        request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: bool | None,
-        compression: Any,
-    ) -> Any:
-        bound, inner = self._bound
-        if bound is not live:
-            inner = getattr(live.channel, self._kind)(*self._how, **self._more)
-            self._bound = (live, inner)
-        call = inner(
-            request,
-            timeout=timeout,
-            metadata=metadata,
-            credentials=credentials,
-            wait_for_ready=wait_for_ready,
-            compression=compression,
-        )
-        live.calls.append(None)
-        call.add_done_callback(live.ended)
-        return call
-
-
-class _UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[misc]
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        # Written out: this is what nearly every call is.
-        handler = self._handler
-        live, inner = self._bound
-        if handler._live is not live or live is None or handler._deferred:
-            rest = (metadata, credentials, wait_for_ready, compression)
-            return self._begin(PendingUnaryUnary, request, timeout, *rest)
-        handler._used_at = handler._loop.time()
-        call = inner(
-            request,
-            timeout=timeout,
-            metadata=metadata if handler._credentials is None else handler._signed(metadata),
-            credentials=credentials,
-            wait_for_ready=wait_for_ready,
-            compression=compression,
-        )
-        live.calls.append(None)
-        call.add_done_callback(live.ended)
-        return call
-
-
-class _UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[misc]
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        rest = (metadata, credentials, wait_for_ready, compression)
-        return self._begin(PendingUnaryStream, request, timeout, *rest)
-
-
-class _StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[misc]
-    def __call__(
-        self,
-        request_iterator: Any = None,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        rest = (metadata, credentials, wait_for_ready, compression)
-        return self._begin(PendingStreamUnary, request_iterator, timeout, *rest)
-
-
-class _StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore[misc]
-    def __call__(
-        self,
-        request_iterator: Any = None,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        rest = (metadata, credentials, wait_for_ready, compression)
-        return self._begin(PendingStreamStream, request_iterator, timeout, *rest)

@@ -16,9 +16,10 @@ from concurrent.futures import Future
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
+from holdfast.kernel import start_thread
+
 from ._config import redacted
 from ._errors import ConfigError, TopologyError
-from ._threads import in_thread
 
 __all__ = ["Answer", "Get", "NoAnswer", "Place", "place_of"]
 
@@ -100,7 +101,7 @@ class Get:
         self._context = context
         self._socket: socket.socket | None = None
         self._given_up = False
-        self.future: Future[Answer] = in_thread(self._run, name=f"GET {place.host}")
+        self.future: Future[Answer] = start_thread(self._run, name=f"GET {place.host}")
 
     def give_up(self) -> None:
         """Nobody waits for it any more: end it, wherever it is."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from typing import Any, Generic, Protocol, TypeVar
 
 from ._config import ConnectionConfig
-from ._core import Actions, Connection
+from ._core import CHART, Actions, Connection
 
 __all__ = ["ManagedConnection"]
 
 H = TypeVar("H")
+
+#: Where a connection can be handed out at once, as `Connection.usable` says; looked up beforehand.
+_USABLE = (CHART.find("ready/serving"), CHART.find("ready/renewing"))
 
 
 class Waiter(Protocol):
@@ -56,6 +60,10 @@ class ManagedConnection(Generic[H]):
         #: Since when nobody has it.
         self.deserted_at: float | None = None
         self.waiters: list[Waiter] = []
+        #: The attempt that is under way, or was the last.
+        self.dial: asyncio.Task[None] | None = None
+        #: During which generation calls were not sent: that is told once.
+        self.unsent_in = -1
 
     @property
     def generation(self) -> int:
@@ -67,11 +75,23 @@ class ManagedConnection(Generic[H]):
         """When it was last handed out, or a call made over it."""
         return max(self.core.last_used_at, getattr(self.handler, "_used_at", 0.0))
 
-    def fresh(self, now: float) -> bool:
-        """Whether it can be handed out as it is; then it counts as used."""
-        if not self.core.usable or now - self.last_used_at > self.core.idle:
+    def hand_out(self, client: object | None, now: float) -> bool:
+        """Hand it out, if that can be done as it is: it is connected, and was used lately.
+
+        Written out, with each thing looked up once: this is what nearly every caller meets.
+        """
+        core = self.core
+        if core.machine.state not in _USABLE:
             return False
-        self.core.last_used_at = now
+        # What is cheap to look at first: calls are noted by the handler, and not here.
+        if now - core.last_used_at > core.idle and now - self.last_used_at > core.idle:
+            return False
+        core.last_used_at = now
+        self.deserted_at = None
+        if client is None:
+            self.anonymous += 1
+        else:
+            self.clients.add(client)
         return True
 
     def come(self, now: float) -> Actions:

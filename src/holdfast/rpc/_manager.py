@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from time import monotonic
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -20,12 +21,12 @@ from . import _fork
 from ._book import Book
 from ._channels import ThreadChannels
 from ._config import ConnectionConfig
-from ._core import Actions
+from ._core import Act, Action, Actions
 from ._errors import ConnectFailed, ManagerClosed
 from ._handler import Handler
 from ._managed import ManagedConnection
 from ._manager_async import unreached
-from ._policy import Policy
+from ._policy import Policy, refused
 from ._strategies import GlobalStrategy, RegularStrategy
 from ._topology import Topology
 from ._works import Works
@@ -54,11 +55,14 @@ class ConnectionManager:
         self.recorder = policy.recorder or Recorder(clock=self._clock)
         self._book = Book()
         self._closed = False
+        # Also those that are closed, and still end their calls.
+        self._handlers: _fork.Herd[Handler] = _fork.Herd()
         self._begin()
         _fork.register(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
+        self._held = False
         self._works = Works(
             self._lock,
             ThreadChannels(self._policy),
@@ -94,10 +98,9 @@ class ConnectionManager:
         if not dedicated:
             # The common case, first: it is there, and was used lately.
             found: Managed | None = self._book.entries.get(config.key)
-            if found is not None and found.fresh(self._clock.monotonic()):
+            if found is not None:
                 with self._lock:
-                    if not found.core.closed:
-                        found.taken(client)
+                    if found.hand_out(client, self._clock.monotonic()):
                         return found.handler
         deadline = Deadline.after(timeout or self._policy.connect_timeout, self._clock)
         managed: Managed | None = None
@@ -105,6 +108,7 @@ class ConnectionManager:
             with self._lock:
                 if self._closed:
                     raise ManagerClosed("the manager is closed: make a new one")
+                _fork.refuse_broken()
                 actions: Actions = []
                 if managed is None or managed.core.closed:
                     managed, actions = self._find_or_open(config, dedicated, timeout)
@@ -132,10 +136,16 @@ class ConnectionManager:
     ) -> bool:
         """A call failed: see to a new connection, if that may help, and wait for it.
 
-        Returns whether the caller may try again, which is so until its own time is over.
+        Returns whether the caller may try again, which is so until its own time is over. If the
+        server has refused the credentials, they are refreshed, once for all callers, and the
+        connection is kept: then it may try again unless the new ones were refused as well.
         """
         managed: Managed | None = self._book.of(handler)
-        if managed is None or not self._policy.classify(error):
+        if managed is None:
+            return False
+        if managed.handler._refusals is not None and refused(error):
+            return managed.handler._await_credentials(timeout or managed.connect_timeout)
+        if not self._policy.classify(error):
             return False
         if not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
@@ -186,7 +196,7 @@ class ConnectionManager:
         self, config: ConnectionConfig, dedicated: bool, timeout: float | None
     ) -> tuple[Managed, Actions]:
         found: Managed | None = None if dedicated else self._book.entries.get(config.key)
-        if found is not None:
+        if found is not None and not found.core.closed:
             return found, []
         managed = self._new(config, dedicated, timeout)
         self._book.add(managed)
@@ -194,26 +204,37 @@ class ConnectionManager:
 
     def _new(self, config: ConnectionConfig, dedicated: bool, timeout: float | None) -> Managed:
         policy = self._policy
-        managed = ManagedConnection(
+        managed: Managed = ManagedConnection(
             Handler(
                 address=config.address,
                 credentials=policy.credentials(config),
                 wait_limit=policy.connect_timeout,
             ),
             config,
-            policy.strategy_of(config, RegularStrategy, GlobalStrategy, self._clock, self.recorder),
-            policy.core(config, self._clock, self.recorder),
+            None,
+            policy.core(config, self._clock, self.recorder, self._book.counters_of(config.address)),
             key=self._book.dedicated_key(config.key) if dedicated else config.key,
             dedicated=dedicated,
             created_at=self._clock.wall(),
-            connect_timeout=timeout or policy.connect_timeout,
+            # A caller in a hurry must not leave those who come after it with attempts too short.
+            connect_timeout=max(timeout or 0.0, policy.connect_timeout),
         )
         managed.handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
         managed.handler._on_waiting = lambda change: self._calls_wait(managed, change)
         managed.handler._on_close = lambda: self.release(managed.handler)
-        if isinstance(managed.strategy, GlobalStrategy):
-            managed.strategy.on_change = lambda topology: self._moved(managed, topology)
+        managed.handler._on_unsent = lambda error: self._unsent(managed, error)
+        managed.handler._on_refused = lambda: self._refused(managed)
+        managed.handler._refusals = policy.refusals(managed.handler._credentials, self._clock)
+        self._handlers.add(managed.handler)
+        self._give_strategy(managed)
         return managed
+
+    def _give_strategy(self, managed: Managed) -> None:
+        strategy = managed.strategy = self._policy.strategy_of(
+            managed.config, RegularStrategy, GlobalStrategy, self._clock, self.recorder
+        )
+        if isinstance(strategy, GlobalStrategy):
+            strategy.on_change = lambda topology: self._moved(managed, topology)
 
     def _close(self, managed: Managed, why: str) -> None:
         with self._lock:
@@ -247,7 +268,7 @@ class ConnectionManager:
             self._post(managed, actions)
 
     def _calls_wait(self, managed: Managed, change: int) -> None:
-        self._tell(managed, managed.core.wait if change > 0 else managed.core.leave)
+        self._tell(managed, managed.core.call_waits if change > 0 else managed.core.leave)
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -257,6 +278,13 @@ class ConnectionManager:
 
     def _broken(self, managed: Managed, cause: BaseException | str, generation: int) -> None:
         self._tell(managed, lambda now: self._works.broken(managed, generation, cause))
+
+    def _unsent(self, managed: Managed, error: BaseException) -> None:
+        with self._lock:
+            self._works.unsent(managed, error)
+
+    def _refused(self, managed: Managed) -> None:
+        self._post(managed, [Action(Act.REFRESH)])
 
     def _moved(self, managed: Managed, topology: Topology) -> None:
         self._tell(managed, lambda now: self._works.moved(managed, topology.version))
@@ -279,25 +307,50 @@ class ConnectionManager:
 
     # -- around a fork -------------------------------------------------------------------------
 
-    def _before_fork(self, patience: float) -> None:
-        """No call is under way while the process is copied."""
-        deadline = Deadline.after(patience, self._clock)
-        for managed in self._book:
-            managed.handler.drain(deadline.remaining())
+    def _before_fork(self, patience: float) -> bool:
+        """No call is under way while the process is copied; says whether that is so."""
+        ends, quiet = monotonic() + patience, True
+        for handler in self._handlers:
+            quiet = handler.drain(max(0.0, ends - monotonic())) and quiet
+        return quiet
+
+    def _lock_for_fork(self, patience: float) -> None:
+        """Nobody is in the middle of a change."""
+        self._held = self._lock.acquire(timeout=patience)
 
     def _after_fork_in_parent(self) -> None:
-        for managed in self._book:
-            managed.handler.resume()
+        if self._held:
+            self._held = False
+            self._lock.release()
+        for handler in self._handlers:
+            handler.resume()
 
     def _after_fork_in_child(self) -> None:
         """Nothing that was open belongs to this process: whoever calls opens it anew."""
+        _fork.keep(self._works)
+        # Somebody may have been in the middle of it, who is not here.
+        ConnectionManager._making = threading.Lock()
         self._begin()
+        for handler in self._handlers:
+            handler.reset()
         for managed in self._book:
-            generation = managed.generation
-            managed.core = self._policy.core(managed.config, self._clock, self.recorder)
-            managed.core.inherited(generation)
-            managed.waiters = []
-            managed.handler.reset()
+            self._inherit(managed)
+
+    def _inherit(self, managed: Managed) -> None:
+        generation, over = managed.generation, managed.core.closed
+        managed.waiters = []
+        managed.dial = None
+        if over:
+            self._book.remove(managed)
+            managed.handler._shut(0.0)
+            return
+        managed.core = self._policy.core(
+            managed.config, self._clock, self.recorder, managed.core.counters
+        )
+        managed.core.inherited(generation)
+        # One that follows a topology does so on a loop that is not here.
+        _fork.keep(managed.strategy)
+        self._give_strategy(managed)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else counted(len(self._book), "connection")

@@ -15,11 +15,12 @@ from holdfast.kernel import Clock, Deadline, Recorder, counted, describe
 from ._book import Book
 from ._channels import AioChannels
 from ._config import ConnectionConfig
-from ._core import Actions
+from ._core import Act, Action, Actions
 from ._errors import ConnectFailed, ManagerClosed
+from ._fork import refuse_broken
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
-from ._policy import Policy
+from ._policy import Policy, refused
 from ._strategies import AsyncGlobalStrategy, AsyncRegularStrategy
 from ._topology import Topology
 from ._works import Works
@@ -84,14 +85,14 @@ class AsyncConnectionManager:
         if not dedicated:
             # The common case, first: it is there, and was used lately.
             found: Managed | None = self._book.entries.get(config.key)
-            if found is not None and found.fresh(self._clock.monotonic()):
-                found.taken(client)
+            if found is not None and found.hand_out(client, self._clock.monotonic()):
                 return found.handler
         deadline = Deadline.after(timeout or self._policy.connect_timeout, self._clock)
         managed: Managed | None = None
         while True:
             if self._closed:
                 raise ManagerClosed("the manager is closed: make a new one")
+            refuse_broken()
             if managed is None or managed.core.closed:
                 managed = self._find_or_open(config, dedicated, timeout)
             self._carry_out(managed, managed.come(self._clock.monotonic()))
@@ -114,10 +115,16 @@ class AsyncConnectionManager:
     ) -> bool:
         """A call failed: see to a new connection, if that may help, and wait for it.
 
-        Returns whether the caller may try again, which is so until its own time is over.
+        Returns whether the caller may try again, which is so until its own time is over. If the
+        server has refused the credentials, they are refreshed, once for all callers, and the
+        connection is kept: then it may try again unless the new ones were refused as well.
         """
-        managed = self._book.of(handler)
-        if managed is None or not self._policy.classify(error):
+        managed: Managed | None = self._book.of(handler)
+        if managed is None:
+            return False
+        if managed.handler._refusals is not None and refused(error):
+            return await managed.handler._await_credentials(timeout or managed.connect_timeout)
+        if not self._policy.classify(error):
             return False
         if not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
@@ -162,7 +169,7 @@ class AsyncConnectionManager:
         self, config: ConnectionConfig, dedicated: bool, timeout: float | None
     ) -> Managed:
         found = None if dedicated else self._book.entries.get(config.key)
-        if found is not None:
+        if found is not None and not found.core.closed:
             return found
         managed = self._new(config, dedicated, timeout)
         self._book.add(managed)
@@ -182,15 +189,19 @@ class AsyncConnectionManager:
             policy.strategy_of(
                 config, AsyncRegularStrategy, AsyncGlobalStrategy, clock, self.recorder
             ),
-            policy.core(config, clock, self.recorder),
+            policy.core(config, clock, self.recorder, self._book.counters_of(config.address)),
             key=self._book.dedicated_key(config.key) if dedicated else config.key,
             dedicated=dedicated,
             created_at=clock.wall(),
-            connect_timeout=timeout or policy.connect_timeout,
+            # A caller in a hurry must not leave those who come after it with attempts too short.
+            connect_timeout=max(timeout or 0.0, policy.connect_timeout),
         )
         managed.handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
         managed.handler._on_waiting = lambda change: self._calls_wait(managed, change)
         managed.handler._on_close = lambda: self.release(managed.handler)
+        managed.handler._on_unsent = lambda error: self._unsent(managed, error)
+        managed.handler._on_refused = lambda: self._refused(managed)
+        managed.handler._refusals = policy.refusals(managed.handler._credentials, self._clock)
         if isinstance(managed.strategy, AsyncGlobalStrategy):
             managed.strategy.on_change = lambda topology: self._moved(managed, topology)
         return managed
@@ -217,7 +228,7 @@ class AsyncConnectionManager:
 
     def _calls_wait(self, managed: Managed, change: int) -> None:
         now, core = self._clock.monotonic(), managed.core
-        self._carry_out(managed, core.wait(now) if change > 0 else core.leave(now))
+        self._carry_out(managed, core.call_waits(now) if change > 0 else core.leave(now))
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -227,6 +238,12 @@ class AsyncConnectionManager:
 
     def _broken(self, managed: Managed, cause: BaseException | str, generation: int) -> None:
         self._carry_out(managed, self._works.broken(managed, generation, cause))
+
+    def _unsent(self, managed: Managed, error: BaseException) -> None:
+        self._works.unsent(managed, error)
+
+    def _refused(self, managed: Managed) -> None:
+        self._carry_out(managed, [Action(Act.REFRESH)])
 
     def _moved(self, managed: Managed, topology: Topology) -> None:
         self._carry_out(managed, self._works.moved(managed, topology.version))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc  # type: ignore[import-untyped]
 
+from ._ended import counted
 from ._live import Live
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ class _Method:
         """Make a call that is over when it returns."""
         handler = self._handler
         live, timeout = handler._enter(timeout)
+        credential = handler._credential
         try:
             return self._start(how, live, request, timeout, *rest)
         except grpc.RpcError as error:
-            handler._failed(error, live)
+            handler._failed(error, live, credential)
             raise
         finally:
             live.leave()
@@ -48,14 +50,15 @@ class _Method:
         """Make a call that goes on after this has returned."""
         handler = self._handler
         live, timeout = handler._enter(timeout)
+        credential = handler._credential
         try:
             call = self._start(how, live, request, timeout, *rest)
         except BaseException as error:
             if isinstance(error, grpc.RpcError):
-                handler._failed(error, live)
+                handler._failed(error, live, credential)
             live.leave()
             raise
-        return handler._counted(live, call)
+        return counted(handler, live, call, credential)
 
     def _start(
         self, how: str, live: Live, request: Any, timeout: float | None, metadata: Any, *rest: Any
@@ -79,6 +82,7 @@ class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[misc]
         # Written out: this is what nearly every call is.
         handler = self._handler
         live, timeout = handler._enter(timeout)
+        credential = handler._credential
         try:
             return self._inner(live)(
                 request,
@@ -89,7 +93,7 @@ class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[misc]
                 compression,
             )
         except grpc.RpcError as error:
-            handler._failed(error, live)
+            handler._failed(error, live, credential)
             raise
         finally:
             live.leave()

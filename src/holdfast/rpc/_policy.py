@@ -12,15 +12,23 @@ from holdfast.kernel import Backoff, Clock, Machine, Recorder, refuse
 
 from ._config import ConnectionConfig
 from ._core import CHART, Connection
+from ._counters import Counters
 from ._dial import CredentialProvider, TokenCredentials
+from ._refusals import Refusals
 
-__all__ = ["Policy", "unavailable"]
+__all__ = ["Policy", "refused", "unavailable"]
 
 
 def unavailable(error: BaseException) -> bool:
     """Whether a new connection may help: when the server cannot be reached, and only then."""
     code = getattr(error, "code", None)
     return callable(code) and code() is grpc.StatusCode.UNAVAILABLE
+
+
+def refused(error: BaseException) -> bool:
+    """Whether the server does not take the credentials."""
+    code = getattr(error, "code", None)
+    return callable(code) and code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def _tokens(config: ConnectionConfig) -> CredentialProvider | None:
@@ -33,15 +41,21 @@ class Policy:
 
     #: Makes the strategy of a connection; regular or global, as its URI says, if it is not given.
     strategy: Callable[[ConnectionConfig], Any] | None = None
-    #: Makes a channel; gRPC's own, if it is not given.
+    #: Makes a channel; gRPC's own, if it is not given. With more `channels` than one, it is called
+    #: for each: gRPC's own with equal arguments would share a connection.
     handler_factory: Callable[[ConnectionConfig], Any] | None = None
+    #: How many channels a connection has, each with a connection of its own to the server: more
+    #: than one where the server limits how many calls each may have under way (the setting
+    #: `max_concurrent_streams`), so that calls need not wait for each other.
+    channels: int = 1
     #: Where the topology of a global connection comes from.
     fetch_topology: Any = None
     #: Asks over a channel whether the server answers; `grpc.health.v1`, if it is not given.
     probe: Callable[[Any], Any] | None = None
     #: Whether a new connection may help against an error.
     classify: Callable[[BaseException], bool] = unavailable
-    #: As whom calls are made; with the token of the configuration, if it is not given.
+    #: As whom calls are made; with the token of the configuration, if it is not given. Credentials
+    #: that know how to `refresh` are refreshed when the server refuses them.
     credentials: Callable[[ConnectionConfig], CredentialProvider | None] = _tokens
     #: For so long a shared connection stays open after the last client has gone.
     linger: float = 60.0
@@ -56,23 +70,38 @@ class Policy:
 
     def __post_init__(self) -> None:
         numbers = ("linger", "idle", "connect_timeout", "max_age")
-        refuse(
-            "ConnectionManager",
-            [
-                f"{name}={value!r} must be more than 0 seconds"
-                for name in numbers
-                if (value := getattr(self, name)) is not None and not value > 0
-            ],
-        )
+        mistakes = [
+            f"{name}={value!r} must be more than 0 seconds"
+            for name in numbers
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
+        if self.channels < 1:
+            mistakes.append(f"channels={self.channels!r} must be at least 1")
+        elif self.channels > 1 and self.strategy is not None:
+            mistakes.append(f"channels={self.channels!r} must be given to the strategy instead")
+        refuse("ConnectionManager", mistakes)
 
-    def core(self, config: ConnectionConfig, clock: Clock, recorder: Recorder) -> Connection:
+    def core(
+        self,
+        config: ConnectionConfig,
+        clock: Clock,
+        recorder: Recorder,
+        counters: Counters | None = None,
+    ) -> Connection:
         """The core of a new connection: while somebody waits, no wait is longer than 250 ms."""
         return Connection(
             Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=recorder),
             eager=Backoff(0.02, 0.2, jitter=0.25, clock=clock),
             patient=Backoff(0.25, 30.0, jitter=0.25, clock=clock),
             idle=self.idle,
+            counters=counters,
         )
+
+    def refusals(self, credentials: CredentialProvider | None, clock: Clock) -> Refusals | None:
+        """What decides about refreshes; None, if these credentials know none."""
+        if getattr(credentials, "refresh", None) is None:
+            return None
+        return Refusals(Backoff(1.0, 60.0, jitter=0.25, clock=clock))
 
     def strategy_of(
         self,
@@ -86,9 +115,10 @@ class Policy:
         if self.strategy is not None:
             return self.strategy(config)
         if not config.is_global and self.fetch_topology is None:
-            return regular(handler_factory=self.handler_factory)
+            return regular(handler_factory=self.handler_factory, channels=self.channels)
         return moving(
             handler_factory=self.handler_factory,
+            channels=self.channels,
             fetch_topology=self.fetch_topology,
             clock=clock,
             recorder=recorder,

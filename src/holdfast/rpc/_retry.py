@@ -2,7 +2,8 @@
 
 The caller's own deadline is the only bound: a recovery that failed does not end a retry. Without
 one, a number of tries is. Between two tries it waits, at first for 10 ms, and no longer than until
-there is a new connection; where there is none at all, the next try itself waits for one.
+there is a new connection; where there is none at all, the next try itself waits for one. A call
+whose credentials were refused is repeated once they are refreshed, if they can be.
 
 Repeating is only right for what may be done twice: a call that failed may have been carried out.
 """
@@ -26,6 +27,7 @@ from ._errors import ConfigError
 from ._handler import Handler
 from ._handler_async import AsyncHandler
 from ._live import Live
+from ._policy import refused
 
 __all__ = ["NEVER", "AsyncRetryInterceptor", "RetryInterceptor", "retry_on_rpc_failure"]
 
@@ -39,7 +41,10 @@ NEVER = frozenset(
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.UNIMPLEMENTED,
     }
@@ -89,19 +94,43 @@ class _Try:
         # The last try may be late rather than not made, but not past the deadline.
         return min(pause, left / 2) if left > 0.001 else None
 
-    def sleep(self, pause: float) -> None:
-        """Wait, but not longer than until there is another connection."""
-        if not isinstance(self.handler, Handler):
+    def again(self, error: BaseException) -> bool:
+        """Wait for as long as it makes sense; says whether there is another try."""
+        handler = self.handler
+        if isinstance(handler, Handler) and self._refused(error):
+            return handler._await_credentials(self.left())
+        if (pause := self.pause(error)) is None:
+            return False
+        # Not longer than until there is another connection.
+        if not isinstance(handler, Handler):
             time.sleep(pause)
-        elif self.handler._await_change(self._seen, pause):
+        elif handler._await_change(self._seen, pause):
             self._backoff.succeed()
+        return True
 
-    async def sleep_async(self, pause: float) -> None:
+    async def again_async(self, error: BaseException) -> bool:
         """The same for asyncio."""
-        if not isinstance(self.handler, AsyncHandler):
+        handler = self.handler
+        if isinstance(handler, AsyncHandler) and self._refused(error):
+            return await handler._await_credentials(self.left())
+        if (pause := self.pause(error)) is None:
+            return False
+        if not isinstance(handler, AsyncHandler):
             await asyncio.sleep(pause)
-        elif await self.handler._await_change(self._seen, pause):
+        elif await handler._await_change(self._seen, pause):
             self._backoff.succeed()
+        return True
+
+    def _refused(self, error: BaseException) -> bool:
+        """Whether the server does not take the credentials, and they can be refreshed."""
+        handler = self.handler
+        return (
+            handler is not None
+            and handler._refusals is not None
+            and refused(error)
+            and self._tries > 0
+            and self.left() != 0
+        )
 
 
 class _Policy:
@@ -181,7 +210,8 @@ def retry_on_rpc_failure(
     one, there are `retry_times` tries. The handler whose connections are watched is the first
     argument, or its attribute `handler` or `_handler`, unless it is named here.
 
-    :param never: codes that end it at once.
+    :param never: codes that end it at once. UNAUTHENTICATED does not where the credentials know how
+        to `refresh`: then there is another try with the new ones, unless they are refused too.
     :param initial_backoff: the first pause; each is `backoff_multiplier` times the one before, up
         to `max_backoff`, give or take a quarter, so that many callers do not come at once.
     """
@@ -206,10 +236,8 @@ def _repeat(policy: _Policy, function: Callable[..., Any]) -> Callable[..., Any]
             try:
                 return function(*given, **_timed(named, left))
             except grpc.RpcError as error:
-                pause = tries.pause(error)
-                if pause is None:
+                if not tries.again(error):
                     raise
-            tries.sleep(pause)
 
     return repeated
 
@@ -223,10 +251,8 @@ def _repeat_async(policy: _Policy, function: Callable[..., Any]) -> Callable[...
             try:
                 return await function(*given, **_timed(named, left))
             except grpc.RpcError as error:
-                pause = tries.pause(error)
-                if pause is None:
+                if not await tries.again_async(error):
                     raise
-            await tries.sleep_async(pause)
 
     return repeated
 
@@ -280,10 +306,8 @@ class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
             outcome = continuation(details if left is None else _with(details, left), request)
             if not outcome.done() or (error := outcome.exception()) is None:
                 return outcome
-            pause = tries.pause(error)
-            if pause is None:
+            if not tries.again(error):
                 return outcome
-            tries.sleep(pause)
 
 
 def _with(details: Any, timeout: float) -> _CallDetails:
@@ -331,9 +355,7 @@ class AsyncRetryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: igno
             try:
                 await call
             except grpc.RpcError as error:
-                pause = tries.pause(error)
-                if pause is None:
+                if not await tries.again_async(error):
                     return call
             else:
                 return call
-            await tries.sleep_async(pause)

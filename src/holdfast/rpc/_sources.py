@@ -21,12 +21,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast.kernel import Clock, LoopThread, describe
+from holdfast.kernel import Clock, LoopThread, describe, start_thread
 
 from ._config import HIDDEN, ConnectionConfig, redacted, split_uri
 from ._errors import ConfigError, TopologyError
 from ._http import Answer, Get, NoAnswer, place_of
-from ._threads import in_thread
 from ._topology import Capability, Member, Topology, parse_topology
 
 __all__ = [
@@ -312,7 +311,7 @@ class DnsTopology(TopologySource):
             raise _failure(f"the name {self._host} could not be looked up", error, limit) from error
 
     def _begin(self) -> Future[list[str]]:
-        return in_thread(
+        return start_thread(
             lambda: list(self._resolve(self._host, self._port)), name=f"look up {self._host}"
         )
 
@@ -339,7 +338,8 @@ class CallableTopology(TopologySource):
     """A function of yours, plain (it is called in a thread, so it may block) or async.
 
     It returns a `Topology`, or just the members or endpoints that there are now: those are
-    numbered here, with a new version whenever they change.
+    numbered here, with a new version whenever they change. Their order is no change: who is the
+    primary is said by the capabilities of members, or by naming nobody else.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class CallableTopology(TopologySource):
         try:
             if inspect.iscoroutinefunction(self._function):
                 return LoopThread.shared().run(self._call_async(limit))
-            found = in_thread(self._function, name="topology").result(limit)
+            found = start_thread(self._function, name="topology").result(limit)
             if inspect.isawaitable(found):
                 return LoopThread.shared().run(self._await(found, limit))
             return self._read(found)
@@ -373,7 +373,7 @@ class CallableTopology(TopologySource):
     async def _call_async(self, limit: float) -> Topology:
         if inspect.iscoroutinefunction(self._function):
             return await self._await(self._function(), limit)
-        found = await _awaited(in_thread(self._function, name="topology"), limit)
+        found = await _awaited(start_thread(self._function, name="topology"), limit)
         if inspect.isawaitable(found):
             return await self._await(found, limit)
         return self._read(found)

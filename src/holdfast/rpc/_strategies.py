@@ -21,8 +21,10 @@ from typing import Any, Protocol, TypeAlias
 
 from holdfast.kernel import Clock, LoopThread, Recorder, SingleFlight, describe, refuse
 
+from ._channel_pool import pooled, pooled_async
 from ._config import ConnectionConfig
 from ._errors import TopologyError
+from ._fork import inside
 from ._refresher import EVERY, Refresher
 from ._sources import CallableTopology, Found, HttpTopology, TopologySource
 from ._topology import Role, Topology, TopologyMixin, address_of, config_for, pick
@@ -95,16 +97,18 @@ class RegularStrategy(ConnectionStrategy):
     """One server, which may restart.
 
     :param handler_factory: makes a channel; gRPC's own, if it is not given.
+    :param channels: how many of them are used as one, for a server that limits the calls of each.
     """
 
     always_recovers = True
 
-    def __init__(self, *, handler_factory: HandlerFactory | None = None) -> None:
-        self._factory = handler_factory or _channel
+    def __init__(self, *, handler_factory: HandlerFactory | None = None, channels: int = 1) -> None:
+        self._factory = pooled(handler_factory or _channel, channels)
 
     def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the server."""
-        return self._factory(config)
+        with inside():
+            return self._factory(config)
 
     def on_unavailable(self, managed: Managed) -> bool:
         """Always: a new channel does not inherit the pauses of the old one."""
@@ -116,12 +120,12 @@ class RegularStrategy(ConnectionStrategy):
 
 
 class AsyncRegularStrategy(ConnectionStrategy):
-    """One server, which may restart; for asyncio."""
+    """One server, which may restart; for asyncio. Parameters: see `RegularStrategy`."""
 
     always_recovers = True
 
-    def __init__(self, *, handler_factory: HandlerFactory | None = None) -> None:
-        self._factory = handler_factory or _aio_channel
+    def __init__(self, *, handler_factory: HandlerFactory | None = None, channels: int = 1) -> None:
+        self._factory = pooled_async(handler_factory or _aio_channel, channels)
 
     async def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the server."""
@@ -144,6 +148,7 @@ class _GlobalStrategyMixin(TopologyMixin):
 
     :param role: "primary" is the first member that takes writes, "any" the nearest readable one.
     :param handler_factory: makes a channel; gRPC's own, if it is not given.
+    :param channels: how many of them are used as one, for a server that limits the calls of each.
     :param fetch_topology: a source, or a function of yours; Milvus's REST interface at the URI,
         if it is not given.
     :param latencies: seconds by address, as you have measured them, for "any".
@@ -159,6 +164,7 @@ class _GlobalStrategyMixin(TopologyMixin):
         *,
         role: Role = "primary",
         handler_factory: HandlerFactory | None = None,
+        channels: int = 1,
         fetch_topology: FetchTopology | None = None,
         latencies: Callable[[], Mapping[str, float]] | None = None,
         refresh_every: float = EVERY,
@@ -176,6 +182,7 @@ class _GlobalStrategyMixin(TopologyMixin):
         #: in use says whether to move.
         self.on_change: Callable[[Topology], object] | None = None
         self._factory = handler_factory
+        self._channels = channels
         self._source = None if fetch_topology is None else _source(fetch_topology)
         self._latencies = latencies
         self._refresh_every = refresh_every
@@ -334,7 +341,8 @@ class GlobalStrategy(_GlobalStrategyMixin, ConnectionStrategy):
     def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the member that is wanted; the first time, the topology is fetched."""
         target = LoopThread.shared().run(self._locate(config))
-        return (self._factory or _channel)(target)
+        with inside():
+            return pooled(self._factory or _channel, self._channels)(target)
 
     def on_unavailable(self, managed: Managed) -> bool:
         """Fetch a fresh topology, if that can be had soon; a new channel may help in any case."""
@@ -352,7 +360,8 @@ class AsyncGlobalStrategy(_GlobalStrategyMixin, ConnectionStrategy):
     async def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the member that is wanted; the first time, the topology is fetched."""
         target = await self._locate(config)
-        return await _outcome((self._factory or _aio_channel)(target))
+        make = pooled_async(self._factory or _aio_channel, self._channels)
+        return await _outcome(make(target))
 
     async def on_unavailable(self, managed: Managed) -> bool:
         """Fetch a fresh topology, if that can be had soon; a new channel may help in any case."""

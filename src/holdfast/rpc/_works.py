@@ -15,15 +15,18 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol
 
-from holdfast.kernel import Clock, Recorder, describe
+import grpc  # type: ignore[import-untyped]
+
+from holdfast.kernel import Clock, Recorder, describe, in_thread, start_thread
 
 from ._book import Book
 from ._core import Act, Actions
 from ._errors import ConnectFailed
+from ._fork import inside
 from ._live import Live
 from ._managed import ManagedConnection
 from ._policy import Policy
-from ._threads import in_thread
+from ._refusals import explained
 from ._topology import Advice
 
 __all__ = ["Works"]
@@ -32,6 +35,8 @@ log = logging.getLogger("holdfast.rpc")
 
 #: How long a probe may take.
 PROBE_TIMEOUT = 5.0
+#: How long calls that are under way may still take when their connection is closed.
+CLOSING = 5.0
 
 Managed = ManagedConnection[Any]
 
@@ -69,9 +74,13 @@ class Works:
         self._recorder = recorder
         self._book = book
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closings: dict[str, asyncio.Task[None]] = {}
-        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        # By the connection, not its key: the next one with that key may be there already.
+        self._closings: dict[Managed, asyncio.Task[None]] = {}
+        self._timers: dict[tuple[Managed, str], asyncio.TimerHandle] = {}
+        # By the key: the next connection waits for the end of an attempt that was given up.
+        self._dials: dict[str, asyncio.Task[None]] = {}
         self._watching = False
+        self._looking: asyncio.TimerHandle | None = None
 
     # -- what the core wants -------------------------------------------------------------------
 
@@ -80,7 +89,7 @@ class Works:
         for action in actions:
             match action.act:
                 case Act.DIAL:
-                    self._spawn(self._dial(managed, action.number))
+                    self._start_dial(managed, action.number)
                 case Act.PROBE:
                     self._spawn(self._probe(managed, action.number))
                 case Act.SET_TIMER:
@@ -89,8 +98,11 @@ class Works:
                     self._cancel_timer(managed, "due")
                 case Act.WAKE:
                     self._wake(managed)
+                case Act.REFRESH:
+                    self._spawn(self._refresh(managed))
                 case Act.CLOSE:
-                    self._closings[managed.key] = self._spawn(self._close(managed))
+                    self._give_up(managed)
+                    self._closings[managed] = self._spawn(self._close(managed))
                 case _:  # a swap and a discard are done where the channel is
                     raise AssertionError(action)
 
@@ -115,14 +127,14 @@ class Works:
         self._cancel_timer(managed, what)
 
         def run() -> None:
-            self._timers.pop((managed.key, what), None)
+            self._timers.pop((managed, what), None)
             act(managed)
 
         loop = asyncio.get_running_loop()
-        self._timers[managed.key, what] = loop.call_later(delay, run)
+        self._timers[managed, what] = loop.call_later(delay, run)
 
     def _cancel_timer(self, managed: Managed, what: str) -> None:
-        if (timer := self._timers.pop((managed.key, what), None)) is not None:
+        if (timer := self._timers.pop((managed, what), None)) is not None:
             timer.cancel()
 
     def _due(self, managed: Managed) -> None:
@@ -140,7 +152,27 @@ class Works:
 
     # -- dialling ------------------------------------------------------------------------------
 
-    async def _dial(self, managed: Managed, attempt: int) -> None:
+    def _start_dial(self, managed: Managed, attempt: int) -> None:
+        key, before = managed.key, self._dials.get(managed.key)
+        managed.dial = task = self._spawn(self._dial(managed, attempt, before))
+        self._dials[key] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._dials.get(key) is task:
+                del self._dials[key]
+
+        task.add_done_callback(ended)
+
+    def _give_up(self, managed: Managed) -> None:
+        """Nobody wants what is being dialled."""
+        if managed.dial is not None and managed.dial is not asyncio.current_task():
+            managed.dial.cancel()
+
+    async def _dial(
+        self, managed: Managed, attempt: int, before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
         channel = None
         try:
             async with asyncio.timeout(managed.connect_timeout):
@@ -150,17 +182,28 @@ class Works:
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)
-                channel = await _run(managed.strategy.create_handler, managed.config)
+                channel = await _run(
+                    managed.strategy.create_handler, managed.config, unwanted=_close_unused
+                )
                 await self._channels.ready(channel)
         except TimeoutError:
             silent = ConnectFailed(
                 f"{managed.config.address} has not answered for {managed.connect_timeout:g} s"
             )
             await self._fail(managed, attempt, channel, silent)
+        except asyncio.CancelledError as given_up:
+            if channel is not None:
+                await self._discard(channel)
+            _forget_frames(given_up)  # the task keeps it
+            raise
         except Exception as error:
             await self._fail(managed, attempt, channel, error)
         else:
             await self._arrive(managed, attempt, channel)
+
+    async def _discard(self, channel: Any) -> None:
+        """Close a channel that nobody has used; to the end, also if this is given up meanwhile."""
+        await asyncio.shield(self._spawn(self._channels.close(channel)))
 
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
         """A generation is broken; under the lock. Calls wait for the next one from now on."""
@@ -200,18 +243,16 @@ class Works:
                 # While it was dialled, the primary may have moved on.
                 actions += self._outdated(managed)
         if not swap:
-            await self._channels.close(channel)
+            await self._discard(channel)
             return
-        self._recorder.record(
-            f"rpc.{managed.address}", f"generation {managed.generation} is connected"
-        )
         self._set_age_timer(managed)
         self.carry_out(managed, actions[1:])
 
     async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
         log.info("%s: %s", managed.address, describe(error))
         if channel is not None:
-            await self._channels.close(channel)
+            await self._discard(channel)
+        _forget_frames(error)
         self._tell(managed, managed.core.failed, attempt, error)
 
     async def _probe(self, managed: Managed, generation: int) -> None:
@@ -223,6 +264,45 @@ class Works:
             except Exception as error:
                 log.info("%s: the probe failed: %s", managed.address, describe(error))
         self._tell(managed, managed.core.probed, generation, healthy)
+
+    # -- credentials and calls -----------------------------------------------------------------
+
+    async def _refresh(self, managed: Managed) -> None:
+        """The server has refused the credentials: have them refreshed, for all who use them."""
+        handler, counters = managed.handler, managed.core.counters
+        name = f"rpc.{managed.config.address}"
+        try:
+            async with asyncio.timeout(managed.connect_timeout):
+                await _run(handler._credentials.refresh)
+        except BaseException as error:
+            with self._lock:
+                counters.credential_refresh_failures += 1
+            why = explained(error, handler._credentials, managed.config.token)
+            self._recorder.record(
+                name, "the credentials were not refreshed", kind="failure", cause=why
+            )
+            log.warning("%s: the credentials were not refreshed: %s", managed.address, why)
+            handler._renewed(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            with self._lock:
+                counters.credential_refreshes += 1
+            why = "the server refused those that there were"
+            self._recorder.record(name, "the credentials were refreshed", cause=why)
+            handler._renewed(None)
+
+    def unsent(self, managed: Managed, error: BaseException) -> None:
+        """A call was not sent; under the lock. Of many in one outage, the first is told."""
+        managed.core.counters.calls_unsent += 1
+        if managed.unsent_in != managed.generation:
+            managed.unsent_in = managed.generation
+            self._recorder.record(
+                f"rpc.{managed.config.address}",
+                "calls are not sent: there is no connection in their time",
+                kind="failure",
+                cause=error,
+            )
 
     def _tell(self, managed: Managed, event: Callable[..., Actions], *given: Any) -> None:
         with self._lock:
@@ -243,7 +323,7 @@ class Works:
             if (found := works()) is not None:
                 found._look()
 
-        asyncio.get_running_loop().call_later(self._policy.linger / 4, look)
+        self._looking = asyncio.get_running_loop().call_later(self._policy.linger / 4, look)
 
     def _look(self) -> None:
         with self._lock:
@@ -258,18 +338,25 @@ class Works:
     async def _close(self, managed: Managed) -> None:
         with self._lock:
             self._book.remove(managed)
+            nobody = not len(self._book)
+        if nobody and self._looking is not None:
+            self._looking.cancel()
+            self._watching = False
         self._cancel_timer(managed, "age")
         managed.handler._on_close = None
+        # No call begins any more; those that are under way may end.
+        managed.handler._shut(CLOSING)
         try:
             await _run(managed.strategy.close_async, managed)
+            await _run(managed.handler._wait_closed)
         except Exception as error:
             log.warning("%s: closing: %s", managed.address, describe(error))
         finally:
-            self._closings.pop(managed.key, None)
+            self._closings.pop(managed, None)
 
     async def closed(self, managed: Managed) -> None:
         """Wait until a connection is closed."""
-        if (closing := self._closings.get(managed.key)) is not None:
+        if (closing := self._closings.get(managed)) is not None:
             await asyncio.wait({closing})
 
     async def drained(self) -> None:
@@ -278,9 +365,42 @@ class Works:
             await asyncio.wait(self._tasks)
 
 
-async def _run(call: Callable[..., Any], *given: Any) -> Any:
+def _forget_frames(error: BaseException | None) -> None:
+    """Of an error that is kept, keep what it says, and not the frames that it came through.
+
+    There is a call in them, and a closed channel of asyncio goes on dialling as long as somebody
+    has a call that was made over it.
+    """
+    seen = set[int]()  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _close_unused(channel: Any) -> None:
+    """A channel that came when nobody wanted it any more."""
+
+    def close() -> None:
+        with inside():
+            channel.close()
+
+    if isinstance(channel, grpc.Channel):
+        start_thread(close, name="holdfast-rpc-close")
+
+
+async def _run(
+    call: Callable[..., Any], *given: Any, unwanted: Callable[[Any], object] | None = None
+) -> Any:
     """Call what may be written either way; a plain function may block, so it gets a thread."""
     if inspect.iscoroutinefunction(call):
         return await call(*given)
-    outcome = await asyncio.wrap_future(in_thread(partial(call, *given), name="holdfast-rpc"))
+    future = in_thread(partial(call, *given), name="holdfast-rpc", unwanted=unwanted)
+    try:
+        outcome = await future
+    except asyncio.CancelledError:
+        # It may have come in the very moment in which it was given up.
+        if unwanted is not None and not future.cancelled() and future.exception() is None:
+            unwanted(future.result())
+        raise
     return await outcome if inspect.isawaitable(outcome) else outcome

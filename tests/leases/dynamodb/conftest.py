@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from tests.leases.dynamodb.scale import thorough
 from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere, date_of
+from tests.leases.scale import thorough
 
 from holdfast.kernel import Clock
 from holdfast.leases import Holder, Request

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.leases.dynamodb.scale import thorough
 from tests.leases.dynamodb.servers import DynamoServer
 from tests.leases.fleet import Fleet
 from tests.leases.observer import beliefs, counts, overfull
+from tests.leases.scale import thorough
 from tests.leases.trials import LIMIT, FleetTrials
 
 from holdfast.testing import base_seed, scaled

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.leases.dynamodb.scale import thorough
 from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere
 from tests.leases.fleet import KEY, Fleet, storm
 from tests.leases.observer import Event, beliefs, counts, overfull
+from tests.leases.scale import thorough
 
 from holdfast.leases import Lease, Leases, StoreUnavailable, connect
 from holdfast.testing import base_seed, scaled

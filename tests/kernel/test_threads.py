@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.reservoir._threads import in_thread
+from holdfast.kernel import in_thread, start_thread
 
 
 async def test_a_result_comes_from_another_thread() -> None:
@@ -120,9 +120,32 @@ def test_a_result_that_comes_after_the_end_of_the_loop_is_cleared_away() -> None
     assert unwanted == ["a connection"]
 
 
+def test_a_thread_can_wait_for_it_too() -> None:
+    assert start_thread(lambda: threading.current_thread().name, name="helper").result(30.0) == (
+        "helper"
+    )
+
+
+def test_a_thread_is_told_what_failed() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("no")
+
+    assert isinstance(start_thread(fail, name="helper").exception(30.0), ZeroDivisionError)
+    outcome = start_thread(iter(()).__next__, name="helper")
+    assert isinstance(outcome.exception(30.0), RuntimeError)
+
+
+def test_what_has_begun_cannot_be_called_off() -> None:
+    may_end = threading.Event()
+    outcome = start_thread(lambda: may_end.wait(30.0), name="helper")
+    assert not outcome.cancel()
+    may_end.set()
+    assert outcome.result(30.0)
+
+
 PROGRAM = """
 import asyncio, threading
-from holdfast.reservoir._threads import in_thread
+from holdfast.kernel import in_thread
 
 async def main():
     in_thread(threading.Event().wait, name="stuck")

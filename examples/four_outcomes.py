@@ -1,0 +1,53 @@
+"""The four outcomes of a send, each brought about on purpose, on a server within the process.
+
+Expected output:
+
+    confirmed
+    refused: 463 (no such account)
+    it is safe to send it again: the session of 'alice' is offline/resting
+    nobody knows: the link was lost: …
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from holdfast.sessions import Acked, NotSent, Outcome, Rejected, Sessions, Unknown
+from holdfast.sessions.demo import Demo, DemoServer
+
+
+def words(outcome: Outcome) -> str:
+    match outcome:
+        case Acked():
+            return "confirmed"
+        case Rejected(code=code, reason=reason):
+            return f"refused: {code} ({reason})"
+        case NotSent(reason=reason):
+            return f"it is safe to send it again: {reason}"
+        case Unknown(reason=reason):
+            return f"nobody knows: {reason}"
+
+
+async def main() -> None:
+    server = DemoServer()
+    async with Sessions() as sessions:
+        alice = await sessions.connect("alice", Demo(server))
+        print(words(await alice.send("bob", b"hello", outcome=True)))
+
+        server.reject("eve", 463, "no such account")
+        print(words(await alice.send("eve", b"hello", outcome=True)))
+
+        await alice.disconnect()
+        print(words(await alice.send("bob", b"hello", outcome=True)))
+
+        await alice.connect()
+        server.drop_acks = 1  # the server takes it, and its answer is lost with the link
+        sending = asyncio.create_task(alice.send("bob", b"hello", outcome=True))
+        while len(server.received) < 2:
+            await asyncio.sleep(0)
+        server.cut("alice")
+        print(words(await sending))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,83 @@
+"""What connections have done, in numbers: the same names here, in the metrics and in the docs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass, fields
+
+__all__ = ["Counters", "Ledger"]
+
+#: Addresses that are remembered; of more, those that nobody is connected to are put together.
+MAX_ADDRESSES = 1000
+OTHERS = "others"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one address, or of all; each only grows."""
+
+    #: Channels that were connected and used.
+    connects: int = 0
+    #: Attempts that brought no channel.
+    connect_failures: int = 0
+    #: Times that a connection was found broken, and another was made in its place.
+    recoveries: int = 0
+    #: Idle connections that were asked before they were handed out, and answered.
+    probes_healthy: int = 0
+    #: Those that did not.
+    probes_unhealthy: int = 0
+    #: Channels that were replaced because of their age.
+    renewals: int = 0
+    #: Times that refused credentials were refreshed.
+    credential_refreshes: int = 0
+    #: Times that they could not be.
+    credential_refresh_failures: int = 0
+    #: Errors of an old generation, which changed nothing.
+    stale_errors: int = 0
+    #: Calls that waited for a connection.
+    calls_waited: int = 0
+    #: Calls that were not sent: there was no connection in their time.
+    calls_unsent: int = 0
+
+    def add(self, other: Counters) -> None:
+        """Count what the other has counted, too."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def as_dict(self) -> dict[str, int]:
+        """By name."""
+        return asdict(self)
+
+
+class Ledger:
+    """The counters of a manager, by address; its lock is the manager's."""
+
+    def __init__(self) -> None:
+        self._by_address: OrderedDict[str, Counters] = OrderedDict()
+
+    def of(self, address: str, connected: Callable[[], Container[str]]) -> Counters:
+        """Those of an address; `connected` says which addresses must not be forgotten."""
+        if (found := self._by_address.get(address)) is None:
+            if len(self._by_address) >= MAX_ADDRESSES:
+                self._forget(connected())
+            found = self._by_address[address] = Counters()
+        return found
+
+    def _forget(self, connected: Container[str]) -> None:
+        for address in self._by_address:
+            if address != OTHERS and address not in connected:
+                gone = self._by_address.pop(address)
+                self._by_address.setdefault(OTHERS, Counters()).add(gone)
+                return
+
+    def total(self) -> Counters:
+        """All together."""
+        total = Counters()
+        for _, each in self:
+            total.add(each)
+        return total
+
+    def __iter__(self) -> Iterator[tuple[str, Counters]]:
+        # A copy, in one step of the interpreter: somebody else may look while it grows.
+        return iter(list(self._by_address.items()))

@@ -1,0 +1,545 @@
+"""A program that forks while its threads call a gRPC server; run by `test_fork.py`.
+
+It prints what has become of each child, as JSON. A child that does not end in time is ended by its
+own number, and has said before where it hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import functools
+import gc
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+
+from holdfast.rpc import (
+    AsyncConnectionManager,
+    ConnectFailed,
+    ConnectionConfig,
+    ConnectionManager,
+    ManagerClosed,
+    Member,
+    Topology,
+    _fork,
+)
+
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
+
+#: How long a child may take.
+LIMIT = 10.0
+#: How long a call may take, in children and in the parent.
+TIMEOUT = 5.0
+ECHO = "/test.Echo/Echo"
+SLEEP = "/test.Echo/Sleep"
+ENDLESS = "/test.Echo/Endless"
+
+
+def call(channel: grpc.Channel, request: bytes = b"hello") -> None:
+    answer = channel.unary_unary(ECHO)(request, timeout=TIMEOUT)
+    assert answer == request, answer
+
+
+class Children:
+    """Makes children, and counts what has become of them."""
+
+    def __init__(self, limit: float = LIMIT) -> None:
+        self._limit = limit
+        self.ends: Counter[str] = Counter()
+        #: How long the forks themselves have taken.
+        self.longest_fork = 0.0
+
+    def make(self, work: Callable[[], object], *, gently: bool = False) -> None:
+        """One child that does this, and ends at once or, gently, as any program does."""
+        began = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.register(signal.SIGUSR1)
+            try:
+                work()
+            except BaseException as error:
+                sys.stderr.write(f"child: {type(error).__name__}: {error}\n")
+                os._exit(1)
+            if gently:
+                sys.exit(0)
+            os._exit(0)
+        self.longest_fork = max(self.longest_fork, time.monotonic() - began)
+        self.ends[self._end_of(pid)] += 1
+
+    def _end_of(self, pid: int) -> str:
+        over, pause = time.monotonic() + self._limit, threading.Event()
+        while time.monotonic() < over:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                return "ok" if code == 0 else f"exit {code}" if code > 0 else f"signal {-code}"
+            pause.wait(0.002)
+        os.kill(pid, signal.SIGUSR1)  # it says where it is
+        pause.wait(0.5)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "hung"
+
+
+class Callers:
+    """Threads that call without pause; what fails is counted."""
+
+    def __init__(self, channel: grpc.Channel, threads: int = 3, timeout: float = TIMEOUT) -> None:
+        self.calls = 0
+        self._timeout = timeout
+        self.errors: Counter[str] = Counter()
+        self._channel = channel
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(threads)]
+
+    def _run(self, number: int) -> None:
+        method = self._channel.unary_unary(ECHO)
+        while not self._over.is_set():
+            try:
+                if number == 0:  # one of them with threads of gRPC's own
+                    method.future(b"a", timeout=self._timeout).result()
+                else:
+                    method(b"a", timeout=self._timeout)
+                self.calls += 1
+            except Exception as error:
+                self.errors[f"{type(error).__name__}: {error}"[:300]] += 1
+
+    def __enter__(self) -> Callers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+class Server:
+    """A server of our own, which can be killed in the middle of it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        program = Path(__file__).with_name("echo_program.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(program), "--port", self.address.rpartition(":")[2]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def stop(self) -> None:
+        """It is there, and does not answer."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+# -- scenarios -------------------------------------------------------------------------------------
+
+
+def calling(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """Three threads call without pause, and each child calls too."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        bound = channel.unary_unary(ECHO)  # a generated stub keeps such methods
+        assert bound(b"a", timeout=TIMEOUT) == b"a"
+
+        def work() -> None:
+            assert bound(b"mine", timeout=TIMEOUT) == b"mine"
+            call(channel)
+            assert manager.get_or_create(config, timeout=TIMEOUT) is channel
+            other = manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
+            call(other)
+            manager.release(other)
+            call(ConnectionManager.get_instance().get_or_create(config, timeout=TIMEOUT))
+            assert bound.future(b"b", timeout=TIMEOUT).result() == b"b"
+            expect_deadline(channel)
+
+        with Callers(channel) as callers:
+            for number in range(forks):
+                children.make(work, gently=number % 2 == 0)
+        (line,) = manager.get_stats()["connections"]
+    return report(children, callers, generation=line["generation"])
+
+
+def expect_deadline(channel: grpc.Channel) -> None:
+    """Timers work in a child, too."""
+    began = time.monotonic()
+    failed = error_of(lambda: channel.unary_unary(SLEEP)(b"3", timeout=0.1))
+    assert isinstance(failed, grpc.RpcError), failed
+    assert failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED, failed
+    assert time.monotonic() - began < 2.0
+
+
+def error_of(use: Callable[[], object]) -> Exception:
+    try:
+        use()
+    except Exception as error:
+        return error
+    raise AssertionError("it has not failed")
+
+
+def silent(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """Children that never call, and end in either way."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        with Callers(channel) as callers:
+            for number in range(forks):
+                children.make(lambda: None, gently=number % 2 == 0)
+        (line,) = manager.get_stats()["connections"]
+    return report(children, callers, generation=line["generation"])
+
+
+def careless(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """A defect: the fork waits for nobody, and there is a call under way for sure."""
+    ConnectionManager._before_fork = lambda self, patience: True  # type: ignore[method-assign]
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        with Callers(channel, 0) as callers:
+            for _ in range(forks):
+                slow = channel.unary_unary(SLEEP).future(b"1", timeout=TIMEOUT)
+                time.sleep(0.1)
+                children.make(lambda: None)
+                assert slow.result() == b"1"
+    return report(children, callers)
+
+
+def watching(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """Somebody watches the state of the connection, for which gRPC has a thread."""
+    children = Children()
+    told: list[grpc.ChannelConnectivity] = []
+    with ConnectionManager(channels=2) as manager:
+        channel = manager.get_or_create(config)
+        channel.subscribe(told.append)
+        with Callers(channel) as callers:
+            for number in range(forks):
+                told.clear()
+                children.make(lambda: call(channel), gently=number % 2 == 0)
+                while not told:  # again after each fork
+                    time.sleep(0.01)
+        assert told[-1] is grpc.ChannelConnectivity.READY, told
+    return report(children, callers)
+
+
+def grandchildren(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """A child that calls from threads of its own is a parent like any other."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+
+        def work() -> None:
+            own = Children(LIMIT / 3)
+            with Callers(channel) as callers:
+                for _ in range(3):
+                    own.make(lambda: call(channel))
+            assert own.ends == {"ok": 3}, own.ends
+            assert not callers.errors, callers.errors
+            call(channel)
+
+        with Callers(channel) as callers:
+            for _ in range(forks):
+                children.make(work)
+    return report(children, callers)
+
+
+def several_forking(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """More than one thread forks."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+
+        def fork() -> None:
+            for _ in range(forks):
+                children.make(lambda: call(channel))
+
+        with Callers(channel, 1) as callers:
+            threads = [threading.Thread(target=fork) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+    return report(children, callers)
+
+
+def recovering(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """The server is dead, and is dialled again and again; it comes back, and all go on."""
+    children = Children()
+    server = Server(config.address)
+    server.start()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        call(channel)
+        server.kill()
+        with Callers(channel, timeout=30.0) as callers:
+            while not callers.errors:  # somebody has noticed
+                time.sleep(0.01)
+            for number in range(forks):
+                children.make(lambda: expect_nobody(channel), gently=number % 2 == 0)
+            noticed = sum(callers.errors.values())
+            server.start()
+            call(channel)
+            for _ in range(forks):
+                children.make(lambda: call(channel))
+            errors = sum(callers.errors.values()) - noticed
+        (line,) = manager.get_stats()["connections"]
+    server.kill()
+    # Each thread may notice the outage by one failed call; afterwards they wait.
+    callers.errors.clear()
+    return report(children, callers, generation=line["generation"], noticed=noticed, later=errors)
+
+
+def expect_nobody(channel: grpc.Channel) -> None:
+    began = time.monotonic()
+    failed = error_of(lambda: channel.unary_unary(ECHO)(b"a", timeout=0.3))
+    assert isinstance(failed, grpc.RpcError), failed
+    assert time.monotonic() - began < 3.0
+
+
+def dark(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """Connects and probes are under way that will never end: they hold up nobody."""
+    children = Children()
+    with socket.create_server(("127.0.0.1", 0)) as hole, ConnectionManager(idle=0.2) as manager:
+        nobody = ConnectionConfig.from_uri(f"http://127.0.0.1:{hole.getsockname()[1]}")
+        channel = manager.get_or_create(config)
+        stopped = Server(f"127.0.0.1:{free_port()}")
+        stopped.start()
+        probed = ConnectionConfig.from_uri(f"http://{stopped.address}")
+        manager.get_or_create(probed)
+        stopped.stop()
+        time.sleep(0.3)
+        over = threading.Event()
+
+        def wait(config: ConnectionConfig) -> None:
+            while not over.is_set():
+                try:
+                    manager.get_or_create(config, timeout=1.0)
+                except ConnectFailed:
+                    pass
+
+        threads = [threading.Thread(target=wait, args=(each,)) for each in (nobody, probed)]
+        for thread in threads:
+            thread.start()
+        with Callers(channel) as callers:
+            for number in range(forks):
+                children.make(lambda: call(channel), gently=number % 2 == 0)
+        over.set()
+        for thread in threads:
+            thread.join(30)
+        stopped.kill()
+    return report(children, callers)
+
+
+def refused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """gRPC was told not to prepare for a fork."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        with Callers(channel) as callers:
+            for number in range(forks):
+                work = functools.partial(expect_refusal, manager, channel, config)
+                children.make(work, gently=number % 2 == 0)
+    return report(children, callers)
+
+
+def expect_refusal(
+    manager: ConnectionManager, channel: grpc.Channel, config: ConnectionConfig
+) -> None:
+    """The child is told, instead of hanging, also by a manager of its own."""
+    for use in (
+        lambda: call(channel),
+        lambda: manager.get_or_create(config),
+        lambda: ConnectionManager().get_or_create(config),
+    ):
+        failed = error_of(use)
+        assert isinstance(failed, ManagerClosed), failed
+        assert "was forked while" in str(failed), failed
+
+
+def streaming(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """A stream that does not end: the child is told so, and the parent goes on."""
+    children = Children()
+    _fork.PATIENCE = 0.5
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        stream = channel.unary_stream(ENDLESS)(b"0.01")
+        next(stream)
+
+        work = functools.partial(expect_refusal, manager, channel, config)
+        with Callers(channel) as callers:
+            for number in range(forks):
+                children.make(work, gently=number % 2 == 0)
+                next(stream)
+        stream.cancel()
+        children.make(lambda: call(channel))
+    return report(children, callers)
+
+
+def pooled(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """`multiprocessing` with its fork method."""
+    children = Children()
+    with ConnectionManager() as manager:
+        _shared.append(manager.get_or_create(config))
+        with Callers(_shared[0]) as callers:
+            fork = multiprocessing.get_context("fork")
+            with fork.Pool(3) as pool:
+                answers = pool.map_async(_pooled, range(forks)).get(60)
+            assert answers == list(range(forks)), answers
+            for _ in range(3):
+                process = fork.Process(target=_pooled, args=(1,))
+                process.start()
+                process.join(LIMIT)
+                children.ends["ok" if process.exitcode == 0 else str(process.exitcode)] += 1
+        _shared.clear()
+    return report(children, callers)
+
+
+_shared: list[grpc.Channel] = []
+
+
+def _pooled(number: int) -> int:
+    call(_shared[0], str(number).encode())
+    return number
+
+
+def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """A child follows the topology by itself, also when its parent was just being told it."""
+    children = Children()
+    version = itertools.count(1)
+    asked = threading.Event()
+
+    def fetch() -> Topology:
+        asked.set()
+        if os.getpid() == parent:
+            time.sleep(0.05)
+        return Topology(next(version), (Member("one", config.address, 3),))
+
+    parent = os.getpid()
+    with ConnectionManager(fetch_topology=fetch) as manager:
+        channel = manager.get_or_create(config)
+
+        def work() -> None:
+            call(channel)
+            (managed,) = manager._book
+            before = managed.strategy.topology.version
+            asked.clear()
+            managed.strategy._refresher.trigger()
+            assert asked.wait(LIMIT / 2)
+            while managed.strategy.topology.version == before:
+                time.sleep(0.01)
+            call(channel)
+
+        with Callers(channel) as callers:
+            for _ in range(forks):
+                (managed,) = manager._book
+                managed.strategy._refresher.trigger()
+                children.make(work)
+    return report(children, callers)
+
+
+def with_asyncio(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """While a channel for asyncio is open, a child is refused; afterwards it has its own."""
+    children = Children()
+    calls = 0
+
+    async def own() -> None:
+        async with AsyncConnectionManager() as manager:
+            channel = await manager.get_or_create(config, timeout=TIMEOUT)
+            assert await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT) == b"a"
+
+    async def refused() -> None:
+        for manager in (inherited[0], AsyncConnectionManager()):
+            try:
+                await manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
+            except ManagerClosed as error:
+                if "for asyncio was open" in str(error):
+                    continue
+            raise AssertionError("it was not refused")
+
+    inherited: list[AsyncConnectionManager] = []
+
+    async def main() -> None:
+        nonlocal calls
+        async with AsyncConnectionManager() as manager:
+            inherited.append(manager)
+            channel = await manager.get_or_create(config)
+            for _ in range(forks):
+                await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT)
+                children.make(lambda: asyncio.run(refused()))
+                await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT)
+                calls += 1
+            inherited.clear()
+
+    for _ in range(2):
+        asyncio.run(main())
+        gc.collect()
+        for number in range(forks):
+            children.make(lambda: asyncio.run(own()), gently=number % 2 == 0)
+    return {"ends": children.ends, "longest_fork": children.longest_fork, "calls": calls}
+
+
+def report(children: Children, callers: Callers, **more: Any) -> dict[str, Any]:
+    return {
+        "ends": children.ends,
+        "longest_fork": children.longest_fork,
+        "calls": callers.calls,
+        "errors": callers.errors,
+        **more,
+    }
+
+
+SCENARIOS: dict[str, Callable[[ConnectionConfig, int], dict[str, Any]]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        *(calling, silent, watching, grandchildren, several_forking, recovering, dark),
+        *(careless, refused, streaming, pooled, moving, with_asyncio),
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--uri", required=True)
+    parser.add_argument("--forks", type=int, default=1)
+    options = parser.parse_args()
+    config = ConnectionConfig.from_uri(options.uri)
+    outcome = SCENARIOS[options.scenario](config, options.forks)
+    sys.stdout.write(json.dumps(outcome) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""One test for both managers: calls of threads are made in threads, and awaited."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from holdfast.kernel import in_thread
+from holdfast.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
+
+__all__ = ["LIMIT", "SIDES", "Aio", "Threads"]
+
+LIMIT = 30.0
+
+
+class Threads:
+    """The manager for threads."""
+
+    def __init__(self, **options: Any) -> None:
+        self.manager = ConnectionManager(**options)
+
+    async def get(self, config: ConnectionConfig, **named: Any) -> Any:
+        return await _elsewhere(self.manager.get_or_create, config, **named)
+
+    async def call(
+        self, channel: Any, method: str, request: bytes = b"", timeout: float = LIMIT
+    ) -> bytes:
+        answer: bytes = await _elsewhere(channel.unary_unary(method), request, timeout)
+        return answer
+
+    async def run(self, function: Any, *given: Any, **named: Any) -> Any:
+        """A function that may block."""
+        return await _elsewhere(function, *given, **named)
+
+    async def handle_error(self, channel: Any, error: BaseException) -> bool:
+        return bool(await _elsewhere(self.manager.handle_error, channel, error, LIMIT))
+
+    async def __aenter__(self) -> Threads:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await _elsewhere(self.manager.close)
+
+
+class Aio:
+    """The manager for asyncio."""
+
+    def __init__(self, **options: Any) -> None:
+        self.manager = AsyncConnectionManager(**options)
+
+    async def get(self, config: ConnectionConfig, **named: Any) -> Any:
+        return await self.manager.get_or_create(config, **named)
+
+    async def call(
+        self, channel: Any, method: str, request: bytes = b"", timeout: float = LIMIT
+    ) -> bytes:
+        answer: bytes = await channel.unary_unary(method)(request, timeout=timeout)
+        return answer
+
+    async def run(self, function: Any, *given: Any, **named: Any) -> Any:
+        """A function that is awaited."""
+        return await function(*given, **named)
+
+    async def handle_error(self, channel: Any, error: BaseException) -> bool:
+        return await self.manager.handle_error(channel, error, LIMIT)
+
+    async def __aenter__(self) -> Aio:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.close()
+
+
+SIDES = (Threads, Aio)
+
+
+async def _elsewhere(call: Any, *given: Any, **named: Any) -> Any:
+    return await in_thread(partial(call, *given, **named), name="caller")

@@ -1,0 +1,71 @@
+"""The short way of a checkout: it hands out what the core would, and nothing else."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+from holdfast.kernel import Clock, Recorder
+from holdfast.rpc import ConnectionConfig, ManagedConnection
+from holdfast.rpc._core import CHART
+from holdfast.rpc._policy import Policy
+
+CONFIG = ConnectionConfig.from_uri("http://server")
+STATES = [f"{phase}/{step}" for phase, steps in CHART.phases.items() for step in steps or (phase,)]
+#: How long a connection is trusted without a look at it.
+IDLE = 30.0
+
+
+class Client:
+    """Somebody who uses a connection."""
+
+
+def managed_at(state: str, used_at: float = 0.0) -> ManagedConnection[Any]:
+    policy = Policy(idle=IDLE)
+    managed = ManagedConnection[Any](
+        types.SimpleNamespace(_used_at=used_at),
+        CONFIG,
+        None,
+        policy.core(CONFIG, Clock.system(), Recorder()),
+        key=CONFIG.key,
+        dedicated=False,
+        created_at=0.0,
+        connect_timeout=1.0,
+    )
+    found = CHART.find(state)
+    assert found is not None
+    managed.core.machine._state = found
+    return managed
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_it_is_handed_out_where_the_core_says_so(state: str) -> None:
+    managed, client = managed_at(state), Client()
+    assert managed.hand_out(client, 1.0) is managed.core.usable
+    assert (client in managed.clients) is managed.core.usable
+
+
+def test_there_is_something_to_hand_out() -> None:
+    assert sum(managed_at(state).core.usable for state in STATES) == 2
+
+
+def test_it_counts_as_used_and_as_held() -> None:
+    managed = managed_at("ready/serving")
+    vars(managed)["deserted_at"] = 0.5
+    assert managed.hand_out(None, 1.0)
+    assert managed.statistics(1.0)["idle_time"] == 0.0
+    assert not managed.deserted
+    assert managed.deserted_at is None
+
+
+def test_one_that_was_not_used_lately_must_be_looked_at() -> None:
+    managed, client = managed_at("ready/serving"), Client()
+    assert not managed.hand_out(client, IDLE + 1)
+    assert (managed.last_used_at, len(managed.clients)) == (0.0, 0)
+
+
+def test_a_call_over_it_is_use() -> None:
+    assert managed_at("ready/serving", used_at=2.0).hand_out(None, IDLE + 1)
+    assert not managed_at("ready/serving", used_at=2.0).hand_out(None, IDLE + 3)

@@ -1,0 +1,65 @@
+"""Calls that are under way when their connection is closed may end."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager, ManagerClosed
+
+from .handlers import ECHO
+from .servers import EchoServer
+
+SLEEP = "/test.Echo/Sleep"
+LIMIT = 30.0
+
+
+async def test_closing_a_manager_lets_calls_end(echo: EchoServer) -> None:
+    manager = AsyncConnectionManager()
+    channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
+    call = channel.unary_unary(SLEEP)(b"0.3", timeout=LIMIT)
+    assert channel.calls == 1
+    await manager.close()
+    assert call.done()
+    assert await call == b"0.3"
+    with pytest.raises(ManagerClosed):
+        await channel.unary_unary(ECHO)(b"")
+
+
+def test_closing_a_manager_of_threads_lets_calls_end(echo: EchoServer) -> None:
+    manager = ConnectionManager()
+    channel = manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
+    call = channel.unary_unary(SLEEP).future(b"0.3", timeout=LIMIT)
+    manager.close()
+    assert call.done()
+    assert call.result() == b"0.3"
+    with pytest.raises(ManagerClosed):
+        channel.unary_unary(ECHO)(b"")
+
+
+async def test_an_endless_call_does_not_hold_up_the_end(
+    echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.rpc._works.CLOSING", 0.1)
+    manager = AsyncConnectionManager()
+    channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
+    call = channel.unary_stream("/test.Echo/Endless")(b"0.01")
+    assert await call.read() == b"0"
+    async with asyncio.timeout(LIMIT):
+        await manager.close()
+    assert call.done()
+
+
+def test_an_endless_call_of_threads_does_not_hold_up_the_end(
+    echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.rpc._works.CLOSING", 0.1)
+    manager = ConnectionManager()
+    channel = manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
+    numbers = channel.unary_stream("/test.Echo/Endless")(b"0.01")
+    assert next(numbers) == b"0"
+    with ThreadPoolExecutor(1) as other:
+        other.submit(manager.close).result(LIMIT)
+    assert not numbers.is_active()

@@ -1,0 +1,258 @@
+"""The pages about `holdfast.rpc` say what the code does today, and their programs run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from holdfast.rpc import ConnectionConfig, ConnectionManager
+from holdfast.rpc._core import CHART
+from holdfast.rpc._retry import NEVER
+
+from .handlers import ECHO, PID
+from .servers import EchoServer, make_stubs
+from .topology_server import TopologyServer, body_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+FASTAPI = (DOCS / "howto" / "grpc-fastapi.md").read_text()
+MOVING = (DOCS / "howto" / "moving-primary.md").read_text()
+TOPIC = (DOCS / "topics" / "rpc.md").read_text()
+LIMIT = 30.0
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+
+
+# -- gRPC in FastAPI -------------------------------------------------------------------------------
+
+
+class FastAPI(Starlette):
+    """As much of FastAPI as the page uses, over Starlette, which is all that is installed."""
+
+    def get(self, path: str) -> Callable[[Any], Any]:
+        def add(function: Callable[..., Awaitable[Any]]) -> Any:
+            wanted = inspect.signature(function).parameters
+
+            async def endpoint(request: Request) -> Response:
+                given = {**request.path_params, "request": request}
+                found = await function(**{name: given[name] for name in wanted})
+                return JSONResponse(found)
+
+            self.add_route(path, endpoint)
+            return function
+
+        return add
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stubs(tmp_path_factory.mktemp("stubs"))
+
+
+@pytest.fixture
+def server(stubs: Path) -> Iterator[EchoServer]:
+    with EchoServer(stubs=stubs) as running:
+        yield running
+
+
+@pytest.fixture
+def page(server: EchoServer, stubs: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that the page's program defines."""
+    fastapi = types.ModuleType("fastapi")
+    vars(fastapi).update(FastAPI=FastAPI, HTTPException=HTTPException, Request=Request)
+    responses = types.ModuleType("fastapi.responses")
+    vars(responses).update(JSONResponse=JSONResponse)
+    monkeypatch.setitem(sys.modules, "fastapi", fastapi)
+    monkeypatch.setitem(sys.modules, "fastapi.responses", responses)
+    monkeypatch.syspath_prepend(str(stubs))
+    importlib.invalidate_caches()
+    monkeypatch.setenv("GREETER_URI", server.uri)
+    names: dict[str, Any] = {}
+    exec(blocks(FASTAPI)[0], names)
+    return names
+
+
+@contextlib.asynccontextmanager
+async def browsing(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://app", timeout=LIMIT
+        ) as client:
+            yield client
+
+
+async def test_the_application_outlives_its_server(
+    page: dict[str, Any], server: EchoServer
+) -> None:
+    async with browsing(page["app"]) as client:
+        assert (await client.get("/once/ann")).json() == {"text": "hello ann"}
+        assert (await client.get("/ready")).status_code == 200
+        server.kill()
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        late = await client.get("/once/ann")
+        assert (late.status_code, late.json()) == (504, {"error": "DEADLINE_EXCEEDED"})
+        waiting = asyncio.create_task(client.get("/hello/bob"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await asyncio.to_thread(server.start)
+        assert (await waiting).json() == {"text": "hello bob"}
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_the_call_that_meets_the_death_is_told_or_repeated(
+    page: dict[str, Any], server: EchoServer
+) -> None:
+    async with browsing(page["app"]) as client:
+        assert (await client.get("/once/ann")).status_code == 200
+        server.kill()
+        assert (await client.get("/once/ann")).status_code == 503
+        waiting = asyncio.create_task(client.get("/hello/bob"))
+        await asyncio.to_thread(server.start)
+        assert (await waiting).status_code == 200
+
+
+async def test_a_stub_that_is_taken_when_it_is_needed(page: dict[str, Any]) -> None:
+    exec(blocks(FASTAPI)[1], page)
+    app = page["app"]
+    async with browsing(app):
+        for _ in range(2):
+            stub = await page["greeter"](app)
+            assert (await stub.Greet(page["Name"](name="ann"))).text == "hello ann"
+        (line,) = app.state.manager.get_stats()["connections"]
+        assert line["client_count"] == 2  # the lifespan, and the application
+
+
+async def test_a_token_that_changes(echo: EchoServer) -> None:
+    names: dict[str, Any] = {}
+    exec("from holdfast.rpc import AsyncConnectionManager\n" + blocks(FASTAPI)[2], names)
+    async with names["manager"] as manager:
+        channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
+        sent = await channel.unary_unary("/test.Echo/Metadata")(b"")
+        assert b'"tuesday"' in sent
+
+
+def test_the_codes_that_end_a_retry_are_named_rightly() -> None:
+    row = next(line for line in FASTAPI.splitlines() if "fails for another reason" in line)
+    ended, _, repeated = row.partition(";")
+    assert set(re.findall(r"[A-Z]+_?[A-Z]+", ended)) <= {code.name for code in NEVER}
+    assert not set(re.findall(r"[A-Z]+_?[A-Z]+", repeated)) & {code.name for code in NEVER}
+
+
+# -- a moving primary ------------------------------------------------------------------------------
+
+
+def run(block: str, names: dict[str, Any], **replaced: str) -> Any:
+    """Run a block of the page, with other addresses; returns where its channel leads."""
+    for old, new in replaced.items():
+        block = block.replace(PLACES[old], new)
+    exec(block, names)
+    with names["manager"]:
+        if "channel" not in names:
+            config = ConnectionConfig.from_uri("http://orders")
+            names["channel"] = names["manager"].get_or_create(config)
+        pid: bytes = names["channel"].unary_unary(PID)(b"", timeout=LIMIT)
+        return int(pid)
+
+
+PLACES = {
+    "milvus": "https://global-cluster.example.com",
+    "directory": "https://directory.example.com",
+    "orders": "https://orders.example.com",
+    "name": "orders.internal",
+    "port": "50051",
+    "first": "http://10.0.0.1:50051",
+    "second": "http://10.0.0.2:50051",
+}
+
+
+def block_with(words: str) -> str:
+    (found,) = [block for block in blocks(MOVING) if words in block]
+    return found
+
+
+@pytest.fixture
+def directory(echo: EchoServer) -> dict[str, Any]:
+    """The names that the first block defines, and its directory."""
+    names: dict[str, Any] = {"directory": {"orders": {"berlin": echo.uri, "paris": "http://p:1"}}}
+    assert run(block_with('row = directory["orders"]'), names) == echo.pid
+    return {name: value for name, value in names.items() if name not in ("manager", "channel")}
+
+
+def test_a_function_is_asked(directory: dict[str, Any]) -> None:
+    assert directory["members"]()[0].writable
+
+
+def test_one_manager_decides_by_the_configuration(
+    directory: dict[str, Any], echo: EchoServer
+) -> None:
+    assert run(block_with("def strategy(config)"), directory) == echo.pid
+
+
+def test_errors_that_mean_another_primary(directory: dict[str, Any], echo: EchoServer) -> None:
+    directory["ConnectionManager"] = ConnectionManager
+    assert run(block_with("def lost_its_place"), directory) == echo.pid
+    assert not directory["lost_its_place"](ValueError())
+
+
+def test_a_topology_over_http(echo: EchoServer) -> None:
+    with TopologyServer(body_of(1, ("one", echo.uri, 3))) as topology:
+        place = f"{topology.url}/global-cluster"
+        assert run(block_with("https://global-cluster"), {}, milvus=place) == echo.pid
+        path, headers = topology.requests[0]
+        assert path == "/global-cluster/topology"
+        assert headers["Authorization"] == "Bearer secret"
+        block = block_with("HttpTopology(")
+        places = {"directory": topology.url, "orders": "http://orders.example.com"}
+        assert run(block, {}, **places) == echo.pid
+
+
+def test_a_name(echo: EchoServer) -> None:
+    places = {"name": "localhost", "port": str(echo.port)}
+    assert run(block_with("DnsTopology("), {}, **places) == echo.pid
+
+
+def test_a_list_of_replicas(echo: EchoServer) -> None:
+    with EchoServer() as other:
+        other.kill()
+        places = {"first": other.uri, "second": echo.uri}
+        assert run(block_with("StaticTopology("), {}, **places) == echo.pid
+
+
+# -- the topic -------------------------------------------------------------------------------------
+
+
+def test_the_chart_is_the_one_of_the_code() -> None:
+    assert CHART.text() in blocks(TOPIC, "text")
+
+
+def test_the_program_of_the_topic_runs(echo: EchoServer) -> None:
+    names: dict[str, Any] = {"VectorServiceStub": lambda channel: channel}
+    block = blocks(TOPIC)[0].replace("https://user:pass@vectors:19530/mydb", echo.uri)
+    exec(block, names)
+    assert names["stub"].unary_unary(ECHO)(b"hello", timeout=LIMIT) == b"hello"
+    assert isinstance(names["stub"], grpc.Channel)
+    names["stub"] = types.SimpleNamespace(Search=names["channel"].unary_unary(ECHO))
+    exec(blocks(TOPIC)[1], names)
+    assert names["search"](b"tea", timeout=LIMIT) == b"tea"
+    assert names["patient"].unary_unary(ECHO)(b"tea", timeout=LIMIT) == b"tea"
+    names["manager"].close()

@@ -1,0 +1,282 @@
+"""A primary that moves, with real servers: clients follow, and none calls the old one any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from holdfast.rpc import (
+    AsyncConnectionManager,
+    AsyncGlobalStrategy,
+    ConnectFailed,
+    ConnectionConfig,
+    ConnectionManager,
+    GlobalStrategy,
+)
+
+from .handlers import FAIL, PID, eventually
+from .servers import EchoServer
+from .topology_server import TopologyServer, body_of
+
+LIMIT = 30.0
+TALLY, TALLIED = "/test.Echo/Tally", "/test.Echo/Tallied"
+#: The servers count for all tests: each has words of its own.
+_numbers = itertools.count(1)
+ORDERS = ["refresher first", "error first", "killed first"]
+
+
+class Cluster:
+    """Two servers, and who tells which of them is the primary."""
+
+    def __init__(self, north: EchoServer, south: EchoServer) -> None:
+        self.north = north
+        self.south = south
+        self.topology = TopologyServer()
+        self.tell(1, north=3, south=1)
+
+    def tell(self, version: int, *, north: int, south: int) -> None:
+        self.topology.body = body_of(
+            version, ("north", self.north.uri, north), ("south", self.south.uri, south)
+        )
+
+    @property
+    def config(self) -> ConnectionConfig:
+        return ConnectionConfig.from_uri(f"{self.topology.url}/global-cluster")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[EchoServer, EchoServer]]:
+    with EchoServer() as north, EchoServer() as south:
+        yield north, south
+
+
+@pytest.fixture
+def cluster(servers: tuple[EchoServer, EchoServer]) -> Iterator[Cluster]:
+    made = Cluster(*servers)
+    with made.topology:
+        yield made
+
+
+def tallied(server: EchoServer) -> dict[str, int]:
+    """What the server has counted, asked without us."""
+    with grpc.insecure_channel(server.address) as channel:
+        found: dict[str, int] = json.loads(channel.unary_unary(TALLIED)(b"", timeout=LIMIT))
+    return found
+
+
+class Calls:
+    """What callers have seen: who has answered, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.word = f"before {self.number}".encode()
+        self.answers: Counter[tuple[bytes, bytes]] = Counter()
+        self.errors: Counter[tuple[bytes, str]] = Counter()
+
+    def seen(self) -> None:
+        """The switch was seen: from here on no call is sent to the old one."""
+        self.word = f"after {self.number}".encode()
+
+    def answered(self, word: bytes, pid: bytes) -> None:
+        self.answers[word, pid] += 1
+
+    def failed(self, word: bytes, error: grpc.RpcError) -> None:
+        self.errors[word, error.code().name] += 1
+
+    def enough(self, server: EchoServer) -> bool:
+        return self.answers[self.word, str(server.pid).encode()] >= 50
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def manager_of_threads(refresh_every: float) -> ConnectionManager:
+    return ConnectionManager(strategy=lambda config: GlobalStrategy(refresh_every=refresh_every))
+
+
+@contextlib.contextmanager
+def calling(channel: grpc.Channel, threads: int = 3) -> Iterator[Calls]:
+    calls, over = Calls(), threading.Event()
+
+    def run() -> None:
+        method = channel.unary_unary(TALLY)
+        while not over.is_set():
+            word = calls.word
+            try:
+                calls.answered(word, method(word, timeout=LIMIT))
+            except grpc.RpcError as error:
+                calls.failed(word, error)
+
+    crowd = [threading.Thread(target=run) for _ in range(threads)]
+    for thread in crowd:
+        thread.start()
+    try:
+        yield calls
+    finally:
+        over.set()
+        for thread in crowd:
+            thread.join(LIMIT)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_clients_follow_the_primary(cluster: Cluster, order: str) -> None:
+    every = 0.2 if order == "refresher first" else 300.0
+    with manager_of_threads(every) as manager:
+        channel = manager.get_or_create(cluster.config)
+        with calling(channel) as calls:
+            eventually(lambda: calls.enough(cluster.north))
+            cluster.tell(2, north=1, south=3)
+            trouble(cluster, order, lambda: channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=5))
+            eventually(lambda: channel.generation != 1, LIMIT)
+            calls.seen()
+            if order == "killed first":
+                cluster.north.start()
+            eventually(lambda: calls.enough(cluster.south), LIMIT)
+        (line,) = manager.get_stats()["connections"]
+        assert (line["address"], line["generation"]) == (cluster.south.address, 2)
+    check(cluster, calls, order)
+
+
+def trouble(cluster: Cluster, order: str, fail: Callable[[], object]) -> None:
+    if order == "error first":
+        with pytest.raises(grpc.RpcError):
+            fail()
+    elif order == "killed first":
+        cluster.north.kill()
+
+
+def check(cluster: Cluster, calls: Calls, order: str) -> None:
+    after = calls.word.decode()
+    assert after not in tallied(cluster.north), "a call was sent to the old primary"
+    assert tallied(cluster.south)[after] >= 50
+    assert not [word for word, _ in calls.errors if word == calls.word], calls.errors
+    if order == "killed first":
+        # Those that were under way; the word may have been read just before it changed.
+        assert sum(calls.errors.values()) <= 3, calls.errors
+    else:
+        assert not calls.errors, "the old one has ended its calls"
+
+
+def test_a_primary_that_was_restarted_is_connected_to_again(cluster: Cluster) -> None:
+    with manager_of_threads(300.0) as manager:
+        channel = manager.get_or_create(cluster.config)
+        cluster.north.kill()
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary(PID)(b"", timeout=LIMIT)
+        cluster.north.start()
+        new = channel.unary_unary(PID)(b"", timeout=LIMIT)
+        assert new == str(cluster.north.pid).encode()
+        (line,) = manager.get_stats()["connections"]
+        assert (line["address"], line["generation"]) == (cluster.north.address, 2)
+
+
+def test_without_a_primary_the_old_one_is_kept(cluster: Cluster) -> None:
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(cluster.config)
+        cluster.tell(2, north=1, south=1)
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+        assert channel.unary_unary(PID)(b"", timeout=LIMIT) == str(cluster.north.pid).encode()
+        assert_told(manager)
+        # Who has no old one is told why there is none.
+        with pytest.raises(ConnectFailed, match="version 2 of the topology has no primary"):
+            manager.get_or_create(cluster.config, dedicated=True, timeout=1.0)
+
+
+def assert_told(manager: ConnectionManager | AsyncConnectionManager) -> None:
+    told = [event for event in manager.recorder.events() if "topology is kept" in event.text]
+    assert "version 2 of the topology has no primary" in str(told[0].because), told
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+
+
+def manager_of_tasks(refresh_every: float) -> AsyncConnectionManager:
+    return AsyncConnectionManager(
+        strategy=lambda config: AsyncGlobalStrategy(refresh_every=refresh_every)
+    )
+
+
+@contextlib.asynccontextmanager
+async def calling_async(channel: grpc.aio.Channel, tasks: int = 3) -> AsyncIterator[Calls]:
+    calls, over = Calls(), asyncio.Event()
+
+    async def run() -> None:
+        method = channel.unary_unary(TALLY)
+        while not over.is_set():
+            word = calls.word
+            try:
+                calls.answered(word, await method(word, timeout=LIMIT))
+            except grpc.RpcError as error:
+                calls.failed(word, error)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(tasks):
+            group.create_task(run())
+        try:
+            yield calls
+        finally:
+            over.set()
+
+
+async def eventually_async(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not holds():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_clients_follow_the_primary_async(cluster: Cluster, order: str) -> None:
+    every = 0.2 if order == "refresher first" else 300.0
+    async with manager_of_tasks(every) as manager:
+        channel = await manager.get_or_create(cluster.config)
+        async with calling_async(channel) as calls:
+            await eventually_async(lambda: calls.enough(cluster.north))
+            cluster.tell(2, north=1, south=3)
+            if order == "error first":
+                with pytest.raises(grpc.RpcError):
+                    await channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+            elif order == "killed first":
+                cluster.north.kill()
+            await eventually_async(lambda: channel.generation != 1)
+            calls.seen()
+            if order == "killed first":
+                await asyncio.to_thread(cluster.north.start)
+            await eventually_async(lambda: calls.enough(cluster.south))
+        (line,) = manager.get_stats()["connections"]
+        assert (line["address"], line["generation"]) == (cluster.south.address, 2)
+    await asyncio.to_thread(check, cluster, calls, order)
+
+
+async def test_a_primary_that_was_restarted_is_connected_to_again_async(cluster: Cluster) -> None:
+    async with manager_of_tasks(300.0) as manager:
+        channel = await manager.get_or_create(cluster.config)
+        cluster.north.kill()
+        with pytest.raises(grpc.RpcError):
+            await channel.unary_unary(PID)(b"", timeout=LIMIT)
+        await asyncio.to_thread(cluster.north.start)
+        new = await channel.unary_unary(PID)(b"", timeout=LIMIT)
+        assert new == str(cluster.north.pid).encode()
+        (line,) = manager.get_stats()["connections"]
+        assert (line["address"], line["generation"]) == (cluster.north.address, 2)
+
+
+async def test_without_a_primary_the_old_one_is_kept_async(cluster: Cluster) -> None:
+    async with AsyncConnectionManager() as manager:
+        channel = await manager.get_or_create(cluster.config)
+        cluster.tell(2, north=1, south=1)
+        with pytest.raises(grpc.RpcError):
+            await channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+        answer = await channel.unary_unary(PID)(b"", timeout=LIMIT)
+        assert answer == str(cluster.north.pid).encode()
+        assert_told(manager)
+        with pytest.raises(ConnectFailed, match="version 2 of the topology has no primary"):
+            await manager.get_or_create(cluster.config, dedicated=True, timeout=1.0)

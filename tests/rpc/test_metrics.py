@@ -1,0 +1,329 @@
+"""Each move leaves an event with its cause, and is counted, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.kernel import Event
+from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Member, Topology
+from holdfast.rpc._counters import MAX_ADDRESSES, OTHERS, Counters, Ledger
+from holdfast.rpc.prometheus import _COUNTERS, RpcCollector
+
+from .handlers import ECHO
+from .servers import EchoServer
+from .sides import LIMIT, SIDES, Aio, Threads
+
+both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
+Kind = type[Threads] | type[Aio]
+Side = Threads | Aio
+SECRET = "opensesame-7531"
+
+
+class Client:
+    """Somebody who uses a connection."""
+
+
+class Scrape:
+    """What Prometheus gets, read back."""
+
+    def __init__(self, collector: RpcCollector) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self.text = generate_latest(registry).decode()
+        self._samples = [
+            sample
+            for family in text_string_to_metric_families(self.text)
+            for sample in family.samples
+        ]
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        found = [
+            sample.value
+            for sample in self._samples
+            if sample.name == f"holdfast_rpc_{name}" and sample.labels == labels
+        ]
+        assert len(found) <= 1, f"{name} has two values for one label set"
+        return found[0] if found else None
+
+
+def config(server: EchoServer) -> ConnectionConfig:
+    return ConnectionConfig.from_uri(f"http://{SECRET}@{server.address}")
+
+
+def counters(side: Side) -> dict[str, int]:
+    found: dict[str, int] = side.manager.get_stats()["counters"]
+    return found
+
+
+def events(side: Side, server: EchoServer) -> list[Event]:
+    return side.manager.recorder.events(f"rpc.{server.address}")
+
+
+def told(side: Side, server: EchoServer) -> list[tuple[str, str]]:
+    """The events of a connection: what happened, and why."""
+    return [(each.text, each.because[0] if each.because else "") for each in events(side, server)]
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not holds():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+
+
+async def fails(side: Side, channel: Any, timeout: float = 5.0) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        await side.call(channel, ECHO, b"", timeout)
+    return caught.value.code()
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@both
+async def test_an_outage_is_told_step_by_step(kind: Kind) -> None:
+    with EchoServer() as server:
+        async with kind() as side:
+            channel = await side.get(config(server))
+            assert told(side, server) == [
+                ("at connecting / dialling", ""),
+                ("at ready / serving", "generation 1 is connected"),
+            ]
+            server.kill()
+            assert await fails(side, channel) is grpc.StatusCode.UNAVAILABLE
+            unsent = [fails(side, channel, 0.5) for _ in range(5)]
+            assert set(await asyncio.gather(*unsent)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            server.start()
+            assert await side.call(channel, ECHO, b"hello") == b"hello"
+        events = told(side, server)[2:]
+        texts = [text for text, _ in events]
+        assert texts[0] in ("at recovering / waiting", "at recovering / dialling")
+        assert texts[-2:] == ["at ready / serving", "at closed"]
+        assert texts.count("calls are not sent: there is no connection in their time") == 1
+        assert all(why for _, why in events), "each has its cause"
+        assert events[-2:] == [
+            ("at ready / serving", "generation 2 is connected"),
+            ("at closed", "everything is closed"),
+        ]
+        now = counters(side)
+        assert (now["connects"], now["recoveries"], now["calls_unsent"]) == (2, 1, 5)
+        assert now["calls_waited"] >= 5
+        assert now["connect_failures"] >= 1
+
+
+@both
+async def test_a_look_at_an_idle_one_is_told(kind: Kind) -> None:
+    healthy = True
+    with EchoServer() as server:
+        async with kind(idle=0.1, probe=lambda channel: healthy) as side:
+            await side.get(config(server))
+            for healthy in (True, False):  # noqa: B007 - the probe looks at it
+                await asyncio.sleep(0.2)
+                await side.get(config(server), timeout=LIMIT)
+        assert ("at ready / probing", "it was not used for a while") in told(side, server)
+        assert ("at ready / serving", "the server answers") in told(side, server)
+        causes = [why for _, why in told(side, server)]
+        assert "the server did not answer the probe" in causes
+        now = counters(side)
+        assert (now["probes_healthy"], now["probes_unhealthy"]) == (1, 1)
+        assert (now["recoveries"], now["connects"]) == (1, 2)
+
+
+@both
+async def test_a_renewal_and_an_idle_close_are_told(kind: Kind, echo: EchoServer) -> None:
+    async with kind(max_age=0.3, linger=1.0) as side:
+        client = Client()
+        channel = await side.get(config(echo), client=client)
+        await until(lambda: channel.generation >= 2)
+        del client
+        gc.collect()
+        await until(lambda: side.manager.get_stats()["total_connections"] == 0)
+        assert ("at ready / renewing", "the channel is old") in told(side, echo)
+        await until(lambda: told(side, echo)[-1] == ("at closed", "nobody has it any more"))
+        now = counters(side)
+        assert now["renewals"] == now["connects"] - 1 >= 1
+        assert now["recoveries"] == 0
+
+
+@both
+async def test_a_refresh_of_credentials_is_told(kind: Kind) -> None:
+    class Provider:
+        token = "old"
+
+        def metadata(self) -> Any:
+            return (("authorization", self.token),)
+
+        def refresh(self) -> None:
+            self.token = SECRET
+
+    with EchoServer(token=SECRET) as server:
+        async with kind(credentials=lambda config: Provider()) as side:
+            channel = await side.get(config(server))
+            assert await fails(side, channel) is grpc.StatusCode.UNAUTHENTICATED
+            await until(lambda: counters(side)["credential_refreshes"] == 1)
+            assert told(side, server)[-1] == (
+                "the credentials were refreshed",
+                "the server refused those that there were",
+            )
+
+
+@both
+async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
+    with EchoServer() as north, EchoServer() as south:
+        version, primary = 1, north
+
+        def topology() -> Topology:
+            members = [
+                Member(each.address, each.uri, 3 if each is primary else 1)
+                for each in (north, south)
+            ]
+            return Topology(version, tuple(members))
+
+        async with kind(fetch_topology=topology) as side:
+            channel = await side.get(config(north))
+            version, primary = 2, south
+            (managed,) = side.manager._book
+            managed.strategy._refresher.trigger()
+            await until(lambda: channel.address == south.address and channel._live is not None)
+            assert await side.call(channel, ECHO, b"hello") == b"hello"
+        causes = [why for _, why in told(side, north)]
+        assert "version 2 of the topology has another primary" in causes
+        known = side.manager.recorder.events(f"rpc.{north.address}.topology")
+        assert [each.text for each in known] == [
+            "version 1 of the topology is known",
+            "version 2 of the topology is known",
+            *[each.text for each in known[2:]],
+        ]
+
+
+@both
+async def test_an_old_error_is_counted_and_changes_nothing(kind: Kind, echo: EchoServer) -> None:
+    async with kind(max_age=0.3) as side:
+        channel = await side.get(config(echo))
+        await until(lambda: channel.generation >= 2)
+        old = grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
+        )
+        channel._on_rpc_error(old, 1)
+        now = counters(side)
+        assert (now["stale_errors"], now["recoveries"]) == (1, 0)
+
+
+@both
+async def test_nothing_shows_the_token(kind: Kind) -> None:
+    with EchoServer() as server:
+        async with kind() as side:
+            channel = await side.get(config(server))
+            await side.call(channel, ECHO)
+            server.kill()
+            await fails(side, channel)
+            shown = [
+                Scrape(RpcCollector(side.manager)).text,
+                str(side.manager.get_stats()),
+                str([each.as_dict() for each in side.manager.recorder.events()]),
+                side.manager.recorder.explain(f"rpc.{server.address}"),
+                repr(side.manager) + repr(channel) + repr(channel._refusals),
+            ]
+            for text in shown:
+                assert SECRET not in text
+            (line,) = side.manager.get_stats()["connections"]
+            digest = line["key"].partition("|")[2]
+            assert digest
+            assert digest not in shown[0]
+
+
+# -- statistics and metrics ------------------------------------------------------------------------
+
+
+@both
+async def test_the_statistics_have_all_that_they_had(kind: Kind, echo: EchoServer) -> None:
+    async with kind() as side:
+        await side.get(config(echo))
+        found = side.manager.get_stats()
+        assert list(found) == [
+            *("total_connections", "shared_connections", "dedicated_connections"),
+            *("connections", "counters"),
+        ]
+        assert list(found["connections"][0]) == [
+            *("key", "address", "idle_time", "client_count", "dedicated", "generation", "state")
+        ]
+        assert found["counters"] == {**Counters().as_dict(), "connects": 1}
+
+
+@both
+async def test_what_prometheus_reads(kind: Kind, echo: EchoServer) -> None:
+    async with kind() as side, kind() as other:
+        client = Client()
+        channel = await side.get(config(echo), client=client)
+        await other.get(config(echo))
+        await side.get(config(echo), dedicated=True)
+        collector = RpcCollector(side.manager)
+        collector.add(other.manager)
+        sleeping = asyncio.create_task(side.call(channel, "/test.Echo/Sleep", b"0.5"))
+        await until(lambda: channel.calls == 1)
+        scrape = Scrape(collector)
+        here = {"address": echo.address}
+        assert scrape("connections", **here, state="ready") == 3.0
+        assert scrape("clients", **here) == 3.0
+        assert scrape("calls", **here) == 1.0
+        assert scrape("waiting", **here) == 0.0
+        assert scrape("connects_total", **here) == 3.0
+        assert scrape("probes_total", **here, outcome="healthy") == 0.0
+        for name in _COUNTERS:
+            assert scrape(f"{name}_total", **here) is not None
+        await sleeping
+        collector.remove(other.manager)
+        collector.remove(other.manager)
+        assert Scrape(collector)("connects_total", **here) == 2.0
+
+
+async def test_every_counter_is_a_metric() -> None:
+    probes = {"probes_healthy", "probes_unhealthy"}
+    assert set(_COUNTERS) | probes == set(Counters().as_dict())
+
+
+@both
+async def test_who_cannot_be_reached_is_counted(kind: Kind) -> None:
+    server = EchoServer()
+    async with kind() as side:
+        with pytest.raises(ConnectFailed):
+            await side.get(config(server), timeout=0.5)
+        scrape = Scrape(RpcCollector(side.manager))
+        assert (scrape("connect_failures_total", address=server.address) or 0) >= 1
+        assert scrape("connects_total", address=server.address) == 0.0
+
+
+def test_a_manager_that_is_gone_is_not_shown() -> None:
+    manager = ConnectionManager()
+    collector = RpcCollector(manager)
+    manager._book.counters_of("there:1").connects += 1
+    assert "there:1" in Scrape(collector).text
+    del manager
+    gc.collect()
+    assert "there:1" not in Scrape(collector).text
+
+
+def test_two_collectors_of_one_registry_are_refused() -> None:
+    registry = CollectorRegistry()
+    registry.register(RpcCollector())
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(RpcCollector())
+
+
+def test_addresses_that_come_and_go_are_put_together() -> None:
+    ledger = Ledger()
+    kept = ledger.of("kept:1", set)
+    kept.connects = 5
+    for number in range(MAX_ADDRESSES + 10):
+        ledger.of(f"10.0.0.{number}:1", lambda: {"kept:1"}).connects += 1
+    assert len(list(ledger)) <= MAX_ADDRESSES + 1
+    found = dict(ledger)
+    assert found["kept:1"] is kept
+    assert found[OTHERS].connects >= 10
+    assert ledger.total().connects == MAX_ADDRESSES + 15

@@ -1,0 +1,335 @@
+"""What goes over the wire to Milvus: tokens, greetings, and the answers of a lost primary.
+
+The server is a real one of gRPC's with Milvus's own service, so that a test can see what it was
+told and choose what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pymilvus  # type: ignore[import-untyped]
+import pytest
+from pymilvus.grpc_gen import common_pb2  # type: ignore[import-untyped]
+
+from holdfast.rpc import ConfigError, ConnectionConfig, Member, TokenCredentials, Topology
+from holdfast.rpc._milvus import _refusals
+from holdfast.rpc.milvus import (
+    AsyncMilvusClient,
+    AsyncMilvusManager,
+    MilvusClient,
+    MilvusManager,
+    MilvusRefused,
+    milvus_config,
+    milvus_probe,
+)
+
+from .milvus_service import CALLERS, LIMIT, VIOLATION, Server
+
+SECRET = "user:correct horse"
+
+
+class Moves:
+    """Two members, of which first the one and then the other is the primary."""
+
+    def __init__(self, first: Server, second: Server) -> None:
+        self._first = first
+        self._second = second
+        self._moved = False
+
+    def move(self) -> None:
+        """The primary is another; the first to know is the old one."""
+        self._first.service.moved = self._moved = True
+
+    def topology(self) -> Topology:
+        one, two = (1, 3) if self._moved else (3, 1)
+        members = (Member("a", self._first.uri, one), Member("b", self._second.uri, two))
+        return Topology(2 if self._moved else 1, members)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def other() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.stop()
+
+
+def signature(token: str = SECRET) -> str:
+    return base64.b64encode(token.encode()).decode()
+
+
+# -- as whom ---------------------------------------------------------------------------------------
+
+
+def test_a_call_carries_the_token_the_number_and_the_database(server: Server) -> None:
+    with MilvusManager() as manager:
+        client = MilvusClient(server.uri, token=SECRET, db_name="books", manager=manager)
+        assert client.get_server_version() == "1"
+    assert server.service.greetings[0]["authorization"] == signature()
+    (seen,) = server.service.calls
+    assert (seen["authorization"], seen["identifier"], seen["dbname"]) == (
+        signature(),
+        "1001",
+        "books",
+    )
+
+
+async def test_a_call_of_asyncio_carries_the_same(server: Server) -> None:
+    async with AsyncMilvusManager() as manager:
+        client = AsyncMilvusClient(
+            server.uri, user="user", password="correct horse", db_name="books", manager=manager
+        )
+        assert await client.get_server_version() == "1"
+    assert server.service.greetings[0]["authorization"] == signature()
+    (seen,) = server.service.calls
+    assert (seen["authorization"], seen["identifier"], seen["dbname"]) == (
+        signature(),
+        "1001",
+        "books",
+    )
+
+
+def test_a_token_can_be_replaced(server: Server) -> None:
+    rotating = TokenCredentials("old", encode=signature)
+    with MilvusManager(credentials=lambda config: rotating) as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        rotating.replace("new")
+        client.get_server_version()
+    assert server.service.greetings[0]["authorization"] == signature("old")
+    assert server.service.calls[0]["authorization"] == signature("new")
+
+
+def test_a_token_that_is_refused_at_the_greeting_is_fetched_anew(server: Server) -> None:
+    server.service.accepts = signature("new")
+    expired = TokenCredentials("old", encode=signature, fetch=lambda: "new")
+    with MilvusManager(credentials=lambda config: expired) as manager:
+        MilvusClient(server.uri, manager=manager).get_server_version()
+    told = [seen["authorization"] for seen in server.service.greetings]
+    assert told == [signature("old"), signature("new")]
+    assert server.service.calls[0]["authorization"] == signature("new")
+
+
+def test_every_generation_greets(server: Server) -> None:
+    with MilvusManager() as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        error = pymilvus.MilvusException(1, VIOLATION)
+        assert manager.handle_error(client._channel, error, timeout=LIMIT)
+        client.get_server_version()
+    assert server.service.calls[0]["identifier"] == "1002"
+
+
+def test_each_channel_of_a_pool_greets(server: Server) -> None:
+    with MilvusManager(channels=2) as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        for _ in range(4):
+            client.get_server_version()
+        assert len(server.service.greetings) == 2
+        assert {seen["identifier"] for seen in server.service.calls} <= {"1001", "1002"}
+
+
+async def test_each_channel_of_a_pool_of_asyncio_greets(server: Server) -> None:
+    async with AsyncMilvusManager(channels=2) as manager:
+        client = AsyncMilvusClient(server.uri, manager=manager)
+        await asyncio.gather(*(client.get_server_version() for _ in range(4)))
+        assert len(server.service.greetings) == 2
+        assert {seen["identifier"] for seen in server.service.calls} == {"1001", "1002"}
+
+
+def test_a_server_that_knows_no_greeting(server: Server) -> None:
+    server.service.refuse = grpc.StatusCode.UNIMPLEMENTED
+    with MilvusManager() as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        server.service.refuse = None
+        assert client.get_server_version() == "1"
+    assert "identifier" not in server.service.calls[0]
+
+
+def test_a_server_that_is_not_ready_is_waited_for(server: Server) -> None:
+    server.service.greeting = common_pb2.Status(code=1, reason="service not ready")
+    with MilvusManager() as manager:
+        ready = threading.Timer(0.5, setattr, (server.service, "greeting", common_pb2.Status()))
+        ready.start()
+        assert MilvusClient(server.uri, manager=manager).get_server_version() == "1"
+        assert len(server.service.greetings) > 1
+
+
+# -- who is not let in -----------------------------------------------------------------------------
+
+
+def test_a_wrong_token_is_told_at_once(server: Server) -> None:
+    server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
+    with MilvusManager() as manager:
+        for _ in range(3):
+            with pytest.raises(MilvusRefused, match="UNAUTHENTICATED: auth check failure"):
+                MilvusClient(server.uri, token=SECRET, manager=manager)
+        assert len(server.service.greetings) == 1, "and nobody reconnects for it"
+    gc.collect()
+    assert not _refusals, "what was noted of a channel goes with it"
+
+
+async def test_a_wrong_token_of_asyncio_is_told_at_once(server: Server) -> None:
+    server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
+    async with AsyncMilvusManager() as manager:
+        for _ in range(3):
+            with pytest.raises(MilvusRefused, match="UNAUTHENTICATED: auth check failure"):
+                await AsyncMilvusClient(server.uri, token=SECRET, manager=manager).list_aliases("a")
+        assert len(server.service.greetings) == 1
+    gc.collect()
+    assert not _refusals
+
+
+async def test_a_probe_needs_no_token(server: Server) -> None:
+    server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
+    with grpc.insecure_channel(server.address) as channel:
+        assert milvus_probe(channel)
+        server.stop()
+        assert not milvus_probe(channel)
+
+
+def test_the_token_is_shown_nowhere(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with MilvusManager() as manager:
+        client = MilvusClient(server.uri, token=SECRET, manager=manager)
+        client.get_server_version()
+        server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.RpcError) as caught:
+            client.get_server_version()
+        server.stop()
+        with pytest.raises((grpc.RpcError, pymilvus.MilvusException)) as unsent:
+            client.get_server_version(timeout=1.0)
+        shown = [repr(client), repr(client._handler), repr(manager.get_stats()), caplog.text]
+        shown += [repr(caught.value), repr(unsent.value), repr(manager.recorder.events())]
+    for text in shown:
+        for secret in ("correct horse", signature()):
+            assert secret not in text
+
+
+# -- the primary that was --------------------------------------------------------------------------
+
+
+def test_a_lost_primary_is_left_once(server: Server, other: Server) -> None:
+    moves = Moves(server, other)
+    with MilvusManager(fetch_topology=moves.topology) as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        client.drop_alias("a")
+        moves.move()
+        ready, failures = threading.Barrier(CALLERS), list[BaseException]()
+
+        def write() -> None:
+            ready.wait()
+            try:
+                client.drop_alias("a", timeout=LIMIT)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=write) for _ in range(CALLERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert not failures
+        (line,) = manager.get_stats()["connections"]
+        assert (line["generation"], line["address"]) == (2, other.address)
+        assert 1 <= server.service.violations <= CALLERS
+
+
+async def test_a_lost_primary_is_left_once_by_coroutines(server: Server, other: Server) -> None:
+    moves = Moves(server, other)
+    async with AsyncMilvusManager(fetch_topology=moves.topology) as manager:
+        client = AsyncMilvusClient(server.uri, manager=manager)
+        await client.drop_alias("a")
+        moves.move()
+        calls = (client.drop_alias("a", timeout=LIMIT) for _ in range(CALLERS))
+        await asyncio.gather(*calls)
+        (line,) = manager.get_stats()["connections"]
+        assert (line["generation"], line["address"]) == (2, other.address)
+        assert 1 <= server.service.violations <= CALLERS
+
+
+def test_a_late_answer_of_a_lost_primary_changes_nothing(server: Server, other: Server) -> None:
+    moves = Moves(server, other)
+    other.service.go_on.set()
+    with (
+        MilvusManager(fetch_topology=moves.topology) as manager,
+        ThreadPoolExecutor() as pool,
+    ):
+        client = MilvusClient(server.uri, manager=manager)
+        late = pool.submit(client.drop_alias, "late", timeout=LIMIT)
+        assert server.service.held.acquire(timeout=LIMIT)
+        moves.move()
+        client.drop_alias("a", timeout=LIMIT)
+        server.service.go_on.set()
+        late.result(LIMIT)
+        (line,) = manager.get_stats()["connections"]
+        assert (line["generation"], server.service.violations) == (2, 2)
+
+
+async def test_a_late_answer_of_a_lost_primary_changes_nothing_for_coroutines(
+    server: Server, other: Server
+) -> None:
+    moves = Moves(server, other)
+    other.service.go_on.set()
+    async with AsyncMilvusManager(fetch_topology=moves.topology) as manager:
+        client = AsyncMilvusClient(server.uri, manager=manager)
+        late = asyncio.create_task(client.drop_alias("late", timeout=LIMIT))
+        assert await asyncio.to_thread(server.service.held.acquire, timeout=LIMIT)
+        moves.move()
+        await client.drop_alias("a", timeout=LIMIT)
+        server.service.go_on.set()
+        await late
+        (line,) = manager.get_stats()["connections"]
+        assert (line["generation"], server.service.violations) == (2, 2)
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+def test_pymilvus_names_for_tls_and_channels() -> None:
+    config = milvus_config(
+        "https://vectors:19530/mydb",
+        token="",
+        user="u",
+        password="p",
+        ca_pem_path="ca.pem",
+        client_pem_path="own.pem",
+        client_key_path="own.key",
+        server_name="vectors.example.com",
+        grpc_options={"grpc.keepalive_time_ms": 1},
+        server_pem_path="",
+    )
+    assert isinstance(config, ConnectionConfig)
+    assert (config.token, config.db_name, config.secure) == ("u:p", "mydb", True)
+    assert config.options == {
+        "ca": "ca.pem",
+        "certificate": "own.pem",
+        "private_key": "own.key",
+        "server_name": "vectors.example.com",
+        "channel_options": {"grpc.keepalive_time_ms": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ca_pem_path": "a", "server_pem_path": "b"}, "says the same"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        milvus_config("https://vectors", **options)

@@ -1,0 +1,301 @@
+"""The manager for threads, used by many at once, while its servers are killed and come back."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, ManagerClosed
+from holdfast.rpc._dial import make_channel
+from holdfast.rpc._managed import ManagedConnection
+from holdfast.testing import StressFailed, base_seed, mutant, scaled, stress_threads
+
+from .handlers import ECHO, descriptors, eventually, own_threads
+from .servers import EchoServer
+
+THREADS = 8
+#: How long a call or a checkout may wait, and after what time it counts as forgotten.
+TIMEOUT, FORGOTTEN = 1.0, 4.0
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """No log: connections are broken by the dozen."""
+    log = logging.getLogger("holdfast")
+    before, log.level = log.level, logging.CRITICAL
+    yield
+    log.level = before
+
+
+class Client:
+    """Somebody who uses a connection."""
+
+
+class Tracked(grpc.Channel):  # type: ignore[misc]
+    """A real channel that knows whether it is open."""
+
+    def __init__(self, inner: grpc.Channel) -> None:
+        self._inner = inner
+        self.closes = 0
+
+    def unary_unary(self, *given: Any, **options: Any) -> Any:
+        assert not self.closes, "a call over a channel that is closed"
+        return self._inner.unary_unary(*given, **options)
+
+    def unary_stream(self, *given: Any, **options: Any) -> Any:
+        return self._inner.unary_stream(*given, **options)
+
+    def stream_unary(self, *given: Any, **options: Any) -> Any:
+        return self._inner.stream_unary(*given, **options)
+
+    def stream_stream(self, *given: Any, **options: Any) -> Any:
+        return self._inner.stream_stream(*given, **options)
+
+    def subscribe(self, *given: Any, **options: Any) -> None:
+        self._inner.subscribe(*given, **options)
+
+    def unsubscribe(self, *given: Any, **options: Any) -> None:
+        self._inner.unsubscribe(*given, **options)
+
+    def close(self) -> None:
+        self.closes += 1
+        self._inner.close()
+
+    def __enter__(self) -> Tracked:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+class Crowd:
+    """A manager and what threads do with it; the last of the servers is never killed."""
+
+    def __init__(self, servers: list[EchoServer]) -> None:
+        self.configs = [ConnectionConfig.from_uri(server.uri) for server in servers]
+        self.safe = self.configs[-1]
+        self.channels: list[Tracked] = []
+        self.outcomes: Counter[str] = Counter()
+        self.over = threading.Event()
+        self.manager = ConnectionManager(
+            handler_factory=self._make, linger=0.4, idle=0.3, connect_timeout=TIMEOUT
+        )
+
+    def _make(self, config: ConnectionConfig) -> Tracked:
+        channel = Tracked(make_channel(config, len(self.channels)))
+        self.channels.append(channel)
+        return channel
+
+    # -- what a thread does --------------------------------------------------------------------
+
+    def work(self, thread: int, iteration: int) -> None:
+        chance = random.Random(f"{base_seed()} {thread}")
+        while not self.over.is_set():
+            config = chance.choice(self.configs)
+            match chance.randrange(100):
+                case 0:
+                    self.limited(self.manager.close_all)
+                case 1 | 2:
+                    self.look()
+                case number if number < 15:
+                    self.alone(config)
+                case number if number < 25:
+                    self.share(config, Client(), forget=True)
+                case _:
+                    self.share(config, Client())
+
+    def share(self, config: ConnectionConfig, client: Client, forget: bool = False) -> None:
+        channel = self.take(config, client=client)
+        if channel is None:
+            return
+        self.call(config, channel)
+        if forget:  # its death is enough
+            return
+        self.manager.release(channel, client)
+        self.manager.release(channel, client)
+
+    def alone(self, config: ConnectionConfig) -> None:
+        channel = self.take(config, dedicated=True)
+        if channel is None:
+            return
+        self.call(config, channel)
+        self.limited(channel.close)
+        with pytest.raises(ManagerClosed):
+            channel.unary_unary(ECHO)(b"", timeout=TIMEOUT)
+
+    def take(self, config: ConnectionConfig, **how: Any) -> Any:
+        try:
+            return self.limited(lambda: self.manager.get_or_create(config, timeout=TIMEOUT, **how))
+        except ConnectFailed:
+            assert config is not self.safe, "its server was there all the time"
+            self.outcomes["not connected"] += 1
+            return None
+
+    def call(self, config: ConnectionConfig, channel: Any) -> None:
+        try:
+            answer = self.limited(lambda: channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT))
+            assert answer == b"a"
+            self.outcomes["answered"] += 1
+        except ManagerClosed:  # another thread has closed everything
+            self.outcomes["closed"] += 1
+        except grpc.RpcError as error:
+            self.outcomes[error.code().name] += 1
+            self.failed(config, channel, error)
+
+    def failed(self, config: ConnectionConfig, channel: Any, error: grpc.RpcError) -> None:
+        assert config is not self.safe, f"its server was there all the time: {error}"
+        assert error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"), error
+        self.limited(lambda: self.manager.handle_error(channel, error, timeout=TIMEOUT))
+
+    def limited(self, act: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        try:
+            return act()
+        finally:
+            took = time.monotonic() - began
+            assert took < FORGOTTEN, f"it has taken {took:.1f} s"
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """What the statistics say fits together."""
+        told = self.manager.get_stats()
+        lines = told["connections"]
+        assert told["total_connections"] == len(lines)
+        assert told["dedicated_connections"] == sum(line["dedicated"] for line in lines)
+        assert told["shared_connections"] + told["dedicated_connections"] == len(lines)
+        shared = [line["address"] for line in lines if not line["dedicated"]]
+        assert len(shared) == len(set(shared)), f"two for one endpoint: {shared}"
+        assert all(line["client_count"] >= 0 for line in lines)
+
+    def always(self) -> None:
+        """One generation is the current one, if there is one, and it is open."""
+        with self.manager._lock:
+            for managed in self.manager._book:
+                self._check(managed)
+        time.sleep(0.002)
+
+    def _check(self, managed: ManagedConnection[Any]) -> None:
+        core, live = managed.core, managed.handler._live
+        assert core.waiting >= len(managed.waiters), f"{core!r}: {len(managed.waiters)} waiters"
+        if core.machine.phase == "ready":
+            assert live is not None, f"{core!r} has no channel"
+            assert live.number == core.generation, f"{live!r} is not that of {core!r}"
+            assert not live.retired, f"{live!r} is the current one"
+        elif core.machine.phase == "recovering":
+            assert live is None, f"{live!r} is used while {core!r}"
+
+    def end(self) -> None:
+        """Nobody is left, nothing is counted, and at last everything is closed, once."""
+        with self.manager._lock:
+            for managed in self.manager._book:
+                assert not managed.waiters, f"{managed!r} is waited for"
+                assert managed.core.waiting == 0, f"{managed!r} is waited for"
+        for line in self.manager.get_stats()["connections"]:
+            assert line["client_count"] == 0, line
+        self.manager.close()
+        assert self.manager.get_stats()["total_connections"] == 0
+        works = self.manager._works
+        eventually(lambda: not works._tasks and not works._timers and not works._closings)
+        eventually(lambda: all(channel.closes for channel in self.channels))
+        assert {channel.closes for channel in self.channels} == {1}, "closed more than once"
+
+
+def stress(crowd: Crowd, victims: list[EchoServer], kills: int) -> None:
+    """Kill servers one after the other, and start them again, while the threads work."""
+
+    def chaos() -> None:
+        try:
+            for number in range(kills):
+                victim = victims[number % len(victims)]
+                if crowd.over.wait(0.3):
+                    return
+                victim.kill()
+                crowd.over.wait(0.1 + 0.4 * (number % 3))
+                victim.start()
+            crowd.over.wait(0.3)
+        finally:
+            crowd.over.set()
+
+    killer = threading.Thread(target=chaos)
+    killer.start()
+    try:
+        stress_threads(
+            crowd.work,
+            threads=THREADS,
+            iterations=1,
+            always=crowd.always,
+            invariant=crowd.end,
+            timeout=100.0,
+        )
+    finally:
+        crowd.over.set()
+        killer.join(60)
+        crowd.manager.close()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[EchoServer]]:
+    made = [EchoServer() for _ in range(3)]
+    with made[0], made[1], made[2]:
+        yield made
+
+
+def test_many_threads_and_servers_that_die(servers: list[EchoServer]) -> None:
+    crowd = Crowd(servers)
+    kills = scaled(30, least=3)
+    # What the first connection makes is made before.
+    crowd.share(crowd.safe, Client())
+    threads, files = own_threads(), descriptors()
+    stress(crowd, servers[:2], kills)
+    assert crowd.outcomes["answered"] > 50 * kills, crowd.outcomes
+    assert crowd.outcomes["UNAVAILABLE"] + crowd.outcomes["not connected"], "nobody noticed"
+    assert len(crowd.channels) > kills, "nothing was replaced"
+    eventually(lambda: own_threads() <= threads)
+    eventually(lambda: descriptors() <= files + 3)
+
+
+# -- defects that must be noticed ------------------------------------------------------------------
+
+
+class NoLock:
+    """Looks like a lock, and keeps nobody out."""
+
+    def __enter__(self) -> None:
+        time.sleep(0)
+
+    def __exit__(self, *args: object) -> None:
+        time.sleep(0)
+
+
+def _begins_without_a_lock(self: ConnectionManager) -> None:
+    """Everybody changes everything at any time."""
+    _begin(self)
+    self._lock = self._works._lock = NoLock()  # type: ignore[assignment]
+
+
+_begin = ConnectionManager._begin
+
+
+@mutant(ConnectionManager, "_begin", _begins_without_a_lock, name="a manager without a lock")
+def test_a_manager_without_its_lock_is_noticed(servers: list[EchoServer]) -> None:
+    with pytest.raises(StressFailed):
+        stress(Crowd(servers), servers[:2], 20)
+
+
+def _never_given_back(self: ManagedConnection[Any], client: object | None) -> None:
+    """Who releases it is counted for ever."""
+
+
+@mutant(ManagedConnection, "given_back", _never_given_back, name="nobody gives back")
+def test_clients_that_are_counted_for_ever_are_noticed(servers: list[EchoServer]) -> None:
+    with pytest.raises(StressFailed):
+        stress(Crowd(servers), servers[:2], 2)
