@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 
 from holdfast.kernel._words import MAX_TEXT, causes_of, describe, duration, refuse
@@ -9,6 +11,23 @@ from holdfast.kernel._words import MAX_TEXT, causes_of, describe, duration, refu
 
 class AdminShutdown(Exception):
     sqlstate = "57P01"
+
+
+class Code(Enum):
+    UNAVAILABLE = 14
+
+
+class Unavailable(Exception):
+    """As those of gRPC are."""
+
+    def code(self) -> Code:
+        return Code.UNAVAILABLE
+
+    def details(self) -> str:
+        return "nobody there"
+
+    def __str__(self) -> str:
+        return "a page"
 
 
 class Unprintable(Exception):
@@ -24,6 +43,7 @@ class Unprintable(Exception):
         (ConnectionResetError(104, "reset"), "[Errno 104] reset (ConnectionResetError)"),
         (AdminShutdown("the server is closing"), "the server is closing (57P01 admin shutdown)"),
         (AdminShutdown(), "57P01 admin shutdown"),
+        (Unavailable(), "UNAVAILABLE: nobody there (Unavailable)"),
         (ValueError("two\n  lines"), "two lines (ValueError)"),
         (Unprintable(), "its message cannot be shown (Unprintable)"),
         (

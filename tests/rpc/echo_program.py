@@ -97,15 +97,21 @@ class Meeting:
 
 
 class Doorkeeper(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Lets in who has the token; `Accept` is for all, and changes it."""
+    """Lets in who has the token; `Accept` is for all, and changes it.
 
-    def __init__(self, token: str) -> None:
+    A strict one does not let strangers ask how the server is, either.
+    """
+
+    def __init__(self, token: str, strict: bool) -> None:
         self.token = token
+        self._strict = strict
         self._refuses = grpc.unary_unary_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         shown = dict(details.invocation_metadata).get("authorization", "")
-        free = not details.method.startswith("/test.Echo/") or details.method.endswith("/Accept")
+        free = details.method.endswith("/Accept") or (
+            not self._strict and not details.method.startswith("/test.Echo/")
+        )
         if free or not self.token or shown == self.token:
             return continuation(details)
         return self._refuses
@@ -198,9 +204,10 @@ def main() -> None:
     parser.add_argument("--tls", type=Path)
     parser.add_argument("--stubs", type=Path)
     parser.add_argument("--token", default="")
+    parser.add_argument("--strict", action="store_true")
     parser.add_argument("--streams", type=int)
     options = parser.parse_args()
-    door = Doorkeeper(options.token)
+    door = Doorkeeper(options.token, options.strict)
     more = [] if options.streams is None else [("grpc.max_concurrent_streams", options.streams)]
     # Two servers must not share a port: a test would talk to either.
     server = grpc.server(

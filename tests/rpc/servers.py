@@ -37,6 +37,7 @@ class EchoServer:
         tls: Path | None = None,
         stubs: Path | None = None,
         token: str = "",
+        strict: bool = False,
         streams: int | None = None,
     ) -> None:
         self.port = free_port()
@@ -47,6 +48,7 @@ class EchoServer:
             if value is not None
             for text in (f"--{name}", str(value))
         ]
+        self._more += ["--strict"] if strict else []
         self._process: subprocess.Popen[str] | None = None
 
     @property

@@ -25,7 +25,7 @@ from holdfast.rpc import ConnectionConfig, ConnectionManager
 from holdfast.rpc._core import CHART
 from holdfast.rpc._retry import NEVER
 
-from .handlers import ECHO, PID
+from .handlers import ECHO, FAIL, PID
 from .servers import EchoServer, make_stubs
 from .topology_server import TopologyServer, body_of
 
@@ -247,12 +247,20 @@ def test_the_chart_is_the_one_of_the_code() -> None:
 
 def test_the_program_of_the_topic_runs(echo: EchoServer) -> None:
     names: dict[str, Any] = {"VectorServiceStub": lambda channel: channel}
-    block = blocks(TOPIC)[0].replace("https://user:pass@vectors:19530/mydb", echo.uri)
+    first, apart, repeated = blocks(TOPIC)
+    block = first.replace("https://user:pass@vectors:19530/mydb", echo.uri)
     exec(block, names)
     assert names["stub"].unary_unary(ECHO)(b"hello", timeout=LIMIT) == b"hello"
     assert isinstance(names["stub"], grpc.Channel)
     names["stub"] = types.SimpleNamespace(Search=names["channel"].unary_unary(ECHO))
-    exec(blocks(TOPIC)[1], names)
+    exec(repeated, names)
     assert names["search"](b"tea", timeout=LIMIT) == b"tea"
     assert names["patient"].unary_unary(ECHO)(b"tea", timeout=LIMIT) == b"tea"
     names["manager"].close()
+    exec(apart.replace("overloaded", "as asked"), names)
+    with names["manager"] as manager:
+        channel = manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
+        for _ in range(2):
+            with pytest.raises(grpc.RpcError, match="as asked"):
+                channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+        assert channel.generation == 1

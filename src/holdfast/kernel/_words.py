@@ -104,11 +104,19 @@ def _message(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return _group_message(error)
     try:
-        text = str(error)
+        text = _of_grpc(error) or str(error)
     except Exception:
         # An error whose text cannot be had must not hide that there was an error.
         return "its message cannot be shown"
     return shorten(text)
+
+
+def _of_grpc(error: BaseException) -> str:
+    """What an error of gRPC says; printed, it is a page that says it three times."""
+    code, details = getattr(error, "code", None), getattr(error, "details", None)
+    if not callable(code) or not callable(details):
+        return ""
+    return f"{code().name}: {details()}"
 
 
 def _group_message(group: BaseExceptionGroup[BaseException]) -> str:

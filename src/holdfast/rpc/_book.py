@@ -48,14 +48,18 @@ class Book:
         return self._by_handler.get(id(handler))
 
     def deserted(self, now: float, linger: float) -> list[Managed]:
-        """Those that nobody has had for so long; whoever is left alone is noted."""
+        """Those that nobody has had for so long; whoever is left alone is noted.
+
+        Nor used: who holds a channel of which others have said too often that they give it back
+        goes on with it undisturbed.
+        """
         over = []
         for managed in self.entries.values():
-            if not managed.deserted:
+            if not managed.deserted or managed.handler.calls:
                 managed.deserted_at = None
             elif managed.deserted_at is None:
                 managed.deserted_at = now
-            elif now - managed.deserted_at >= linger:
+            elif now - max(managed.deserted_at, managed.called_at) >= linger:
                 over.append(managed)
         return over
 

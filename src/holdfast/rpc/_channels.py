@@ -26,8 +26,13 @@ __all__ = ["AioChannels", "ThreadChannels"]
 _HEALTH = "/grpc.health.v1.Health/Check"
 #: `grpc.health.v1.HealthCheckResponse` with the status SERVING.
 _SERVING = b"\x08\x01"
-#: A server that says this to the question how it is does at least answer.
-_ANSWERS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
+#: What gRPC itself says of a server that does not answer. All else comes from the server: that it
+#: does not know the question, say, or does not answer it to strangers.
+_SILENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 class _Channels:
@@ -44,6 +49,13 @@ class _Channels:
         elif (wait := getattr(channel, "channel_ready", None)) is not None:
             await wait()
 
+    async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
+        """Whether the server answers over it."""
+        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
+
+    async def _answers(self, channel: Any) -> bool:
+        raise NotImplementedError
+
     async def close(self, channel: Any) -> None:
         """Close one that no call was made over."""
         if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
@@ -55,10 +67,6 @@ class _Channels:
 class ThreadChannels(_Channels):
     """For channels of threads: what blocks does so elsewhere."""
 
-    async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
-        """Whether the server answers over it."""
-        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
-
     async def _answers(self, channel: Any) -> bool:
         if self._probe is None:
             return await _ask(channel)
@@ -68,10 +76,6 @@ class ThreadChannels(_Channels):
 
 class AioChannels(_Channels):
     """For channels of asyncio."""
-
-    async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
-        """Whether the server answers over it."""
-        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
 
     async def _answers(self, channel: Any) -> bool:
         outcome = (self._probe or _ask_aio)(channel)
@@ -103,12 +107,12 @@ async def _ask(channel: grpc.Channel) -> bool:
     except asyncio.CancelledError:
         call.cancel()
         raise
-    return bool(call.answer() == _SERVING if code is grpc.StatusCode.OK else code in _ANSWERS)
+    return bool(call.answer() == _SERVING if code is grpc.StatusCode.OK else code not in _SILENT)
 
 
 async def _ask_aio(channel: grpc.aio.Channel) -> bool:
     try:
         answer: bytes = await channel.unary_unary(_HEALTH)(b"", timeout=PROBE_TIMEOUT)
     except grpc.RpcError as error:
-        return error.code() in _ANSWERS
+        return error.code() not in _SILENT
     return answer == _SERVING

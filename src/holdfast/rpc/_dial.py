@@ -46,7 +46,13 @@ DEFAULTS: dict[str, int] = {
     # A server that is gone without a word is noticed, with or without a call under way.
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5_000,
+    # It has the last word on how long an answer may take: by default, a minute.
+    "grpc.http2.ping_timeout_ms": 5_000,
     "grpc.keepalive_permit_without_calls": 1,
+    # A call with `wait_for_ready` does not tell that there is no connection: it waits inside its
+    # channel, and by default with pauses that grow to two minutes.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1_000,
 }
 
 #: Any method will do to be answered: with "there is no such method", if need be.

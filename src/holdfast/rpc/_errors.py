@@ -14,7 +14,14 @@ from __future__ import annotations
 
 from holdfast.kernel import HoldfastError
 
-__all__ = ["ChannelError", "ConfigError", "ConnectFailed", "ManagerClosed", "TopologyError"]
+__all__ = [
+    "ChannelError",
+    "ConfigError",
+    "ConnectFailed",
+    "ManagerClosed",
+    "TopologyError",
+    "closed",
+]
 
 
 class ChannelError(HoldfastError):
@@ -35,3 +42,11 @@ class TopologyError(ChannelError):
 
 class ManagerClosed(ChannelError):
     """The manager, or this connection of it, is closed."""
+
+
+def closed(address: str) -> ManagerClosed:
+    """For a call over a channel that is closed."""
+    return ManagerClosed(
+        f"the connection to {address} is closed, as it was released or not used by anybody: "
+        "take one with get_or_create"
+    )

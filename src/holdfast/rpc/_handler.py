@@ -28,7 +28,7 @@ import grpc  # type: ignore[import-untyped]
 from holdfast.kernel import LoopThread, start_thread
 
 from ._dial import CredentialProvider
-from ._errors import ConfigError, ManagerClosed
+from ._errors import ConfigError, closed
 from ._fork import inside, is_watched, refuse_broken
 from ._live import Live
 from ._methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
@@ -335,7 +335,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         with self._changed:
             while (live := self._live) is None:
                 if self._closed:
-                    raise ManagerClosed(f"the connection to {self._address} is closed")
+                    raise closed(self._address)
                 refuse_broken()
                 if (left := deadline - monotonic()) <= 0:
                     waited = monotonic() - began

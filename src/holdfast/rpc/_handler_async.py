@@ -17,7 +17,7 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 from ._dial import CredentialProvider
-from ._errors import ManagerClosed
+from ._errors import ManagerClosed, closed
 from ._handler import _INHERITED, GRACE, WAIT_LIMIT, _safely
 from ._live import Live
 from ._methods_async import StreamStream, StreamUnary, UnaryStream, UnaryUnary
@@ -353,7 +353,7 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         return refusals.mended and not self._closed
 
     def _closed_error(self) -> ManagerClosed:
-        return ManagerClosed(f"the connection to {self._address} is closed")
+        return closed(self._address)
 
     # -- generations ---------------------------------------------------------------------------
 

@@ -73,7 +73,12 @@ class ManagedConnection(Generic[H]):
     @property
     def last_used_at(self) -> float:
         """When it was last handed out, or a call made over it."""
-        return max(self.core.last_used_at, getattr(self.handler, "_used_at", 0.0))
+        return max(self.core.last_used_at, self.called_at)
+
+    @property
+    def called_at(self) -> float:
+        """When a call was last made over it."""
+        return getattr(self.handler, "_used_at", 0.0)
 
     def hand_out(self, client: object | None, now: float) -> bool:
         """Hand it out, if that can be done as it is: it is connected, and was used lately.

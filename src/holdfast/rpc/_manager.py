@@ -102,7 +102,8 @@ class ConnectionManager:
                 with self._lock:
                     if found.hand_out(client, self._clock.monotonic()):
                         return found.handler
-        deadline = Deadline.after(timeout or self._policy.connect_timeout, self._clock)
+        limit = self._policy.connect_timeout if timeout is None else timeout
+        deadline = Deadline.after(limit, self._clock)
         managed: Managed | None = None
         while True:
             with self._lock:
@@ -129,7 +130,7 @@ class ConnectionManager:
             managed.given_back(client)
             over = managed.dedicated and managed.deserted
         if over:
-            self._close(managed, "it was released")
+            self._close("it was released", managed)
 
     def handle_error(
         self, handler: Handler, error: BaseException, timeout: float | None = None
@@ -143,14 +144,15 @@ class ConnectionManager:
         managed: Managed | None = self._book.of(handler)
         if managed is None:
             return False
+        limit = managed.connect_timeout if timeout is None else timeout
         if managed.handler._refusals is not None and refused(error):
-            return managed.handler._await_credentials(timeout or managed.connect_timeout)
+            return managed.handler._await_credentials(limit)
         if not self._policy.classify(error):
             return False
         if not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
             self._broken(managed, error, managed.generation)
-        deadline = Deadline.after(timeout or managed.connect_timeout, self._clock)
+        deadline = Deadline.after(limit, self._clock)
         while True:
             with self._lock:
                 if managed.core.closed:
@@ -166,8 +168,7 @@ class ConnectionManager:
 
     def close_all(self) -> None:
         """Close all connections, when the calls over them have ended."""
-        for managed in self._book:
-            self._close(managed, "everything is closed")
+        self._close("everything is closed", *self._book)
 
     def get_stats(self) -> dict[str, Any]:
         """What there is: how many connections, and each with its state."""
@@ -176,7 +177,8 @@ class ConnectionManager:
 
     def close(self) -> None:
         """Close all connections, and take no more."""
-        self._closed = True
+        with self._lock:  # whoever opens one at the moment is in the book before it is read
+            self._closed = True
         self.close_all()
 
     def __enter__(self) -> Self:
@@ -209,6 +211,7 @@ class ConnectionManager:
                 address=config.address,
                 credentials=policy.credentials(config),
                 wait_limit=policy.connect_timeout,
+                grace=policy.grace,
             ),
             config,
             None,
@@ -236,16 +239,23 @@ class ConnectionManager:
         if isinstance(strategy, GlobalStrategy):
             strategy.on_change = lambda topology: self._moved(managed, topology)
 
-    def _close(self, managed: Managed, why: str) -> None:
+    def _close(self, why: str, *over: Managed) -> None:
         with self._lock:
-            actions = managed.core.close(why)
-            self._book.remove(managed)
+            closing = [(managed, managed.core.close(why)) for managed in over]
+            for managed in over:
+                # Whoever closes one of them at the same time finds it closed.
+                self._works.shut(managed)
+                self._book.remove(managed)
 
         async def close() -> None:
-            self._works.carry_out(managed, actions)
-            await self._works.closed(managed)
+            # All first: while the calls over one end, so do those over the others.
+            for managed, actions in closing:
+                self._works.carry_out(managed, actions)
+            for managed, _ in closing:
+                await self._works.closed(managed)
 
-        LoopThread.shared().run(close(), CLOSE_TIMEOUT)
+        if closing:
+            LoopThread.shared().run(close(), CLOSE_TIMEOUT)
 
     # -- waiting -------------------------------------------------------------------------------
 

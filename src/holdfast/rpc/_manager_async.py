@@ -16,7 +16,7 @@ from ._book import Book
 from ._channels import AioChannels
 from ._config import ConnectionConfig
 from ._core import Act, Action, Actions
-from ._errors import ConnectFailed, ManagerClosed
+from ._errors import ChannelError, ConnectFailed, ManagerClosed
 from ._fork import refuse_broken
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
@@ -82,12 +82,19 @@ class AsyncConnectionManager:
         :param client: who uses it: when all of them are gone, it is closed after a while.
         :param timeout: how long to wait for it.
         """
+        if self._loop() is not asyncio.get_running_loop():
+            refuse_broken()
+            raise ChannelError(
+                "this manager belongs to another event loop: make one on this loop, or use "
+                "get_instance(), which gives each loop its own"
+            )
         if not dedicated:
             # The common case, first: it is there, and was used lately.
             found: Managed | None = self._book.entries.get(config.key)
             if found is not None and found.hand_out(client, self._clock.monotonic()):
                 return found.handler
-        deadline = Deadline.after(timeout or self._policy.connect_timeout, self._clock)
+        limit = self._policy.connect_timeout if timeout is None else timeout
+        deadline = Deadline.after(limit, self._clock)
         managed: Managed | None = None
         while True:
             if self._closed:
@@ -108,7 +115,8 @@ class AsyncConnectionManager:
             return
         managed.given_back(client)
         if managed.dedicated and managed.deserted:
-            await self._close(managed, "it was released")
+            self._carry_out(managed, managed.core.close("it was released"))
+            await self._works.closed(managed)
 
     async def handle_error(
         self, handler: AsyncHandler, error: BaseException, timeout: float | None = None
@@ -122,14 +130,15 @@ class AsyncConnectionManager:
         managed: Managed | None = self._book.of(handler)
         if managed is None:
             return False
+        limit = managed.connect_timeout if timeout is None else timeout
         if managed.handler._refusals is not None and refused(error):
-            return await managed.handler._await_credentials(timeout or managed.connect_timeout)
+            return await managed.handler._await_credentials(limit)
         if not self._policy.classify(error):
             return False
         if not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
             self._broken(managed, error, managed.generation)
-        deadline = Deadline.after(timeout or managed.connect_timeout, self._clock)
+        deadline = Deadline.after(limit, self._clock)
         while not managed.core.usable and not managed.core.closed:
             try:
                 await self._wait(managed, deadline)
@@ -139,8 +148,9 @@ class AsyncConnectionManager:
 
     async def close_all(self) -> None:
         """Close all connections, when the calls over them have ended."""
+        # All first: while the calls over one end, so do those over the others.
         for managed in self._book:
-            await self._close(managed, "everything is closed")
+            self._carry_out(managed, managed.core.close("everything is closed"))
         await self._works.drained()
 
     def get_stats(self) -> dict[str, Any]:
@@ -184,6 +194,7 @@ class AsyncConnectionManager:
                 address=config.address,
                 credentials=policy.credentials(config),
                 wait_limit=policy.connect_timeout,
+                grace=policy.grace,
             ),
             config,
             policy.strategy_of(
@@ -205,10 +216,6 @@ class AsyncConnectionManager:
         if isinstance(managed.strategy, AsyncGlobalStrategy):
             managed.strategy.on_change = lambda topology: self._moved(managed, topology)
         return managed
-
-    async def _close(self, managed: Managed, why: str) -> None:
-        self._carry_out(managed, managed.core.close(why))
-        await self._works.closed(managed)
 
     # -- waiting -------------------------------------------------------------------------------
 

@@ -65,11 +65,14 @@ class Policy:
     connect_timeout: float = 10.0
     #: After so long a channel is replaced, in time; None for never.
     max_age: float | None = None
+    #: For so long the calls of a replaced channel may go on; then they are cancelled. More, where
+    #: streams last longer.
+    grace: float = 30.0
     clock: Clock | None = None
     recorder: Recorder | None = None
 
     def __post_init__(self) -> None:
-        numbers = ("linger", "idle", "connect_timeout", "max_age")
+        numbers = ("linger", "idle", "connect_timeout", "max_age", "grace")
         mistakes = [
             f"{name}={value!r} must be more than 0 seconds"
             for name in numbers

@@ -343,9 +343,7 @@ class Works:
             self._looking.cancel()
             self._watching = False
         self._cancel_timer(managed, "age")
-        managed.handler._on_close = None
-        # No call begins any more; those that are under way may end.
-        managed.handler._shut(CLOSING)
+        self.shut(managed)
         try:
             await _run(managed.strategy.close_async, managed)
             await _run(managed.handler._wait_closed)
@@ -353,6 +351,11 @@ class Works:
             log.warning("%s: closing: %s", managed.address, describe(error))
         finally:
             self._closings.pop(managed, None)
+
+    def shut(self, managed: Managed) -> None:
+        """No call begins from now on; those that are under way may end. Twice is harmless."""
+        managed.handler._on_close = None
+        managed.handler._shut(CLOSING)
 
     async def closed(self, managed: Managed) -> None:
         """Wait until a connection is closed."""

@@ -1,0 +1,189 @@
+"""What users do that is easily forgotten: they close twice, have strict servers, long streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from holdfast.rpc import (
+    AsyncConnectionManager,
+    ChannelError,
+    ConnectFailed,
+    ConnectionConfig,
+    ManagerClosed,
+)
+from holdfast.testing import FaultProxy
+
+from .handlers import ECHO, ENDLESS, FAIL, eventually
+from .servers import EchoServer
+from .sides import LIMIT, SIDES, Aio, Threads
+from .test_leftovers import Door
+
+Kind = type[Threads] | type[Aio]
+
+both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
+
+
+class Client:
+    """Somebody who says who it is."""
+
+
+def config_of(server: EchoServer) -> ConnectionConfig:
+    return ConnectionConfig.from_uri(server.uri)
+
+
+async def first(side: Threads | Aio, stream: Any) -> bytes:
+    """The first message of a stream."""
+    answer: bytes = await side.run(stream.read if isinstance(side, Aio) else stream.__next__)
+    return answer
+
+
+async def holds(condition: Callable[[], bool], limit: float) -> None:
+    await asyncio.to_thread(eventually, condition, limit)
+
+
+async def ended(side: Threads | Aio, stream: Any) -> grpc.StatusCode:
+    """How it ends."""
+    try:
+        while True:
+            await first(side, stream)
+    except grpc.RpcError as error:
+        return error.code()
+    except asyncio.CancelledError:  # what grpc.aio raises when a channel is closed
+        return await stream.code()
+
+
+# -- a healthy connection is kept ------------------------------------------------------------------
+
+
+@both
+async def test_a_server_that_does_not_answer_strangers_is_well(kind: Kind) -> None:
+    with EchoServer(token="secret", strict=True) as server:
+        config = ConnectionConfig.from_uri(server.uri, token="secret")
+        async with kind(idle=0.1) as side:
+            channel = await side.get(config, timeout=LIMIT)
+            for _ in range(2):
+                await asyncio.sleep(0.2)  # idle for longer than that
+                assert await side.get(config, timeout=LIMIT) is channel
+            assert channel.generation == 1
+            assert side.manager.get_stats()["counters"]["probes_healthy"] == 2
+            assert await side.call(channel, ECHO, b"hi") == b"hi"
+
+
+# -- giving it back --------------------------------------------------------------------------------
+
+
+@both
+async def test_who_closes_too_often_takes_nothing_from_one_who_calls(
+    kind: Kind, echo: EchoServer
+) -> None:
+    async with kind(linger=1.0) as side:
+        mine = await side.get(config_of(echo), timeout=LIMIT)
+        client = Client()
+        theirs = await side.get(config_of(echo), client=client, timeout=LIMIT)
+        await side.run(theirs.close)
+        await side.run(theirs.close)
+        del client
+        assert side.manager.get_stats()["connections"][0]["client_count"] == 0
+        ends = time.monotonic() + 2.0
+        while time.monotonic() < ends:
+            assert await side.call(mine, ECHO, b"still here") == b"still here"
+            await asyncio.sleep(0.1)
+        # And it does go, when nobody calls any more.
+        await holds(lambda: not side.manager.get_stats()["total_connections"], LIMIT)
+        with pytest.raises(ManagerClosed, match="get_or_create"):
+            await side.call(mine, ECHO)
+
+
+@both
+async def test_many_connections_are_closed_in_the_time_of_one(
+    kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.rpc._works.CLOSING", 1.0)
+    async with kind() as side:
+        channels = [
+            await side.get(config_of(echo), dedicated=True, timeout=LIMIT) for _ in range(6)
+        ]
+        streams = [each.unary_stream(ENDLESS)(b"0.05") for each in channels]
+        for stream in streams:
+            assert await first(side, stream) == b"0"
+        began = time.monotonic()
+        await side.run(side.manager.close)
+        assert time.monotonic() - began < 3.0
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+@both
+async def test_no_time_is_no_time(kind: Kind) -> None:
+    async with kind() as side:
+        began = time.monotonic()
+        with pytest.raises(ConnectFailed):
+            await side.get(config_of(EchoServer()), timeout=0)
+        assert time.monotonic() - began < 3.0
+
+
+@both
+async def test_for_how_long_a_stream_outlives_its_generation_can_be_said(
+    kind: Kind, echo: EchoServer
+) -> None:
+    async with kind(grace=0.3) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        stream = channel.unary_stream(ENDLESS)(b"0.05")
+        assert await first(side, stream) == b"0"
+        with pytest.raises(grpc.RpcError):
+            await side.call(channel, FAIL, b"UNAVAILABLE")
+        assert await ended(side, stream) is grpc.StatusCode.CANCELLED
+        assert await side.call(channel, ECHO, b"hi") == b"hi"
+
+
+@both
+async def test_a_call_that_waits_inside_its_channel_has_short_pauses(kind: Kind) -> None:
+    async with kind() as side:
+        with EchoServer() as server:
+            channel = await side.get(config_of(server), timeout=LIMIT)
+        async with Door(server.address) as door:
+            method = channel.unary_unary(ECHO)
+            begin = method if kind is Aio else method.future
+            call = begin(b"", wait_for_ready=True, timeout=LIMIT)
+            # gRPC's own pauses would have let it come twice or three times.
+            await holds(lambda: door.knocks >= 5, 3.0)
+            call.cancel()
+
+
+async def test_a_peer_that_vanishes_without_a_word_is_noticed(echo: EchoServer) -> None:
+    with FaultProxy("127.0.0.1", echo.port).in_thread() as proxy:
+        config = ConnectionConfig.from_uri(
+            f"http://127.0.0.1:{proxy.port}", channel_options={"grpc.keepalive_time_ms": 1000}
+        )
+        async with Threads() as threads, Aio() as aio:
+            channels = [(side, await side.get(config, timeout=LIMIT)) for side in (threads, aio)]
+            proxy.stall()
+            began = time.monotonic()
+            calls = [side.call(channel, ECHO, b"") for side, channel in channels]
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, grpc.RpcError)
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert time.monotonic() - began < 18.0  # 6, and thrice that
+            proxy.heal()
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+async def test_a_manager_of_another_loop_says_so(echo: EchoServer) -> None:
+    async with AsyncConnectionManager() as manager:
+        config = config_of(echo)
+        await manager.get_or_create(config, timeout=LIMIT)
+
+        def elsewhere() -> None:
+            asyncio.run(manager.get_or_create(config, timeout=LIMIT))
+
+        with pytest.raises(ChannelError, match="another event loop"):
+            await asyncio.to_thread(elsewhere)
