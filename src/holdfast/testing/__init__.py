@@ -5,6 +5,7 @@
 - `mutant` plants a named defect for one test, and `assert_caught` proves that a scenario notices.
 - `stress_threads` drives a thread-safe object from many threads.
 - `FaultProxy` stands between a client and a real server, and breaks what passes.
+- `session_sandbox` is a session without a server, for tests of what a bot does.
 - `scaled` and `base_seed` are the one knob for the size and the chance of such tests.
 
 What holds in every simulation:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ._proxy import FaultProxy
     from ._report import Report
     from ._run import Outcome, Scenario, run_one
+    from ._sandbox import SessionSandbox, session_sandbox
     from ._scale import base_seed, scaled
     from ._sim import Sim
     from ._simulate import simulate
@@ -75,6 +77,9 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "stress_threads",
     # Real connections
     "FaultProxy",
+    # Sessions without a server
+    "SessionSandbox",
+    "session_sandbox",
     # Size and chance
     "base_seed",
     "scaled",
@@ -105,6 +110,7 @@ _HOMES = {
     "_proxy": "FaultProxy",
     "_report": "Report",
     "_run": "Outcome Scenario run_one",
+    "_sandbox": "SessionSandbox session_sandbox",
     "_scale": "base_seed scaled",
     "_sim": "Sim",
     "_simulate": "simulate",

@@ -1,0 +1,34 @@
+"""A bot that survives everything: whatever is published to to-bot/NAME, it says to from-bot/NAME.
+
+    python examples/mqtt_bot.py mqtt://127.0.0.1:1883
+
+Kill the broker, start it again, cut the network: the bot comes back by itself, and answers.
+"""
+
+import asyncio
+import contextlib
+import sys
+
+from holdfast.sessions import ConnectionUpdate, Msg, Sessions
+from holdfast.sessions.mqtt import Mqtt
+
+
+async def main(broker: str) -> None:
+    mqtt = Mqtt(broker, subscribe="to-bot/+", topic="from-bot/{recipient}")
+    async with Sessions() as sessions:
+        bot = await sessions.start("bot", mqtt)
+        async for event in bot.events():
+            match event.data:
+                case ConnectionUpdate(state=state, reason=reason):
+                    print(state, "" if state == "online" else reason, flush=True)
+                case Msg(content=words, to=topic):
+                    who = topic.rpartition("/")[2]
+                    outcome = await bot.send(
+                        who, words, hold=True, idempotent=True, timeout=3600, outcome=True
+                    )
+                    print(f"to {who}: {outcome}", flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main(*sys.argv[1:] or ["mqtt://127.0.0.1:1883"]))

@@ -1,0 +1,143 @@
+"""One supervised tree for each account, and an outcome for every send.
+
+::
+
+    async with Sessions(storage="accounts.db") as sessions:
+        alice = await sessions.connect("alice", Mqtt("mqtts://broker"))
+        match await alice.send("bob", b"hello", outcome=True):
+            case Acked(id=id): ...
+            case Rejected(code=code): ...
+            case NotSent(reason=reason): ...  # nothing left this process: safe to send again
+            case Unknown(reason=reason): ...  # it left, then the link died: only you can decide
+
+What always holds:
+
+- every send has exactly one outcome, at once when the link is lost, never only by its timeout;
+- what was not sent never arrives, and sends to one recipient arrive in order;
+- the crash of one account, or of one recipient's sender, touches no other;
+- a profile has one session, in the process or, with leases, in the cluster;
+- what an old link says changes nothing.
+"""
+
+from ._content import Event, Media, Msg, Poll, Presence, Receipt, Text
+from ._endpoints import Memory, Tcp, WebSocket
+from ._errors import (
+    AlreadyRunning,
+    CorruptRecord,
+    LinkLost,
+    NotConnected,
+    ProtocolError,
+    QueryFailed,
+    QueryTimeout,
+    SenderCrashed,
+    SessionError,
+    SessionStopped,
+    StepFailed,
+    StorageError,
+    Unsupported,
+)
+from ._outcomes import (
+    Acked,
+    NotSent,
+    Outcome,
+    Rejected,
+    SendFailed,
+    SendNotSent,
+    SendRejected,
+    SendUnknown,
+    Unknown,
+)
+from ._protocol import (
+    Accepted,
+    Answered,
+    CloseClass,
+    Closing,
+    Confirmed,
+    ConfirmedUpTo,
+    Dialogue,
+    Feature,
+    Greeting,
+    Happening,
+    LoginStep,
+    Outgoing,
+    Progress,
+    Protocol,
+    Ready,
+    Refused,
+    Repeat,
+    Unhandled,
+)
+from ._records import Corruption, Records
+from ._retry_cache import MemoryRetryCache, RetryCache
+from ._session import ConnectionUpdate, Session
+from ._sessions import Sessions, SessionVia
+from ._storage import Namespace, Storage, open_storage
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # What users call
+    "ConnectionUpdate",
+    "Session",
+    "SessionVia",
+    "Sessions",
+    # The outcomes of a send
+    "Acked",
+    "NotSent",
+    "Outcome",
+    "Rejected",
+    "Unknown",
+    # What is sent and what comes in
+    "Event",
+    "Media",
+    "Msg",
+    "Poll",
+    "Presence",
+    "Receipt",
+    "Text",
+    # For who writes a protocol
+    "Accepted",
+    "Answered",
+    "CloseClass",
+    "Closing",
+    "Confirmed",
+    "ConfirmedUpTo",
+    "Dialogue",
+    "Feature",
+    "Greeting",
+    "Happening",
+    "LoginStep",
+    "Memory",
+    "MemoryRetryCache",
+    "Outgoing",
+    "Progress",
+    "Protocol",
+    "Ready",
+    "Refused",
+    "Repeat",
+    "RetryCache",
+    "Corruption",
+    "Namespace",
+    "Records",
+    "Storage",
+    "Tcp",
+    "Unhandled",
+    "WebSocket",
+    "open_storage",
+    # Errors
+    "AlreadyRunning",
+    "CorruptRecord",
+    "LinkLost",
+    "NotConnected",
+    "ProtocolError",
+    "QueryFailed",
+    "QueryTimeout",
+    "SendFailed",
+    "SendNotSent",
+    "SendRejected",
+    "SendUnknown",
+    "SenderCrashed",
+    "SessionError",
+    "SessionStopped",
+    "StepFailed",
+    "StorageError",
+    "Unsupported",
+]

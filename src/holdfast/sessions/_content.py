@@ -1,0 +1,89 @@
+"""What is sent and what comes in, as plain objects: never a protocol's own frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Event", "Media", "Msg", "Poll", "Presence", "Receipt", "Text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture, a film, a document: a descriptor of bytes that are kept elsewhere."""
+
+    #: Such as "image", "video", "audio", "document".
+    kind: str
+    #: Where it is, as the protocol's upload said.
+    location: str
+    size: int = 0
+    caption: str = ""
+    #: What is needed to read it, such as its key.
+    secret: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """A question with answers to choose from."""
+
+    question: str
+    options: tuple[str, ...]
+    #: How many may be chosen.
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Somebody has got, or read, something."""
+
+    ids: tuple[str, ...]
+    kind: str
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Somebody is there, or not, or writes."""
+
+    who: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Msg:
+    """Something that somebody sent to this account."""
+
+    #: "text", "media", "poll", "bytes" or a word of the protocol's.
+    type: str
+    content: Any
+    id: str = ""
+    sender: str = ""
+    #: The group, or whatever else it was sent to, if it was not to this account alone.
+    to: str = ""
+    #: Whether the server says that it has sent it before.
+    duplicate: bool = False
+    #: Whatever else the protocol has to tell.
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a session.
+
+    The types: `messages_upsert` (a `Msg`), `receipt_update` (a `Receipt`), `group_update`,
+    `presence_update` (a `Presence`), `connection_update` (a `ConnectionUpdate`), `login` (a
+    `LoginStep`), `record_corrupt` (a `Corruption`), `session_crashed` (why), `events_dropped` (how
+    many).
+    """
+
+    type: str
+    data: Any
+    profile: str

@@ -1,0 +1,245 @@
+"""Where a session is, and what it does next: the rules for connecting, without any I/O.
+
+::
+
+    connecting ──▶ online ──▶ connecting …     each dial is a new generation
+        │            │
+        └────────────┴──▶ offline              resting: the user said so
+                     │                         refused: to come back would do harm, or no good
+                     └──▶ stopped
+
+What is told to it is told with the generation that it comes from; an old one changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.kernel import Backoff, Chart, Machine
+
+from ._protocol import CloseClass
+
+__all__ = ["CHART", "Dial", "Idle", "SessionCore", "Wait"]
+
+#: A link that has lived for so long has proven that it works.
+PROVEN = 5.0
+#: So many restarts in a row are made at once; after them a server that asks for more must wait.
+RESTARTS = 3
+
+CHART = Chart(
+    phases={
+        "connecting": ("dialling", "greeting", "login", "waiting"),
+        "online": (),
+        "offline": ("resting", "refused"),
+        "stopped": (),
+    },
+    moves={
+        "connecting": (
+            "connecting/dialling",
+            "connecting/waiting",
+            "offline/resting",
+            "offline/refused",
+            "stopped",
+        ),
+        "connecting/dialling": ("connecting/greeting",),
+        "connecting/greeting": ("connecting/login", "online"),
+        "connecting/login": ("connecting/login", "online"),
+        "online": (
+            "connecting/dialling",
+            "connecting/waiting",
+            "offline/resting",
+            "offline/refused",
+            "stopped",
+        ),
+        "offline": ("connecting/dialling", "stopped"),
+    },
+    initial="offline/resting",
+)
+
+
+class Dial(NamedTuple):
+    """Make a link, as this generation."""
+
+    generation: int
+
+
+class Wait(NamedTuple):
+    """Come back at this time."""
+
+    until: float
+
+
+class Idle(NamedTuple):
+    """There is nothing to do until something happens."""
+
+
+class SessionCore:
+    """The state of one session, and the rules.
+
+    :param backoff: the pauses between attempts.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_due_at",
+        "_online_at",
+        "_restarts",
+        "backoff",
+        "generation",
+        "last_kind",
+        "last_reason",
+        "machine",
+        "reconnects",
+    )
+
+    def __init__(self, machine: Machine, backoff: Backoff) -> None:
+        self.machine = machine
+        self.backoff = backoff
+        #: The number of the link; one more at each attempt.
+        self.generation = 0
+        #: How often it has come back.
+        self.reconnects = 0
+        self.last_kind: CloseClass | None = None
+        self.last_reason: str = ""
+        # Whether the dial of this generation is under way.
+        self._begun = False
+        self._due_at = 0.0
+        self._online_at: float | None = None
+        self._restarts = 0
+
+    # -- what the user wants -------------------------------------------------------------------
+
+    def connect(self, cause: str = "the session was started") -> None:
+        """Have a link from now on."""
+        if self.machine.phase == "offline":
+            self._restarts = 0
+            self._dial(cause)
+
+    def disconnect(self, cause: str = "the user disconnected it") -> None:
+        """Have none until `connect`."""
+        if self.machine.phase in ("connecting", "online"):
+            self._leave()
+            self.machine.move("offline/resting", cause=cause)
+
+    def stop(self, cause: str) -> None:
+        """For good."""
+        if not self.stopped:
+            self._leave()
+            self.machine.move("stopped", cause=cause)
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def next(self, now: float) -> Dial | Wait | Idle:
+        """What to do now."""
+        if self.machine.step == "waiting":
+            if now < self._due_at:
+                return Wait(self._due_at)
+            self._dial("the pause is over")
+        if self.machine.step != "dialling" or self._begun:
+            return Idle()
+        self._begun = True
+        self.generation += 1
+        return Dial(self.generation)
+
+    def dialled(self, generation: int) -> bool:
+        """A link is open; says whether it is wanted."""
+        if generation != self.generation or self.machine.step != "dialling":
+            return False
+        self.machine.move("connecting/greeting", cause=f"link {generation} is open")
+        return True
+
+    def login(self, generation: int, what: str) -> bool:
+        """The login needs somebody."""
+        if not self.is_linked(generation) or self.online:
+            return False
+        self.machine.move("connecting/login", cause=f"the server wants: {what}")
+        return True
+
+    def ready(self, generation: int, now: float) -> bool:
+        """The login is over; says whether that was news."""
+        if not self.is_linked(generation) or self.online:
+            return False
+        self._online_at = now
+        self.reconnects += generation > 1
+        self.machine.move("online", cause=f"link {generation} is ready")
+        return True
+
+    def lost(
+        self,
+        generation: int,
+        kind: CloseClass,
+        reason: str,
+        now: float,
+        retry_after: float | None = None,
+    ) -> bool:
+        """A link is gone, or could not be made; says whether it was the current one."""
+        if generation != self.generation or self.machine.phase not in ("connecting", "online"):
+            return False
+        if self.machine.step == "waiting":
+            return False
+        self._note(kind, reason)
+        proven = self._online_at is not None and now - self._online_at >= PROVEN
+        self._online_at = None
+        if proven:
+            self.backoff.succeed()
+            self._restarts = 0
+        if kind.final:
+            self.machine.move("offline/refused", cause=f"{kind.value}: {reason}")
+        elif kind is CloseClass.RESTART and self._restarts < RESTARTS:
+            self._restarts += 1
+            self._dial(f"the server wants a new link: {reason}")
+        else:
+            pause = max(self.backoff.fail(), retry_after or 0.0)
+            self._due_at = now + pause
+            self.machine.move("connecting/waiting", cause=reason)
+        return True
+
+    def refuse(self, kind: CloseClass, reason: str) -> None:
+        """It may not be connected any more, for a reason that is not the link's."""
+        if self.machine.phase in ("connecting", "online"):
+            self._note(kind, reason)
+            self._leave()
+            self.machine.move("offline/refused", cause=reason)
+
+    def crashed(self, reason: str, now: float) -> None:
+        """The connection has crashed and will be started again: it connects by itself."""
+        if self.machine.phase in ("connecting", "online"):
+            self._note(CloseClass.TRANSIENT, reason)
+            self._online_at = None
+            self.generation += 1  # whatever the old link still says is old
+            if self.machine.step != "waiting":
+                self._due_at = now + self.backoff.fail()
+                self.machine.move("connecting/waiting", cause=reason)
+
+    def _dial(self, cause: str) -> None:
+        self._begun = False
+        self.machine.move("connecting/dialling", cause=cause)
+
+    def _note(self, kind: CloseClass, reason: str) -> None:
+        self.last_kind, self.last_reason = kind, reason
+
+    def _leave(self) -> None:
+        self._online_at = None
+        self.generation += 1  # whatever the link still says is old
+        self._restarts = 0
+
+    # -- for the shell -------------------------------------------------------------------------
+
+    @property
+    def online(self) -> bool:
+        """Whether sends can be written."""
+        return self._online_at is not None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is over."""
+        return self.machine.phase == "stopped"
+
+    def is_linked(self, generation: int) -> bool:
+        """Whether this is the link that is open now."""
+        return generation == self.generation and (
+            self._online_at is not None or self.machine.step in ("greeting", "login")
+        )
+
+    def __repr__(self) -> str:
+        return f"<SessionCore {self.machine.state}, generation {self.generation}>"

@@ -1,0 +1,125 @@
+"""A link inside of one process: two ends, joined by the turns of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextvars import Context, copy_context
+
+from ._transport import Receiver
+
+__all__ = ["MemoryEnd", "memory_pair"]
+
+
+class MemoryEnd:
+    """One end; what is written comes out at the other in a later turn of the loop, in order."""
+
+    __slots__ = (
+        "_context",
+        "_error",
+        "_leaving",
+        "_loop",
+        "_over",
+        "_pending",
+        "_queue",
+        "_scheduled",
+        "peer",
+        "receiver",
+    )
+
+    peer: MemoryEnd
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, context: Context) -> None:
+        self._loop = loop
+        self._context = context
+        self.receiver: Receiver | None = None
+        # What is on its way to the other end.
+        self._queue: deque[bytes] = deque()
+        self._pending = 0
+        self._scheduled = False
+        # Closed, aborted or lost: nothing more is written, and nothing more is received.
+        self._leaving = False
+        self._over = False
+        self._error: BaseException | None = None
+
+    def write(self, data: bytes) -> None:
+        """Send bytes."""
+        if self._leaving or not data:
+            return
+        self._queue.append(data)
+        self._pending += len(data)
+        self._schedule()
+
+    @property
+    def pending(self) -> int:
+        """How many bytes the other end has not got yet."""
+        return self._pending
+
+    def close(self) -> None:
+        """The other end gets what is pending, then both are over."""
+        if not self._leaving:
+            self._leaving = True
+            self._schedule()
+
+    def abort(self) -> None:
+        """Both ends are over; what is pending is lost."""
+        self._break(None)
+
+    def _break(self, error: BaseException | None) -> None:
+        self._leaving = True
+        self._error = self._error or error
+        self._queue.clear()
+        self._pending = 0
+        if self.peer._error is None and not self.peer._leaving:
+            self.peer._error = ConnectionResetError("the other side has dropped the link")
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled and not self._over:
+            self._scheduled = True
+            self._loop.call_soon(self._deliver, context=self._context)
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        peer = self.peer
+        while self._queue:
+            data = self._queue.popleft()
+            self._pending -= len(data)
+            peer._take(data)
+        if self._leaving:
+            try:
+                self._end()
+            finally:
+                peer._end()
+
+    def _take(self, data: bytes) -> None:
+        if self._leaving or self.receiver is None:
+            return
+        try:
+            self.receiver.received(data)
+        except Exception as error:
+            self._break(error)
+
+    def _end(self) -> None:
+        """It is over; told once."""
+        self._leaving = True
+        if self._over:
+            return
+        self._over = True
+        self._queue.clear()
+        self._pending = 0
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.lost(self._error)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._over else "closing" if self._leaving else "open"
+        return f"<MemoryEnd, {state}, {self._pending} bytes pending>"
+
+
+def memory_pair() -> tuple[MemoryEnd, MemoryEnd]:
+    """Two ends that are joined; set their receivers before the loop runs on."""
+    loop, context = asyncio.get_running_loop(), copy_context()
+    near, far = MemoryEnd(loop, context), MemoryEnd(loop, context)
+    near.peer, far.peer = far, near
+    return near, far

@@ -1,0 +1,408 @@
+"""All accounts of a process: each with a tree of its own, none linked to whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from holdfast.kernel import (
+    Backoff,
+    Child,
+    Clock,
+    Context,
+    NotRunning,
+    Recorder,
+    Registry,
+    StartFailed,
+    SupervisionError,
+    Supervisor,
+    Tree,
+    counted,
+    describe,
+    refuse,
+)
+from holdfast.leases import LeaseRefused, Leases, StoreUnavailable
+from holdfast.leases import connect as connect_leases
+
+from ._connection import Connection
+from ._content import Event
+from ._errors import AlreadyRunning, SessionError
+from ._protocol import Protocol, Step
+from ._records import Corruption, Records
+from ._retry_cache import MemoryRetryCache, RetryCache
+from ._session import Session
+from ._sink import Handler
+from ._storage import Keys, Storage, open_storage
+
+__all__ = ["SessionVia", "Sessions"]
+
+#: How often a session's parts may crash before it is given up.
+INTENSITY = (5, 60.0)
+#: How long changes of records that are under way may take when their session ends.
+CLOSING = 5.0
+
+
+class SessionVia:
+    """The session of a profile, whichever it is just now: usable wherever a session is."""
+
+    __slots__ = ("_sessions", "profile")
+
+    def __init__(self, sessions: Sessions, profile: str) -> None:
+        self._sessions = sessions
+        self.profile = profile
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # of whoever copies it: there is nothing to look up yet
+        session = self._sessions.whereis(self.profile)
+        if session is None:
+            raise SessionError(f"no session of {self.profile!r} is running: start one")
+        return getattr(session, name)
+
+    def __repr__(self) -> str:
+        return f"<SessionVia {self.profile!r}: {self._sessions.whereis(self.profile)}>"
+
+
+class Sessions:
+    """The accounts of a process.
+
+    :param storage: where credentials and records are kept: a `Storage`, or the path of a SQLite
+        file, `files:DIRECTORY`, or `memory:`, which forgets everything.
+    :param storage_key: encrypts what is stored: 32 bytes, or a passphrase; of several, the first
+        one writes, and all of them read.
+    :param retry_cache: makes the memory of recent sends, for protocols whose peers may ask for one
+        again; the last 512 of 5 minutes, if it is not given.
+    :param leases: with a client or a URL of `holdfast.leases`, a profile has one session in the
+        whole cluster; without, one in this object.
+    :param lease_ttl: after so long without a sign of life of its holder, a profile is free.
+    :param connect_rate: how many links are made in a second, at most, over all sessions.
+    :param connect_burst: how many of them at once.
+    :param connect_timeout: how long making a link may take, its handshake included.
+    :param backoff: the pauses between attempts; from 1 s to 60 s with full jitter, if not given.
+    :param events: how many events of a session may wait for somebody to take them; as many again
+        of those that are acknowledged to the server.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | str | Path = "memory:",
+        storage_key: Keys | None = None,
+        leases: Leases | str | None = None,
+        lease_ttl: float = 30.0,
+        connect_rate: float = 50.0,
+        connect_burst: int = 50,
+        connect_timeout: float = 30.0,
+        backoff: Backoff | None = None,
+        events: int = 1000,
+        retry_cache: Callable[[], RetryCache] = MemoryRetryCache,
+        clock: Clock | None = None,
+        recorder: Recorder | None = None,
+        name: str = "sessions",
+    ) -> None:
+        refuse(
+            "Sessions",
+            [
+                f"{what}={value!r} must be more than 0"
+                for what, value in (
+                    ("lease_ttl", lease_ttl),
+                    ("connect_rate", connect_rate),
+                    ("connect_burst", connect_burst),
+                    ("connect_timeout", connect_timeout),
+                    ("events", events),
+                )
+                if not value > 0
+            ],
+        )
+        self.name = name
+        self._clock = clock or Clock.current()
+        self.recorder = recorder or Recorder(clock=self._clock)
+        self._storage = open_storage(storage, key=storage_key)
+        self._leases = leases if isinstance(leases, Leases) else None
+        self._leases_url = leases if isinstance(leases, str) else None
+        self._lease_ttl = lease_ttl
+        self._connect_timeout = connect_timeout
+        self._backoff = backoff or Backoff(1.0, 60.0, jitter="full", clock=self._clock)
+        self._events = events
+        self._retry_cache = retry_cache
+        self._rates = connect_leases("memory://", clock=self._clock, name=f"{name}/rates")
+        self._rate = self._rates.rate_limit("links", rate=connect_rate, burst=connect_burst)
+        self._registry: Registry[str, Session] = Registry(name)
+        self._starting: dict[str, Session] = {}
+        self._root = Supervisor(name, recorder=self.recorder, clock=self._clock)
+        self._tasks: set[asyncio.Task[None]] = set()
+        # What the sessions that are over have counted.
+        self._past: dict[str, Counter[str]] = {}
+        self._state = "new"
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open the storage and the leases; `async with` does it."""
+        if self._state != "new":
+            raise SessionError(f"{self!r} has been opened before: make a new one")
+        self._state = "open"
+        try:
+            await self._storage.open()
+            await self._rates.open()
+            if self._leases_url is not None:
+                self._leases = connect_leases(
+                    self._leases_url, clock=self._clock, recorder=self.recorder
+                )
+                await self._leases.open()
+            await self._root.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop all sessions, and let go of everything."""
+        if self._state != "open":
+            return
+        self._state = "closed"
+        for session in list(self):
+            session._core.stop("everything is closed")
+            session._sink.closes(asyncio.current_task())
+        await self._root.stop()
+        if self._leases_url is not None and self._leases is not None:
+            await self._leases.close()
+        await self._rates.close()
+        await self._storage.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    async def start(
+        self,
+        profile: str,
+        protocol: Protocol,
+        *,
+        steps: Sequence[tuple[str, Step]] = (),
+        on_event: Handler | asyncio.Queue[Event] | None = None,
+        offline: bool = False,
+    ) -> Session:
+        """Start the session of a profile, which then connects by itself, and return at once.
+
+        Raises `AlreadyRunning` if the profile has one, here or, with leases, anywhere.
+
+        :param steps: what a send goes through after the steps of the protocol.
+        :param on_event: a handler or a queue for its events; more can be attached later.
+        :param offline: without a server: sends answer as a confirmed one would, nothing is sent.
+        """
+        if self._state != "open":
+            raise SessionError(f"{self!r} is not open: use it with async with")
+        if not profile:
+            raise SessionError("a profile must have a name")
+        if (current := self._starting.get(profile)) is not None:
+            raise AlreadyRunning(f"{profile!r} has a session already: {current!r}", current)
+        name = quote(profile, safe="@+~ ")
+        records = Records(self._storage, profile, on_corrupt=partial(self._corrupt, profile))
+        session = Session(
+            self,
+            profile,
+            protocol,
+            name=f"{self._root.path}/{name}",
+            records=records,
+            steps=steps,
+            backoff=self._backoff.fresh(),
+            clock=self._clock,
+            recorder=self.recorder,
+            connect_timeout=self._connect_timeout,
+            events=self._events,
+            offline=offline,
+        )
+        session.attach(on_event)
+        self._starting[profile] = session
+        try:
+            await self._storage.new(profile)
+            await self._renew_lease(session)
+            # The one before may have freed its profile and not quite be gone.
+            await self._root.stop_child(name)
+            session._tree = await self._root.start_child(self._tree(session, name))
+        except BaseException as error:
+            await self._over(session, describe(error))
+            if isinstance(error, LeaseRefused):
+                raise AlreadyRunning(str(error), str(error)) from error
+            if isinstance(error, StartFailed) and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+        return session
+
+    async def connect(
+        self, profile: str, protocol: Protocol, *, timeout: float = 30.0, **options: Any
+    ) -> Session:
+        """Start the session of a profile, and wait until it is online; all or nothing."""
+        session = await self.start(profile, protocol, **options)
+        try:
+            await session.online(timeout)
+        except BaseException:
+            await self.stop(session)
+            raise
+        return session
+
+    async def stop(self, session: Session | SessionVia | str) -> None:
+        """End a session, and free its profile; harmless if there is none."""
+        profile = session if isinstance(session, str) else session.profile
+        found = self._starting.get(profile)
+        if found is None or (isinstance(session, Session) and found is not session):
+            return
+        found._core.stop("it was stopped")
+        found._sink.closes(asyncio.current_task())
+        try:
+            await self._root.stop_child(found._name.rpartition("/")[2])
+        except NotRunning:
+            pass
+        if profile not in self._starting:
+            # Once more, and only now: the last that is recorded of it is that it has stopped.
+            for part in ("", "/connection", "/senders"):
+                self.recorder.forget(found._name + part)
+
+    def whereis(self, profile: str) -> Session | None:
+        """The session of a profile, if it has one in this process."""
+        return self._registry.whereis(profile)
+
+    def via(self, profile: str) -> SessionVia:
+        """The session of a profile, looked up at each use, so that it survives a new start."""
+        return SessionVia(self, profile)
+
+    def status(self) -> list[dict[str, Any]]:
+        """All sessions, each as its `status()`."""
+        return [session.status() for session in self]
+
+    def totals(self) -> dict[str, Counter[str]]:
+        """What has been counted so far, by protocol, over all sessions that are and were."""
+        found = {protocol: Counter(past) for protocol, past in self._past.items()}
+        for session in self:
+            found.setdefault(session.protocol.name, Counter()).update(session._totals())
+        return found
+
+    def tree(self) -> Tree:
+        """The supervision tree, for people."""
+        return self._root.tree()
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._starting.values()))
+
+    def __len__(self) -> int:
+        return len(self._starting)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        online = sum(session._core.online for session in self._starting.values())
+        many = counted(len(self._starting), "session")
+        return f"<Sessions {self.name}: {self._state}, {many}, {online} online>"
+
+    # -- a tree --------------------------------------------------------------------------------
+
+    def _tree(self, session: Session, name: str) -> Child:
+        tree = Supervisor.child(
+            name,
+            children=[Child("connection", partial(_run_connection, session))],
+            strategy="rest_for_one",
+            intensity=INTENSITY,
+            restart="temporary",
+        )
+        return dataclasses.replace(tree, run=partial(self._run_tree, session, tree.run))
+
+    async def _run_tree(
+        self, session: Session, run: Callable[[Context], Awaitable[None]], ctx: Context
+    ) -> None:
+        ctx.register(self._registry, session.profile, session)
+        if session._offline is None:
+            session._core.connect()
+        reason = "it was stopped"
+        try:
+            await run(ctx)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            reason = describe(error)
+            raise
+        finally:
+            await self._over(session, reason)
+
+    def _start_senders(self, session: Session) -> None:
+        """The senders have work that takes time: from now on they are a part of the tree."""
+
+        async def start() -> None:
+            if session._tree is not None:
+                with contextlib.suppress(SupervisionError):  # it has ended in the meantime
+                    await session._tree.start_child(Child("senders", session._senders.run))
+
+        task = asyncio.get_running_loop().create_task(start())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _over(self, session: Session, reason: str) -> None:
+        """The tree of a session is gone: everybody is told, and its profile is free."""
+        session._ended(reason)
+        # Before the profile is free: whoever has it next must find what was changed last.
+        await session._records.close(CLOSING)
+        lease, session._lease = session._lease, None
+        if lease is not None:
+            await lease.release()
+        if self._starting.get(session.profile) is session:
+            del self._starting[session.profile]
+            self._past.setdefault(session.protocol.name, Counter()).update(session._totals())
+            self._registry.unregister(session.profile)
+        await session._sink.close()
+        self.recorder.forget(session._name)
+
+    def _corrupt(self, profile: str, found: Corruption) -> None:
+        if (session := self._starting.get(profile)) is not None:
+            session._emit("record_corrupt", found)
+            text = f"a record in {found.namespace} counts as missing: {found.reason}"
+            session._record(text, kind="failure")
+
+    # -- what sessions ask for -----------------------------------------------------------------
+
+    async def _renew_lease(self, session: Session) -> None:
+        """See to it that the session has its lease, if it needs one."""
+        if self._leases is None or (session._lease is not None and session._lease.live):
+            return
+        key = f"{self.name}/{session.profile}"
+        exclusive = self._leases.exclusive(key, ttl=self._lease_ttl, wait=0, owner=session.profile)
+        try:
+            lease = session._lease = await exclusive.acquire()
+        except LeaseRefused as error:
+            if session._lease is not None and await self._is_free_soon(self._leases, key):
+                raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
+            raise
+        lease.on_lost(lambda error: session._fenced() if session._lease is lease else None)
+
+    async def _is_free_soon(self, leases: Leases, key: str) -> bool:
+        """Whether nobody has this lease but us: one that was asked for and not answered, or lost
+        because the store could not be reached, lives on there until it is given back."""
+        us = (socket.gethostname(), os.getpid())
+        return all((held.holder.host, held.holder.pid) == us for held in await leases.held(key))
+
+    async def _may_dial(self) -> None:
+        """Not too many at once."""
+        await self._rate.wait()
+
+
+def _run_connection(session: Session, ctx: Context) -> Awaitable[None]:
+    return Connection(session).run(ctx)

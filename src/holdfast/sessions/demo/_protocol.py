@@ -1,0 +1,397 @@
+"""The client's side of the demo protocol."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .._content import Media, Msg, Poll, Presence, Receipt
+from .._errors import ProtocolError, QueryFailed, StepFailed
+from .._protocol import (
+    Accepted,
+    Answered,
+    CloseClass,
+    Closing,
+    Confirmed,
+    ConfirmedUpTo,
+    Dialogue,
+    Feature,
+    Greeting,
+    Happening,
+    Incoming,
+    LoginStep,
+    Outgoing,
+    Progress,
+    Protocol,
+    Ready,
+    Refused,
+    Unhandled,
+)
+from .._transport import Endpoint
+from ._frames import (
+    MAX_FRAME,
+    PIECE,
+    Frame,
+    Frames,
+    bytes_of,
+    content_of,
+    count_of,
+    encode,
+    text_from,
+    text_of,
+    wire_form,
+)
+
+if TYPE_CHECKING:
+    from ._server import DemoServer
+
+__all__ = ["VERSION", "Demo", "DemoDialogue", "DemoMemory"]
+
+#: The version of the protocol.
+VERSION = 1
+#: How many unconfirmed sends are kept for a resumption.
+_MOST_KEPT = 10_000
+
+_CLASSES = {kind.name.lower(): kind for kind in CloseClass}
+
+
+class DemoMemory:
+    """What outlives a link: the name of what can be resumed, and what is unconfirmed."""
+
+    __slots__ = ("token", "unconfirmed")
+
+    def __init__(self) -> None:
+        self.token: str | None = None
+        self.unconfirmed: dict[str, bytes] = {}
+
+    def written(self, id: str, data: bytes) -> None:
+        """It may have to be written again."""
+        self.unconfirmed.pop(id, None)
+        self.unconfirmed[id] = data
+        if len(self.unconfirmed) > _MOST_KEPT:
+            del self.unconfirmed[next(iter(self.unconfirmed))]
+
+    def settled(self, id: str) -> None:
+        """The server has said what became of it."""
+        self.unconfirmed.pop(id, None)
+
+
+class DemoDialogue(Dialogue):
+    """One link."""
+
+    __slots__ = (
+        "_credentials",
+        "_cumulative",
+        "_frames",
+        "_line",
+        "_memory",
+        "_over",
+        "_profile",
+        "_ready",
+        "_version",
+    )
+
+    def __init__(
+        self,
+        profile: str,
+        credentials: bytes | None,
+        memory: DemoMemory | None,
+        *,
+        cumulative: bool = False,
+        version: int = VERSION,
+    ) -> None:
+        self._profile = profile
+        self._credentials = credentials
+        self._memory = memory
+        self._cumulative = cumulative
+        self._version = version
+        self._frames = Frames()
+        # What was written over this link and is not confirmed, for cumulative confirmations.
+        self._line = deque[str]() if cumulative else None
+        self._ready = False
+        self._over = False
+
+    # -- what is said --------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """Who we are, and what we want."""
+        key = None if self._credentials is None else text_from(self._credentials)
+        frame: Frame = {"k": "hello", "v": self._version, "profile": self._profile, "key": key}
+        if self._cumulative:
+            frame["cumulative"] = True
+        if self._memory is not None:
+            frame["resume"] = self._memory.token or ""
+        return encode(frame)
+
+    def write(self, outgoing: Outgoing) -> bytes:
+        """A send."""
+        body = wire_form(outgoing.content) if outgoing.body is None else outgoing.body
+        id = outgoing.id
+        try:
+            data = encode({"k": "send", "id": id, "to": outgoing.recipient, "content": body})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StepFailed(f"it cannot be written as JSON: {error}") from error
+        if len(data) > MAX_FRAME:
+            raise StepFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
+        if self._memory is not None:
+            self._memory.written(id, data)
+        if self._line is not None:
+            self._line.append(id)
+        return data
+
+    def resend(self) -> Iterator[tuple[str, bytes]]:
+        """What was unconfirmed when the last link was lost."""
+        if self._memory is None:
+            return
+        for id, data in list(self._memory.unconfirmed.items()):
+            if self._line is not None:
+                self._line.append(id)
+            yield id, data
+
+    def query(self, id: str, question: Any) -> bytes:
+        """A question: an object with a `do`, which says what is asked."""
+        data = encode({"k": "query", "id": id, "question": question})
+        if len(data) > MAX_FRAME:
+            raise QueryFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
+        return data
+
+    def ping(self) -> bytes:
+        """Are you there?"""
+        return encode({"k": "ping"})
+
+    def acknowledge(self, token: Any) -> bytes:
+        """It was handled: the server may forget it."""
+        return encode({"k": "got", "n": token})
+
+    def login(self, answer: Any) -> bytes:
+        """The code that the server has shown, or what somebody typed instead."""
+        return encode({"k": "login", "answer": str(answer)})
+
+    def goodbye(self) -> bytes:
+        """We leave on purpose."""
+        return encode({"k": "bye"})
+
+    # -- what is heard -------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> Iterable[Incoming]:
+        """Bytes have come in."""
+        for frame in self._frames.feed(data):
+            if self._over:
+                return
+            kind = frame["k"]
+            if not self._ready and kind in _ONLY_WHEN_READY:
+                raise ProtocolError(f"the server sent a {kind!r} frame before its welcome")
+            heard = _HEARD.get(kind)
+            if heard is None:
+                yield Unhandled(kind[:64])
+            else:
+                yield from heard(self, frame)
+
+    def _welcome(self, frame: Frame) -> Iterator[Incoming]:
+        if self._ready:
+            raise ProtocolError("the server has welcomed us twice")
+        window = frame.get("window")
+        if window is not None:
+            window = max(1, count_of(frame, "window"))
+        resumed = frame.get("resumed") is True
+        if self._memory is not None:
+            self._memory.token = text_of(frame, "token")
+            if not resumed:
+                self._memory.unconfirmed.clear()
+        self._ready = True
+        yield Ready(resumed and self._memory is not None, window)
+
+    def _pair(self, frame: Frame) -> Iterator[Incoming]:
+        yield LoginStep("pairing code", text_of(frame, "code"))
+
+    def _paired(self, frame: Frame) -> Iterator[Incoming]:
+        try:
+            credentials = bytes_of(frame.get("key"))
+        except ValueError:
+            raise ProtocolError("the server gave no credentials") from None
+        yield Accepted(credentials)
+
+    def _ack(self, frame: Frame) -> Iterator[Incoming]:
+        id, partial = text_of(frame, "id"), frame.get("partial") is True
+        if self._memory is not None:
+            self._memory.settled(id)
+        yield Confirmed(id, frame.get("extra"), partial)
+
+    def _up_to(self, frame: Frame) -> Iterator[Incoming]:
+        count, line = count_of(frame, "more"), self._line
+        if line is None or count > len(line):
+            raise ProtocolError("the server confirms more than was written")
+        for _ in range(count):
+            id = line.popleft()
+            if self._memory is not None:
+                self._memory.settled(id)
+        yield ConfirmedUpTo(count)
+
+    def _nack(self, frame: Frame) -> Iterator[Incoming]:
+        id, code = text_of(frame, "id"), frame.get("code")
+        if self._memory is not None:
+            self._memory.settled(id)
+        yield Refused(id, code, text_of(frame, "reason") if "reason" in frame else "")
+
+    def _answer(self, frame: Frame) -> Iterator[Incoming]:
+        yield Answered(text_of(frame, "id"), frame.get("value"), frame.get("code"))
+
+    def _message(self, frame: Frame) -> Iterator[Incoming]:
+        text_of(frame, "id")
+        text_of(frame, "from")
+        yield Happening(frame, count_of(frame, "n"))
+
+    def _happening(self, frame: Frame) -> Iterator[Incoming]:
+        yield Happening(frame)
+
+    def _ping(self, frame: Frame) -> Iterator[Incoming]:
+        yield Greeting(encode({"k": "pong"}))
+
+    def _pong(self, frame: Frame) -> Iterator[Incoming]:
+        yield Progress()
+
+    def _close(self, frame: Frame) -> Iterator[Incoming]:
+        self._over = True
+        kind, after = str(frame.get("class")), frame.get("retry_after")
+        if isinstance(after, bool) or not isinstance(after, int | float) or not 0 <= after < 86_400:
+            after = None
+        yield Closing(
+            _CLASSES.get(kind, CloseClass.TRANSIENT),
+            frame.get("code"),
+            text_of(frame, "reason") if "reason" in frame else "",
+            retry_after=after,
+        )
+
+
+_HEARD = {
+    "welcome": DemoDialogue._welcome,
+    "pair": DemoDialogue._pair,
+    "paired": DemoDialogue._paired,
+    "ack": DemoDialogue._ack,
+    "upto": DemoDialogue._up_to,
+    "nack": DemoDialogue._nack,
+    "answer": DemoDialogue._answer,
+    "message": DemoDialogue._message,
+    "receipt": DemoDialogue._happening,
+    "presence": DemoDialogue._happening,
+    "group": DemoDialogue._happening,
+    "ping": DemoDialogue._ping,
+    "pong": DemoDialogue._pong,
+    "close": DemoDialogue._close,
+}
+_ONLY_WHEN_READY = {"ack", "upto", "nack", "answer", "message", "receipt", "presence", "group"}
+
+
+class Demo(Protocol):
+    """A small protocol with everything that a protocol may have, for docs, demos and simulations.
+
+    :param server: a `DemoServer` of this process, or an endpoint that leads to one.
+    :param cumulative: the server confirms by counting, not by ids.
+    :param resume: unconfirmed sends live on in the next link, and the server takes each id once.
+    """
+
+    name = "demo"
+    features = frozenset(Feature)
+
+    def __init__(
+        self,
+        server: DemoServer | Endpoint,
+        *,
+        cumulative: bool = False,
+        resume: bool = False,
+        keepalive: float | None = 30.0,
+        patience: float = 5.0,
+        version: int = VERSION,
+    ) -> None:
+        self._server = server
+        self.cumulative = cumulative
+        self.resumes = resume
+        self.keepalive = keepalive
+        self.patience = patience
+        self.steps = _STEPS
+        self._version = version
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the server is."""
+        endpoint = getattr(self._server, "endpoint", self._server)
+        assert hasattr(endpoint, "dial")
+        return endpoint
+
+    def remember(self) -> DemoMemory | None:
+        """What outlives a link."""
+        return DemoMemory() if self.resumes else None
+
+    def begin(
+        self, profile: str, credentials: bytes | None, memory: DemoMemory | None
+    ) -> DemoDialogue:
+        """A dialogue for a new link."""
+        return DemoDialogue(
+            profile, credentials, memory, cumulative=self.cumulative, version=self._version
+        )
+
+    async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Media:
+        """Give bytes to the server, piece by piece."""
+        location = ""
+        for begin in range(0, max(1, len(data)), PIECE):
+            piece = text_from(data[begin : begin + PIECE])
+            answer = await session.query(self.question("upload", data=piece, location=location))
+            location = answer["location"]
+        return Media(kind, location, len(data), caption)
+
+    async def download(self, session: Any, media: Media) -> bytes:
+        """Get bytes from the server, piece by piece."""
+        data = bytearray()
+        while len(data) < media.size:
+            question = self.question("download", location=media.location, begin=len(data))
+            piece = bytes_of(await session.query(question))
+            if not piece:
+                raise QueryFailed(f"{media.location} has {len(data)} bytes, not {media.size}")
+            data += piece
+        return bytes(data)
+
+    def sandbox_answer(self, question: Any) -> Any:
+        """Where something was put, for sessions without a server."""
+        return {"location": "sandbox"} if question.get("do") == "upload" else None
+
+    def sandbox_extra(self, outgoing: Outgoing) -> Any:
+        """The secret of a poll, for sessions without a server."""
+        return {"secret": "0" * 32} if isinstance(outgoing.content, Poll) else None
+
+    def route(self, frame: Frame) -> str:
+        """The tag of a frame is its kind."""
+        kind: str = frame["k"]
+        return kind if kind in ("message", "receipt", "presence", "group") else "unhandled"
+
+    def interpret(self, tag: str, frame: Frame) -> Any:
+        """What the user gets for a frame."""
+        match tag:
+            case "message":
+                kind, content = content_of(frame.get("content"))
+                to = frame.get("to")
+                return Msg(
+                    kind,
+                    content,
+                    frame["id"],
+                    frame["from"],
+                    to=to if isinstance(to, str) else "",
+                    duplicate=frame.get("again") is True,
+                )
+            case "receipt":
+                ids = frame.get("ids")
+                known = tuple(map(str, ids)) if isinstance(ids, list) else ()
+                return Receipt(known, str(frame.get("kind", "")), str(frame.get("by", "")))
+            case "presence":
+                return Presence(str(frame.get("who", "")), str(frame.get("state", "")))
+            case "group":
+                return {key: value for key, value in frame.items() if key != "k"}
+        return None
+
+
+def _encode_step(outgoing: Outgoing, session: Any) -> Outgoing:
+    outgoing.body = wire_form(outgoing.content)
+    return outgoing
+
+
+_STEPS = (("encode", _encode_step),)

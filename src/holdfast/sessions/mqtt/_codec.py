@@ -1,0 +1,262 @@
+"""The alphabet of MQTT 5: integers, strings and properties, to bytes and back.
+
+What is read comes from a stranger: whatever the standard forbids raises `ProtocolError`, with the
+DISCONNECT that the standard wants as its farewell. What is written comes from our own user: what
+cannot be written raises `ValueError`.
+
+The names of properties are those of the standard, in lower case; `user_property` and
+`subscription_identifier` hold a list, because they may come more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from struct import Struct
+from typing import Any, Final
+
+from .._errors import ProtocolError
+
+__all__ = [
+    "LIMIT",
+    "bare_properties",
+    "broken",
+    "data_field",
+    "malformed",
+    "number",
+    "properties",
+    "read_number",
+    "read_properties",
+    "read_text",
+    "text_field",
+]
+
+TWO: Final = Struct(">H")
+FOUR: Final = Struct(">I")
+#: The largest number that a variable byte integer can hold.
+LIMIT: Final = 268_435_455
+
+
+def broken(code: int, text: str) -> ProtocolError:
+    """The other side has broken a rule, and is told which kind of rule it was."""
+    return ProtocolError(text, farewell=bytes((0xE0, 0x01, code)))
+
+
+def malformed(text: str) -> ProtocolError:
+    """The other side has sent what cannot be read."""
+    return broken(0x81, text)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def number(value: int) -> bytes:
+    """A variable byte integer."""
+    if value < 0x80:
+        return bytes((value,))
+    if value > LIMIT:
+        raise ValueError(f"{value} is more than a packet can hold ({LIMIT})")
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def text_field(value: str) -> bytes:
+    """A string with its length."""
+    try:
+        encoded = value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it has half a surrogate pair, which UTF-8 cannot hold") from error
+    if "\0" in value:
+        raise ValueError("it has a NUL character, which MQTT does not allow")
+    return data_field(encoded)
+
+
+def data_field(value: bytes) -> bytes:
+    """Bytes with their length."""
+    if len(value) > 0xFFFF:
+        raise ValueError(f"it has {len(value)} bytes, and MQTT allows 65535")
+    return TWO.pack(len(value)) + value
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_number(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """A variable byte integer, and where it ends."""
+    value = shift = 0
+    while at < end:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if shift and not byte:
+                raise malformed("a length is longer than it must be")
+            return value, at
+        shift += 7
+        if shift > 21:
+            raise malformed("a length of more than four bytes")
+    raise malformed("a length that goes on beyond its packet")
+
+
+def read_text(data: bytes, at: int, end: int) -> tuple[str, int]:
+    """A string, and where it ends."""
+    value, at = read_data(data, at, end)
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        raise malformed("a string that is not UTF-8") from None
+    if "\0" in text:
+        raise malformed("a string with a NUL character")
+    return text, at
+
+
+def read_data(data: bytes, at: int, end: int) -> tuple[bytes, int]:
+    """Bytes, and where they end."""
+    start = at + 2
+    if start > end:
+        raise malformed("a string that goes on beyond its packet")
+    at = start + (data[at] << 8 | data[at + 1])
+    if at > end:
+        raise malformed("a string that goes on beyond its packet")
+    return data[start:at], at
+
+
+def _read_byte(data: bytes, at: int, end: int) -> tuple[int, int]:
+    if at >= end:
+        raise malformed("a property that goes on beyond its packet")
+    return data[at], at + 1
+
+
+def _read_flag(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value, at = _read_byte(data, at, end)
+    if value > 1:
+        raise broken(0x82, "a property that must be 0 or 1 is neither")
+    return value, at
+
+
+def _read_two(data: bytes, at: int, end: int) -> tuple[int, int]:
+    if at + 2 > end:
+        raise malformed("a property that goes on beyond its packet")
+    return data[at] << 8 | data[at + 1], at + 2
+
+
+def _read_four(data: bytes, at: int, end: int) -> tuple[int, int]:
+    if at + 4 > end:
+        raise malformed("a property that goes on beyond its packet")
+    return FOUR.unpack_from(data, at)[0], at + 4
+
+
+def _read_pair(data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
+    name, at = read_text(data, at, end)
+    value, at = read_text(data, at, end)
+    return (name, value), at
+
+
+# -- properties ------------------------------------------------------------------------------------
+
+Reader = Callable[[bytes, int, int], tuple[Any, int]]
+Writer = Callable[[Any], bytes]
+
+
+class Kind(Enum):
+    """How the value of a property is written."""
+
+    BYTE = (_read_byte, lambda value: bytes((value,)))
+    FLAG = (_read_flag, lambda value: bytes((bool(value),)))
+    TWO = (_read_two, TWO.pack)
+    FOUR = (_read_four, FOUR.pack)
+    NUMBER = (read_number, number)
+    TEXT = (read_text, text_field)
+    DATA = (read_data, data_field)
+    PAIR = (_read_pair, lambda pair: text_field(pair[0]) + text_field(pair[1]))
+
+
+USER_PROPERTY = 0x26
+SUBSCRIPTION = 0x0B
+
+PROPERTIES: Final[dict[int, tuple[str, Kind]]] = {
+    0x01: ("payload_format_indicator", Kind.FLAG),
+    0x02: ("message_expiry_interval", Kind.FOUR),
+    0x03: ("content_type", Kind.TEXT),
+    0x08: ("response_topic", Kind.TEXT),
+    0x09: ("correlation_data", Kind.DATA),
+    SUBSCRIPTION: ("subscription_identifier", Kind.NUMBER),
+    0x11: ("session_expiry_interval", Kind.FOUR),
+    0x12: ("assigned_client_identifier", Kind.TEXT),
+    0x13: ("server_keep_alive", Kind.TWO),
+    0x15: ("authentication_method", Kind.TEXT),
+    0x16: ("authentication_data", Kind.DATA),
+    0x17: ("request_problem_information", Kind.FLAG),
+    0x18: ("will_delay_interval", Kind.FOUR),
+    0x19: ("request_response_information", Kind.FLAG),
+    0x1A: ("response_information", Kind.TEXT),
+    0x1C: ("server_reference", Kind.TEXT),
+    0x1F: ("reason_string", Kind.TEXT),
+    0x21: ("receive_maximum", Kind.TWO),
+    0x22: ("topic_alias_maximum", Kind.TWO),
+    0x23: ("topic_alias", Kind.TWO),
+    0x24: ("maximum_qos", Kind.FLAG),
+    0x25: ("retain_available", Kind.FLAG),
+    USER_PROPERTY: ("user_property", Kind.PAIR),
+    0x27: ("maximum_packet_size", Kind.FOUR),
+    0x28: ("wildcard_subscription_available", Kind.FLAG),
+    0x29: ("subscription_identifier_available", Kind.FLAG),
+    0x2A: ("shared_subscription_available", Kind.FLAG),
+}
+_NUMBERS: Final = {name: number for number, (name, _) in PROPERTIES.items()}
+_READERS: Final[dict[int, tuple[str, Reader]]] = {
+    identifier: (name, kind.value[0]) for identifier, (name, kind) in PROPERTIES.items()
+}
+#: Zero means nothing for these, and the standard forbids it.
+_POSITIVE: Final = frozenset((SUBSCRIPTION, 0x21, 0x23, 0x27))
+
+
+def properties(values: Mapping[str, Any]) -> bytes:
+    """Properties with their length; a value of None is left out."""
+    written = bare_properties(values)
+    return number(len(written)) + written
+
+
+def bare_properties(values: Mapping[str, Any]) -> bytes:
+    """Properties without their length."""
+    out = bytearray()
+    for name, value in values.items():
+        if value is None:
+            continue
+        identifier = _NUMBERS[name]
+        write: Writer = PROPERTIES[identifier][1].value[1]
+        many = identifier in (USER_PROPERTY, SUBSCRIPTION)
+        for one in value if many else (value,):
+            out.append(identifier)
+            out += write(one)
+    return bytes(out)
+
+
+def read_properties(
+    data: bytes, at: int, end: int, allowed: frozenset[int]
+) -> tuple[dict[str, Any], int]:
+    """The properties of a packet that may have only the allowed ones, and where they end."""
+    size, at = read_number(data, at, end)
+    stop = at + size
+    if stop > end:
+        raise malformed("properties that go on beyond their packet")
+    found: dict[str, Any] = {}
+    while at < stop:
+        identifier = data[at]
+        if identifier not in allowed:
+            raise malformed(f"property 0x{identifier:02X}, which this packet cannot have")
+        name, read = _READERS[identifier]
+        value, at = read(data, at + 1, stop)
+        if identifier in _POSITIVE and not value:
+            raise broken(0x82, f"the property {name} is 0")
+        if identifier in (USER_PROPERTY, SUBSCRIPTION):
+            found.setdefault(name, []).append(value)
+        elif name in found:
+            raise broken(0x82, f"the property {name} comes twice")
+        else:
+            found[name] = value
+    return found, at

@@ -1,0 +1,319 @@
+"""The packets of MQTT 5 that a client writes, and those that it reads.
+
+The two that matter for speed, a PUBLISH of ours and its PUBACK, have the shortest way there is; the
+others come once for each link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from ._codec import (
+    LIMIT,
+    TWO,
+    bare_properties,
+    broken,
+    data_field,
+    malformed,
+    number,
+    properties,
+    read_properties,
+    read_text,
+    text_field,
+)
+
+__all__ = ["Message", "Publication", "Will"]
+
+CONNACK, PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP = 0x20, 0x30, 0x40, 0x50, 0x62, 0x70
+SUBACK, UNSUBACK, PINGRESP, DISCONNECT = 0x90, 0xB0, 0xD0, 0xE0
+#: The largest packet that there can be.
+LARGEST: Final = LIMIT + 5
+PINGREQ: Final = b"\xc0\x00"
+DUPLICATE: Final = 0x08
+
+#: The user property that holds the id of a send, so that whoever gets it twice can tell.
+ID_PROPERTY: Final = "message-id"
+_ID_FIELD: Final = b"\x26" + text_field(ID_PROPERTY)
+_NOTHING: Final[Mapping[str, Any]] = {}
+#: The property that says that a payload is text.
+TEXT_MARK: Final = b"\x01\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A message that came in."""
+
+    topic: str
+    payload: bytes = field(repr=False)
+    #: What the sender gave it, if it gave it one: the same message may come twice.
+    id: str | None = None
+    #: Whether the server has sent it before, over a link that was lost.
+    duplicate: bool = False
+    #: Whether it was kept by the server, and is older than the subscription.
+    retained: bool = False
+    #: By their names in the standard, in lower case; `user_property` is a list of pairs.
+    properties: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something to send with more than its bytes; `send` takes it in place of them."""
+
+    payload: bytes | str = field(repr=False)
+    #: Whether the server keeps it for those who subscribe later.
+    retain: bool = False
+    #: After so many seconds nobody wants it any more.
+    expiry: int | None = None
+    content_type: str | None = None
+    #: Where an answer is to go, and what it must carry.
+    response_topic: str | None = None
+    correlation_data: bytes | None = None
+    user_properties: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Will:
+    """What the server publishes when this client is gone without a goodbye."""
+
+    #: May hold `{profile}`.
+    topic: str
+    payload: bytes | str = field(default=b"", repr=False)
+    qos: int = 1
+    retain: bool = False
+    #: How many seconds the server waits for the client to come back first.
+    delay: int = 0
+    expiry: int | None = None
+    content_type: str | None = None
+    user_properties: tuple[tuple[str, str], ...] = ()
+    #: Whether it is published after a goodbye, too.
+    on_goodbye: bool = False
+
+
+# -- what a client writes --------------------------------------------------------------------------
+
+
+def packet(first: int, *parts: bytes) -> bytes:
+    """A packet with its header."""
+    body = b"".join(parts)
+    return b"".join((bytes((first,)), number(len(body)), body))
+
+
+def connect(
+    client_id: str,
+    *,
+    keepalive: int,
+    clean_start: bool,
+    values: Mapping[str, Any],
+    username: str | None = None,
+    password: bytes | None = None,
+    will: Will | None = None,
+    will_topic: str = "",
+) -> bytes:
+    """CONNECT."""
+    flags = clean_start << 1
+    payload = [text_field(client_id)]
+    if will is not None:
+        flags |= 0x04 | will.qos << 3 | will.retain << 5
+        body, is_text = as_bytes(will.payload)
+        options = {
+            "will_delay_interval": will.delay or None,
+            "payload_format_indicator": is_text or None,
+            "message_expiry_interval": will.expiry,
+            "content_type": will.content_type,
+            "user_property": will.user_properties,
+        }
+        payload += [properties(options), text_field(will_topic), data_field(body)]
+    if username is not None:
+        flags |= 0x80
+        payload.append(text_field(username))
+    if password is not None:
+        flags |= 0x40
+        payload.append(data_field(password))
+    head = b"\x00\x04MQTT\x05" + bytes((flags,)) + TWO.pack(keepalive)
+    return packet(0x10, head, properties(values), *payload)
+
+
+def as_bytes(payload: Any) -> tuple[bytes, bool]:
+    """A payload as bytes, and whether it is text."""
+    if isinstance(payload, str):
+        return payload.encode(), True
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise TypeError(f"{type(payload).__name__} is not bytes, text or a Message")
+    return bytes(payload), False
+
+
+def publish(topic: bytes, packet_id: int, id: str, payload: bytes, more: bytes = b"") -> bytes:
+    """PUBLISH with QoS 1; `more` are further properties."""
+    if "\0" in id:
+        raise ValueError("its id has a NUL character, which MQTT does not allow")
+    name = id.encode()
+    size = 15 + len(name) + len(more)
+    length = 5 + len(topic) + size + len(payload)
+    if size < 0x80 and length < 0x4000:  # both lengths without a loop: nearly all of them
+        head = (0x32, length) if length < 0x80 else (0x32, length & 0x7F | 0x80, length >> 7)
+        return b"".join(
+            (
+                bytes(head),
+                TWO.pack(len(topic)),
+                topic,
+                bytes((packet_id >> 8, packet_id & 0xFF, size)),
+                _ID_FIELD,
+                TWO.pack(len(name)),
+                name,
+                more,
+                payload,
+            )
+        )
+    options = number(size) + _ID_FIELD + data_field(name) + more
+    return packet(0x32, data_field(topic), TWO.pack(packet_id), options, payload)
+
+
+def more_properties(message: Message, is_text: bool) -> bytes:
+    """The properties of a message besides its id, without their length."""
+    return bare_properties(
+        {
+            "payload_format_indicator": is_text or None,
+            "message_expiry_interval": message.expiry,
+            "content_type": message.content_type,
+            "response_topic": message.response_topic,
+            "correlation_data": message.correlation_data,
+            "user_property": message.user_properties,
+        }
+    )
+
+
+def answer(kind: int, packet_id: int, code: int = 0) -> bytes:
+    """PUBACK, PUBREC, PUBREL or PUBCOMP."""
+    if code:
+        return bytes((kind, 3, packet_id >> 8, packet_id & 0xFF, code))
+    return bytes((kind, 2, packet_id >> 8, packet_id & 0xFF))
+
+
+def subscribe(packet_id: int, filters: Sequence[str]) -> bytes:
+    """SUBSCRIBE with QoS 1; what is retained comes only if the subscription is new."""
+    wanted = [text_field(one) + b"\x11" for one in filters]
+    return packet(0x82, TWO.pack(packet_id), b"\x00", *wanted)
+
+
+def disconnect(code: int = 0) -> bytes:
+    """DISCONNECT."""
+    return bytes((0xE0, 0x01, code)) if code else b"\xe0\x00"
+
+
+# -- what a client reads ---------------------------------------------------------------------------
+
+_COMMON = frozenset((0x1F, 0x26))
+_IN_CONNACK = _COMMON | frozenset(
+    (0x11, 0x12, 0x13, 0x15, 0x16, 0x1A, 0x1C, 0x21, 0x22, 0x24, 0x25, 0x27, 0x28, 0x29, 0x2A)
+)
+_IN_PUBLISH = frozenset((0x01, 0x02, 0x03, 0x08, 0x09, 0x0B, 0x23, 0x26))
+_IN_DISCONNECT = _COMMON | frozenset((0x1C,))
+
+
+class Connack(NamedTuple):
+    """The server's answer to CONNECT."""
+
+    session_present: bool
+    code: int
+    properties: Mapping[str, Any]
+
+
+class Verdict(NamedTuple):
+    """What a server says of one packet, or of the connection."""
+
+    packet_id: int
+    code: int
+    properties: Mapping[str, Any]
+
+
+def _done(at: int, end: int) -> None:
+    if at != end:
+        raise malformed(f"a packet has {end - at} bytes too many")
+
+
+def read_connack(data: bytes, at: int, end: int) -> Connack:
+    """CONNACK."""
+    if end - at < 2:
+        raise malformed("a CONNACK that is too short")
+    flags, code = data[at], data[at + 1]
+    if flags > 1:
+        raise malformed("a CONNACK with flags that are reserved")
+    if end - at == 2 and 0 < code < 6:
+        # A server that knows older versions alone says so in their words.
+        return Connack(False, 0x84, _NOTHING)
+    found, at = read_properties(data, at + 2, end, _IN_CONNACK)
+    _done(at, end)
+    if flags and code:
+        raise broken(0x82, "a refused connection with a session")
+    return Connack(bool(flags), code, found)
+
+
+def read_verdict(data: bytes, at: int, end: int) -> Verdict:
+    """PUBACK, PUBREC, PUBREL and PUBCOMP."""
+    if end - at < 2:
+        raise malformed("an acknowledgement without a packet id")
+    packet_id = data[at] << 8 | data[at + 1]
+    if not packet_id:
+        raise broken(0x82, "an acknowledgement of packet 0")
+    code = data[at + 2] if end - at > 2 else 0
+    if end - at < 4:
+        return Verdict(packet_id, code, _NOTHING)
+    found, at = read_properties(data, at + 3, end, _COMMON)
+    _done(at, end)
+    return Verdict(packet_id, code, found)
+
+
+def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
+    """SUBACK and UNSUBACK: the packet id, and a code for each filter."""
+    if end - at < 3:
+        raise malformed("a SUBACK that is too short")
+    packet_id = data[at] << 8 | data[at + 1]
+    _, at = read_properties(data, at + 2, end, _COMMON)
+    return packet_id, data[at:end]
+
+
+def read_disconnect(data: bytes, at: int, end: int) -> Verdict:
+    """DISCONNECT."""
+    if at == end:
+        return Verdict(0, 0, _NOTHING)
+    code = data[at]
+    if end - at == 1:
+        return Verdict(0, code, _NOTHING)
+    found, at = read_properties(data, at + 1, end, _IN_DISCONNECT)
+    _done(at, end)
+    return Verdict(0, code, found)
+
+
+def read_publish(first: int, data: bytes, at: int, end: int) -> tuple[int, Publication]:
+    """PUBLISH: its packet id (0 with QoS 0), and what it says."""
+    qos = first >> 1 & 3
+    if qos == 3 or (first & DUPLICATE and not qos):
+        raise malformed("a PUBLISH with flags that do not go together")
+    topic, at = read_text(data, at, end)
+    if "#" in topic or "+" in topic:
+        raise malformed("a topic with wildcards")
+    packet_id = 0
+    if qos:
+        if end - at < 2:
+            raise malformed("a PUBLISH without a packet id")
+        packet_id = data[at] << 8 | data[at + 1]
+        at += 2
+        if not packet_id:
+            raise broken(0x82, "a PUBLISH with packet id 0")
+    if at < end and not data[at]:
+        found, at = _NOTHING, at + 1
+    else:
+        found, at = read_properties(data, at, end, _IN_PUBLISH)
+        if "topic_alias" in found:
+            raise broken(0x94, "a topic alias, and none are allowed")
+    if not topic:
+        raise broken(0x82, "a PUBLISH without a topic")
+    id = None
+    for name, value in found.get("user_property", ()):
+        if name == ID_PROPERTY:
+            id = value
+            break
+    duplicate, retained = bool(first & DUPLICATE), bool(first & 1)
+    return packet_id, Publication(topic, data[at:end], id, duplicate, retained, found)

@@ -1,0 +1,147 @@
+"""Receivers and servers for tests of transports."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+
+from holdfast.sessions._transport import Transport
+
+__all__ = ["Ear", "Echo", "Raises", "tcp_server", "websocket_server"]
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+PATIENCE = 30.0
+
+
+class Ear:
+    """Hears everything, and checks that nothing comes after the end."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.size = 0
+        self.end: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        self._news: asyncio.Event = asyncio.Event()
+
+    def received(self, data: bytes) -> None:
+        assert not self.end.done(), "something was received after the end"
+        assert type(data) is bytes
+        assert data
+        self.pieces.append(data)
+        self.size += len(data)
+        self._news.set()
+
+    def lost(self, error: BaseException | None) -> None:
+        assert not self.end.done(), "the end was told twice"
+        self.end.set_result(error)
+        self._news.set()
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.pieces)
+
+    async def hears(self, size: int) -> bytes:
+        """Wait for so many bytes."""
+        async with asyncio.timeout(PATIENCE):
+            while self.size < size:
+                assert not self.end.done(), f"lost: {self.end.result()!r}"
+                self._news.clear()
+                await self._news.wait()
+        return self.data
+
+    async def ended(self) -> BaseException | None:
+        """Wait for the end, and look whether more comes."""
+        async with asyncio.timeout(PATIENCE):
+            error = await self.end
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return error
+
+
+class Raises(Ear):
+    """Cannot handle what it hears."""
+
+    def received(self, data: bytes) -> None:
+        super().received(data)
+        raise LookupError("what is this?")
+
+
+class Echo:
+    """The server's end of a link in memory."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.end: list[BaseException | None] = []
+
+    def received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+    def lost(self, error: BaseException | None) -> None:
+        self.end.append(error)
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def tcp_server(
+    handler: Handler = echo, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serve on a free port; yields it."""
+    tasks: set[asyncio.Task[object]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            result = handler(reader, writer)
+            if asyncio.iscoroutine(result):
+                await result
+        except (ConnectionError, ssl.SSLError):
+            pass
+        finally:
+            tasks.discard(task)
+            writer.transport.abort() if tls is None else writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def websocket_echo(connection: ServerConnection) -> None:
+    async for message in connection:
+        await connection.send(message)
+
+
+@asynccontextmanager
+async def websocket_server(
+    handler: Callable[[ServerConnection], object] = websocket_echo,
+    *,
+    tls: ssl.SSLContext | None = None,
+    **options: object,
+) -> AsyncIterator[int]:
+    """Serve WebSockets on a free port; yields it."""
+
+    async def handle(connection: ServerConnection) -> None:
+        try:
+            result = handler(connection)
+            if asyncio.iscoroutine(result):
+                await result
+        except ConnectionClosed:
+            pass
+
+    async with serve(handle, "127.0.0.1", 0, ssl=tls, compression=None, **options) as server:  # type: ignore[arg-type]
+        yield next(iter(server.sockets)).getsockname()[1]

@@ -1,0 +1,25 @@
+"""Real brokers for the tests of MQTT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.postgres.certificates import Authority
+from tests.servers import require_server
+from tests.sessions.mosquitto import Mosquitto
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Who has signed the certificates of the servers."""
+    directory = tmp_path_factory.mktemp("authority")
+    return Authority(require_server("openssl"), directory, "authority")
+
+
+@pytest.fixture(scope="session")
+def broker(authority: Authority) -> Iterator[Mosquitto]:
+    """A running broker for tests that do not harm it, over TCP, TLS and WebSocket."""
+    certificate = authority.sign("broker", "localhost")
+    with Mosquitto(require_server("mosquitto"), certificate=certificate) as server:
+        yield server

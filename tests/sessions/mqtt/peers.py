@@ -1,0 +1,52 @@
+"""The other side of a dialogue, one packet at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mqtt5
+
+from holdfast.sessions._protocol import Incoming, Ready
+from holdfast.sessions.mqtt import Memory, Mqtt, MqttDialogue
+
+__all__ = ["CONNACK", "SUBACK", "connack", "hear", "link", "puback", "publish"]
+
+CONNACK = bytes.fromhex("20 03 00 00 00")
+#: The answer to a first subscription, granted.
+SUBACK = bytes.fromhex("90 04 0001 00 01")
+
+
+def hear(dialogue: MqttDialogue, data: bytes) -> list[Incoming]:
+    """Everything that a dialogue makes of some bytes."""
+    return list(dialogue.feed(data))
+
+
+def connack(**options: Any) -> bytes:
+    """CONNACK."""
+    return mqtt5.ConnAckPacket(**options).write()
+
+
+def puback(packet_id: int) -> bytes:
+    """A plain PUBACK."""
+    return b"\x40\x02" + packet_id.to_bytes(2, "big")
+
+
+def publish(packet_id: int, qos: int = 1, payload: bytes = b"hi", **options: Any) -> bytes:
+    """PUBLISH to us."""
+    number = packet_id if qos else None
+    packet = mqtt5.PublishPacket("alice", payload, qos=mqtt5.QoS(qos), packet_id=number, **options)
+    return packet.write()
+
+
+def link(
+    protocol: Mqtt | None = None, memory: Memory | None = None, **options: Any
+) -> tuple[MqttDialogue, list[Incoming]]:
+    """A dialogue that is open, and what the handshake said."""
+    protocol = protocol or Mqtt("mqtt://broker", subscribe=())
+    memory = memory if memory is not None else protocol.remember()
+    dialogue = protocol.begin("alice", None, memory)
+    assert dialogue.hello()[0] == 0x10
+    events = hear(dialogue, connack(**options))
+    if not any(isinstance(event, Ready) for event in events):
+        events += hear(dialogue, SUBACK)
+    return dialogue, events

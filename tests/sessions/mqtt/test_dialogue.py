@@ -1,0 +1,444 @@
+"""What a dialogue says and hears, byte by byte."""
+
+from __future__ import annotations
+
+import mqtt5
+import pytest
+from tests.sessions.mqtt.driver import outgoing
+from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, hear, link, puback, publish
+
+from holdfast.sessions._content import Text
+from holdfast.sessions._errors import ProtocolError, StepFailed
+from holdfast.sessions._protocol import (
+    CloseClass,
+    Closing,
+    Confirmed,
+    Greeting,
+    Happening,
+    Progress,
+    Ready,
+    Refused,
+    Unhandled,
+)
+from holdfast.sessions.mqtt import Message, Mqtt, Publication
+
+# -- the handshake -----------------------------------------------------------------------------
+
+
+def test_it_is_ready_when_its_subscriptions_are_there() -> None:
+    dialogue = Mqtt("mqtt://broker").begin("alice", None, Mqtt("mqtt://broker").remember())
+    [subscribe] = hear(dialogue, CONNACK)
+    assert subscribe == Greeting(bytes.fromhex("82 0b 0001 00 0005 616c696365 11"))
+    with pytest.raises(StepFailed, match="the link is subscribing"):
+        dialogue.write(outgoing("1"))
+    assert hear(dialogue, SUBACK) == [Ready(False, 1024)]
+
+
+def test_without_subscriptions_it_is_ready_at_once() -> None:
+    _, events = link(receive_max=5, server_keep_alive=12)
+    assert events == [Ready(False, 5, 12.0)]
+
+
+def test_a_server_may_want_to_hear_more_of_us_but_not_less() -> None:
+    for ours, theirs, used in ((30, 10, 10.0), (30, 60, None), (30, 0, None), (None, 60, 60.0)):
+        protocol = Mqtt("mqtt://broker", subscribe=(), keepalive=ours)
+        assert link(protocol, server_keep_alive=theirs)[1] == [Ready(False, 1024, used)]
+
+
+def test_what_the_server_still_has_is_not_asked_for_again() -> None:
+    protocol = Mqtt("mqtt://broker")
+    memory = protocol.remember()
+    link(protocol, memory)
+    again = protocol.begin("alice", None, memory)
+    assert hear(again, connack(session_present=True)) == [Ready(True, 1024)]
+    lost = protocol.begin("alice", None, memory)
+    assert isinstance(hear(lost, connack())[0], Greeting), "the server has forgotten it"
+
+
+def test_refused_subscriptions_are_told_without_addresses_and_asked_for_again() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=("{profile}", "news/{profile}"))
+    memory = protocol.remember()
+    dialogue = protocol.begin("alice", None, memory)
+    hear(dialogue, CONNACK)
+    told, ready = hear(dialogue, bytes.fromhex("90 05 0001 00 01 87"))
+    assert told == Unhandled("no subscription to news/{profile}: not authorized (0x87)")
+    assert isinstance(ready, Ready)
+    again = protocol.begin("alice", None, memory)
+    [greeting] = hear(again, connack(session_present=True))
+    assert isinstance(greeting, Greeting)
+    assert b"news/alice" in greeting.data
+    assert b"\x00\x05alice" not in greeting.data
+
+
+def test_what_a_server_does_not_have_is_not_asked_for() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=("{profile}/#", "$share/workers/jobs"))
+    dialogue = protocol.begin("alice", None, protocol.remember())
+    options = {"wildcard_subscription_available": False, "shared_subscription_available": False}
+    events = hear(dialogue, connack(**options))
+    assert [type(event) for event in events] == [Unhandled, Unhandled, Ready]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (0x80, CloseClass.TRANSIENT),
+        (0x84, CloseClass.OUTDATED),
+        (0x85, CloseClass.AUTHENTICATION),
+        (0x86, CloseClass.AUTHENTICATION),
+        (0x87, CloseClass.AUTHENTICATION),
+        (0x88, CloseClass.TRANSIENT),
+        (0x89, CloseClass.TRANSIENT),
+        (0x8A, CloseClass.BANNED),
+        (0x8C, CloseClass.AUTHENTICATION),
+        (0x97, CloseClass.TRANSIENT),
+        (0x9C, CloseClass.TRANSIENT),
+        (0x9D, CloseClass.TRANSIENT),
+        (0x9F, CloseClass.TRANSIENT),
+        (0xFE, CloseClass.TRANSIENT),
+    ],
+)
+def test_a_refused_connection(code: int, kind: CloseClass) -> None:
+    dialogue = Mqtt("mqtt://broker").begin("alice", None, Mqtt("mqtt://broker").remember())
+    [closing] = hear(dialogue, bytes((0x20, 3, 0, code, 0)))
+    assert isinstance(closing, Closing)
+    assert (closing.kind, closing.code) == (kind, code)
+    assert closing.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (0x00, CloseClass.TRANSIENT),
+        (0x87, CloseClass.AUTHENTICATION),
+        (0x8B, CloseClass.TRANSIENT),
+        (0x8D, CloseClass.TRANSIENT),
+        (0x8E, CloseClass.TAKEOVER),
+        (0x98, CloseClass.TRANSIENT),
+        (0xA0, CloseClass.RESTART),
+    ],
+)
+def test_the_server_ends_it(code: int, kind: CloseClass) -> None:
+    dialogue, _ = link()
+    [closing] = hear(dialogue, bytes((0xE0, 1, code)) + puback(1))
+    assert isinstance(closing, Closing)
+    assert (closing.kind, closing.code) == (kind, code)
+    assert hear(dialogue, puback(1)) == [], "it is over"
+
+
+def test_the_server_says_more() -> None:
+    code = mqtt5.ConnAckReasonCode.SERVER_MOVED
+    data = connack(reason_code=code, reason_str="maintenance", server_reference="other:1883")
+    protocol = Mqtt("mqtt://broker")
+    [closing] = hear(protocol.begin("alice", None, protocol.remember()), data)
+    assert isinstance(closing, Closing)
+    assert closing.reason == "the server has moved: maintenance: other:1883"
+
+
+def test_a_server_without_qos_1_is_no_use() -> None:
+    protocol = Mqtt("mqtt://broker")
+    dialogue = protocol.begin("alice", None, protocol.remember())
+    [closing] = hear(dialogue, connack(max_qos=mqtt5.QoS.AT_MOST_ONCE))
+    assert isinstance(closing, Closing)
+    assert (closing.kind, closing.farewell) == (CloseClass.OUTDATED, b"\xe0\x00")
+
+
+# -- sends -------------------------------------------------------------------------------------
+
+
+def test_outcomes_of_sends() -> None:
+    dialogue, _ = link()
+    for number in range(1, 4):
+        assert dialogue.write(outgoing(f"id-{number}")).startswith(b"\x32")
+    reason = mqtt5.PubAckReasonCode.NO_MATCHING_SUBSCRIBERS
+    refused = mqtt5.PubAckReasonCode.QUOTA_EXCEEDED
+    data = (
+        puback(2)
+        + mqtt5.PubAckPacket(1, reason_code=reason).write()
+        + mqtt5.PubAckPacket(3, reason_code=refused, reason_str="too much").write()
+        + puback(2)
+    )
+    assert hear(dialogue, data) == [
+        Confirmed("id-2"),
+        Confirmed("id-1", "no matching subscribers"),
+        Refused("id-3", 0x97, "too much"),
+        Unhandled("a PUBACK for a packet that is not in flight"),
+    ]
+
+
+def test_packet_ids_are_never_0_and_never_in_use() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    memory = protocol.remember()
+    dialogue, _ = link(protocol, memory)
+    memory.last = 0xFFFE
+    dialogue.write(outgoing("last"))
+    dialogue.write(outgoing("first"))
+    assert list(memory.inflight) == [0xFFFF, 1]
+    memory.last = 0xFFFE
+    dialogue.write(outgoing("next"))
+    assert list(memory.inflight) == [0xFFFF, 1, 2]
+
+
+def test_what_the_server_would_not_take_is_not_written() -> None:
+    protocol = Mqtt("mqtt://broker", topic="to/{recipient}", subscribe=())
+    memory = protocol.remember()
+    dialogue, _ = link(protocol, memory, max_packet_size=200, retain_available=False, receive_max=1)
+    bad = [
+        (outgoing("1", bytes(200)), "230 bytes, and the server takes 200"),
+        (outgoing("1", Message(b"", retain=True)), "keeps no retained"),
+        (outgoing("1", 5), "int is not bytes"),
+        (outgoing("1", recipient="a/#"), "no \\+, # or NUL"),
+        (outgoing("1", recipient="a\0"), "no \\+, # or NUL"),
+        (outgoing("1", recipient="\ud800"), "surrogates not allowed"),
+        (outgoing("1", recipient="x" * 65536), "1 to 65535 bytes"),
+        (outgoing("a\0b"), "its id has a NUL"),
+        (outgoing("1", "\ud800"), "surrogates not allowed"),
+    ]
+    for send, why in bad:
+        with pytest.raises(StepFailed, match=why):
+            dialogue.write(send)
+    assert not memory.inflight
+    assert dialogue.room == 1
+    dialogue.write(outgoing("fits"))
+    with pytest.raises(StepFailed, match="no more than 1 unconfirmed"):
+        dialogue.write(outgoing("one too many"))
+
+
+def test_texts_say_that_they_are() -> None:
+    dialogue, _ = link()
+    for content in ("grüße", Text("grüße"), Message("grüße")):
+        data = dialogue.write(outgoing("1", content))
+        theirs, _ = mqtt5.read(memoryview(data))
+        assert isinstance(theirs, mqtt5.PublishPacket)
+        assert (theirs.payload, theirs.payload_format_indicator) == ("grüße".encode(), 1)
+    kept, _ = mqtt5.read(memoryview(dialogue.write(outgoing("1", Message(b"x", retain=True)))))
+    assert isinstance(kept, mqtt5.PublishPacket)
+    assert kept.retain
+
+
+def test_after_a_resumption_the_unconfirmed_are_sent_again_in_order() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    memory = protocol.remember()
+    first, _ = link(protocol, memory)
+    written = {id: first.write(outgoing(id)) for id in ("a", "b", "c", "d")}
+    hear(first, puback(2))
+    second, events = link(protocol, memory, session_present=True)
+    assert events == [Ready(True, 1024)]
+    again = dict(second.resend())
+    assert list(again) == ["a", "c", "d"]
+    for id, data in again.items():
+        assert data[0] == 0x3A, "marked as a duplicate"
+        assert data[1:] == written[id][1:]
+    assert hear(second, puback(1)) == [Confirmed("a")]
+
+
+def test_a_smaller_window_holds_back_what_is_sent_again() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    memory = protocol.remember()
+    first, _ = link(protocol, memory)
+    for id in "abcd":
+        first.write(outgoing(id))
+    second, _ = link(protocol, memory, session_present=True, receive_max=2)
+    again = list(second.resend())
+    assert [(id, bool(data)) for id, data in again] == [
+        ("a", True),
+        ("b", True),
+        ("c", False),
+        ("d", False),
+    ]
+    assert second.room < 0
+    confirmed, greeting = hear(second, puback(2))
+    assert confirmed == Confirmed("b")
+    assert isinstance(greeting, Greeting)
+    assert greeting.data[0] == 0x3A
+    assert greeting.data[-5:] == b"hello"
+    assert len(hear(second, puback(1))) == 2
+    assert hear(second, puback(3)) == [Confirmed("c")]
+    assert second.room == 1
+
+
+def test_what_the_server_has_forgotten_is_not_sent_again() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    memory = protocol.remember()
+    first, _ = link(protocol, memory)
+    first.write(outgoing("a"))
+    second, events = link(protocol, memory)
+    assert events == [Ready(False, 1024)]
+    assert list(second.resend()) == []
+    assert not memory.inflight
+
+
+def test_an_acknowledgement_before_the_handshake_confirms_nothing() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    memory = protocol.remember()
+    first, _ = link(protocol, memory)
+    first.write(outgoing("a"))
+    second = protocol.begin("alice", None, memory)
+    with pytest.raises(ProtocolError, match="before its CONNACK"):
+        hear(second, puback(1))
+    assert list(memory.inflight) == [1]
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def test_messages_are_acknowledged_in_the_order_in_which_they_came() -> None:
+    dialogue, _ = link()
+    events = hear(dialogue, publish(5) + publish(3) + publish(9, payload=b"9") + publish(0, qos=0))
+    assert [event.token for event in events if isinstance(event, Happening)] == [5, 3, 9, None]
+    assert dialogue.acknowledge(9) == b""
+    assert dialogue.acknowledge(9) == b"", "once is enough"
+    assert dialogue.acknowledge(5) == puback(5)
+    assert dialogue.acknowledge(3) == puback(3) + puback(9)
+    assert dialogue.acknowledge(3) == b""
+    assert dialogue.acknowledge(77) == b"", "of another link"
+
+
+def test_a_message_of_qos_2_comes_once() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    memory = protocol.remember()
+    first, _ = link(protocol, memory)
+    [event] = hear(first, publish(5, qos=2))
+    assert isinstance(event, Happening)
+    assert first.acknowledge(5) == bytes.fromhex("50 02 0005")
+    second, _ = link(protocol, memory, session_present=True)
+    assert hear(second, publish(5, qos=2, duplicate=True)) == [Greeting(bytes.fromhex("50020005"))]
+    assert hear(second, bytes.fromhex("62 02 0005")) == [Greeting(bytes.fromhex("70020005"))]
+    assert hear(second, bytes.fromhex("62 02 0005")) == [Greeting(bytes.fromhex("7003000592"))]
+    assert isinstance(hear(second, publish(5, qos=2))[0], Happening), "the next message"
+
+
+def test_a_server_that_sends_more_than_it_may() -> None:
+    dialogue, _ = link(Mqtt("mqtt://broker", subscribe=(), receive_maximum=2))
+    hear(dialogue, publish(1) + publish(2))
+    with pytest.raises(ProtocolError, match="more than 2 unacknowledged") as caught:
+        hear(dialogue, publish(3))
+    assert caught.value.farewell == b"\xe0\x01\x93"
+
+
+def test_signs_of_life_and_leave() -> None:
+    dialogue, _ = link()
+    assert dialogue.ping() == b"\xc0\x00"
+    assert hear(dialogue, b"\xd0\x00") == [Progress()]
+    assert dialogue.goodbye() == b"\xe0\x00"
+
+
+def test_what_came_before_nonsense_counts() -> None:
+    dialogue, _ = link()
+    dialogue.write(outgoing("1"))
+    events = iter(dialogue.feed(puback(1) + b"\x00\x00"))
+    assert next(events) == Confirmed("1")
+    with pytest.raises(ProtocolError) as caught:
+        next(events)
+    assert caught.value.farewell == b"\xe0\x01\x82"
+    assert hear(dialogue, CONNACK) == []
+
+
+def test_what_is_ready_may_be_used_before_the_rest_is_read() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=())
+    dialogue = protocol.begin("alice", None, protocol.remember())
+    events = iter(dialogue.feed(CONNACK + puback(1) + b"\xe0\x01\x8e"))
+    assert isinstance(next(events), Ready)
+    dialogue.write(outgoing("1"))
+    assert next(events) == Confirmed("1")
+    assert isinstance(next(events), Closing)
+
+
+@pytest.mark.parametrize(
+    ("written", "code"),
+    [
+        ("20 03 00 00 00", 0x82),  # a second CONNACK
+        ("f0 00", 0x82),  # AUTH, which nobody asked for
+        ("82 06 0001 00 0001 61", 0x82),  # SUBSCRIBE: a client's packet
+        ("c0 00", 0x82),  # PINGREQ
+        ("41 02 0001", 0x81),  # PUBACK with flags
+        ("60 02 0001", 0x81),  # PUBREL without its flags
+        ("d0 01 00", 0x81),  # PINGRESP with a body
+        ("40 01 00", 0x81),  # half a packet id
+        ("40 02 0000", 0x82),  # packet id 0
+        ("40 05 0001 00 00 00", 0x81),  # too long
+        ("90 04 0001 00 01", 0x82),  # SUBACK for nothing
+        ("36 05 0001 61 0001", 0x81),  # QoS 3
+        ("38 04 0001 61 00", 0x81),  # a duplicate of QoS 0
+        ("32 06 0001 61 0000 00", 0x82),  # packet id 0
+        ("30 04 0001 23 00", 0x81),  # a topic with #
+        ("30 03 0000 00", 0x82),  # no topic
+        ("30 07 0001 61 03 23 0001", 0x94),  # a topic alias
+        ("30 04 0001 ff 00", 0x81),  # not UTF-8
+        ("30 02 0009", 0x81),  # cut off
+        ("e0 02 00 7f", 0x81),  # properties beyond the packet
+        ("30 ff ff ff 7f", 0x95),  # 256 MB
+        ("30 ff ff ff ff 7f", 0x81),  # a length of five bytes
+        ("30 80 00", 0x81),  # a length that is too long for what it says
+    ],
+)
+def test_nonsense_is_answered_with_the_right_code(written: str, code: int) -> None:
+    dialogue, _ = link()
+    with pytest.raises(ProtocolError) as caught:
+        hear(dialogue, bytes.fromhex(written))
+    assert caught.value.farewell == bytes((0xE0, 1, code))
+    assert "closed" in repr(dialogue)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "20 03 02 00 00",  # flags
+        "20 03 01 87 00",  # refused, and yet a session
+        "20 03 00 01 00",  # no such code
+        "20 02 00 00",  # accepted by an older version
+        "20 06 00 00 03 15 00 00",  # an authentication method
+        "20 01 00",
+        "30 04 0001 61 00",  # a message before the CONNACK
+    ],
+)
+def test_a_bad_handshake(written: str) -> None:
+    protocol = Mqtt("mqtt://broker")
+    with pytest.raises(ProtocolError):
+        hear(protocol.begin("alice", None, protocol.remember()), bytes.fromhex(written))
+
+
+def test_a_session_after_a_clean_start_is_nonsense() -> None:
+    protocol = Mqtt("mqtt://broker", clean_start=True)
+    with pytest.raises(ProtocolError, match="after a clean start"):
+        link(protocol, session_present=True)
+
+
+def test_a_suback_must_fit_its_question() -> None:
+    protocol = Mqtt("mqtt://broker")
+    for bad in ("90 04 0002 00 01", "90 05 0001 00 01 01"):
+        dialogue = protocol.begin("alice", None, protocol.remember())
+        hear(dialogue, CONNACK)
+        with pytest.raises(ProtocolError):
+            hear(dialogue, bytes.fromhex(bad))
+
+
+def test_packets_that_answer_nothing_are_told() -> None:
+    dialogue, _ = link()
+    stray = {
+        "b0 04 0001 00 00": [Unhandled("an UNSUBACK that answers nothing")],
+        "70 02 0001": [Unhandled("a PUBCOMP for a packet that is not in flight")],
+        "50 03 0001 80": [Unhandled("a PUBREC for a packet that is not in flight")],
+        "50 02 0001": [
+            Unhandled("a PUBREC for a packet that is not in flight"),
+            Greeting(bytes.fromhex("62 03 0001 92")),
+        ],
+    }
+    for written, events in stray.items():
+        assert hear(dialogue, bytes.fromhex(written)) == events
+
+
+def test_a_publication_is_routed_and_read() -> None:
+    protocol = Mqtt("mqtt://broker")
+    frame = Publication("alice", b"hi", "1", True, True, {"content_type": "x"})
+    assert protocol.route(frame) == "message"
+    assert protocol.route(object()) == "unhandled"
+    msg = protocol.interpret("message", frame)
+    assert msg is not None
+    assert (msg.type, msg.content, msg.id, msg.to) == ("bytes", b"hi", "1", "alice")
+    assert msg.duplicate
+    assert msg.extra == {"content_type": "x", "retained": True}
+    liar = Publication("alice", b"\xff", properties={"payload_format_indicator": 1})
+    spoilt = protocol.interpret("message", liar)
+    assert spoilt is not None
+    assert (spoilt.type, spoilt.content) == ("bytes", b"\xff")
+    assert protocol.interpret("unhandled", frame) is None

@@ -1,0 +1,38 @@
+"""The storages that all tests of the contract run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.sessions._seal import Seal
+from holdfast.sessions._sealed import Sealed
+from holdfast.sessions._storage import Storage, open_storage
+from holdfast.sessions._storage_files import FileStorage
+from holdfast.sessions._storage_memory import MemoryStorage
+from holdfast.sessions._storage_sqlite import SqliteStorage
+
+__all__ = ["KEY", "KINDS", "KINDS_ON_DISK", "make"]
+
+KEY = bytes(range(32))
+KINDS_ON_DISK = ("sqlite", "files", "checked sqlite", "encrypted sqlite", "encrypted files")
+KINDS = ("memory", "checked memory", *KINDS_ON_DISK)
+
+
+def make(kind: str, place: Path) -> Storage:
+    """A storage of a kind, for what is at a place."""
+    match kind:
+        case "memory":
+            return MemoryStorage()
+        case "sqlite":
+            return SqliteStorage(place / "accounts.db")
+        case "files":
+            return FileStorage(place / "accounts")
+        case "checked memory":
+            return open_storage("memory:")
+        case "checked sqlite":
+            return open_storage(place / "accounts.db")
+        case "encrypted sqlite":
+            return open_storage(str(place / "accounts.db"), key=KEY)
+        case "encrypted files":
+            return Sealed(FileStorage(place / "accounts"), Seal(KEY))
+    raise ValueError(kind)

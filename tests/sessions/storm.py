@@ -1,0 +1,182 @@
+"""Many sends over a link that is cut again and again, and what may be said of them afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.sessions.support import LIMIT, until
+
+from holdfast.sessions import Acked, NotSent, Outcome, Rejected, Session, Unknown
+from holdfast.testing import FaultProxy
+
+__all__ = ["Faults", "Hears", "Sent", "Storm"]
+
+#: More than any of these tests takes: no send ends here because its time was over.
+TIMEOUT = 100.0
+
+#: Which ids have arrived at a recipient, each as often as it came, in the order of coming.
+Hears = Callable[[str], Iterable[str]]
+
+
+@dataclass(slots=True)
+class Sent:
+    """One send, and what its caller was told."""
+
+    id: str
+    recipient: str
+    outcome: Outcome | None = None
+
+
+class Faults:
+    """What can happen to a link, each done by chance."""
+
+    def __init__(
+        self,
+        proxy: FaultProxy,
+        session: Session,
+        storm: Storm,
+        rng: random.Random,
+        kinds: Iterable[str] = ("reset", "cut", "hole"),
+    ) -> None:
+        self._proxy = proxy
+        self._session = session
+        self._storm = storm
+        self._rng = rng
+        self._kinds = list(kinds)
+        self.done: Counter[str] = Counter()
+
+    async def __call__(self) -> None:
+        """Break the link that there is, in one of the ways; each of them has its turn."""
+        await self._session.online(LIMIT)
+        kind = self._kinds[self.done.total() % len(self._kinds)]
+        generation = self._session.generation
+        await asyncio.sleep(self._rng.choice((0.0, 0.001, 0.004)))
+        match kind:
+            case "reset":
+                self._proxy.reset()
+            case "cut":
+                # In the middle of a packet, on one of the two ways.
+                way, size = self._rng.choice((("up", 200), ("down", 18)))
+                self._proxy.cut_after(self._rng.randrange(1, size), way)  # type: ignore[arg-type]
+            case "hole":
+                self._proxy.black_hole()
+        self.done[kind] += 1
+        while kind == "cut" and not self._is_over(generation):
+            self._storm.send()
+            await asyncio.sleep(0.002)
+        await until(lambda: self._is_over(generation))
+        self._proxy.cut_after(None)
+        self._proxy.resume()
+
+    def _is_over(self, generation: int) -> bool:
+        return self._session.generation != generation or self._session.state != "online"
+
+
+class Storm:
+    """Sends from one session to many recipients."""
+
+    def __init__(
+        self,
+        session: Session,
+        rng: random.Random,
+        *,
+        recipients: int = 50,
+        prefix: str = "to/",
+    ) -> None:
+        self._session = session
+        self._rng = rng
+        self._recipients = [f"{prefix}{number}" for number in range(recipients)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self.sent: list[Sent] = []
+
+    async def run(self, total: int, faults: Iterable[Callable[[], Awaitable[None]]]) -> None:
+        """Send so many, with the faults at random places between them, and wait for the ends."""
+        waiting = list(faults)
+        places = set(self._rng.sample(range(total // 20, total), len(waiting)))
+        for number in range(total):
+            self.send()
+            if number in places:
+                # There must be something to lose, before and while it happens.
+                fault = asyncio.ensure_future(waiting.pop(0)())
+                await asyncio.wait((fault,), timeout=0.002)
+                for _ in range(5):
+                    self.send()
+                await fault
+            elif self._rng.random() < 0.2:
+                await asyncio.sleep(self._rng.uniform(0.0, 0.004))
+        async with asyncio.timeout(2 * LIMIT):
+            await asyncio.gather(*self._tasks)
+
+    async def last(self, recipient: str = "to/last") -> str:
+        """Send one more, when all is calm: whatever else has left is there before it."""
+        await self._session.online(LIMIT)
+        sent = Sent(f"send-{len(self.sent)}", recipient)
+        self._recipients.append(recipient)
+        self.sent.append(sent)
+        await self._wait_for(sent, {"hold": True})
+        assert isinstance(sent.outcome, Acked)
+        return sent.id
+
+    def send(self) -> None:
+        """Send something to somebody, and do not wait for it."""
+        sent = Sent(f"send-{len(self.sent)}", self._rng.choice(self._recipients))
+        self.sent.append(sent)
+        how = {"hold": self._rng.random() < 0.6, "idempotent": self._rng.random() < 0.3}
+        task = asyncio.get_running_loop().create_task(self._wait_for(sent, how))
+        self._tasks.append(task)
+
+    async def _wait_for(self, sent: Sent, how: dict[str, Any]) -> None:
+        outcome = await self._session.send(
+            sent.recipient, sent.id.encode(), id=sent.id, timeout=TIMEOUT, outcome=True, **how
+        )
+        assert sent.outcome is None
+        assert outcome.id == sent.id
+        sent.outcome = outcome
+
+    # -- what must be true afterwards ----------------------------------------------------------
+
+    def counts(self) -> Counter[str]:
+        """How many had which outcome."""
+        return Counter(type(each.outcome).__name__ for each in self.sent)
+
+    def check(self, hears: Hears, *, lossy: bool = False) -> tuple[int, int]:
+        """Look at all of them; returns how many confirmed ones were lost, and how many came again.
+
+        A server that is `lossy` may lose what it has confirmed, and nothing else is forgiven.
+        """
+        self._check_outcomes()
+        lost = again = 0
+        for recipient in self._recipients:
+            mine = [each for each in self.sent if each.recipient == recipient]
+            arrived = list(hears(recipient))
+            first = list(dict.fromkeys(arrived))
+            again += len(arrived) - len(first)
+            known = {each.id: each for each in mine}
+            assert set(first) <= set(known), "what nobody has sent has arrived"
+            order = [each.id for each in mine]
+            assert first == [id for id in order if id in set(first)], f"out of order: {recipient}"
+            for each in mine:
+                here = each.id in set(first)
+                assert not (here and isinstance(each.outcome, NotSent)), f"it was sent: {each}"
+                if isinstance(each.outcome, Acked) and not here:
+                    assert lossy, f"it was confirmed, and has not arrived: {each}"
+                    lost += 1
+        return lost, again
+
+    def _check_outcomes(self) -> None:
+        assert all(each.outcome is not None for each in self.sent)
+        assert not [each for each in self.sent if isinstance(each.outcome, Rejected)]
+        # The session has counted the same: nothing was settled twice, nothing is under way.
+        status, counts = self._session.status(), self.counts()
+        told = {name: counts[kind.__name__] for name, kind in _KINDS.items()}
+        assert {name: status[name] for name in _KINDS} == told
+        assert (status["sending"], status["waiting"]) == (0, 0)
+        assert status["crashes"] == 0
+
+
+_KINDS = {"acked": Acked, "not_sent": NotSent, "unknown": Unknown, "rejected": Rejected}

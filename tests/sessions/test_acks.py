@@ -1,0 +1,329 @@
+"""The table of sends: everybody is told once, and the truth."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from holdfast.sessions import (
+    Acked,
+    LinkLost,
+    NotSent,
+    Outcome,
+    Rejected,
+    SenderCrashed,
+    SessionError,
+    Unknown,
+)
+from holdfast.sessions._acks import AckTable, Parked
+from holdfast.sessions._protocol import Outgoing
+
+
+class Told:
+    """Who was told what."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+
+    def __call__(self, parked: Parked, outcome: Outcome) -> None:
+        assert parked.id not in self.outcomes, "told twice"
+        self.outcomes[parked.id] = outcome
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def table(told: Told) -> AckTable:
+    return AckTable(told)
+
+
+def park(table: AckTable, id: str, to: str = "bob", timeout: float = 30.0, **how: bool) -> Parked:
+    parked = Parked(Outgoing(id, to, b""), timeout, timeout, **how)
+    table.park(parked)
+    return parked
+
+
+def test_the_first_plain_confirmation_resolves_and_later_ones_change_nothing(
+    table: AckTable, told: Told
+) -> None:
+    table.written(park(table, "1"), 1)
+    assert table.confirmed("1", "secret", 1)
+    assert not table.confirmed("1", None, 1)
+    assert not table.refused("1", 479, "", 1)
+    assert told.outcomes == {"1": Acked("1", "secret")}
+    assert table.late == 2
+    assert len(table) == table.recipients == 0
+
+
+def test_a_refusal_is_a_rejection_with_its_code(table: AckTable, told: Told) -> None:
+    table.written(park(table, "1"), 1)
+    table.refused("1", 463, "no such account", 1)
+    assert told.outcomes == {"1": Rejected("1", 463, "no such account")}
+
+
+def test_what_was_not_written_cannot_be_confirmed(table: AckTable, told: Told) -> None:
+    park(table, "1")
+    assert not table.confirmed("1", None, 1)
+    assert not table.confirmed("1", None, 0)
+    assert told.outcomes == {}
+
+
+def test_a_confirmation_over_an_old_link_does_nothing(table: AckTable, told: Told) -> None:
+    parked = park(table, "1", idempotent=True)
+    table.written(parked, 1)
+    table.lost("reset", resumes=False)
+    assert not table.confirmed("1", None, 1)
+    assert table.forgotten("new server") == [parked]
+    table.written(parked, 2)
+    assert not table.confirmed("1", None, 1)
+    assert table.confirmed("1", None, 2)
+
+
+def test_a_lost_link_settles_everything_at_once(table: AckTable, told: Told) -> None:
+    table.written(park(table, "written"), 1)
+    park(table, "queued").stage = "encrypt"
+    park(table, "held", hold=True)
+    table.lost("connection reset", resumes=False)
+    unknown, not_sent = told.outcomes["written"], told.outcomes["queued"]
+    assert isinstance(unknown, Unknown)
+    assert isinstance(unknown.reason, LinkLost)
+    assert isinstance(not_sent, NotSent)
+    assert not_sent.stage == "encrypt"
+    assert "connection reset" in str(not_sent.reason)
+    assert [parked.id for parked in table] == ["held"]
+
+
+def test_a_protocol_that_resumes_keeps_what_was_written_until_the_next_link_tells(
+    table: AckTable, told: Told
+) -> None:
+    for id in ("a", "b", "c"):
+        table.written(park(table, id), 1)
+    table.lost("reset", resumes=True)
+    assert told.outcomes == {}
+    assert not table.confirmed("a", None, 1)
+    table.resumed(["a", "b", "never heard of"], 2)
+    assert table.confirmed("a", None, 2)
+    assert table.forgotten("the server knows no more") == []
+    assert isinstance(told.outcomes["c"], Unknown)
+    assert [parked.id for parked in table] == ["b"]
+
+
+def test_an_idempotent_send_is_written_again_once(table: AckTable, told: Told) -> None:
+    parked = park(table, "1", idempotent=True)
+    table.written(parked, 1)
+    table.lost("reset", resumes=False)
+    assert table.forgotten("gone") == [parked]
+    table.written(parked, 2)
+    table.lost("reset again", resumes=False)
+    assert isinstance(told.outcomes["1"], Unknown)
+    assert table.forgotten("gone") == []
+
+
+def test_a_crashed_sender_fails_its_own_recipient_only(table: AckTable, told: Told) -> None:
+    table.written(park(table, "written"), 1)
+    park(table, "queued")
+    park(table, "other", to="carol")
+    error = RuntimeError("bad bundle")
+    assert table.crashed("bob", error) == 2
+    written, queued = told.outcomes["written"], told.outcomes["queued"]
+    assert isinstance(written, Unknown)
+    assert isinstance(queued, NotSent)
+    for outcome in (written, queued):
+        assert isinstance(outcome.reason, SenderCrashed)
+        assert outcome.reason.reason is error
+    assert "other" not in told.outcomes
+    assert table.crashed("nobody", error) == 0
+
+
+def test_time_ends_what_waits_and_says_what_for(table: AckTable, told: Told) -> None:
+    table.written(park(table, "written", timeout=5.0), 1)
+    park(table, "queued", timeout=5.0)
+    park(table, "later", timeout=9.0)
+    assert table.next_deadline() == 5.0
+    assert table.expired(4.9) == 0
+    assert table.expired(5.0) == 2
+    assert isinstance(told.outcomes["written"], Unknown)
+    assert "no confirmation within 5" in str(told.outcomes["written"].reason)
+    assert isinstance(told.outcomes["queued"], NotSent)
+    assert "not written within 5" in str(told.outcomes["queued"].reason)
+    assert table.next_deadline() == 9.0
+
+
+def test_cumulative_confirmations_resolve_in_the_order_of_writing(
+    table: AckTable, told: Told
+) -> None:
+    table.linked(cumulative=True)
+    for id in ("a", "b", "c", "d"):
+        table.written(park(table, id), 1)
+    table.refused("b", "blocked", "", 1)
+    assert table.confirmed_up_to(3, 1) == ["a", "b", "c"]
+    assert {id for id, outcome in told.outcomes.items() if isinstance(outcome, Acked)} == {"a", "c"}
+    assert isinstance(told.outcomes["b"], Rejected)
+    assert table.confirmed_up_to(99, 1) == ["d"]
+
+
+def test_a_count_after_a_resumption_covers_what_was_settled_meanwhile(
+    table: AckTable, told: Told
+) -> None:
+    table.linked(cumulative=True)
+    table.written(park(table, "slow", timeout=1.0), 1)
+    table.written(park(table, "quick"), 1)
+    table.lost("reset", resumes=True)
+    table.expired(1.0)
+    assert isinstance(told.outcomes["slow"], Unknown)
+    table.linked(cumulative=True)
+    table.resumed(["slow", "quick"], 2)
+    assert table.confirmed_up_to(1, 2) == ["slow"]
+    assert "quick" not in told.outcomes
+    table.confirmed_up_to(1, 2)
+    assert told.outcomes["quick"] == Acked("quick")
+
+
+def test_an_id_that_is_under_way_cannot_be_used_twice(table: AckTable) -> None:
+    park(table, "1")
+    with pytest.raises(SessionError, match="under way already"):
+        park(table, "1")
+
+
+def test_the_end_settles_all(table: AckTable, told: Told) -> None:
+    table.written(park(table, "written"), 1)
+    park(table, "held", hold=True)
+    table.over("stopped")
+    assert isinstance(told.outcomes["written"], Unknown)
+    assert isinstance(told.outcomes["held"], NotSent)
+    assert len(table) == 0
+
+
+def test_recipients_leave_nothing_behind() -> None:
+    table = AckTable(lambda parked, outcome: None)
+
+    def through(first: int, last: int) -> None:
+        for number in range(first, last):
+            parked = park(table, str(number), to=f"recipient {number}")
+            table.written(parked, 1)
+            table.confirmed(str(number), None, 1)
+
+    through(0, 100)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        through(100, 20_100)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 20_000  # a single key of 50 bytes each would be a million
+
+
+class AnySchedule(RuleBasedStateMachine):
+    """Whatever happens in whatever order, everybody is told once, and the truth."""
+
+    sends = Bundle("sends")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Told()
+        self.table = AckTable(self.told)
+        self.link = 1
+        self.up = True
+        self.now = 0.0
+        self.number = 0
+        self.ever_written: set[str] = set()
+        self.parked: dict[str, Parked] = {}
+
+    @rule(
+        target=sends,
+        to=st.sampled_from("abc"),
+        timeout=st.sampled_from((1.0, 5.0, 30.0)),
+        idempotent=st.booleans(),
+        hold=st.booleans(),
+    )
+    def send(self, to: str, timeout: float, idempotent: bool, hold: bool) -> Parked:
+        self.number += 1
+        parked = Parked(
+            Outgoing(str(self.number), to, b""),
+            timeout,
+            self.now + timeout,
+            idempotent=idempotent,
+            hold=hold,
+        )
+        self.table.park(parked)
+        self.parked[parked.id] = parked
+        return parked
+
+    @rule(parked=sends)
+    def write(self, parked: Parked) -> None:
+        if self.up and parked.outcome is None and not parked.written_in:
+            self.ever_written.add(parked.id)
+            self.table.written(parked, self.link)
+
+    @rule(parked=consumes(sends), link=st.integers(0, 3))
+    def confirm(self, parked: Parked, link: int) -> None:
+        before = parked.outcome
+        current = self.up and parked.written_in == self.link and not parked.orphan
+        news = self.table.confirmed(parked.id, None, self.link - link)
+        assert news == (before is None and current and link == 0)
+
+    @rule(parked=sends)
+    def reject(self, parked: Parked) -> None:
+        self.table.refused(parked.id, 500, "", self.link)
+
+    @rule(resumes=st.booleans())
+    def cut(self, resumes: bool) -> None:
+        if self.up:
+            self.up = False
+            self.table.lost("cut", resumes=resumes)
+
+    @rule(resumed=st.booleans())
+    def come_back(self, resumed: bool) -> None:
+        if not self.up:
+            self.up = True
+            self.link += 1
+            if resumed:
+                self.table.resumed([each.id for each in self.table if each.orphan], self.link)
+            for parked in self.table.forgotten("forgotten"):
+                self.table.written(parked, self.link)
+            assert not any(each.orphan for each in self.table)
+
+    @rule(to=st.sampled_from("abc"))
+    def crash(self, to: str) -> None:
+        self.table.crashed(to, RuntimeError("crash"))
+        assert all(each.outgoing.recipient != to for each in self.table)
+
+    @rule(step=st.sampled_from((0.5, 3.0, 20.0)))
+    def wait(self, step: float) -> None:
+        self.now += step
+        self.table.expired(self.now)
+        due = self.table.next_deadline()
+        assert due is None or due > self.now
+
+    @invariant()
+    def the_truth(self) -> None:
+        for id, outcome in self.told.outcomes.items():
+            if isinstance(outcome, NotSent):
+                assert id not in self.ever_written
+            else:
+                assert id in self.ever_written
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        waiting = {each.id for each in self.table}
+        assert waiting | set(self.told.outcomes) == set(self.parked)
+        assert not waiting & set(self.told.outcomes)
+
+    def teardown(self) -> None:
+        self.table.over("the end")
+        assert set(self.told.outcomes) == set(self.parked)
+        assert self.table.recipients == 0
+
+
+TestAnySchedule = AnySchedule.TestCase
+TestAnySchedule.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

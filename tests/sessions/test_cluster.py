@@ -1,0 +1,353 @@
+"""One session for a profile in the whole cluster, whatever befalls its process or the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import aiomqtt
+import pytest
+from tests.leases.redis_server import RedisServer
+from tests.servers import require_server
+from tests.sessions import account
+from tests.sessions.mosquitto import Mosquitto
+from tests.sessions.support import until
+
+from holdfast.kernel import Backoff, Clock
+from holdfast.leases import LeaseLost, connect
+from holdfast.sessions import (
+    Acked,
+    AlreadyRunning,
+    CloseClass,
+    Event,
+    NotSent,
+    Outcome,
+    Sessions,
+    Unknown,
+)
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.testing import FaultProxy
+
+pytestmark = pytest.mark.serial
+
+#: How long a lease lives without a sign of life of its holder, in seconds.
+TTL = 3.0
+#: The same, where nobody but this process needs time.
+SHORT = 1.5
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer(require_server("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "postgres"])
+def leases_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place in a real store."""
+    if request.param == "postgres":
+        url: str = request.getfixturevalue("postgres_url")
+        return url
+    return f"{request.getfixturevalue('redis').url}?prefix={tmp_path.name}"
+
+
+class Account:
+    """A process that has a session, or wants it."""
+
+    def __init__(
+        self,
+        name: str,
+        leases: str,
+        port: int,
+        *,
+        insists: bool = False,
+        send_window: int = 1000,
+    ) -> None:
+        self.name = name
+        self._order = {
+            "name": name,
+            "leases": leases,
+            "ttl": TTL,
+            "broker": f"mqtt://127.0.0.1:{port}",
+            "insists": insists,
+            "send_window": send_window,
+        }
+        self.told: list[dict[str, Any]] = []
+
+    async def __aenter__(self) -> Self:
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, account.__file__, json.dumps(self._order), stdin=pipe, stdout=pipe
+        )
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            self.told.append(json.loads(line))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal; it is our child, so the number is its own."""
+        os.kill(self._process.pid, number)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def of(self, what: str) -> list[dict[str, Any]]:
+        """What it has told of one kind."""
+        return [each for each in self.told if each["what"] == what]
+
+    async def tells(self, what: str, limit: float = 30.0, **data: Any) -> dict[str, Any]:
+        """Wait until it tells this."""
+
+        def found() -> list[dict[str, Any]]:
+            return [each for each in self.of(what) if data.items() <= each.items()]
+
+        await until(found, limit)
+        return found()[0]
+
+    async def finish(self) -> dict[str, str]:
+        """Let it end; returns the outcome of each of its sends."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        done = await self.tells("done")
+        outcomes = self.of("outcome")
+        assert len(outcomes) == len({each["id"] for each in outcomes}) == done["sends"]
+        assert done["status"]["sending"] == 0
+        return {each["id"]: each["outcome"] for each in outcomes}
+
+
+@contextlib.asynccontextmanager
+async def listening(broker: Mosquitto) -> AsyncIterator[list[str]]:
+    """The ids of all that comes to Bob, in order."""
+    heard: list[str] = []
+    ready = asyncio.Event()
+
+    async def listen() -> None:
+        v5 = aiomqtt.ProtocolVersion.V5
+        async with aiomqtt.Client("127.0.0.1", broker.port, protocol=v5) as client:
+            await client.subscribe("bob/+", qos=1)
+            ready.set()
+            async for message in client.messages:
+                assert isinstance(message.payload, bytes)
+                heard.append(message.payload.decode())
+
+    task = asyncio.create_task(listen())
+    try:
+        await asyncio.wait_for(ready.wait(), 30)
+        yield heard
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def check(outcomes: dict[str, str], heard: list[str]) -> None:
+    """What was said of each send is true."""
+    for id, outcome in outcomes.items():
+        if outcome == "Acked":
+            assert id in heard
+        elif outcome == "NotSent":
+            assert id not in heard
+        else:
+            assert outcome == "Unknown"
+
+
+async def test_one_session_for_a_profile_in_a_process() -> None:
+    server = DemoServer()
+    async with Sessions() as sessions:
+        first = await sessions.connect("alice", Demo(server))
+        attempts = [sessions.connect("alice", Demo(server)) for _ in range(5)]
+        for refused in await asyncio.gather(*attempts, return_exceptions=True):
+            assert isinstance(refused, AlreadyRunning)
+            assert refused.current is first
+        assert sessions.whereis("alice") is first
+        assert server.accepted_links == 1
+        await sessions.stop("alice")
+        await sessions.connect("alice", Demo(server))
+
+
+async def test_one_session_for_a_profile_in_a_cluster_and_a_paused_one_sends_nothing_more(
+    leases_url: str,
+) -> None:
+    with Mosquitto(require_server("mosquitto")) as broker:
+        async with (
+            listening(broker) as heard,
+            FaultProxy("127.0.0.1", broker.port) as proxy,
+            Account("first", leases_url, proxy.port, send_window=2) as first,
+        ):
+            # Acknowledgements come late, and make room for more: while it is paused, some do.
+            proxy.latency(0.05, "down")
+            fence = (await first.tells("online"))["fence"]
+            await until(lambda: len(heard) > 20)
+            async with Account("second", leases_url, broker.port, insists=True) as second:
+                refusal = await second.tells("already running")
+                assert f"pid {first.pid}" in refusal["error"]
+                first.signal(signal.SIGSTOP)
+                stopped_at = time.monotonic()
+                taken = await second.tells("online", limit=3 * TTL + 10)
+                assert taken["fence"] > fence
+                assert time.monotonic() - stopped_at < 3 * TTL + 10
+                await until(lambda: any(id.startswith("second") for id in heard))
+                known = len(first.of("outcome"))
+                first.signal(signal.SIGCONT)
+                end = await first.tells("update", limit=3 * TTL + 10, kind="TAKEOVER")
+                assert end["state"] == "offline/refused"
+                assert f"pid {second.pid}" in end["reason"]
+                outcomes = await first.finish()
+                late = first.of("outcome")[known:]
+                assert "NotSent" in [each["outcome"] for each in late], "it had none in its hands"
+                seconds = await second.finish()
+                assert set(seconds.values()) == {"Acked"}
+                await until(lambda: set(seconds) <= set(heard))
+            began = min(n for n, id in enumerate(heard) if id.startswith("second"))
+            assert not [id for id in heard[began:] if id.startswith("first")]
+            check(outcomes, heard)
+            # It stays so: it does not come back by itself.
+            (done,) = first.of("done")
+            assert done["status"]["state"] == "offline/refused"
+            assert not first.of("session_crashed")
+
+
+class Sender:
+    """Sends something every few milliseconds, from this process."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._session = sessions.via("alice")
+        self.outcomes: list[Outcome] = []
+
+    async def run(self) -> None:
+        """Until somebody cancels it."""
+        while True:
+            self.outcomes.append(await self._session.send("bob", b"", outcome=True))
+            await asyncio.sleep(0.005)
+
+
+def break_store(proxy: FaultProxy, fault: str) -> None:
+    """Make a store unavailable."""
+    match fault:
+        case "refused" | "refused, but not for long":
+            proxy.refuse()
+            proxy.reset()
+        case "black hole":
+            proxy.black_hole()
+        case "deaf":
+            # What it is asked for is done, but no answer comes: a renewal counts there, not here.
+            proxy.cut_after(0, "down")
+
+
+@pytest.mark.parametrize("fault", ["refused", "refused, but not for long", "black hole", "deaf"])
+async def test_a_store_that_is_away_for_a_while(
+    fault: str, redis: RedisServer, tmp_path: Path
+) -> None:
+    server = DemoServer()
+    events: list[Event] = []
+    async with FaultProxy("127.0.0.1", redis.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0?prefix={tmp_path.name}"
+        async with (
+            connect(url, timeout=0.5, margin=0.5) as leases,
+            Sessions(leases=leases, lease_ttl=SHORT, backoff=Backoff(0.01, 0.1)) as sessions,
+        ):
+            alice = await sessions.connect("alice", Demo(server), on_event=events.append)
+            sender = Sender(sessions)
+            sending = asyncio.create_task(sender.run())
+            fence, lease = alice.fence, alice._lease
+            assert fence is not None
+            assert lease is not None
+            await until(lambda: len(sender.outcomes) > 10)
+
+            break_store(proxy, fault)
+            broken_at, before = time.monotonic(), len(sender.outcomes)
+            # While the lease lives, it goes on.
+            await until(lambda: len(sender.outcomes) > before + 10)
+            assert alice.state == "online"
+            assert all(isinstance(each, Acked) for each in sender.outcomes)
+            # Before another could have it, it stops.
+            await until(lambda: alice.state != "online", 3 * SHORT)
+            assert lease.deadline < broken_at + SHORT
+            await asyncio.sleep(0)
+            count = len(server.received)
+            told = len(sender.outcomes)
+            if "not for long" not in fault:
+                await until(lambda: len(sender.outcomes) > told + 20)
+                assert len(server.received) == count
+                assert all(isinstance(each, NotSent) for each in sender.outcomes[told:])
+
+            # When the store is back, so is the session, and nobody has to do anything; even if
+            # the store has its last lease still, which nobody else can have had meanwhile.
+            proxy.heal()
+            await until(lambda: alice.state == "online")
+            assert alice.fence is not None
+            assert alice.fence > fence
+            told = len(sender.outcomes)
+            await until(lambda: len(sender.outcomes) > told + 10)
+            assert isinstance(sender.outcomes[-1], Acked)
+            sending.cancel()
+            arrived = {each.id for each in server.received}
+            for outcome in sender.outcomes:
+                assert isinstance(outcome, Unknown) or isinstance(outcome, Acked) == (
+                    outcome.id in arrived
+                )
+            kinds = {event.data.kind for event in events if event.type == "connection_update"}
+            assert CloseClass.TAKEOVER not in kinds
+
+
+async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> None:
+    server = DemoServer()
+    async with (
+        connect("memory://") as leases,
+        Sessions(leases=leases, lease_ttl=SHORT, backoff=Backoff(0.01, 0.05)) as sessions,
+    ):
+        alice = await sessions.connect("alice", Demo(server))
+        lease = alice._lease
+        assert lease is not None
+        # As if the answer to a request of ours had been lost, and another lease with it.
+        assert await leases.revoke(lease.id, lease.key)
+        ghost = await leases.acquire(lease.key, limit=1, ttl=SHORT, owner="alice")
+        assert ghost is not None
+        with pytest.raises(LeaseLost):
+            await lease.renew()
+        await until(lambda: "its own last lease" in alice.status()["reason"])
+        assert isinstance(await alice.send("bob", b"", outcome=True), NotSent)
+        await ghost.release()
+        await alice.online(3 * SHORT)
+        assert isinstance(await alice.send("bob", b""), Acked)
+
+
+async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> None:
+    server = DemoServer()
+    now = [0.0]
+    clock = Clock(lambda: time.monotonic() + now[0])
+    async with (
+        connect("memory://", clock=clock) as leases,
+        Sessions(leases=leases, lease_ttl=SHORT, backoff=Backoff(0.01, 0.05)) as sessions,
+    ):
+        alice = await sessions.connect("alice", Demo(server))
+        old = alice._lease
+        assert old is not None
+        (tell,) = old._callbacks
+        # As after a pause of the whole process: the lease is over, and nobody was told yet.
+        now[0] = SHORT
+        assert not old.live
+        assert isinstance(await alice.send("bob", b"", outcome=True), NotSent)
+        await alice.online(30)
+        assert alice._lease is not old
+        generation = alice.generation
+        tell(LeaseLost("it is over", key=old.key, reason="expired"))
+        assert (alice.state, alice.generation) == ("online", generation)
+        assert isinstance(await alice.send("bob", b""), Acked)

@@ -1,0 +1,176 @@
+"""The rules for connecting: when, how often, and when not at all."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from holdfast.kernel import Backoff, Clock, Machine, Recorder
+from holdfast.sessions import CloseClass
+from holdfast.sessions._core import CHART, PROVEN, RESTARTS, Dial, Idle, SessionCore, Wait
+
+FINAL = [
+    CloseClass.TAKEOVER,
+    CloseClass.AUTHENTICATION,
+    CloseClass.BANNED,
+    CloseClass.OUTDATED,
+]
+
+
+@pytest.fixture
+def core() -> SessionCore:
+    clock = Clock(monotonic=lambda: 0.0, wall=lambda: 0.0, random=random.Random(1))
+    machine = Machine("session", CHART, clock=clock, recorder=Recorder(clock=clock))
+    return SessionCore(machine, Backoff(1.0, 60.0, clock=clock))
+
+
+def online(core: SessionCore, now: float = 0.0) -> int:
+    """Take it all the way."""
+    core.connect()
+    what = core.next(now)
+    assert isinstance(what, Dial)
+    assert core.dialled(what.generation)
+    assert core.ready(what.generation, now)
+    return what.generation
+
+
+def test_it_dials_once_and_then_waits_for_what_happens(core: SessionCore) -> None:
+    assert core.next(0.0) == Idle()
+    core.connect()
+    assert core.next(0.0) == Dial(1)
+    assert core.next(0.0) == Idle()
+    assert core.dialled(1)
+    assert core.next(0.0) == Idle()
+    assert core.ready(1, 0.0)
+    assert core.online
+    assert core.next(99.0) == Idle()
+
+
+def test_a_transient_loss_is_followed_by_growing_pauses_without_end(core: SessionCore) -> None:
+    online(core)
+    now, pauses = 0.0, []
+    for generation in range(1, 12):
+        assert core.lost(generation, CloseClass.TRANSIENT, "reset", now)
+        assert not core.online
+        waiting = core.next(now)
+        assert isinstance(waiting, Wait)
+        pauses.append(waiting.until - now)
+        assert core.next(waiting.until - 0.001) == waiting
+        now = waiting.until
+        assert core.next(now) == Dial(generation + 1)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+
+
+def test_only_a_link_that_has_lasted_ends_the_growth(core: SessionCore) -> None:
+    online(core)
+    core.lost(1, CloseClass.TRANSIENT, "reset", 0.1)
+    assert core.next(0.1) == Wait(1.1)
+    core.next(1.1)
+    core.dialled(2)
+    core.ready(2, 2.0)
+    core.lost(2, CloseClass.TRANSIENT, "reset", 2.0 + PROVEN - 0.1)
+    assert core.next(6.9) == Wait(6.9 + 2.0)
+    core.next(9.0)
+    core.dialled(3)
+    core.ready(3, 10.0)
+    core.lost(3, CloseClass.TRANSIENT, "reset", 10.0 + PROVEN)
+    assert core.next(15.0) == Wait(16.0)
+
+
+def test_a_restart_is_made_at_once_and_not_counted(core: SessionCore) -> None:
+    online(core)
+    assert core.lost(1, CloseClass.RESTART, "515", 0.0)
+    assert core.next(0.0) == Dial(2)
+    assert core.backoff.attempts == 0
+
+
+def test_a_server_that_wants_restarts_for_ever_must_wait(core: SessionCore) -> None:
+    online(core)
+    for generation in range(1, RESTARTS + 1):
+        core.lost(generation, CloseClass.RESTART, "515", 0.0)
+        assert core.next(0.0) == Dial(generation + 1)
+        core.dialled(generation + 1)
+    core.lost(RESTARTS + 1, CloseClass.RESTART, "515", 0.0)
+    assert core.next(0.0) == Wait(1.0)
+
+
+def test_the_server_may_ask_for_a_longer_pause(core: SessionCore) -> None:
+    online(core)
+    core.lost(1, CloseClass.TRANSIENT, "busy", 0.0, retry_after=30.0)
+    assert core.next(0.0) == Wait(30.0)
+
+
+@pytest.mark.parametrize("kind", FINAL)
+def test_after_what_is_final_nothing_is_dialled_until_the_user_says_so(
+    core: SessionCore, kind: CloseClass
+) -> None:
+    online(core)
+    assert core.lost(1, kind, "conflict", 0.0)
+    assert str(core.machine.state) == "offline/refused"
+    assert core.next(1e9) == Idle()
+    assert core.last_kind is kind
+    core.connect("the user has logged in again")
+    assert core.next(1e9) == Dial(2)
+
+
+def test_what_an_old_link_says_changes_nothing(core: SessionCore) -> None:
+    online(core)
+    core.lost(1, CloseClass.RESTART, "515", 0.0)
+    core.next(0.0)
+    assert not core.lost(1, CloseClass.TAKEOVER, "conflict", 0.0)
+    assert not core.ready(1, 0.0)
+    assert not core.dialled(1)
+    assert not core.login(1, "code")
+    assert core.dialled(2)
+    assert not core.lost(1, CloseClass.BANNED, "banned", 0.0)
+    assert core.ready(2, 0.0)
+
+
+def test_a_disconnected_one_rests_and_whatever_its_link_says_is_old(core: SessionCore) -> None:
+    generation = online(core)
+    core.disconnect()
+    assert str(core.machine.state) == "offline/resting"
+    assert not core.lost(generation, CloseClass.TRANSIENT, "closed", 0.0)
+    assert core.next(1e9) == Idle()
+
+
+def test_a_dial_that_ends_after_the_user_disconnected_is_not_wanted(core: SessionCore) -> None:
+    core.connect()
+    assert core.next(0.0) == Dial(1)
+    core.disconnect()
+    assert not core.dialled(1)
+
+
+def test_a_login_may_take_several_steps(core: SessionCore) -> None:
+    core.connect()
+    core.next(0.0)
+    core.dialled(1)
+    assert core.login(1, "pairing code")
+    assert core.login(1, "another pairing code")
+    assert core.ready(1, 0.0)
+    assert not core.login(1, "too late")
+
+
+def test_a_crashed_one_connects_by_itself(core: SessionCore) -> None:
+    online(core)
+    core.crashed("defect", 0.0)
+    assert core.next(0.0) == Wait(1.0)
+    assert core.next(1.0) == Dial(3)  # the crash has made everything of link 1 old
+
+
+def test_a_crash_does_not_bring_back_what_was_refused(core: SessionCore) -> None:
+    online(core)
+    core.lost(1, CloseClass.TAKEOVER, "conflict", 0.0)
+    core.crashed("defect", 0.0)
+    assert core.next(1e9) == Idle()
+
+
+def test_a_stopped_one_stays_stopped(core: SessionCore) -> None:
+    online(core)
+    core.stop("the user stopped it")
+    core.stop("again")
+    core.connect()
+    assert core.stopped
+    assert core.next(1e9) == Idle()
+    assert not core.lost(1, CloseClass.TRANSIENT, "closed", 0.0)

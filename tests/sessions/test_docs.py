@@ -1,0 +1,491 @@
+"""The pages about `holdfast.sessions` say what the code does today, and their programs run."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiomqtt
+import pytest
+from tests.postgres.certificates import Authority
+from tests.servers import free_port, require_server
+from tests.sessions.mosquitto import Mosquitto
+from tests.sessions.support import LIMIT, until
+
+import holdfast.sessions as package
+from holdfast.sessions import (
+    Acked,
+    AlreadyRunning,
+    Msg,
+    NotSent,
+    Rejected,
+    Session,
+    Sessions,
+    Text,
+    _connection,
+    _core,
+    _session,
+    _sessions,
+)
+from holdfast.sessions.demo import MAX_FRAME, Demo, DemoServer
+from holdfast.sessions.mqtt import Mqtt
+from holdfast.testing import FaultProxy
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+BOT = ROOT / "examples" / "mqtt_bot.py"
+BROKER = "mqtt://127.0.0.1:1883"
+
+Names = dict[str, Any]
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def blocks(text: str, language: str = "python") -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+
+
+def block_with(text: str, words: str) -> str:
+    (found,) = [block for block in blocks(text) if words in block]
+    return found
+
+
+async def run(block: str, names: Names, *replaced: tuple[str, object]) -> None:
+    """Run a block of a page, which may await, with other addresses than it has."""
+    for old, new in replaced:
+        assert old in block
+        block = block.replace(old, str(new))
+    code = compile(block, "a page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    result = eval(code, names)
+    if inspect.isawaitable(result):
+        await result
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Mosquitto]:
+    """A broker for blocks that do not harm it."""
+    with Mosquitto(require_server("mosquitto")) as server:
+        yield server
+
+
+# -- the tutorial ----------------------------------------------------------------------------------
+
+
+class RunningBot:
+    """The bot of the tutorial in a process of its own, and what it prints."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.lines: list[str] = []
+
+    async def says(self, beginning: str) -> str:
+        """Read on until a line begins like that."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(LIMIT):
+            while line := (await self._process.stdout.readline()).decode().rstrip():
+                self.lines.append(line)
+                if line.startswith(beginning):
+                    return line
+        raise AssertionError(f"it has ended, and said {self.lines}")
+
+    async def stop(self) -> int:
+        """Press Ctrl-C."""
+        os.kill(self._process.pid, signal.SIGINT)
+        async with asyncio.timeout(LIMIT):
+            return await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def bot_at(url: str) -> AsyncIterator[RunningBot]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-W", "error", str(BOT), url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        yield RunningBot(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def ask(broker: Mosquitto, words: bytes) -> bytes:
+    """What Ann does with `mosquitto_sub` and `mosquitto_pub`."""
+    version = aiomqtt.ProtocolVersion.V5
+    async with asyncio.timeout(LIMIT):
+        async with aiomqtt.Client("127.0.0.1", broker.port, protocol=version) as ann:
+            await ann.subscribe("from-bot/ann", qos=1)
+            await ann.publish("to-bot/ann", words, qos=1)
+            answer = await anext(aiter(ann.messages))
+    assert isinstance(answer.payload, bytes)
+    return answer.payload
+
+
+def test_the_bot_has_25_lines_at_most() -> None:
+    tree = ast.parse(BOT.read_text())
+    first = tree.body[1].lineno
+    program = BOT.read_text().splitlines()[first - 1 :]
+    assert len([line for line in program if line.strip()]) <= 25
+
+
+async def test_the_bot_survives_what_the_tutorial_does_to_it() -> None:
+    with Mosquitto(require_server("mosquitto")) as broker:
+        async with (
+            FaultProxy("127.0.0.1", broker.port) as proxy,
+            bot_at(f"mqtt://127.0.0.1:{proxy.port}") as bot,
+        ):
+            await bot.says("online")
+            assert await ask(broker, b"hello") == b"hello"
+            assert (await bot.says("to ann")).startswith("to ann: Acked(id='")
+            broker.kill()
+            await bot.says("connecting/waiting")
+            broker.start()
+            await bot.says("online")
+            assert await ask(broker, b"again") == b"again"
+            await bot.says("to ann: Acked")
+            proxy.reset()
+            await bot.says("connecting/waiting")
+            assert await ask(broker, b"while it was away") == b"while it was away"
+            await bot.says("to ann: Acked")
+            assert await bot.stop() == 0
+        assert "Received DISCONNECT from bot" in broker.log
+
+
+async def test_the_bot_waits_for_a_broker_that_is_not_there_yet() -> None:
+    broker = Mosquitto(require_server("mosquitto"))
+    try:
+        async with bot_at(broker.url()) as bot:
+            line = await bot.says("connecting/waiting")
+            assert "Connection refused" in line
+            broker.start()
+            await bot.says("online")
+            assert await ask(broker, b"hello") == b"hello"
+    finally:
+        broker.stop()
+
+
+async def test_a_session_asks_the_bot(broker: Mosquitto) -> None:
+    printed: list[Any] = []
+    (block,) = blocks(page("tutorial/bot"))
+    async with bot_at(broker.url()) as bot:
+        await bot.says("online")
+        program = block.replace(BROKER, broker.url())
+        assert program != block
+        await asyncio.to_thread(exec, program, {"print": printed.append})
+    assert printed == [b"hello"]
+
+
+# -- the four outcomes -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    async with Sessions() as opened:
+        yield opened
+
+
+async def test_deliver_sends_until_it_is_certain(sessions: Sessions) -> None:
+    names = dict(vars(package))
+    await run(blocks(page("topics/four-outcomes"))[0], names)
+    server = DemoServer()
+    alice = await sessions.connect("alice", Demo(server))
+    server.drop_acks = 1
+    delivery = asyncio.create_task(names["deliver"](alice, "bob", b"hello", "1"))
+    await until(lambda: server.received)
+    server.cut("alice")
+    async with asyncio.timeout(LIMIT):
+        await delivery
+    assert [(each.id, each.duplicates) for each in server.received] == [("1", 1)]
+    server.reject("eve", 463)
+    with pytest.raises(ValueError, match="463"):
+        await names["deliver"](alice, "eve", b"hello", "2")
+    with pytest.raises(ValueError, match="cannot be sent"):
+        await names["deliver"](alice, "bob", bytes(MAX_FRAME), "3")
+
+
+# -- the topic -------------------------------------------------------------------------------------
+
+TOPIC = page("topics/sessions")
+
+
+def test_the_chart_is_the_one_of_the_code() -> None:
+    assert _core.CHART.text() in blocks(TOPIC, "text")
+
+
+NUMBER = re.compile(r"\d+(?:,\d{3})*")
+
+
+def default(function: Callable[..., Any], name: str) -> Any:
+    return inspect.signature(function).parameters[name].default
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    table = TOPIC.partition("## Numbers")[2].partition("##")[0]
+    rows = {
+        cells[1].strip(): [float(number.replace(",", "")) for number in NUMBER.findall(cells[2])]
+        for line in table.splitlines()[4:]
+        if len(cells := line.split("|")) == 5
+    }
+    made = Sessions()
+    protocol = package.Protocol
+    cache = package.MemoryRetryCache()
+    assert rows == {
+        "pauses between attempts": [made._backoff.start, made._backoff.max],
+        "restarts that are not counted, in a row": [_core.RESTARTS],
+        "a link is proven after": [_core.PROVEN],
+        "crashes that an account may have": list(_sessions.INTENSITY),
+        "links in a second, at once": [
+            default(Sessions, "connect_rate"),
+            default(Sessions, "connect_burst"),
+        ],
+        "a link with its handshake": [default(Sessions, "connect_timeout")],
+        "a login that needs a person": [_connection.LOGIN_TIMEOUT],
+        "silence until a ping, and its answer": [protocol.keepalive, protocol.patience],
+        "a send": [default(Session.send, "timeout")],
+        "a question to the server": [default(Session.query, "timeout")],
+        "sends under way in a session": [_session.LIMIT],
+        "events that wait": [default(Sessions, "events")],
+        "the lease of a profile": [default(Sessions, "lease_ttl")],
+        "the retry cache": [cache.size, cache.seconds],
+    }
+
+
+async def test_the_programs_of_the_topic_run(
+    broker: Mosquitto, postgres_url: str, tmp_path: Path, sessions: Sessions
+) -> None:
+    first, steps = blocks(TOPIC)
+    names: Names = {}
+    await run(
+        first,
+        names,
+        ("accounts.db", tmp_path / "accounts.db"),
+        ("redis://cache", postgres_url),
+        ("mqtts://broker", broker.url()),
+    )
+    assert names["alice"].status()["acked"] == 1
+    mine: Names = {"sessions": sessions, "protocol": Mqtt(broker.url())}
+    bob = await sessions.connect("topic-bob", Mqtt(broker.url()))
+    await run(steps, mine, ('start("alice"', 'connect("topic-alice"'))
+    await mine["alice"].send("topic-bob", b"hello")
+    async with asyncio.timeout(LIMIT):
+        async for event in bob.events():
+            if isinstance(event.data, Msg):
+                assert event.data.content == b"hello -- sent by topic-alice"
+                break
+
+
+# -- MQTT ------------------------------------------------------------------------------------------
+
+MQTT = page("howto/mqtt")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    directory = tmp_path_factory.mktemp("authority")
+    return Authority(require_server("openssl"), directory, "authority")
+
+
+async def test_the_first_program_of_mqtt(broker: Mosquitto, tmp_path: Path) -> None:
+    names: Names = {}
+    await run(
+        blocks(MQTT)[0],
+        names,
+        ("mqtt://broker:1883", broker.url()),
+        ("accounts.db", tmp_path / "accounts.db"),
+    )
+    assert names["alice"].status()["acked"] == 1
+
+
+async def test_a_broker_with_a_certificate(authority: Authority, sessions: Sessions) -> None:
+    certificate = authority.sign("broker", "broker.internal")
+    client = authority.sign("client")
+    with Mosquitto(require_server("mosquitto"), certificate=certificate) as server:
+        names: Names = {"Mqtt": Mqtt}
+        await run(
+            block_with(MQTT, "server_name="),
+            names,
+            ("10.0.0.7:8883", f"127.0.0.1:{server.ports['mqtts']}"),
+            ("ca.pem", authority.root),
+            ("client.pem", client.certificate),
+            ("client.key", client.key),
+        )
+        alice = await sessions.connect("alice", names["private"])
+        assert await alice.send("bob", b"hello")
+        await alice.stop()
+
+
+async def test_a_password_is_in_the_storage(tmp_path: Path) -> None:
+    names: Names = {"Mqtt": Mqtt, "Sessions": Sessions}
+    with Mosquitto(require_server("mosquitto"), users={"alice": "s3cret"}) as server:
+        await run(
+            block_with(MQTT, "Namespace.CREDS"),
+            names,
+            ("mqtt://broker:1883", server.url()),
+            ("accounts.db", tmp_path / "accounts.db"),
+        )
+    assert names["alice"].status()["generation"] >= 1
+    assert b"s3cret" not in (tmp_path / "accounts.db").read_bytes()
+
+
+async def test_topics_messages_wills_and_sockets(broker: Mosquitto, sessions: Sessions) -> None:
+    names: Names = {"Mqtt": Mqtt}
+    place = ("mqtt://broker:1883", broker.url())
+    await run(block_with(MQTT, 'client_id="gateway'), names, place)
+    await run(block_with(MQTT, "Will("), names, place)
+    web = broker.url("ws") + "/mqtt"
+    await run(block_with(MQTT, "wss://"), names, ("wss://broker.example.com/mqtt", web))
+    bob = await sessions.connect("bob", Mqtt(broker.url(), subscribe="devices/{profile}/in"))
+    for number, protocol in enumerate((names["fleet"], names["watched"], names["web"])):
+        names["alice"] = await sessions.connect(f"alice-{number}", protocol)
+        await run(block_with(MQTT, "Message("), names)
+        assert names["alice"].status()["acked"] == 1
+    async with asyncio.timeout(LIMIT):
+        async for event in bob.events():
+            if isinstance(event.data, Msg):
+                break
+    assert event.data.to == "devices/bob/in"
+    assert event.data.content == Text('{"celsius": 21.5}')
+    assert event.data.extra["content_type"] == "application/json"
+    assert ("unit", "celsius") in event.data.extra["user_property"]
+
+
+# -- a protocol of one's own -----------------------------------------------------------------------
+
+PROTOCOL = page("howto/write-a-protocol")
+
+
+async def test_the_line_protocol_works_and_survives() -> None:
+    names: Names = {"Sessions": Sessions}
+    whole, use, alone, server = blocks(PROTOCOL)
+    await run(whole, names)
+    await run(alone, names)
+    await run(server, names)
+    port = free_port()
+    lines, listener = await names["start_server"](port)
+    lines.mail["bob"] = {}
+    await run(use, names, ("7000", port))
+    assert [mail.split(b" ", 2)[2] for mail in lines.mail["bob"].values()] == [b"alice hello\n"]
+
+    heard: list[Msg] = []
+
+    def hears(event: package.Event) -> None:
+        if isinstance(event.data, Msg):
+            heard.append(event.data)
+
+    async with Sessions() as sessions:
+        protocol = names["Lines"]("127.0.0.1", port)
+        await sessions.connect("bob", protocol, on_event=hears)
+        alice = await sessions.connect("alice", protocol)
+        await until(lambda: heard and not lines.mail["bob"])  # it was handled, and forgotten
+        assert (heard[0].sender, heard[0].content) == ("alice", Text("hello"))
+        refused = await alice.send_text("nobody", "hello", id="1", outcome=True)
+        assert refused == Rejected("1", "404")
+        unsent = await alice.send_text("bob", "two\nlines", outcome=True)
+        assert isinstance(unsent, NotSent)
+        lines.writers["alice"].transport.abort()
+        again = await alice.send_text("bob", "again", hold=True, outcome=True)
+        assert isinstance(again, Acked | package.Unknown)
+        await alice.online(LIMIT)
+        with pytest.raises(package.NotConnected, match="not wanted"):
+            await sessions.connect("eve", protocol)
+    listener.close()
+    await listener.wait_closed()
+
+
+def test_the_line_protocol_is_as_short_as_the_page_says() -> None:
+    code = [line for line in blocks(PROTOCOL)[0].splitlines() if line.strip()]
+    assert len(code) <= 75
+
+
+# -- a cluster -------------------------------------------------------------------------------------
+
+CLUSTER = page("howto/sessions-cluster")
+
+
+async def test_a_profile_runs_once_in_the_cluster_and_moves(
+    broker: Mosquitto, postgres_url: str, tmp_path: Path
+) -> None:
+    names: Names = {}
+    await run(
+        blocks(CLUSTER)[0],
+        names,
+        ("accounts.db", tmp_path / "accounts.db"),
+        ("redis://cache/0?prefix=bots", postgres_url),
+        ("mqtts://broker", broker.url()),
+    )
+    handled: list[package.Event] = []
+
+    async def handle(session: Session, event: package.Event) -> None:
+        handled.append(event)
+
+    names["handle"] = handle
+    await run(block_with(CLUSTER, "async def keep"), names, ("sleep(5)", "sleep(0.05)"))
+    await run(
+        block_with(CLUSTER, "add_signal_handler"),
+        names,
+        ("redis://cache/0?prefix=bots", postgres_url),
+        ("mqtts://broker", broker.url()),
+        ('"alice", "bob"', '"cluster-a", "cluster-b"'),
+    )
+    async with Sessions(leases=postgres_url) as old:
+        first = await old.connect("cluster-a", Mqtt(broker.url()))
+        assert first.fence is not None
+        main = asyncio.create_task(names["main"]())
+        async with Sessions(leases=postgres_url) as third:
+            with pytest.raises(AlreadyRunning, match="cluster-a"):
+                await third.start("cluster-a", Mqtt(broker.url()))
+        assert first.state == "online"
+    # The old process has left: the new one gets it by itself.
+    async with aiomqtt.Client("127.0.0.1", broker.port) as peer, asyncio.timeout(LIMIT):
+        while not any(event.type == "messages_upsert" for event in handled):
+            await peer.publish("cluster-a", b"hello", qos=1)
+            await asyncio.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(LIMIT):
+        await main
+    await asyncio.gather(*names["background"], return_exceptions=True)
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+# -- testing a bot ---------------------------------------------------------------------------------
+
+
+async def test_the_tests_of_the_page_pass() -> None:
+    names: Names = {}
+    for block in blocks(page("howto/test-a-bot")):
+        await run(block, names)
+    tests = [name for name in names if name.startswith("test_")]
+    assert len(tests) == 3
+    for name in tests:
+        async with asyncio.timeout(LIMIT):
+            await names[name]()
+
+
+# -- the readme ------------------------------------------------------------------------------------
+
+
+async def test_the_example_of_the_readme(
+    broker: Mosquitto, postgres_url: str, tmp_path: Path
+) -> None:
+    names: Names = {}
+    await run(
+        block_with((ROOT / "README.md").read_text(), "holdfast.sessions"),
+        names,
+        ("accounts.db", tmp_path / "accounts.db"),
+        ("redis://cache", postgres_url),
+        ("mqtts://broker", broker.url()),
+    )
+    assert names["alice"].status()["acked"] == 1

@@ -1,0 +1,84 @@
+"""A protocol that resumes, over links that are cut: every send arrives once, and no more."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from tests.sessions.storm import Faults, Storm
+from tests.sessions.support import until
+
+from holdfast.kernel import Backoff
+from holdfast.sessions import Event, Session, Sessions, Tcp
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.testing import FaultProxy, base_seed, scaled
+
+pytestmark = pytest.mark.serial
+
+SENDS = scaled(1000, least=200)
+CUTS = scaled(20, least=5)
+RECIPIENTS = 50
+#: How many of the recipients are there, over links that are cut as well.
+PRESENT = 3
+
+
+def ids_in_mail(server: DemoServer, name: str) -> list[str]:
+    """What the server keeps for somebody, in its order, as often as it was posted."""
+    return [frame["id"] for frame in server.world.account(name).mail.values()]
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("window", [None, 8])
+async def test_every_send_arrives_once_over_links_that_are_cut(
+    cumulative: bool, window: int | None
+) -> None:
+    rng = random.Random(base_seed() + cumulative)
+    server = DemoServer(window=window)
+    names = [f"to/{number}" for number in range(RECIPIENTS)]
+    for name in names:
+        server.world.account(name)  # so that there is mail for them
+    tcp = await server.serve()
+    heard: defaultdict[str, list[str]] = defaultdict(list)
+
+    def hear(event: Event) -> None:
+        if event.type == "messages_upsert":
+            heard[event.profile].append(event.data.id)
+
+    async with (
+        server,
+        FaultProxy(tcp.host, tcp.port) as proxy,
+        Sessions(backoff=Backoff(0.01, 0.1), connect_rate=1000) as sessions,
+    ):
+
+        async def connect(name: str, **options: Any) -> Session:
+            endpoint = Tcp("127.0.0.1", proxy.port)
+            protocol = Demo(
+                endpoint, resume=True, cumulative=cumulative, keepalive=1.0, patience=1.0
+            )
+            return await sessions.connect(name, protocol, **options)
+
+        for name in names[:PRESENT]:
+            await connect(name, on_event=hear)
+        session = await connect("alice")
+        storm = Storm(session, rng)
+        await storm.run(SENDS, [Faults(proxy, session, storm, rng)] * CUTS)
+        assert session.status()["reconnects"] >= CUTS
+        # The server always knows the session, so it says what became of each one in the end.
+        assert storm.counts()["Unknown"] == 0
+        assert storm.counts()["Acked"] > SENDS / 4
+
+        # What has come to those who were there is acknowledged when they have handled it.
+        await until(lambda: not any(server.mail(name) for name in names[:PRESENT]))
+        await storm.last("to/0")
+        lost, again = storm.check(
+            lambda name: heard[name] if name in names[:PRESENT] else ids_in_mail(server, name)
+        )
+        assert lost == 0
+        for name in names[PRESENT:]:
+            posted = ids_in_mail(server, name)
+            assert len(posted) == len(set(posted)), "the server has posted one twice"
+        sent_again = sum(each.duplicates for each in server.received)
+        assert sent_again > 0, "nothing had to be sent again: the links were cut too gently"
+        assert again <= sum(len(heard[name]) for name in names[:PRESENT])

@@ -1,0 +1,60 @@
+"""What Prometheus gets of sessions: everything that is counted, and nobody's name."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.sessions.support import until
+
+from holdfast.kernel import Backoff
+from holdfast.sessions import Sessions, Text
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.sessions.prometheus import _COUNTERS, SessionsCollector
+
+
+def scrape(collector: SessionsCollector) -> tuple[str, dict[tuple[str, ...], float]]:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    return text, {
+        (sample.name.removeprefix("holdfast_sessions_"), *_labels(sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def _labels(labels: dict[str, str]) -> list[str]:
+    return [labels[name] for name in ("protocol", "state", "outcome") if name in labels]
+
+
+async def test_everything_is_counted_by_protocol_and_outlives_its_session() -> None:
+    server = DemoServer()
+    async with Sessions(backoff=Backoff(0.01, 0.05)) as sessions:
+        collector = SessionsCollector(sessions)
+        ann = await sessions.connect("very-secret-ann", Demo(server), on_event=lambda event: None)
+        await sessions.connect("very-secret-ben", Demo(server))
+        for _ in range(3):
+            await ann.send("very-secret-recipient", Text("very secret"))
+        server.reject("very-secret-recipient", 463)
+        await ann.send("very-secret-recipient", b"", outcome=True)
+        server.cut("very-secret-ann")
+        await until(lambda: ann.state != "online")
+        await ann.online(30)
+        server.deliver("very-secret-ann", Text("very secret"))
+        await until(lambda: ann.status()["received"])
+        text, found = scrape(collector)
+        assert found["holdfast_sessions", "demo", "online"] == 2
+        assert found["sends_total", "demo", "acked"] == 3
+        assert found["sends_total", "demo", "rejected"] == 1
+        assert found["reconnects_total", "demo"] == 1
+        assert found["received_total", "demo"] == 1
+        assert found["sending", "demo"] == 0
+        assert {(f"{name}_total", "demo") for name in _COUNTERS} <= set(found)
+        assert "very" not in text
+        await sessions.stop(ann)
+        text, after = scrape(collector)
+        assert after["holdfast_sessions", "demo", "online"] == 1
+        assert after["sends_total", "demo", "acked"] == 3
+        collector.remove(sessions)
+        assert scrape(collector)[1] == {}

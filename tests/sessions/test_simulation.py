@@ -1,0 +1,489 @@
+"""Sessions on bad days: links are cut, servers misbehave, parts crash, and every send is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from holdfast.kernel import Backoff
+from holdfast.sessions import (
+    Acked,
+    CloseClass,
+    NotSent,
+    Outcome,
+    Outgoing,
+    Rejected,
+    SenderCrashed,
+    Session,
+    Sessions,
+    SessionStopped,
+    StepFailed,
+    Tcp,
+    Unknown,
+)
+from holdfast.sessions._acks import AckTable
+from holdfast.sessions._connection import Connection
+from holdfast.sessions._senders import Senders
+from holdfast.sessions._transport import Receiver, Transport
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+
+TROUBLE = 12.0
+#: More than this nobody may wait beyond its own time, or after its link was lost.
+LATE = 0.5
+PROFILES = ("ann", "ben")
+
+
+@dataclass
+class Sent:
+    """One send, and what became of it."""
+
+    profile: str
+    recipient: str
+    id: str
+    began: float
+    timeout: float
+    #: Whether it may outlive a link.
+    lives_on: bool
+    cancelled: bool = False
+    ended: float | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class Slow:
+    """A link that takes its time to close, and listens until then."""
+
+    def __init__(self, inner: Transport, delay: float) -> None:
+        self._inner = inner
+        self._delay = delay
+
+    def write(self, data: bytes) -> None:
+        self._inner.write(data)
+
+    @property
+    def pending(self) -> int:
+        return self._inner.pending
+
+    def close(self) -> None:
+        asyncio.get_running_loop().call_later(self._delay, self._inner.close)
+
+    def abort(self) -> None:
+        asyncio.get_running_loop().call_later(self._delay, self._inner.abort)
+
+
+class SlowlyClosing:
+    """An endpoint whose links are like that."""
+
+    def __init__(self, inner: Tcp, sim: Sim) -> None:
+        self._inner = inner
+        self._sim = sim
+
+    async def dial(self, receiver: Receiver) -> Transport:
+        return Slow(await self._inner.dial(receiver), self._sim.random(0.0, 3.0))
+
+    def __str__(self) -> str:
+        return str(self._inner)
+
+
+class World:
+    """A server, sessions, and those who send."""
+
+    def __init__(self, sim: Sim, server: DemoServer) -> None:
+        self.sim = sim
+        self.chance = sim.rng
+        self.server = server
+        self.sessions = Sessions(
+            backoff=Backoff(0.1, 2.0, jitter="full"),
+            connect_timeout=5.0,
+            connect_rate=100.0,
+            connect_burst=100,
+        )
+        self.sends: list[Sent] = []
+        self.numbers = itertools.count()
+        self.losses: dict[str, list[float]] = defaultdict(list)
+        self.finals: dict[str, int] = {}
+        self.over = False
+
+    @classmethod
+    async def begin(cls, sim: Sim, **how: Any) -> World:
+        server = DemoServer(rng=sim.rng, **how)
+        listening = asyncio.get_running_loop().create_future()
+
+        async def main() -> None:
+            await server.serve("server", 7)
+            listening.set_result(None)
+            await asyncio.get_running_loop().create_future()
+
+        sim.host("server", main)
+        await listening
+        return cls(sim, server)
+
+    def protocol(self, **how: Any) -> Demo:
+        endpoint = SlowlyClosing(Tcp("server", 7), self.sim)
+        return Demo(endpoint, keepalive=4.0, patience=2.0, **how)
+
+    async def start(self, profile: str, protocol: Demo) -> Session:
+        session = await self.sessions.start(
+            profile, protocol, steps=[("encrypt", self._encrypt)], on_event=lambda event: None
+        )
+        machine = session._core.machine
+
+        def moved(move: Any) -> None:
+            if move.source.phase == "online":
+                self.losses[profile].append(self.sim.now)
+            if str(move.target) == "offline/refused":
+                self.finals[profile] = session.generation
+
+        machine.observe(moved)
+        return session
+
+    def _encrypt(self, outgoing: Outgoing, session: Any) -> Any:
+        luck = self.chance.random()
+        if luck < 0.02:
+            raise StepFailed("no key for one device")
+        if luck < 0.03:
+            raise RuntimeError("the ratchet is out of step")
+        return outgoing if luck < 0.6 else self._slowly(outgoing)
+
+    async def _slowly(self, outgoing: Outgoing) -> Outgoing:
+        await asyncio.sleep(self.chance.uniform(0.0, 0.3))
+        luck = self.chance.random()
+        if luck < 0.02:
+            raise StepFailed("no answer from the key server")
+        if luck < 0.03:
+            raise RuntimeError("the ratchet is out of step")
+        return outgoing
+
+    async def sender(self, session: Session, recipient: str) -> None:
+        """Send one thing after another, not always waiting for the outcome."""
+        under_way: set[asyncio.Task[None]] = set()
+        while not self.over:
+            await asyncio.sleep(self.chance.uniform(0.0, 1.0))
+            under_way.add(asyncio.create_task(self.send(session, recipient)))
+            if self.chance.random() < 0.5:
+                await asyncio.wait(under_way)
+            under_way = {each for each in under_way if not each.done()}
+        if under_way:
+            await asyncio.wait(under_way)
+
+    async def send(self, session: Session, recipient: str) -> None:
+        chance = self.chance
+        timeout = chance.choice([0.3, 3.0, 8.0])
+        idempotent, hold = chance.random() < 0.3, chance.random() < 0.2
+        sent = Sent(
+            session.profile,
+            recipient,
+            f"{next(self.numbers)}",
+            self.sim.now,
+            timeout,
+            idempotent or hold or session.protocol.resumes,
+        )
+        self.sends.append(sent)
+        work = asyncio.ensure_future(
+            session.send(
+                recipient,
+                b"x",
+                id=sent.id,
+                timeout=timeout,
+                outcome=True,
+                idempotent=idempotent,
+                hold=hold,
+            )
+        )
+        if chance.random() < 0.05:
+            await asyncio.sleep(chance.uniform(0.0, 0.2))
+            sent.cancelled = work.cancel()
+        await asyncio.wait({work})
+        sent.ended = self.sim.now
+        if not work.cancelled():
+            sent.outcomes.append(work.result())
+
+    async def trouble(self) -> None:
+        sim, server, chance = self.sim, self.server, self.chance
+        while sim.now < TROUBLE:
+            await asyncio.sleep(chance.uniform(0.1, 2.0))
+            profile = chance.choice(PROFILES)
+            what = chance.randrange(12)
+            if what == 0:
+                server.cut(profile)
+            elif what == 1:
+                server.cut()
+            elif what == 2:
+                server.drop_acks = chance.randint(1, 5)
+            elif what == 3:
+                server.duplicate_acks = not server.duplicate_acks
+            elif what == 4:
+                server.partial_acks = not server.partial_acks
+            elif what == 5:
+                server.delay = chance.choice([0.0, 0.05, 1.0])
+            elif what == 6:
+                server.reject(chance.choice("xy"), chance.choice([463, None]))
+            elif what == 7 and profile in server.online:
+                server.restart(profile)
+            elif what == 8 and profile in server.online:
+                server.hang_up(profile, retry_after=chance.choice([None, 3.0]))
+            elif what == 9:
+                self.crash(profile)
+            elif what == 10 and profile in server.online and chance.random() < 0.3:
+                server.take_over(profile)
+            elif what == 11 and chance.random() < 0.3:
+                server.forget()
+        server.delay, server.drop_acks = 0.0, 0
+        for recipient in "xy":
+            server.reject(recipient, None)
+
+    def crash(self, profile: str) -> None:
+        session = self.sessions.whereis(profile)
+        if session is not None and session._connection is not None:
+            session._connection._crash(RuntimeError("a defect"))
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        received = {each.id: each for each in self.server.received}
+        for sent in self.sends:
+            self._check_one(sent, received)
+        self._check_order(received)
+        for profile, generation in self.finals.items():
+            session = self.sessions.whereis(profile)
+            assert session is None or session.generation == generation, "it came back by itself"
+
+    def _check_one(self, sent: Sent, received: dict[str, Any]) -> None:
+        assert sent.ended is not None, f"{sent} has no outcome"
+        took = sent.ended - sent.began
+        assert took <= sent.timeout + LATE, f"{sent} took {took} s"
+        if sent.cancelled:
+            return
+        (outcome,) = sent.outcomes
+        assert outcome.id == sent.id
+        match outcome:
+            case Acked():
+                assert sent.id in received, f"{sent} was confirmed and never arrived"
+            case NotSent() | Rejected():
+                assert sent.id not in received, f"{sent} arrived: {received.get(sent.id)}"
+            case Unknown():
+                pass
+        if not sent.lives_on:
+            for lost in self.losses[sent.profile]:
+                spans = sent.began < lost < sent.ended - LATE
+                assert not spans, f"{sent}: its link was lost at {lost}, and nobody told it"
+
+    def _check_order(self, received: dict[str, Any]) -> None:
+        lines: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for each in received.values():
+            lines[each.profile, each.recipient].append(int(each.id))
+        for line, ids in lines.items():
+            assert ids == sorted(ids), f"{line} got {ids}"
+
+    def check_nothing_is_left(self) -> None:
+        for session in self.sessions:
+            assert len(session._table) == session._table.recipients == 0
+            assert len(session._senders) == 0
+            assert all(each.outcome is not None for each in session._outbox)
+            assert len(session._outbox) <= 16
+            connection = session._connection
+            assert connection is None or len(connection.queries) == 0
+
+
+async def bad_day(sim: Sim) -> None:
+    """Everything that can happen, and calm at its end."""
+    chance = sim.rng
+    world = await World.begin(sim, window=chance.choice([None, 2, 10]))
+    async with world.sessions:
+        tasks = []
+        for profile in PROFILES:
+            kind = chance.choice([{}, {"cumulative": True}, {"resume": True}])
+            session = await world.start(profile, world.protocol(**kind))
+            tasks += [asyncio.create_task(world.sender(session, recipient)) for recipient in "xy"]
+        sim.storm("server", until=TROUBLE, faults=("reset", "blackhole", "pause"), every=(1.0, 5.0))
+        await world.trouble()
+        await asyncio.sleep(8.0)
+        world.over = True
+        await asyncio.gather(*tasks)
+        world.check()
+        await asyncio.sleep(1.0)
+        world.check_nothing_is_left()
+        for profile in PROFILES:
+            session_now = world.sessions.whereis(profile)
+            if session_now is None or profile in world.finals:
+                continue
+            assert session_now.state == "online", f"{session_now!r} did not come back"
+            assert isinstance(await session_now.send("x", b"last", outcome=True), Acked | NotSent)
+    await asyncio.sleep(5.0)  # sockets take their time to close
+    assert world.server.online == []
+
+
+async def one_cut(sim: Sim) -> None:
+    """One cut, and a socket that takes its time: nothing else may happen to the session."""
+    world = await World.begin(sim)
+    cumulative = sim.rng.random() < 0.5
+    async with world.sessions:
+        session = await world.sessions.connect("ann", world.protocol(cumulative=cumulative))
+        world.server.delay = lambda: sim.random(0.0, 0.2)
+        first = [asyncio.create_task(_outcome(session, f"a{each}")) for each in range(10)]
+        await asyncio.sleep(sim.random(0.0, 0.3))
+        link = session._connection
+        assert link is not None
+        # The server does not notice: what it has to say still comes, over the old socket.
+        link._close(CloseClass.TRANSIENT, "the network is gone, as far as we know")
+        outcomes = await asyncio.gather(*first)
+        received = {each.id for each in world.server.received}
+        assert all(isinstance(each, Acked | Unknown | NotSent) for each in outcomes)
+        assert all(each.id in received for each in outcomes if isinstance(each, Acked))
+        await session.online(10.0)
+        world.server.delay = 100.0
+        later = [asyncio.create_task(_outcome(session, f"b{each}")) for each in range(3)]
+        await asyncio.sleep(6.0)
+        assert session.generation == 2, "an old socket has ended the new link"
+        assert not any(each.done() for each in later), "confirmed by an old socket"
+        for each in later:
+            each.cancel()
+        await asyncio.wait(later)
+
+
+async def _outcome(session: Session, id: str) -> Outcome:
+    return await session.send("x", b"", id=id, timeout=60.0, outcome=True)
+
+
+async def taken_over(sim: Sim) -> None:
+    """The account is used elsewhere, banned, or not let in: the session stays away."""
+    world = await World.begin(sim)
+    server = world.server
+    async with world.sessions:
+        session = await world.sessions.connect("ann", world.protocol())
+        sends = [asyncio.create_task(_outcome(session, str(each))) for each in range(3)]
+        await asyncio.sleep(sim.random(0.1, 1.0))
+        sim.rng.choice([server.take_over, server.ban, server.revoke])("ann")
+        outcomes = await asyncio.wait_for(asyncio.gather(*sends), 10.0)
+        assert len(outcomes) == 3
+        await asyncio.sleep(1.0)
+        links = server.accepted_links
+        await asyncio.sleep(120.0)
+        assert server.accepted_links == links, "it came back by itself"
+        assert session.state == "offline/refused"
+        assert isinstance(await session.send("x", b"", hold=True, outcome=True), NotSent)
+
+
+async def sender_crash(sim: Sim) -> None:
+    """One recipient's sender crashes: those who wait for it are told at once, and nobody else."""
+    world = await World.begin(sim)
+    poison = str(sim.rng.randrange(10))
+
+    async def encrypt(outgoing: Outgoing, session: Any) -> Outgoing:
+        await asyncio.sleep(sim.random(0.0, 0.5))
+        if outgoing.id == poison:
+            raise RuntimeError("the ratchet is out of step")
+        return outgoing
+
+    async with world.sessions:
+        session = await world.sessions.connect(
+            "ann", world.protocol(), steps=[("encrypt", encrypt)]
+        )
+        world.server.delay = 30.0
+        sends = [asyncio.create_task(_outcome(session, str(each))) for each in range(10)]
+        other = asyncio.create_task(session.send("y", b"", id="other", timeout=60.0))
+        outcomes = await asyncio.wait_for(asyncio.gather(*sends), 10.0)
+        for outcome in outcomes:
+            assert isinstance(outcome, Unknown | NotSent)
+            assert isinstance(outcome.reason, SenderCrashed)
+        received = {each.id for each in world.server.received}
+        assert not received & {each.id for each in outcomes if isinstance(each, NotSent)}
+        assert await other == Acked("other")
+        assert session.generation == 1
+        assert len(session._senders) == session._table.recipients == 0
+
+
+async def stopped(sim: Sim) -> None:
+    """A session that is stopped in the middle tells everybody."""
+    world = await World.begin(sim)
+    async with world.sessions:
+        session = await world.sessions.connect("ann", world.protocol())
+        world.server.drop_acks = float("inf")
+        sends = [asyncio.create_task(_outcome(session, str(each))) for each in range(20)]
+        await asyncio.sleep(sim.random(0.0, 0.1))
+        await session.stop()
+        outcomes = await asyncio.wait_for(asyncio.gather(*sends), 1.0)
+        received = {each.id for each in world.server.received}
+        for outcome in outcomes:
+            assert isinstance(outcome, NotSent | Unknown)
+            assert isinstance(outcome, Unknown) or outcome.id not in received
+        with pytest.raises(SessionStopped):
+            await session.online()
+
+
+def test_bad_days() -> None:
+    simulate(bad_day, seeds=scaled(2000, least=40))
+
+
+def test_one_cut() -> None:
+    simulate(one_cut, seeds=scaled(500, least=30))
+
+
+def _stale_close(self: Connection, link: Any, error: BaseException | None) -> None:
+    self._close(CloseClass.TRANSIENT, "closed")
+
+
+def _stale_bytes(self: Connection, link: Any, data: bytes) -> None:
+    if self._link is not None:
+        ORIGINAL_RECEIVED(self, self._link, data)
+
+
+ORIGINAL_RECEIVED = Connection.received
+
+
+def _not_drained(self: AckTable, reason: Any, *, resumes: bool) -> None:
+    """Nobody is told: everybody waits for his timeout."""
+
+
+def _written_anyway(self: Session, parked: Any) -> None:
+    parked.stage = "relay"
+    if self._connection is not None and self._core.online:
+        self._connection._write(parked)
+
+
+def _unordered(self: Senders, parked: Any) -> None:
+    try:
+        self._walk(parked, 0)
+    except Exception as error:
+        self.crashed(parked.outgoing.recipient, error)
+
+
+MUTANTS = [
+    (one_cut, mutant(Connection, "lost", _stale_close, name="the close of an old socket counts")),
+    (one_cut, mutant(Connection, "received", _stale_bytes, name="an old socket's acks count")),
+    (bad_day, mutant(AckTable, "lost", _not_drained, name="parked sends wait for their timeouts")),
+    (
+        taken_over,
+        mutant(CloseClass, "final", property(lambda self: False), name="a takeover is retried"),
+    ),
+    (bad_day, mutant(Session, "_relay", _written_anyway, name="what was given up is written")),
+    (bad_day, mutant(Senders, "push", _unordered, name="sends overtake each other")),
+    (
+        sender_crash,
+        mutant(AckTable, "crashed", lambda self, recipient, reason: 0, name="a crash tells nobody"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "planted"), MUTANTS, ids=lambda each: getattr(each, "name", "")
+)
+def test_mutants_are_caught(scenario: Any, planted: Mutant) -> None:
+    assert_caught(scenario, planted, within=200, clean=2)
+
+
+def test_what_is_final_stays_so() -> None:
+    simulate(taken_over, seeds=scaled(200, least=20))
+
+
+def test_a_crashed_sender_tells_everybody() -> None:
+    simulate(sender_crash, seeds=scaled(200, least=20))
+
+
+def test_a_stop_tells_everybody() -> None:
+    simulate(stopped, seeds=scaled(200, least=20))

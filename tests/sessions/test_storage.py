@@ -1,0 +1,301 @@
+"""What every storage holds to, and what storages are called."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sessions.storages import KEY, KINDS, KINDS_ON_DISK, make
+
+from holdfast.sessions._errors import StorageError
+from holdfast.sessions._file_names import from_file_name, is_cut, to_file_name
+from holdfast.sessions._sealed import Sealed
+from holdfast.sessions._storage import Namespace, Storage, open_storage
+from holdfast.sessions._storage_files import FileStorage
+from holdfast.sessions._storage_memory import MemoryStorage
+from holdfast.sessions._storage_sqlite import SqliteStorage
+from holdfast.testing import scaled
+
+HARD_NAMES = [
+    "alice",
+    "Alice",
+    "ALICE",
+    "../../etc/passwd",
+    "..",
+    ".",
+    "/",
+    "a/b",
+    "a%2fb",
+    "%",
+    "~",
+    "a~b",
+    " ",
+    "\0",
+    "a\0b",
+    "a\nb",
+    "con",
+    "é",
+    "e\u0301",
+    "😀" * 100,
+    "x" * 5000,
+    "X" * 5000,
+    "x" * 5001,
+    "\ud800",
+    "%00",
+    ".tmp",
+    ".lock",
+    "x.name",
+]
+
+names = st.one_of(
+    st.sampled_from(HARD_NAMES),
+    st.text(st.characters(codec=None), min_size=1, max_size=30),
+)
+values = st.binary(max_size=200)
+
+
+@pytest.fixture(params=KINDS)
+async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Storage]:
+    async with make(request.param, tmp_path) as opened:
+        yield opened
+
+
+async def test_what_was_put_is_there_until_it_is_deleted(storage: Storage) -> None:
+    assert await storage.get("alice", Namespace.CREDS, "me") is None
+    await storage.put("alice", Namespace.CREDS, "me", b"one")
+    assert await storage.get("alice", "creds", "me") == b"one"
+    await storage.put("alice", "creds", "me", b"")
+    assert await storage.get("alice", "creds", "me") == b""
+    assert await storage.get("alice", "session", "me") is None
+    assert await storage.get("bob", "creds", "me") is None
+    await storage.delete("alice", "creds", "me")
+    await storage.delete("alice", "creds", "me")
+    await storage.delete("nobody", "creds", "me")
+    assert await storage.get("alice", "creds", "me") is None
+    assert await storage.list_profiles() == ["alice"], "a profile outlives its records"
+
+
+async def test_profiles_come_with_new_or_put_and_go_with_clear(storage: Storage) -> None:
+    assert await storage.list_profiles() == []
+    assert await storage.new("bob")
+    assert not await storage.new("bob")
+    await storage.put("alice", "creds", "me", b"secret")
+    await storage.put("alice", "session", "carol", b"ratchet")
+    assert not await storage.new("alice"), "what is there stays as it is"
+    assert await storage.list_profiles() == ["alice", "bob"]
+    assert await storage.namespaces("alice") == ["creds", "session"]
+    assert await storage.namespaces("bob") == []
+    assert await storage.keys("alice", "session") == ["carol"]
+    assert await storage.keys("bob", "session") == []
+    await storage.clear("alice")
+    await storage.clear("nobody")
+    assert await storage.list_profiles() == ["bob"]
+    assert await storage.get("alice", "creds", "me") is None
+    assert await storage.keys("alice", "session") == []
+    assert await storage.new("alice")
+
+
+async def test_a_namespace_without_records_is_none(storage: Storage) -> None:
+    await storage.put("alice", "session", "bob", b"x")
+    await storage.delete("alice", "session", "bob")
+    assert await storage.namespaces("alice") == []
+
+
+async def test_names_that_are_hard_on_file_systems(storage: Storage) -> None:
+    """Each of them is a profile, a namespace and a key of its own."""
+    for number, name in enumerate(HARD_NAMES):
+        await storage.put(name, "n", "k", b"profile %d" % number)
+        await storage.put("p", name, "k", b"namespace %d" % number)
+        await storage.put("p", "n", name, b"key %d" % number)
+    for number, name in enumerate(HARD_NAMES):
+        assert await storage.get(name, "n", "k") == b"profile %d" % number
+        assert await storage.get("p", name, "k") == b"namespace %d" % number
+        assert await storage.get("p", "n", name) == b"key %d" % number
+    assert await storage.list_profiles() == sorted({*HARD_NAMES, "p"})
+    assert await storage.namespaces("p") == sorted({*HARD_NAMES, "n"})
+    assert await storage.keys("p", "n") == sorted(HARD_NAMES)
+    for name in HARD_NAMES:
+        await storage.delete("p", "n", name)
+        await storage.clear(name)
+    assert await storage.keys("p", "n") == []
+    assert await storage.list_profiles() == ["p"]
+
+
+async def test_many_at_once(storage: Storage) -> None:
+    async def one(number: int) -> None:
+        key = f"k{number}"
+        for turn in range(3):
+            await storage.put("alice", "session", key, b"%d.%d" % (number, turn))
+            assert await storage.get("alice", "session", key) == b"%d.%d" % (number, turn)
+
+    await asyncio.gather(*(one(number) for number in range(40)))
+    assert len(await storage.keys("alice", "session")) == 40
+
+
+async def test_calls_are_carried_out_in_their_order_even_if_nobody_waits(storage: Storage) -> None:
+    for number in range(20):
+        task = asyncio.create_task(storage.put("alice", "creds", "me", b"%d" % number))
+        await asyncio.sleep(0)
+        task.cancel()
+    assert await storage.get("alice", "creds", "me") == b"19"
+
+
+@pytest.mark.parametrize("kind", KINDS_ON_DISK)
+async def test_it_is_all_there_when_it_is_opened_again(kind: str, tmp_path: Path) -> None:
+    storage = make(kind, tmp_path)
+    async with storage:
+        await storage.new("bob")
+        await storage.put("alice", "creds", "x" * 1000, b"\0secret\xff" * 1000)
+    with pytest.raises(StorageError, match="not open"):
+        await storage.get("alice", "creds", "me")
+    for again in (storage, make(kind, tmp_path)):
+        async with again:
+            assert await again.list_profiles() == ["alice", "bob"]
+            assert await again.keys("alice", "creds") == ["x" * 1000]
+            assert await again.get("alice", "creds", "x" * 1000) == b"\0secret\xff" * 1000
+            await again.open()
+        await again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS_ON_DISK)
+async def test_only_the_owner_may_read_it(kind: str, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        async with make(kind, tmp_path) as storage:
+            await storage.put("alice", "creds", "me" * 500, b"secret")
+            assert _modes(tmp_path) <= {("file", 0o600), ("directory", 0o700)}
+    finally:
+        os.umask(before)
+
+
+def _modes(place: Path) -> set[tuple[str, int]]:
+    return {
+        ("directory" if path.is_dir() else "file", stat.S_IMODE(path.stat().st_mode))
+        for path in place.rglob("*")
+    }
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "put", "put", "delete", "new", "clear", "reopen"]),
+        names,
+        names,
+        names,
+        values,
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=scaled(80, least=12), deadline=None)
+@given(steps)
+def test_it_is_what_a_dictionary_would_be(
+    kind: str, steps: list[tuple[str, str, str, str, bytes]]
+) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        asyncio.run(_as_a_dictionary(make(kind, Path(place)), steps))
+
+
+async def _as_a_dictionary(storage: Storage, steps: list[tuple[str, str, str, str, bytes]]) -> None:
+    records: dict[tuple[str, str, str], bytes] = {}
+    profiles: set[str] = set()
+    await storage.open()
+    for step, profile, namespace, key, value in steps:
+        if step == "put":
+            await storage.put(profile, namespace, key, value)
+            records[profile, namespace, key] = value
+            profiles.add(profile)
+        elif step == "delete":
+            await storage.delete(profile, namespace, key)
+            records.pop((profile, namespace, key), None)
+        elif step == "new":
+            assert await storage.new(profile) == (profile not in profiles)
+            profiles.add(profile)
+        elif step == "clear":
+            await storage.clear(profile)
+            profiles.discard(profile)
+            records = {place: kept for place, kept in records.items() if place[0] != profile}
+        else:
+            await storage.close()
+            await storage.open()
+    assert await storage.list_profiles() == sorted(profiles)
+    found = {
+        (profile, namespace, key): await storage.get(profile, namespace, key)
+        for profile in profiles
+        for namespace in await storage.namespaces(profile)
+        for key in await storage.keys(profile, namespace)
+    }
+    assert found == records
+    await storage.close()
+
+
+@given(names, names)
+def test_no_two_texts_have_one_file_name(one: str, other: str) -> None:
+    name = to_file_name(one)
+    assert name.isascii()
+    assert name == name.lower()
+    assert "/" not in name
+    assert not name.startswith(".")
+    assert 0 < len(name) < 200
+    assert is_cut(name) or from_file_name(name) == one
+    assert (name == to_file_name(other)) == (one == other)
+
+
+@pytest.mark.parametrize("name", ["", "A", "%4", "%zz", "%61", ".tmp", "%ff", "a b", "x.name"])
+def test_a_foreign_file_has_no_text(name: str) -> None:
+    assert from_file_name(name) is None
+
+
+# -- from a name to a storage --------------------------------------------------------------------
+
+
+async def test_what_a_storage_is_called(tmp_path: Path) -> None:
+    def inside(where: str | Path) -> Storage:
+        storage = open_storage(where)
+        assert isinstance(storage, Sealed)
+        return storage.inner
+
+    assert isinstance(inside("memory:"), MemoryStorage)
+    database = inside(str(tmp_path / "accounts.db"))
+    assert isinstance(database, SqliteStorage)
+    assert database.path == tmp_path / "accounts.db"
+    assert isinstance(inside(tmp_path / "accounts.db"), SqliteStorage)
+    for where in (f"files:{tmp_path / 'new'}", str(tmp_path), tmp_path):
+        assert isinstance(inside(where), FileStorage), where
+    own = MemoryStorage()
+    assert open_storage(own) is own
+    sealed = open_storage(own, key=KEY)
+    assert isinstance(sealed, Sealed)
+    assert sealed.inner is own
+    with pytest.raises(StorageError, match="sealed already"):
+        open_storage(sealed, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("", "names nothing"),
+        (":memory:", "'memory:'"),
+        ("memory:x", "has no name"),
+        ("files:", "directory is missing"),
+        ("redis://cache", "no storage for redis://"),
+        ("no/such/", "no such directory"),
+    ],
+)
+def test_what_is_no_storage(where: str, says: str) -> None:
+    with pytest.raises(StorageError, match=says):
+        open_storage(where)
+
+
+async def test_a_profile_needs_a_name() -> None:
+    async with open_storage("memory:") as storage:
+        with pytest.raises(ValueError, match="needs a name"):
+            await storage.put("", "creds", "me", b"x")

@@ -1,0 +1,226 @@
+"""What is special about SQLite and about files: who shares them, what is not theirs, damage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.sessions._errors import CorruptRecord, StorageError
+from holdfast.sessions._storage import Storage, open_storage
+from holdfast.sessions._storage_files import FileStorage
+from holdfast.sessions._storage_sqlite import SqliteStorage
+from holdfast.testing import scaled
+
+# -- SQLite --------------------------------------------------------------------------------------
+
+
+async def test_writes_that_come_together_are_committed_together(tmp_path: Path) -> None:
+    async with SqliteStorage(tmp_path / "accounts.db", patience=60.0) as storage:
+        other = sqlite3.connect(tmp_path / "accounts.db", isolation_level=None)
+        other.execute("begin immediate")
+        puts = [
+            asyncio.ensure_future(storage.put(f"p{n}", "creds", "me", b"x")) for n in range(500)
+        ]
+        await asyncio.sleep(0)
+        other.close()
+        await asyncio.gather(*puts)
+        assert storage.writes == 500
+        assert storage.commits <= 2, "the one that waited for the lock, and all that came meanwhile"
+        assert len(await storage.list_profiles()) == 500
+
+
+async def test_one_that_cannot_be_written_does_not_fail_the_others(tmp_path: Path) -> None:
+    async with SqliteStorage(tmp_path / "accounts.db") as storage:
+        wrong: bytes = {}  # type: ignore[assignment]
+        outcomes = await asyncio.gather(
+            *(storage.put("p", "creds", f"{n}", b"x" if n != 7 else wrong) for n in range(20)),
+            return_exceptions=True,
+        )
+        assert [n for n, outcome in enumerate(outcomes) if outcome is not None] == [7]
+        assert isinstance(outcomes[7], StorageError)
+        assert len(await storage.keys("p", "creds")) == 19
+
+
+async def test_a_database_that_somebody_else_has_locked(tmp_path: Path) -> None:
+    path = tmp_path / "accounts.db"
+    async with SqliteStorage(path, patience=0.05) as storage:
+        await storage.put("alice", "creds", "me", b"old")
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("begin immediate")
+        try:
+            with pytest.raises(StorageError, match=r"locked for 0\.05 s.*let it end"):
+                await storage.put("alice", "creds", "me", b"new")
+            assert await storage.get("alice", "creds", "me") == b"old", "it can be read meanwhile"
+        finally:
+            other.close()
+        await storage.put("alice", "creds", "me", b"new")
+        assert await storage.get("alice", "creds", "me") == b"new"
+
+
+async def test_what_is_not_its_database(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("dear diary, " * 200)
+    with pytest.raises(StorageError, match="not a SQLite database"):
+        await SqliteStorage(text).open()
+    assert text.read_text() == "dear diary, " * 200
+    foreign = tmp_path / "foreign.db"
+    with sqlite3.connect(foreign) as database:
+        database.execute("create table songs (name text)")
+    database.close()
+    with pytest.raises(StorageError, match="another program"):
+        await SqliteStorage(foreign).open()
+    newer = tmp_path / "newer.db"
+    async with SqliteStorage(newer):
+        pass
+    with sqlite3.connect(newer) as database:
+        database.execute("pragma user_version = 9")
+    database.close()
+    with pytest.raises(StorageError, match="newer version"):
+        await SqliteStorage(newer).open()
+    with pytest.raises(StorageError, match="cannot be used as storage"):
+        await SqliteStorage(text / "below" / "a.db").open()
+    with pytest.raises(StorageError, match="rights"):
+        await SqliteStorage(tmp_path).open()
+
+
+async def test_several_storages_on_one_database(tmp_path: Path) -> None:
+    """They may even make it at the same time."""
+    storages = [SqliteStorage(tmp_path / "accounts.db") for _ in range(6)]
+    await asyncio.gather(*(storage.open() for storage in storages))
+    await asyncio.gather(
+        *(storage.put(f"p{n}", "creds", "me", b"x") for n, storage in enumerate(storages))
+    )
+    for storage in storages:
+        assert len(await storage.list_profiles()) == 6
+        await storage.close()
+
+
+@settings(max_examples=scaled(150, least=20), deadline=None)
+@given(st.data())
+def test_a_damaged_database_is_an_error_of_the_storage(data: st.DataObject) -> None:
+    """It says so or it still has the right bytes; it never has wrong ones."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "accounts.db"
+        asyncio.run(_fill(open_storage(path)))
+        path.write_bytes(_damaged(path.read_bytes(), data))
+        asyncio.run(_read_damaged(open_storage(path)))
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+async def test_a_directory_has_one_user(tmp_path: Path) -> None:
+    async with FileStorage(tmp_path / "a") as first:
+        with pytest.raises(StorageError, match=f"in use by the process {os.getpid()}"):
+            await FileStorage(tmp_path / "a").open()
+        await first.put("alice", "creds", "me", b"x")
+    async with FileStorage(tmp_path / "a") as second:
+        assert await second.get("alice", "creds", "me") == b"x"
+
+
+def test_a_directory_in_use_by_another_process(tmp_path: Path) -> None:
+    hold = (
+        "import fcntl, os, sys\n"
+        "lock = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)\n"
+        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "os.write(lock, b'%d' % os.getpid())\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    (tmp_path / "a").mkdir()
+    arguments = [sys.executable, "-c", hold, str(tmp_path / "a" / ".lock")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        with pytest.raises(StorageError, match=f"process {other.pid}: stop it"):
+            asyncio.run(FileStorage(tmp_path / "a").open())
+        other.kill()
+    asyncio.run(_fill(FileStorage(tmp_path / "a")))
+
+
+async def test_what_is_not_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(StorageError, match="other files in it"):
+        await FileStorage(tmp_path).open()
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    with pytest.raises(StorageError, match="is a file"):
+        await FileStorage(tmp_path / "notes.txt").open()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".format").write_text("holdfast files 7\n")
+    with pytest.raises(StorageError, match="another format"):
+        await FileStorage(tmp_path / "new").open()
+
+
+async def test_files_of_others_are_not_seen(tmp_path: Path) -> None:
+    async with FileStorage(tmp_path / "a") as storage:
+        await storage.put("alice", "creds", "me", b"x")
+        for place in ("", "alice", "alice/creds"):
+            for name in (".DS_Store", "Upper", "x~y", "core dump"):
+                (tmp_path / "a" / place / name).write_text("?")
+        assert await storage.list_profiles() == ["alice"]
+        assert await storage.namespaces("alice") == ["creds"]
+        assert await storage.keys("alice", "creds") == ["me"]
+
+
+async def test_a_disk_that_does_not_take_it(tmp_path: Path) -> None:
+    async with FileStorage(tmp_path / "a") as storage:
+        await storage.put("alice", "creds", "bob@example.org", b"x")
+        (tmp_path / "a" / "alice" / "session").write_text("in the way")
+        with pytest.raises(StorageError, match="look at the free space") as caught:
+            await storage.put("alice", "session", "bob@example.org", b"x")
+        assert "example" not in str(caught.value), "it tells who was talked to"
+        assert not list((tmp_path / "a" / ".tmp").iterdir())
+
+
+@settings(max_examples=scaled(150, least=20), deadline=None)
+@given(st.data())
+def test_a_damaged_file_is_a_corrupt_record(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        asyncio.run(_fill(open_storage(f"files:{place}")))
+        file = Path(place) / "alice" / "creds" / "me"
+        file.write_bytes(_damaged(file.read_bytes(), data))
+
+        async def read() -> None:
+            async with open_storage(f"files:{place}") as storage:
+                with pytest.raises(CorruptRecord):
+                    await storage.get("alice", "creds", "me")
+                assert await storage.get("bob", "creds", "me") == b"bob's" * 100
+                assert await storage.keys("alice", "creds") == ["me"]
+
+        asyncio.run(read())
+
+
+async def _fill(storage: Storage) -> None:
+    async with storage:
+        await storage.put("alice", "creds", "me", b"alice's" * 100)
+        await storage.put("bob", "creds", "me", b"bob's" * 100)
+
+
+async def _read_damaged(storage: Storage) -> None:
+    try:
+        async with storage:
+            for profile, right in (("alice", b"alice's" * 100), ("bob", b"bob's" * 100)):
+                value = await storage.get(profile, "creds", "me")
+                assert value in (None, right)
+            await storage.put("carol", "creds", "me", b"carol's")
+            await storage.list_profiles()
+    except StorageError:
+        pass
+
+
+def _damaged(before: bytes, data: st.DataObject) -> bytes:
+    if data.draw(st.booleans(), label="truncate"):
+        return before[: data.draw(st.integers(0, len(before) - 1), label="length")]
+    damaged = bytearray(before)
+    for place in data.draw(st.sets(st.integers(0, len(before) - 1), min_size=1, max_size=8)):
+        damaged[place] ^= data.draw(st.integers(1, 255), label="flip")
+    return bytes(damaged)

@@ -1,0 +1,154 @@
+"""Storages whose process is killed: every record is the old one or the new one, and whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sessions.storage_writer import LONG, PLACE, value_of
+from tests.sessions.storages import make
+
+from holdfast.sessions._storage_files import FileStorage
+from holdfast.sessions._storage_sqlite import SqliteStorage
+from holdfast.testing import base_seed, scaled
+
+PROGRAM = Path(__file__).parent / "storage_writer.py"
+KEYS = ("bob", "carol", "dave/../..", LONG)
+
+
+def start(**config: Any) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, str(PROGRAM), json.dumps(config)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "encrypted sqlite", "files", "encrypted files"])
+def test_killed_at_any_moment(kind: str, tmp_path: Path) -> None:
+    chance = random.Random(f"{base_seed()} {kind}")
+    stands = dict.fromkeys(KEYS, 0)
+    acknowledged = 0
+    for _ in range(scaled(20, least=3)):
+        lines = killed_after(chance, kind, tmp_path, stands)
+        for line in lines:
+            key, generation = line.rsplit(" ", 1)
+            assert int(generation) == stands[key] + 1
+            stands[key] += 1
+        acknowledged += len(lines)
+        asyncio.run(compare(kind, tmp_path, stands))
+    assert acknowledged >= 30
+
+
+def killed_after(
+    chance: random.Random, kind: str, place: Path, stands: dict[str, int]
+) -> list[str]:
+    """Let the program write for a while, kill it, and return all that it was told."""
+    with start(kind=kind, place=str(place), begin=stands) as program:
+        assert program.stdout is not None
+        try:
+            told = [program.stdout.readline() for _ in range(chance.randrange(10, 60))]
+        finally:
+            program.kill()
+        told += program.stdout.readlines()
+    assert program.returncode == -signal.SIGKILL
+    # The last line may have been cut off.
+    return [line.decode().rstrip("\n") for line in told if line.endswith(b"\n")]
+
+
+async def compare(kind: str, place: Path, stands: dict[str, int]) -> None:
+    async with make(kind, place) as storage:
+        for key, generation in stands.items():
+            found = await storage.get(*PLACE, key)
+            next_one = value_of(key, generation + 1)
+            assert found in (value_of(key, generation), next_one), f"{key[:10]} at {generation}"
+            if found == next_one:
+                stands[key] += 1
+        there = {key for key in KEYS if value_of(key, stands[key]) is not None}
+        assert set(await storage.keys(*PLACE)) == there
+
+
+@pytest.mark.parametrize(
+    ("moment", "visit", "short", "long", "leftovers"),
+    [
+        ("written", 1, b"old", None, 1),
+        ("on the disk", 1, b"old", None, 1),
+        ("named", 1, b"new", None, 0),
+        # The second is the text of the long name, the third its record.
+        ("written", 2, b"new", None, 1),
+        ("on the disk", 2, b"new", None, 1),
+        ("named", 2, b"new", None, 0),
+        ("written", 3, b"new", None, 1),
+        ("on the disk", 3, b"new", None, 1),
+        ("named", 3, b"new", b"new", 0),
+        ("taken away", 1, None, None, 1),
+    ],
+)
+async def test_killed_at_the_worst_moments(
+    moment: str,
+    visit: int,
+    short: bytes | None,
+    long: bytes | None,
+    leftovers: int,
+    tmp_path: Path,
+) -> None:
+    with start(kind="files", place=str(tmp_path), moment=moment, visit=visit) as program:
+        pass
+    assert program.returncode == -signal.SIGKILL
+    async with FileStorage(tmp_path / "accounts") as storage:
+        assert await storage.get(*PLACE, "short") == short
+        assert await storage.get(*PLACE, LONG) == long
+        known = [key for key, value in ((LONG, long), ("short", short)) if value is not None]
+        assert await storage.keys(*PLACE) == sorted(known)
+        assert await storage.list_profiles() == ([] if moment == "taken away" else ["alice"])
+        assert storage.leftovers == leftovers
+        assert os.listdir(tmp_path / "accounts" / ".tmp") == []
+        await storage.put(*PLACE, LONG, b"newer")
+        assert await storage.get(*PLACE, LONG) == b"newer"
+        assert LONG in await storage.keys(*PLACE)
+
+
+async def test_what_is_told_is_on_the_disk_and_in_this_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that a test can kill shows this: what the kernel knows survives every process."""
+    done: list[tuple[str, str]] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        done.append(("sync", os.readlink(f"/proc/self/fd/{file}").replace(str(tmp_path), "")))
+        sync(file)
+
+    def replaced(source: Any, target: Any) -> None:
+        done.append(("name", str(target).replace(str(tmp_path), "")))
+        replace(source, target)
+
+    async with FileStorage(tmp_path / "a") as storage:
+        await storage.put("alice", "creds", "other", b"x")
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "replace", replaced)
+        await storage.put("alice", "creds", "me", b"x")
+        (first, draft), *rest = done
+        assert first == "sync"
+        assert draft.startswith("/a/.tmp/")
+        assert rest == [("name", "/a/alice/creds/me"), ("sync", "/a/alice/creds")]
+        done.clear()
+        await storage.delete("alice", "creds", "me")
+        assert done == [("sync", "/a/alice/creds")]
+        done.clear()
+        await storage.clear("alice")
+        assert done == [("sync", "/a")]
+        done.clear()
+        await storage.new("bob")
+        assert done == [("sync", "/a")]
+
+
+async def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
+    async with SqliteStorage(tmp_path / "accounts.db") as storage:
+        for pragma, value in (("synchronous", 2), ("journal_mode", "wal")):
+            assert await storage._rows(f"pragma {pragma}") == [value]

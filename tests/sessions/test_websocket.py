@@ -1,0 +1,286 @@
+"""The WebSocket transport against the server of the `websockets` package."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+from tests.sessions.ears import Ear, tcp_server, websocket_server
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from holdfast.sessions._endpoints import WebSocket
+from holdfast.sessions._websocket import WebSocketClosed, WebSocketRefused
+from holdfast.testing import FaultProxy, Sim, run_one, scaled, simulate
+
+
+async def test_one_write_is_one_binary_message_and_back() -> None:
+    heard: list[Any] = []
+
+    async def handler(connection: ServerConnection) -> None:
+        heard.append(await connection.recv())
+        heard.append(await connection.recv())
+        await connection.send(b"one")
+        await connection.send([b"in ", b"three ", b"parts"])
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        transport = await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        transport.write(b"first")
+        transport.write(b"second")
+        assert await ear.ended() is None
+        assert heard == [b"first", b"second"]
+        assert ear.pieces == [b"one", b"in three parts"]
+
+
+async def test_pings_are_answered() -> None:
+    answered = asyncio.get_running_loop().create_future()
+
+    async def handler(connection: ServerConnection) -> None:
+        answered.set_result(await (await connection.ping()))
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        async with asyncio.timeout(10):
+            await answered
+        assert await ear.ended() is None
+        assert ear.pieces == []
+
+
+async def test_we_close_in_good_order() -> None:
+    closed = asyncio.get_running_loop().create_future()
+
+    async def handler(connection: ServerConnection) -> None:
+        try:
+            async for message in connection:
+                await connection.send(message)
+        finally:
+            closed.set_result((connection.close_code, connection.close_reason))
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        transport = await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        transport.write(b"last words")
+        transport.close()
+        assert await ear.ended() is None
+        assert await closed == (1000, "")
+        assert ear.pieces == [], "nothing is received after close()"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected"),
+    [
+        (1000, "", None),
+        (1001, "restart", None),
+        (1008, "you talk too much", "the server closed it with 1008 (you talk too much)"),
+        (4000, "", "the server closed it with 4000"),
+    ],
+)
+async def test_the_server_closes(code: int, reason: str, expected: str | None) -> None:
+    async def handler(connection: ServerConnection) -> None:
+        await connection.close(code, reason)
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        error = await ear.ended()
+        if expected is None:
+            assert error is None
+        else:
+            assert isinstance(error, WebSocketClosed)
+            assert (str(error), error.code) == (expected, code)
+
+
+async def test_an_end_without_a_word_is_an_error() -> None:
+    async with websocket_server() as port, FaultProxy("127.0.0.1", port) as proxy:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{proxy.port}").dial(ear)
+        proxy.reset()
+        assert isinstance(await ear.ended(), ConnectionResetError)
+
+    async def handler(connection: ServerConnection) -> None:
+        connection.transport.close()
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        error = await ear.ended()
+        assert isinstance(error, WebSocketClosed)
+        assert error.code == 1006
+
+
+@pytest.mark.parametrize("message", [bytes(1001), [bytes(600), bytes(600)]])
+async def test_a_message_that_is_too_long_ends_the_link(message: bytes | list[bytes]) -> None:
+    told = asyncio.get_running_loop().create_future()
+
+    async def handler(connection: ServerConnection) -> None:
+        try:
+            await connection.send(message)
+            await connection.recv()
+        finally:
+            await connection.wait_closed()
+            told.set_result(connection.close_code)
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{port}", max_size=1000).dial(ear)
+        error = await ear.ended()
+        assert isinstance(error, WebSocketClosed)
+        assert error.code == 1009
+        assert "broke the rules" in str(error)
+        assert ear.pieces == []
+        assert await told == 1009
+
+
+async def test_the_wrong_kind_of_frame_ends_the_link() -> None:
+    async def handler(connection: ServerConnection) -> None:
+        await connection.send("a text")
+        await connection.wait_closed()
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        error = await ear.ended()
+        assert isinstance(error, WebSocketClosed)
+        assert (str(error), error.code) == ("the server sent a text frame", 1003)
+
+        ear = Ear()
+        transport = await WebSocket(f"ws://127.0.0.1:{port}", text=True).dial(ear)
+        assert await ear.hears(6) == b"a text"
+        transport.close()
+        assert await ear.ended() is None
+
+
+async def test_nonsense_instead_of_frames_ends_the_link() -> None:
+    async def handler(connection: ServerConnection) -> None:
+        connection.transport.write(b"\xff\xff\xff\xff")
+        await connection.wait_closed()
+
+    async with websocket_server(handler) as port:
+        ear = Ear()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        error = await ear.ended()
+        assert isinstance(error, WebSocketClosed)
+        assert error.code == 1002
+
+
+# -- the handshake ---------------------------------------------------------------------------------
+
+
+async def test_what_the_handshake_carries() -> None:
+    seen: list[Any] = []
+
+    async def handler(connection: ServerConnection) -> None:
+        request = connection.request
+        assert request is not None
+        seen.append((request.path, request.headers["X-Key"], request.headers["Authorization"]))
+        seen.append(connection.subprotocol)
+
+    async with websocket_server(handler, subprotocols=["mqtt"]) as port:
+        ear = Ear()
+        url = f"ws://me:p%40ss@127.0.0.1:{port}/a/b?c=d"
+        endpoint = WebSocket(url, subprotocol="mqtt", headers=[("X-Key", "1")])
+        await endpoint.dial(ear)
+        assert await ear.ended() is None
+    basic = base64.b64encode(b"me:p@ss").decode()
+    assert seen == [("/a/b?c=d", "1", f"Basic {basic}"), "mqtt"]
+
+
+async def test_a_server_that_does_not_speak_the_subprotocol_is_refused() -> None:
+    async with websocket_server() as port:
+        endpoint = WebSocket(f"ws://127.0.0.1:{port}", subprotocol="mqtt")
+        with pytest.raises(WebSocketRefused, match=r"to ws://.*: the server does not speak 'mqtt'"):
+            await endpoint.dial(Ear())
+
+
+async def test_an_answer_other_than_yes_is_a_refusal_with_its_status() -> None:
+    def forbid(connection: ServerConnection, request: Request) -> Response:
+        return connection.respond(HTTPStatus.FORBIDDEN, "no")
+
+    async with websocket_server(process_request=forbid) as port:
+        with pytest.raises(WebSocketRefused, match="the server answered with HTTP 403") as caught:
+            await WebSocket(f"ws://127.0.0.1:{port}?token=secret").dial(Ear())
+        assert caught.value.status == 403
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"220 smtp ready\r\n", b"x" * 100_000, b"HTTP/1.1 200 OK\r\n\r\n", b""]
+)
+async def test_a_server_that_speaks_something_else_is_refused(answer: bytes) -> None:
+    async def says(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+
+    async with tcp_server(says) as port:
+        expected = WebSocketRefused if answer else ConnectionResetError
+        with pytest.raises(expected, match="cannot connect to ws://"):
+            await WebSocket(f"ws://127.0.0.1:{port}").dial(Ear())
+
+
+# -- in the simulation -----------------------------------------------------------------------------
+
+
+async def sim_echo(sim: Sim) -> None:
+    listening = asyncio.Event()
+
+    async def main() -> None:
+        async def echo(connection: ServerConnection) -> None:
+            try:
+                async for message in connection:
+                    await connection.send(message)
+            except ConnectionClosed:
+                pass
+
+        async with serve(echo, "server", 80, ping_interval=None, compression=None):
+            listening.set()
+            await asyncio.Event().wait()
+
+    sim.host("server", main)
+    await listening.wait()
+    ear = Ear()
+    transport = await WebSocket("ws://server").dial(ear)
+    sent = [sim.rng.randbytes(sim.rng.randint(1, 500)) for _ in range(20)]
+    for message in sent:
+        transport.write(message)
+    await ear.hears(sum(map(len, sent)))
+    assert ear.pieces == sent
+    transport.close()
+    assert await ear.ended() is None
+
+
+def test_messages_survive_every_way_of_cutting_bytes() -> None:
+    simulate(sim_echo, scaled(200, least=20))
+
+
+async def deaf(sim: Sim) -> float:
+    """A server that does not answer the closing handshake."""
+    listening = asyncio.Event()
+
+    async def main() -> None:
+        async def sleeps(connection: ServerConnection) -> None:
+            await asyncio.sleep(1000)
+
+        async with serve(sleeps, "server", 80, ping_interval=None, compression=None):
+            listening.set()
+            await asyncio.Event().wait()
+
+    sim.host("server", main)
+    await listening.wait()
+    ear = Ear()
+    transport = await WebSocket("ws://server").dial(ear)
+    sim.network.blackhole("server")
+    before = sim.now
+    transport.close()
+    await ear.end
+    return sim.now - before
+
+
+def test_a_server_that_does_not_close_is_not_waited_for_long() -> None:
+    assert run_one(deaf, 1).result() == 5.0

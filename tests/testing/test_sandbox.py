@@ -1,0 +1,50 @@
+"""A bot in the sandbox: its logic runs unchanged, and nothing leaves the process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from holdfast.sessions import Acked, Event, Poll, Session, Text
+from holdfast.testing import session_sandbox
+
+
+async def test_a_handler_is_driven_and_what_it_sends_is_seen() -> None:
+    answered = []
+
+    async def bot(event: Event) -> None:
+        if event.type == "messages_upsert":
+            answered.append(
+                await sandbox.session.send_text(event.data.sender, event.data.content.text.upper())
+            )
+
+    async with session_sandbox(on_event=bot) as sandbox:
+        await sandbox.receive(Text("ping"), sender="ann")
+        (sent,) = sandbox.sent
+        assert (sent.recipient, sent.content) == ("ann", Text("PING"))
+        assert answered == [Acked(sent.id)]
+
+
+async def test_a_bot_that_iterates_is_driven_as_well() -> None:
+    async def bot(session: Session) -> None:
+        async for event in session.events():
+            if event.type == "messages_upsert":
+                await session.send_poll(event.data.sender, Poll("tea?", ("yes", "no")))
+
+    async with session_sandbox() as sandbox:
+        task = asyncio.create_task(bot(sandbox.session))
+        await sandbox.receive(Text("hello"))
+        assert sandbox.sent[-1].content == Poll("tea?", ("yes", "no"))
+        await sandbox.session.stop()
+        await task
+
+
+async def test_a_handler_that_raises_fails_the_test() -> None:
+    def bot(event: Event) -> None:
+        if event.type == "messages_upsert":
+            raise ValueError("a defect")
+
+    async with session_sandbox(on_event=bot) as sandbox:
+        with pytest.raises(AssertionError, match="the handler has raised"):
+            await sandbox.receive(Text("ping"))
