@@ -4,7 +4,7 @@ Expected output:
 
     confirmed
     refused: 463 (no such account)
-    it is safe to send it again: the session of 'alice' is offline/resting
+    it is safe to send it again: the session of 'alice' is offline/resting: the user disconnected it
     nobody knows: the link was lost: …
 """
 

@@ -391,12 +391,12 @@ async def test_the_line_protocol_works_and_survives() -> None:
         alice = await sessions.connect("alice", protocol)
         await until(lambda: heard and not lines.mail["bob"])  # it was handled, and forgotten
         assert (heard[0].sender, heard[0].content) == ("alice", Text("hello"))
-        refused = await alice.send_text("nobody", "hello", id="1", outcome=True)
+        refused = await alice.send("nobody", Text("hello"), id="1", outcome=True)
         assert refused == Rejected("1", "404")
-        unsent = await alice.send_text("bob", "two\nlines", outcome=True)
+        unsent = await alice.send("bob", Text("two\nlines"), outcome=True)
         assert isinstance(unsent, NotSent)
         lines.writers["alice"].transport.abort()
-        again = await alice.send_text("bob", "again", hold=True, outcome=True)
+        again = await alice.send("bob", Text("again"), hold=True, outcome=True)
         assert isinstance(again, Acked | package.Unknown)
         await alice.online(LIMIT)
         with pytest.raises(package.NotConnected, match="not wanted"):

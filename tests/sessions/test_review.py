@@ -12,14 +12,18 @@ import pytest
 from tests.sessions.support import until
 
 from holdfast.kernel import Backoff
+from holdfast.leases import connect
 from holdfast.sessions import (
     Acked,
+    AlreadyRunning,
     Event,
     NotSent,
     Outgoing,
     SenderCrashed,
+    SendNotSent,
     SessionError,
     Sessions,
+    SessionStopped,
     StepFailed,
     StorageError,
     Text,
@@ -184,7 +188,7 @@ async def test_an_id_that_is_sent_again_takes_two_places_in_the_window(
     alice = await sessions.connect("alice", Demo(server))
     connection = alice._connection
     assert connection is not None
-    connection._window = 2
+    connection._window.resize(2)
     server.drop_acks = 1
     assert not isinstance(await alice.send("bob", b"1", id="x", timeout=0.01, outcome=True), Acked)
     server.delay = 0.05
@@ -359,6 +363,36 @@ async def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None
         assert len(sessions) == 0
 
 
+async def test_a_server_that_talks_nonsense_does_not_fill_the_logs(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    for _ in range(600):
+        server.say("alice", {"k": "?"})
+    await until(lambda: alice.status()["unhandled"] == 600)
+    assert len(caplog.records) == 100 + len((128, 256, 512))
+
+
+async def test_an_old_loss_is_not_the_reason_of_a_later_end(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    updates = []
+    alice = await sessions.connect("alice", Demo(server), on_event=lambda e: updates.append(e.data))
+    server.cut("alice")
+    await until(lambda: alice.state != "online")
+    await alice.online(30)
+    await alice.disconnect()
+    with pytest.raises(SendNotSent, match="is offline/resting: the user disconnected it"):
+        await alice.send("bob", b"hello")
+    await alice.stop()
+    assert [(each.state, each.kind) for each in updates[-2:]] == [
+        ("offline/resting", None),
+        ("stopped", None),
+    ]
+    with pytest.raises(SessionStopped, match="is stopped: it was stopped"):
+        await alice.connect()
+
+
 async def test_a_session_without_a_server_never_gets_one(
     sessions: Sessions, server: DemoServer
 ) -> None:
@@ -404,3 +438,54 @@ def test_a_server_that_takes_nothing_is_lost() -> None:
     keepalive = Keepalive(30.0, 5.0, 0.0)
     assert keepalive.look(30.0, 1000) == (Verdict.ASK, 35.0)
     assert keepalive.look(35.0, 1000) == (Verdict.LOST, 35.0)
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+async def test_two_objects_of_one_process_share_no_lease(server: DemoServer) -> None:
+    async with (
+        connect("memory://") as leases,
+        Sessions(leases=leases) as first,
+        Sessions(leases=leases) as second,
+    ):
+        await first.connect("alice", Demo(server))
+        with pytest.raises(AlreadyRunning):
+            await second.start("alice", Demo(server))
+        await first.stop("alice")
+        assert await second.connect("alice", Demo(server))
+
+
+async def test_without_its_lease_a_session_changes_no_records(server: DemoServer) -> None:
+    async with connect("memory://") as leases, Sessions(leases=leases) as sessions:
+        alice = await sessions.connect("alice", Demo(server))
+        await alice.records.put("session", "bob", b"1")
+        assert alice._lease is not None
+        (held,) = await leases.held()
+        await leases.revoke(held.id, held.key)
+        await alice._lease.lost()
+        with pytest.raises(StorageError, match="lease"):
+            await alice.records.update("session", "bob", lambda old: b"2")
+        assert await alice.records.get("session", "bob") == b"1"
+
+
+async def test_a_sink_that_is_smaller_than_what_may_come_is_refused() -> None:
+    async with Sessions(events=10) as sessions:
+        with pytest.raises(SessionError, match="raise events"):
+            await sessions.start("alice", Mqtt("mqtt://127.0.0.1:1", receive_maximum=11))
+        assert len(sessions) == 0
+
+
+async def test_credentials_that_cannot_be_kept_are_told() -> None:
+    class Full(MemoryStorage):
+        async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+            raise StorageError("the disk is full")
+
+    server = DemoServer(pairing=True)
+    events: list[Event] = []
+    async with Sessions(storage=Full(), backoff=Backoff(0.01, 0.05)) as sessions:
+        alice = await sessions.start("alice", Demo(server), on_event=events.append)
+        await until(lambda: server.waiting)
+        server.confirm("alice")
+        await alice.online(30)
+        await until(lambda: [each for each in events if each.type == "credentials_not_kept"])

@@ -19,7 +19,7 @@ What always holds:
 - what an old link says changes nothing.
 """
 
-from ._content import Event, Media, Msg, Poll, Presence, Receipt, Text
+from ._content import ConnectionUpdate, Event, Media, Msg, Poll, Presence, Receipt, Text
 from ._endpoints import Memory, Tcp, WebSocket
 from ._errors import (
     AlreadyRunning,
@@ -69,7 +69,7 @@ from ._protocol import (
 )
 from ._records import Corruption, Records
 from ._retry_cache import MemoryRetryCache, RetryCache
-from ._session import ConnectionUpdate, Session
+from ._session import Session
 from ._sessions import Sessions, SessionVia
 from ._storage import Namespace, Storage, open_storage
 

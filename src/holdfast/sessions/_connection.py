@@ -9,16 +9,12 @@ another one, which connects by itself.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast.kernel import Context, describe
 from holdfast.leases import LeaseRefused, StoreUnavailable
 
 from ._acks import Parked
-from ._content import Event
 from ._core import Dial, Wait
 from ._errors import (
     LinkLost,
@@ -29,87 +25,27 @@ from ._errors import (
     StepFailed,
     StorageError,
 )
+from ._hearing import Hearing
 from ._keepalive import Keepalive, Verdict
-from ._protocol import (
-    Accepted,
-    Answered,
-    CloseClass,
-    Closing,
-    Confirmed,
-    ConfirmedUpTo,
-    Dialogue,
-    Greeting,
-    Happening,
-    LoginStep,
-    Progress,
-    Ready,
-    Refused,
-    Repeat,
-    Unhandled,
-)
+from ._link import Link
+from ._protocol import CloseClass, Dialogue
 from ._queries import Queries
 from ._retry_cache import RetryCache
-from ._transport import Transport
+from ._window import Window
 
 if TYPE_CHECKING:
     from ._session import Session
 
 __all__ = ["Connection"]
 
-log = logging.getLogger("holdfast.sessions")
-
 #: How long a login may wait for somebody.
 LOGIN_TIMEOUT = 300.0
-#: The most bytes of answers to a server that takes nothing.
-MOST_ANSWERS = 256 * 1024
-#: The event that a kind of frame becomes; any other kind is the event's own name.
-EVENTS = {
-    "message": "messages_upsert",
-    "receipt": "receipt_update",
-    "group": "group_update",
-    "presence": "presence_update",
-}
 
 
-class Link:
-    """One socket, from its dial to its end: what it says is told to its connection."""
-
-    __slots__ = ("_connection", "_early", "generation", "transport")
-
-    def __init__(self, connection: Connection, generation: int) -> None:
-        self._connection = connection
-        # What it said before its dial has returned.
-        self._early: list[Callable[[], None]] | None = []
-        self.generation = generation
-        self.transport: Transport | None = None
-
-    def received(self, data: bytes) -> None:
-        """Bytes have come in."""
-        if self._early is None:
-            self._connection.received(self, data)
-        else:
-            self._early.append(lambda: self._connection.received(self, data))
-
-    def lost(self, error: BaseException | None) -> None:
-        """It is over."""
-        if self._early is None:
-            self._connection.lost(self, error)
-        else:
-            self._early.append(lambda: self._connection.lost(self, error))
-
-    def listen(self) -> None:
-        """From now on it is heard."""
-        early, self._early = self._early, None
-        for each in early or ():
-            each()
-
-
-class Connection:
+class Connection(Hearing):
     """One life of a session's connection."""
 
     __slots__ = (
-        "_again",
-        "_answers",
         "_dialling",
         "_dialogue",
         "_error",
@@ -123,7 +59,6 @@ class Connection:
         "_recent",
         "_session",
         "_timer",
-        "_unconfirmed",
         "_window",
         "queries",
     )
@@ -146,13 +81,9 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._out: list[bytes] = []
         self._flushing = False
-        self._window: int | None = None
+        self._window = Window()
         # Bytes of answers since the server was last seen to take everything.
         self._answers = 0
-        # Written over this link, and not confirmed or refused yet.
-        self._unconfirmed: set[str] = set()
-        # Those of them that were written once more with the same id, which has two answers.
-        self._again: list[str] = []
 
     # -- its life ------------------------------------------------------------------------------
 
@@ -240,10 +171,8 @@ class Connection:
             self._greet(True)
             return
         self._link, self._dialogue = link, dialogue
-        self._unconfirmed.clear()
-        self._again.clear()
+        self._window.reset()
         self._answers = 0
-        self._window = None
         session._table.linked(cumulative=session.protocol.cumulative)
         self._say(dialogue.hello())
         link.listen()
@@ -254,180 +183,6 @@ class Connection:
         if session._core.lost(generation, CloseClass.TRANSIENT, reason, self._now()):
             self._end_link(abort=True)
             self._settle(LinkLost(reason))
-
-    # -- what a link says ----------------------------------------------------------------------
-
-    def received(self, link: Link, data: bytes) -> None:
-        """Bytes have come in over a link."""
-        session = self._session
-        if link is not self._link:
-            session._counts.stale += 1
-            return
-        if self._keepalive is not None:
-            self._keepalive.heard_at = self._loop.time()
-        dialogue = self._dialogue
-        assert dialogue is not None
-        try:
-            for event in dialogue.feed(data):
-                _HANDLERS[type(event)](self, event)
-                if self._link is not link:
-                    return
-        except ProtocolError as error:
-            self._say(error.farewell)
-            self._close(CloseClass.TRANSIENT, f"the server has broken the rules: {error}")
-        except Exception as error:
-            self._crash(error)
-
-    def lost(self, link: Link, error: BaseException | None) -> None:
-        """A link is over."""
-        if link is not self._link:
-            return
-        why = "the server has closed it" if error is None else describe(error)
-        self._close(CloseClass.TRANSIENT, why)
-
-    def _on_ready(self, event: Ready) -> None:
-        session, link = self._session, self._link
-        assert link is not None
-        now = self._now()
-        if not session._core.ready(link.generation, now):
-            return
-        self._window = event.window
-        if event.resumed:
-            self._resume(link.generation)
-        else:
-            self._repeat()
-        self._watch(event.keepalive)
-        self._greet(True)
-        session._changed()
-        self.flush()
-
-    def _resume(self, generation: int) -> None:
-        assert self._dialogue is not None
-        ids = []
-        for id, data in self._dialogue.resend():
-            ids.append(id)
-            self._wrote(id)
-            self._say(data)
-        self._session._table.resumed(ids, generation)
-        # What the old link had and this one did not write again will never be told.
-        self._repeat()
-
-    def _repeat(self) -> None:
-        lost = LinkLost(f"the server has forgotten the link: {self._session._core.last_reason}")
-        repeat = self._session._table.forgotten(lost)
-        self._session._outbox[:0] = repeat
-
-    def _on_login(self, event: LoginStep) -> None:
-        session, link = self._session, self._link
-        assert link is not None
-        if session._core.login(link.generation, event.kind):
-            self._greet(False)
-            session._emit("login", event)
-            session._changed()
-
-    def _greet(self, done: bool) -> None:
-        if self._greeted is not None and not self._greeted.done():
-            self._greeted.set_result(done)
-
-    def _on_accepted(self, event: Accepted) -> None:
-        self._session._keep_credentials(event.credentials)
-
-    def _on_confirmed(self, event: Confirmed) -> None:
-        link, session = self._link, self._session
-        self._answered(event.id)
-        session._table.confirmed(event.id, event.extra, link.generation)  # type: ignore[union-attr]
-        if session._outbox:
-            self.flush()
-
-    def _on_confirmed_up_to(self, event: ConfirmedUpTo) -> None:
-        link, session = self._link, self._session
-        assert link is not None
-        confirmed = session._table.confirmed_up_to(event.count, link.generation)
-        for id in confirmed:
-            self._answered(id)
-        self.flush()
-
-    def _on_refused(self, event: Refused) -> None:
-        link, session = self._link, self._session
-        assert link is not None
-        self._answered(event.id)
-        session._table.refused(event.id, event.code, event.reason, link.generation)
-        self.flush()
-
-    def _on_answered(self, event: Answered) -> None:
-        self.queries.answered(event.id, event.value, event.code)
-
-    def _on_happening(self, event: Happening) -> None:
-        session, link = self._session, self._link
-        assert link is not None
-        tag = session.protocol.route(event.frame)
-        if tag == "unhandled":
-            self._unhandled(type(event.frame).__name__)
-            return
-        session._counts.received += 1
-        data = session.protocol.interpret(tag, event.frame)
-        done = None if event.token is None else partial(self._acknowledge, link, event.token)
-        if data is None:
-            if done is not None:
-                done(True)
-        else:
-            told = Event(EVENTS.get(tag, tag), data, session.profile)
-            if not session._sink.put(told, done) and done is not None:
-                done(False)
-
-    def _acknowledge(self, link: Link, token: Any, handled: bool) -> None:
-        # Over another link the server would not know what is meant: it sends it again instead.
-        if link is not self._link or self._dialogue is None:
-            return
-        if handled:
-            self._say(self._dialogue.acknowledge(token))
-        elif self._session.protocol.acknowledges_in_order:
-            # Nothing after it could be acknowledged any more, until the server sends it again.
-            self._say(self._dialogue.goodbye())
-            self._close(
-                CloseClass.TRANSIENT, "something was not handled: a new link brings it again"
-            )
-
-    def _on_closing(self, event: Closing) -> None:
-        self._say(event.farewell)
-        reason = event.reason or event.kind.value
-        if event.code is not None:
-            reason = f"{reason} ({str(event.code)[:200]})"
-        self._close(event.kind, reason, event.retry_after)
-
-    def _on_greeting(self, event: Greeting) -> None:
-        self._say(event.data)
-        self._answers += len(event.data)
-        if self._answers > MOST_ANSWERS:
-            link = self._link
-            assert link is not None
-            if link.transport is not None and link.transport.pending:
-                self._close(CloseClass.TRANSIENT, "the server asks, and takes no answers")
-            else:
-                self._answers = 0
-
-    def _on_progress(self, event: Progress) -> None:
-        """It has been heard: that is all."""
-
-    def _on_repeat(self, event: Repeat) -> None:
-        found = None if self._recent is None else self._recent.get(event.id)
-        if found is None or self._dialogue is None:
-            self._session._counts.not_repeated += 1
-            return
-        try:
-            data = self._dialogue.write(found)
-        except StepFailed:
-            self._session._counts.not_repeated += 1
-            return
-        self._session._counts.repeated += 1
-        self._say(data)
-
-    def _on_unhandled(self, event: Unhandled) -> None:
-        self._unhandled(event.what)
-
-    def _unhandled(self, what: str) -> None:
-        self._session._counts.unhandled += 1
-        log.warning("a frame that nobody handles: %s", what)
 
     # -- saying things -------------------------------------------------------------------------
 
@@ -440,21 +195,7 @@ class Connection:
             self._write(parked)
 
     def _may_write(self) -> bool:
-        return self._session._core.online and (
-            self._window is None or len(self._unconfirmed) + len(self._again) < self._window
-        )
-
-    def _wrote(self, id: str) -> None:
-        if id in self._unconfirmed:
-            self._again.append(id)
-        else:
-            self._unconfirmed.add(id)
-
-    def _answered(self, id: str) -> None:
-        if id in self._again:
-            self._again.remove(id)
-        else:
-            self._unconfirmed.discard(id)
+        return self._session._core.online and self._window.is_open
 
     def flush(self) -> None:
         """Write what waits for its turn."""
@@ -483,7 +224,7 @@ class Connection:
         session._table.written(parked, self._link.generation)
         if self._recent is not None:
             self._recent.put(parked.id, parked.outgoing)
-        self._wrote(parked.outgoing.id)
+        self._window.wrote(parked.outgoing.id)
         self._say(data)
 
     def _say(self, data: bytes) -> None:
@@ -611,20 +352,3 @@ class Connection:
         self.queries.lost(str(reason))
         session._changed()
         self.poke()
-
-
-_HANDLERS: dict[type, Any] = {
-    Ready: Connection._on_ready,
-    LoginStep: Connection._on_login,
-    Accepted: Connection._on_accepted,
-    Confirmed: Connection._on_confirmed,
-    ConfirmedUpTo: Connection._on_confirmed_up_to,
-    Refused: Connection._on_refused,
-    Answered: Connection._on_answered,
-    Happening: Connection._on_happening,
-    Closing: Connection._on_closing,
-    Greeting: Connection._on_greeting,
-    Progress: Connection._on_progress,
-    Repeat: Connection._on_repeat,
-    Unhandled: Connection._on_unhandled,
-}

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "Media", "Msg", "Poll", "Presence", "Receipt", "Text"]
+from ._protocol import CloseClass
+
+__all__ = ["ConnectionUpdate", "Event", "Media", "Msg", "Poll", "Presence", "Receipt", "Text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,21 @@ class Event:
 
     The types: `messages_upsert` (a `Msg`), `receipt_update` (a `Receipt`), `group_update`,
     `presence_update` (a `Presence`), `connection_update` (a `ConnectionUpdate`), `login` (a
-    `LoginStep`), `record_corrupt` (a `Corruption`), `session_crashed` (why), `events_dropped` (how
-    many).
+    `LoginStep`), `record_corrupt` (a `Corruption`), `credentials_not_kept` (why),
+    `session_crashed` (why), `events_dropped` (how many).
     """
 
     type: str
     data: Any
     profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionUpdate:
+    """The connection has changed."""
+
+    #: "connecting", "online", "offline" or "stopped"; the step is after a slash, if there is one.
+    state: str
+    #: Why there is no link: how the last one ended, or who ended it (then without a class).
+    kind: CloseClass | None = None
+    reason: str = ""

@@ -118,12 +118,14 @@ class SessionCore:
     def disconnect(self, cause: str = "the user disconnected it") -> None:
         """Have none until `connect`."""
         if self.machine.phase in ("connecting", "online"):
+            self._note(None, cause)
             self._leave()
             self.machine.move("offline/resting", cause=cause)
 
     def stop(self, cause: str) -> None:
         """For good."""
         if not self.stopped:
+            self._note(None, cause)
             self._leave()
             self.machine.move("stopped", cause=cause)
 
@@ -215,7 +217,7 @@ class SessionCore:
         self._begun = False
         self.machine.move("connecting/dialling", cause=cause)
 
-    def _note(self, kind: CloseClass, reason: str) -> None:
+    def _note(self, kind: CloseClass | None, reason: str) -> None:
         self.last_kind, self.last_reason = kind, reason
 
     def _leave(self) -> None:

@@ -290,6 +290,8 @@ class Protocol(ABC):
     patience: float = 5.0
     #: Whether unconfirmed sends may live on in the next link.
     resumes: bool = False
+    #: How many things the server may send before they are acknowledged; None, if it never waits.
+    inbound_window: int | None = None
     #: Whether peers may ask for a send again (`Repeat`), so that recent ones must be kept.
     repeats: bool = False
     #: Whether the server confirms by a count (`ConfirmedUpTo`) instead of by ids.

@@ -56,14 +56,15 @@ class Records:
     """The records of one profile in a storage.
 
     `on_corrupt` is told of each record that cannot be read, with a `recorder` it is recorded as
-    well, under `name`. At most `max_queue` changes wait for one record; one more raises
-    `QueueFull`.
+    well, under `name`. Nothing is written while `may_write` says no. At most `max_queue` changes
+    wait for one record; one more raises `QueueFull`.
     """
 
     __slots__ = (
         "_closed",
         "_custodians",
         "_max_queue",
+        "_may_write",
         "_name",
         "_on_corrupt",
         "_recorder",
@@ -78,6 +79,7 @@ class Records:
         profile: str,
         *,
         on_corrupt: Callable[[Corruption], object] | None = None,
+        may_write: Callable[[], bool] | None = None,
         recorder: Recorder | None = None,
         name: str = "records",
         max_queue: int = 1000,
@@ -87,6 +89,7 @@ class Records:
         #: How often a record could not be read.
         self.corrupt = 0
         self._on_corrupt = on_corrupt
+        self._may_write = may_write
         self._recorder = recorder
         self._name = name
         self._max_queue = max_queue
@@ -178,6 +181,10 @@ class Records:
         return new
 
     async def _write(self, namespace: str, key: str, value: bytes | None) -> None:
+        if self._may_write is not None and not self._may_write():
+            raise StorageError(
+                "the lease of this profile is lost: another may change its records by now"
+            )
         if value is None:
             await self.storage.delete(self.profile, namespace, key)
         else:

@@ -9,8 +9,7 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from holdfast.kernel import (
     Backoff,
@@ -25,9 +24,11 @@ from holdfast.kernel import (
 from holdfast.leases import Lease
 
 from ._acks import AckTable, Parked
-from ._content import Event, Media, Poll, Text
+from ._content import ConnectionUpdate, Event
 from ._core import CHART, SessionCore
-from ._errors import NotConnected, SessionError, SessionStopped, StorageError, Unsupported
+from ._counts import Counts
+from ._errors import NotConnected, SessionError, SessionStopped, StorageError
+from ._features import Features, How
 from ._outcomes import Acked, NotSent, Outcome, Rejected, Unknown, error_of
 from ._protocol import CloseClass, Feature, Outgoing, Protocol, Step
 from ._senders import Senders
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ._records import Records
     from ._sessions import Sessions
 
-__all__ = ["ConnectionUpdate", "Counts", "Session"]
+__all__ = ["Session"]
 
 #: How many sends may be under way at once.
 LIMIT = 10_000
@@ -46,44 +47,7 @@ LIMIT = 10_000
 CREDENTIALS = ("creds", "creds")
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionUpdate:
-    """The connection has changed."""
-
-    #: "connecting", "online", "offline" or "stopped"; the step is after a slash, if there is one.
-    state: str
-    #: Why the last link ended, if one has.
-    kind: CloseClass | None = None
-    reason: str = ""
-
-
-class Counts:
-    """How often things have happened to a session."""
-
-    __slots__ = (
-        "acked",
-        "crashes",
-        "not_repeated",
-        "not_sent",
-        "received",
-        "rejected",
-        "repeated",
-        "stale",
-        "unhandled",
-        "unknown",
-    )
-
-    def __init__(self) -> None:
-        self.acked = self.rejected = self.not_sent = self.unknown = 0
-        self.received = self.unhandled = self.stale = self.crashes = 0
-        self.repeated = self.not_repeated = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """As plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-class Session:
+class Session(Features):
     """One account. It is made by `Sessions.start` or `Sessions.connect`."""
 
     __slots__ = (
@@ -229,6 +193,9 @@ class Session:
             return found
         raise error_of(found)
 
+    async def _send(self, recipient: str, content: Any, **how: Unpack[How]) -> Acked:
+        return await self.send(recipient, content, **how)
+
     def _begin(
         self,
         recipient: str,
@@ -316,48 +283,7 @@ class Session:
         if (due := self._table.next_deadline()) is not None:
             self._timer = loop.call_at(due, self._expire)
 
-    # -- what a protocol may offer besides -----------------------------------------------------
-
-    async def send_text(self, recipient: str, text: str, **how: Any) -> Any:
-        """Send a text; for `how`, see `send`."""
-        self._needs(Feature.TEXT)
-        return await self.send(recipient, Text(text), **how)
-
-    async def send_media(self, recipient: str, media: Media, **how: Any) -> Any:
-        """Send the descriptor of something that was uploaded; for `how`, see `send`."""
-        self._needs(Feature.MEDIA)
-        return await self.send(recipient, media, **how)
-
-    async def upload(self, kind: str, data: bytes, *, caption: str = "") -> Media:
-        """Put bytes where others can get them."""
-        self._needs(Feature.MEDIA)
-        media: Media = await self.protocol.upload(self, kind, data, caption)
-        return media
-
-    async def download(self, media: Media) -> bytes:
-        """Get the bytes of a descriptor."""
-        self._needs(Feature.MEDIA)
-        return await self.protocol.download(self, media)
-
-    async def send_poll(self, recipient: str, poll: Poll, **how: Any) -> Any:
-        """Ask a question; the outcome's `extra` is the secret with which answers are read."""
-        self._needs(Feature.POLLS)
-        return await self.send(recipient, poll, **how)
-
-    async def group(self, action: str, **details: Any) -> Any:
-        """Do something with a group: "create", "add", "remove", "info", as the protocol has it."""
-        self._needs(Feature.GROUPS)
-        return await self.query(self.protocol.question(f"group_{action}", **details))
-
-    async def set_presence(self, state: str, to: str = "") -> None:
-        """Say that this account is there, or not, or writes."""
-        self._needs(Feature.PRESENCE)
-        await self.query(self.protocol.question("presence", state=state, to=to))
-
-    async def mark_read(self, sender: str, *ids: str) -> None:
-        """Tell a sender that these were read."""
-        self._needs(Feature.READ_MARKERS)
-        await self.query(self.protocol.question("read", of=sender, ids=list(ids)))
+    # -- asking --------------------------------------------------------------------------------
 
     async def query(self, question: Any, timeout: float = 20.0) -> Any:
         """Ask the server something that it answers."""
@@ -374,14 +300,6 @@ class Session:
         if self._connection is None:
             raise NotConnected(self._why_offline())
         self._connection.answer_login(answer)
-
-    def _needs(self, feature: Feature) -> None:
-        if feature not in self.protocol.features:
-            known = ", ".join(sorted(each.value for each in self.protocol.features)) or "none"
-            raise Unsupported(
-                f"{self.protocol.name} has no {feature.value}; it has: {known}; "
-                "send() takes what it can carry"
-            )
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -495,6 +413,7 @@ class Session:
                 saved = credentials
         except Exception as error:
             self._record("the credentials could not be kept", kind="failure", cause=error)
+            self._emit("credentials_not_kept", describe(error))
         finally:
             self._saving = None
 

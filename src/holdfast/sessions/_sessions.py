@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -143,6 +141,8 @@ class Sessions:
         self._tasks: set[asyncio.Task[None]] = set()
         # What the sessions that are over have counted.
         self._past: dict[str, Counter[str]] = {}
+        # Tells leases of this object from those of others in the same process.
+        self._token = f"{self._clock.random.getrandbits(48):012x}"
         self._state = "new"
 
     # -- life ----------------------------------------------------------------------------------
@@ -216,8 +216,18 @@ class Sessions:
             raise SessionError("a profile must have a name")
         if (current := self._starting.get(profile)) is not None:
             raise AlreadyRunning(f"{profile!r} has a session already: {current!r}", current)
+        if protocol.inbound_window is not None and protocol.inbound_window > self._events:
+            raise SessionError(
+                f"the server may send {protocol.inbound_window} messages at once, and events="
+                f"{self._events} leaves no room for them: raise events, or lower the protocol's"
+            )
         name = quote(profile, safe="@+~ ")
-        records = Records(self._storage, profile, on_corrupt=partial(self._corrupt, profile))
+        records = Records(
+            self._storage,
+            profile,
+            on_corrupt=partial(self._corrupt, profile),
+            may_write=None if self._leases is None else partial(self._has_lease, profile),
+        )
         session = Session(
             self,
             profile,
@@ -379,25 +389,27 @@ class Sessions:
 
     # -- what sessions ask for -----------------------------------------------------------------
 
+    def _has_lease(self, profile: str) -> bool:
+        """Whether this process may change what is stored for a profile."""
+        session = self._starting.get(profile)
+        return session is not None and session._lease is not None and session._lease.live
+
     async def _renew_lease(self, session: Session) -> None:
         """See to it that the session has its lease, if it needs one."""
         if self._leases is None or (session._lease is not None and session._lease.live):
             return
         key = f"{self.name}/{session.profile}"
-        exclusive = self._leases.exclusive(key, ttl=self._lease_ttl, wait=0, owner=session.profile)
+        owner = f"{session.profile} ({self._token})"
+        exclusive = self._leases.exclusive(key, ttl=self._lease_ttl, wait=0, owner=owner)
         try:
             lease = session._lease = await exclusive.acquire()
         except LeaseRefused as error:
-            if session._lease is not None and await self._is_free_soon(self._leases, key):
+            held = [] if session._lease is None else await self._leases.held(key)
+            if held and all(each.holder.owner == owner for each in held):
+                # It was asked for and not answered, or lost because the store could not be reached.
                 raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
             raise
         lease.on_lost(lambda error: session._fenced() if session._lease is lease else None)
-
-    async def _is_free_soon(self, leases: Leases, key: str) -> bool:
-        """Whether nobody has this lease but us: one that was asked for and not answered, or lost
-        because the store could not be reached, lives on there until it is given back."""
-        us = (socket.gethostname(), os.getpid())
-        return all((held.holder.host, held.holder.pid) == us for held in await leases.held(key))
 
     async def _may_dial(self) -> None:
         """Not too many at once."""

@@ -96,7 +96,7 @@ class Mqtt(Protocol):
         self._filters = (subscribe,) if isinstance(subscribe, str) else tuple(subscribe)
         self._session_expiry = session_expiry
         self._clean_start = clean_start
-        self._receive_maximum = receive_maximum
+        self._receive_maximum = self.inbound_window = receive_maximum
         self._send_window = send_window
         self._max_packet_size = max_packet_size
         self._will = will

@@ -1,0 +1,31 @@
+"""How often things have happened to a session."""
+
+from __future__ import annotations
+
+__all__ = ["Counts"]
+
+
+class Counts:
+    """How often things have happened to a session."""
+
+    __slots__ = (
+        "acked",
+        "crashes",
+        "not_repeated",
+        "not_sent",
+        "received",
+        "rejected",
+        "repeated",
+        "stale",
+        "unhandled",
+        "unknown",
+    )
+
+    def __init__(self) -> None:
+        self.acked = self.rejected = self.not_sent = self.unknown = 0
+        self.received = self.unhandled = self.stale = self.crashes = 0
+        self.repeated = self.not_repeated = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """As plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}

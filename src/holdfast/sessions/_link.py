@@ -1,0 +1,53 @@
+"""One socket, from its dial to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ._transport import Transport
+
+__all__ = ["Link", "Listener"]
+
+
+class Listener(Protocol):
+    """Who is told what a link says."""
+
+    def received(self, link: Link, data: bytes) -> None:
+        """Bytes have come in over a link."""
+
+    def lost(self, link: Link, error: BaseException | None) -> None:
+        """A link is over."""
+
+
+class Link:
+    """One socket, from its dial to its end: what it says is told to its listener."""
+
+    __slots__ = ("_early", "_listener", "generation", "transport")
+
+    def __init__(self, listener: Listener, generation: int) -> None:
+        self._listener = listener
+        # What it said before its dial has returned.
+        self._early: list[Callable[[], None]] | None = []
+        self.generation = generation
+        self.transport: Transport | None = None
+
+    def received(self, data: bytes) -> None:
+        """Bytes have come in."""
+        if self._early is None:
+            self._listener.received(self, data)
+        else:
+            self._early.append(lambda: self._listener.received(self, data))
+
+    def lost(self, error: BaseException | None) -> None:
+        """It is over."""
+        if self._early is None:
+            self._listener.lost(self, error)
+        else:
+            self._early.append(lambda: self._listener.lost(self, error))
+
+    def listen(self) -> None:
+        """From now on it is heard."""
+        early, self._early = self._early, None
+        for each in early or ():
+            each()
