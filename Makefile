@@ -53,7 +53,8 @@ run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:
 servers: ## Install the real servers that the tests use (needs root and apt)
 	@$(PYTHON) tools/servers.py install
 
-test: $(VENV)/.dev servers lint docs ## Lint, types, layers, docs and all tests, at small scale
+test: $(VENV)/.dev servers ## Lint, types, layers, docs and all tests, at small scale
+	@$(MAKE) -j2 --output-sync=target lint docs
 	$(say) "tests, in parallel on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
 	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 	$(say) "tests that need the machine for themselves"

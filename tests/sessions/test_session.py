@@ -24,6 +24,7 @@ from holdfast.sessions import (
     QueryFailed,
     QueryTimeout,
     Rejected,
+    Repeat,
     SenderCrashed,
     SendNotSent,
     SendRejected,
@@ -229,6 +230,29 @@ async def test_the_ack_of_a_poll_carries_its_secret(sessions: Sessions, server: 
     alice = await sessions.connect("alice", Demo(server))
     outcome = await alice.send_poll("bob", Poll("tea?", ("yes", "no")))
     assert outcome.extra["secret"]
+
+
+async def test_a_peer_may_ask_for_a_recent_send_again(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    class Repeating(Demo):
+        repeats = True
+
+    alice = await sessions.connect("alice", Repeating(server))
+    await alice.send("bob", b"hello", id="1")
+    connection = alice._connection
+    assert connection is not None
+    for id in ("1", "never sent"):
+        connection._on_repeat(Repeat(id))
+    await until(lambda: server.received[0].duplicates == 1)
+    status = alice.status()
+    assert (status["repeated"], status["not_repeated"]) == (1, 1)
+    # What has crashed takes its memory along.
+    connection._crash(RuntimeError("a defect"))
+    await until(lambda: alice.generation > 1 and alice.state == "online")
+    assert alice._connection is not None
+    alice._connection._on_repeat(Repeat("1"))
+    assert alice.status()["not_repeated"] == 2
 
 
 # -- steps and senders --------------------------------------------------------------------------
