@@ -17,7 +17,8 @@ TEST_SEED  ?= 20261115
 ifndef SOAK_SEED
 SOAK_SEED  := $(shell $(PYTHON) -c 'import random; print(random.SystemRandom().randrange(2**31))')
 endif
-WORKERS    ?= 2
+# More than there are cores: most of the time a test waits for a server.
+WORKERS    ?= 3
 PORT       ?= 8089
 PYTEST     := $(BIN)/python -X dev -m pytest -p no:cacheprovider
 

@@ -457,7 +457,10 @@ async def test_two_objects_of_one_process_share_no_lease(server: DemoServer) -> 
 
 
 async def test_without_its_lease_a_session_changes_no_records(server: DemoServer) -> None:
-    async with connect("memory://") as leases, Sessions(leases=leases) as sessions:
+    async with (
+        connect("memory://") as leases,
+        Sessions(leases=leases, lease_ttl=1.5) as sessions,
+    ):
         alice = await sessions.connect("alice", Demo(server))
         await alice.records.put("session", "bob", b"1")
         assert alice._lease is not None

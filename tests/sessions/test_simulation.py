@@ -284,8 +284,7 @@ class World:
         for session in self.sessions:
             assert len(session._table) == session._table.recipients == 0
             assert len(session._senders) == 0
-            assert all(each.outcome is not None for each in session._outbox)
-            assert len(session._outbox) <= 16
+            assert not session._outbox
             connection = session._connection
             assert connection is None or len(connection.queries) == 0
 
@@ -306,7 +305,7 @@ async def bad_day(sim: Sim) -> None:
         world.over = True
         await asyncio.gather(*tasks)
         world.check()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(10.0)  # longer than any send had: what was settled otherwise is swept
         world.check_nothing_is_left()
         for profile in PROFILES:
             session_now = world.sessions.whereis(profile)

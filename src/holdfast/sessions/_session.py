@@ -280,6 +280,8 @@ class Session(Features):
         loop = asyncio.get_running_loop()
         self._timer = None
         self._table.expired(loop.time())
+        if self._outbox:
+            self._sweep()
         if (due := self._table.next_deadline()) is not None:
             self._timer = loop.call_at(due, self._expire)
 
