@@ -318,7 +318,7 @@ async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> N
         assert lease is not None
         # As if the answer to a request of ours had been lost, and another lease with it.
         assert await leases.revoke(lease.id, lease.key)
-        ghost = await leases.acquire(lease.key, limit=1, ttl=SHORT, owner="alice")
+        ghost = await leases.acquire(lease.key, limit=1, ttl=SHORT, owner=lease.owner)
         assert ghost is not None
         with pytest.raises(LeaseLost):
             await lease.renew()

@@ -404,11 +404,12 @@ class Sessions:
         try:
             lease = session._lease = await exclusive.acquire()
         except LeaseRefused as error:
-            held = [] if session._lease is None else await self._leases.held(key)
-            if held and all(each.holder.owner == owner for each in held):
-                # It was asked for and not answered, or lost because the store could not be reached.
-                raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
-            raise
+            if session._lease is None:
+                raise
+            if any(each.holder.owner != owner for each in await self._leases.held(key)):
+                raise
+            # It was asked for and not answered, or lost because the store could not be reached.
+            raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
         lease.on_lost(lambda error: session._fenced() if session._lease is lease else None)
 
     async def _may_dial(self) -> None:
