@@ -148,12 +148,12 @@ class Connection(Hearing):
             self._over(generation, f"{session.protocol.endpoint} has not answered in time")
         except LeaseRefused as error:
             session._core.refuse(CloseClass.TAKEOVER, str(error))
-            self.abandon(str(error), final=True)
+            self.abandon(str(error))
         except (OSError, StoreUnavailable, StorageError, ProtocolError) as error:
             self._over(generation, describe(error))
         except SessionError as error:
             session._core.refuse(CloseClass.MISCONFIGURED, describe(error))
-            self.abandon(describe(error), final=True)
+            self.abandon(describe(error))
         except Exception as error:
             self._crash(error)
         finally:
@@ -321,13 +321,13 @@ class Connection(Hearing):
         self._end_link()
         self._settle(LinkLost(reason), final=True)
 
-    def abandon(self, reason: str, *, final: bool) -> None:
+    def abandon(self, reason: str) -> None:
         """Not one byte more."""
         if self._dialling is not None and self._dialling is not asyncio.current_task():
             self._dialling.cancel()
         self._out = []
         self._end_link(abort=True)
-        self._settle(LinkLost(reason), final=final)
+        self._settle(LinkLost(reason), final=True)
 
     def _end_link(self, *, abort: bool = False) -> None:
         link, self._link = self._link, None

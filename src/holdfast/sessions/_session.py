@@ -367,11 +367,9 @@ class Session(Features):
     def _changed(self) -> None:
         """The state has changed: tell everybody."""
         core = self._core
-        state = core.machine.state
-        name = state.phase if state.phase == state.step else str(state)
-        update = ConnectionUpdate(name)
+        update = ConnectionUpdate(self.state)
         if not core.online:
-            update = ConnectionUpdate(name, core.last_kind, core.last_reason)
+            update = ConnectionUpdate(self.state, core.last_kind, core.last_reason)
         if update != self._told:
             self._told = update
             self._emit("connection_update", update)
@@ -426,7 +424,7 @@ class Session(Features):
         if core.lost(core.generation, CloseClass.TRANSIENT, reason, self._clock.monotonic()):
             self._record(reason, kind="failure")
         if self._connection is not None:
-            self._connection.abandon(reason, final=True)
+            self._connection.abandon(reason)
 
     def _crashed(self, error: BaseException) -> None:
         """The connection has crashed: whoever waits is told at once."""

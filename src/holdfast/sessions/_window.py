@@ -16,14 +16,14 @@ class Window:
         # Those of them that were written once more with the same id, which has two answers.
         self._again: list[str] = []
 
-    def reset(self, size: int | None = None) -> None:
-        """A new link is there; it may have so many at once, or any number."""
-        self._size = size
+    def reset(self) -> None:
+        """A new link is there."""
+        self._size = None
         self._unanswered.clear()
         self._again.clear()
 
     def resize(self, size: int | None) -> None:
-        """The server has said how many it takes."""
+        """The server has said how many it takes at once; None for any number."""
         self._size = size
 
     @property
