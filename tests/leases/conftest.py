@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 
 import pytest
 from tests.leases.redis_server import RedisServer
+from tests.logs import silent
 from tests.servers import free_port, require_server
 
 _numbers = itertools.count(1)
@@ -16,10 +16,8 @@ _numbers = itertools.count(1)
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """No log of the leases: thousands of simulated outages are many lines."""
-    log = logging.getLogger("holdfast.leases")
-    before, log.level = log.level, logging.CRITICAL
-    yield
-    log.level = before
+    with silent("holdfast.leases"):
+        yield
 
 
 @pytest.fixture(scope="session")

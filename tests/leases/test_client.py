@@ -525,7 +525,7 @@ def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> No
             store.error = None
             await asyncio.sleep(10.0)
 
-    logging.getLogger("holdfast.leases").setLevel(logging.WARNING)
+    caplog.set_level(logging.WARNING, "holdfast.leases")
     scenario()
     assert [record.message for record in caplog.records][:2] == [
         "the store: no answer, going on with limits of this process alone: "

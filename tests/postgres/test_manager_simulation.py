@@ -7,11 +7,11 @@ in `_manager_watcher`; here are the schedules, and the defects that they must no
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from tests.logs import silent
 
 from holdfast.kernel import StatusMonitor
 from holdfast.postgres._hub import Hub
@@ -31,11 +31,8 @@ from ._manager_watcher import STEPS
 @pytest.fixture(autouse=True)
 def scripted() -> Iterator[None]:
     """The scripted server in the place of a real one, and no log: thousands of bad days."""
-    log = logging.getLogger("holdfast")
-    before, log.level = log.level, logging.CRITICAL
-    with seams():
+    with silent("holdfast"), seams():
         yield
-    log.level = before
 
 
 # A fifth at a time: each part ends within a test's time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import pytest
+from tests.logs import silent
 
 from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, ManagerClosed
 from holdfast.rpc._dial import make_channel
@@ -29,10 +29,8 @@ TIMEOUT, FORGOTTEN = 1.0, 4.0
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log: connections are broken by the dozen."""
-    log = logging.getLogger("holdfast")
-    before, log.level = log.level, logging.CRITICAL
-    yield
-    log.level = before
+    with silent("holdfast"):
+        yield
 
 
 class Client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ import mqtt5
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.logs import silent
 from tests.servers import require_server
 from tests.sessions.liar import Liar, Lie
 from tests.sessions.mosquitto import Mosquitto
@@ -53,10 +53,8 @@ EVENTS = 50
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log of the sessions: a warning for each piece of nonsense is many."""
-    log = logging.getLogger("holdfast.sessions")
-    before, log.level = log.level, logging.CRITICAL
-    yield
-    log.level = before
+    with silent("holdfast.sessions"):
+        yield
 
 
 @dataclass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from tests.logs import silent
 from tests.sim.reservoir_day import Day
 
 from holdfast.leases import RateLimit
@@ -24,10 +24,8 @@ from holdfast.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log: thousands of simulated outages are many lines."""
-    log = logging.getLogger("holdfast")
-    before, log.level = log.level, logging.CRITICAL
-    yield
-    log.level = before
+    with silent("holdfast"):
+        yield
 
 
 async def pool_on_a_bad_day(sim: Sim) -> int:
