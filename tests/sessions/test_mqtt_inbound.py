@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-import aiomqtt
 import pytest
 from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
+from tests.sessions.peers import peer
 from tests.sessions.support import until
 
 from holdfast.kernel import Backoff
@@ -30,13 +29,6 @@ def broker() -> Iterator[Mosquitto]:
 async def sessions() -> AsyncIterator[Sessions]:
     async with Sessions(backoff=Backoff(0.01, 0.1, jitter="full")) as opened:
         yield opened
-
-
-@contextlib.asynccontextmanager
-async def peer(broker: Mosquitto) -> AsyncIterator[aiomqtt.Client]:
-    version = aiomqtt.ProtocolVersion.V5
-    async with aiomqtt.Client("127.0.0.1", broker.port, protocol=version) as client:
-        yield client
 
 
 class Log:

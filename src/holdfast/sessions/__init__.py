@@ -69,6 +69,7 @@ from ._protocol import (
 )
 from ._records import Corruption, Records
 from ._retry_cache import MemoryRetryCache, RetryCache
+from ._retrying import retrying
 from ._session import Session
 from ._sessions import Sessions, SessionVia
 from ._storage import Namespace, Storage, open_storage
@@ -79,6 +80,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Session",
     "SessionVia",
     "Sessions",
+    "retrying",
     # The outcomes of a send
     "Acked",
     "NotSent",
