@@ -266,7 +266,10 @@ async def test_a_quiet_connection_is_kept(
         changes = pg.changes(tables=["orders"])
         await published(streamed_url, stream_id)
         await pg.wait_until_active(LIMIT)
+        await sql.execute("insert into orders values (0, 'x')")
+        assert ids(await following(changes)) == [0]
         before = await walsender(sql, pg)
+        assert before is not None
         for _ in range(6):
             await asyncio.sleep(0.3)
             time.sleep(0.9)  # noqa: ASYNC251 - a consumer that computes for a while

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +24,14 @@ class Census:
     """Counts the server's connections of some applications, again and again, in a thread.
 
     A backend leaves the server's list a moment after its client has hung up, and its successor may
-    be on the list by then. So what counts are those that two counts in a row have seen.
+    be on the list by then. So what counts are those that an earlier count has seen; on a busy
+    machine, one that is `settled` seconds earlier.
     """
 
-    def __init__(self, url: str, application: str) -> None:
+    def __init__(self, url: str, application: str, *, settled: float = 0.0) -> None:
         self._url = url
         self._application = application
+        self._settled = settled
         self._over = threading.Event()
         #: How often was counted; who is there now, and for which application; who ever was there.
         self.counts = 0
@@ -36,6 +39,7 @@ class Census:
         self.seen: set[int] = set()
         #: How many there were at most.
         self.most = 0
+        self._since: dict[int, float] = {}
 
     @contextmanager
     def running(self) -> Iterator[Self]:
@@ -61,7 +65,11 @@ class Census:
                 self._note(dict(conn.execute(query, [f"{self._application}%"])))
 
     def _note(self, found: dict[int, str]) -> None:
-        self.most = max(self.most, len(found.keys() & self.present.keys()))
+        now = time.monotonic()
+        self._since = {pid: self._since.get(pid, now) for pid in found}
+        self.most = max(
+            self.most, sum(since < now - self._settled for since in self._since.values())
+        )
         self.present = found
         self.seen |= found.keys()
         self.counts += 1

@@ -171,7 +171,8 @@ async def test_three_processes_share_a_limit_and_outlive_one(
         }
         for name, kind in zip(names, shells, strict=True)
     }
-    with Census(postgres.url, "fleet").running() as census, Fleet(orders) as fleet:
+    counted = Census(postgres.url, "fleet", settled=ttl / 4)
+    with counted.running() as census, Fleet(orders) as fleet:
         await until(lambda: len(census.present) == limit, "the limit is reached")
         born = len(census.seen) + limit * scaled(20, least=1)
         await until(lambda: len(census.seen) >= born, "leases change hands", limit=120.0)

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from tests.reservoir.support import PATIENCE, eventually_async, through
 from tests.servers import free_port
+from tests.silence import silence
 
 from holdfast.reservoir import (
     AsyncConnectionPool,
@@ -462,3 +463,13 @@ async def test_a_check_that_always_fails_does_not_hammer_the_server(
         assert proxy.statistics().accepted < 10
         stats = pool.get_stats()
         assert (stats["requests_num"], stats["requests_errors"]) == (1, 1)
+
+
+async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
+    async with silence() as server:
+        conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
+        config = ReservoirConfig(max_size=1, connect_timeout=PATIENCE)
+        async with AsyncConnectionPool(conninfo, config=config, open=False) as pool:
+            await asyncio.wait_for(server.came.wait(), PATIENCE)
+            await pool.close(timeout=1.0)
+            await asyncio.wait_for(server.gone.wait(), 3.0)

@@ -33,6 +33,7 @@ from ._errors import (
     WorkerCrashed,
 )
 from ._flight import SingleFlight
+from ._frames import forget_frames
 from ._generation import Generation
 from ._keyed import KeyedStatistics, KeyedWorkers
 from ._loop_thread import LoopThread
@@ -89,6 +90,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Words
     "counted",
     "describe",
+    "forget_frames",
     "duration",
     "program_of",
     "refuse",

@@ -18,6 +18,7 @@ from typing import Any
 import psycopg
 from psycopg import pq
 
+from ._connect import connect
 from ._errors import StreamEnded
 from ._frames import STARTED, Frames, framed
 
@@ -66,9 +67,7 @@ class Link:
     async def dial(cls, conninfo: str, *, timeout: float = 30.0, **options: Any) -> Link:
         """Open one."""
         async with asyncio.timeout(timeout):
-            connection = await psycopg.AsyncConnection.connect(
-                conninfo, autocommit=True, replication="database", **options
-            )
+            connection = await connect(conninfo, replication="database", **options)
         return cls(connection)
 
     @property

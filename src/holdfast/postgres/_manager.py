@@ -29,6 +29,7 @@ from holdfast.kernel import (
 
 from . import _admin
 from ._body import Shelf
+from ._connect import connect
 from ._consumer import Changes
 from ._errors import PostgresError
 from ._explain import lock_words
@@ -352,9 +353,8 @@ class Manager:
 
     async def _short_connection(self) -> psycopg.AsyncConnection[Any]:
         async with asyncio.timeout(_admin.TIMEOUT):
-            return await psycopg.AsyncConnection.connect(
+            return await connect(
                 await self._resolver.conninfo(self._settings.replication_url),
-                autocommit=True,
                 application_name=self._settings.application_name,
             )
 

@@ -32,6 +32,7 @@ from holdfast.kernel import (
 from holdfast.reservoir import PoolClosed
 
 from . import _admin
+from ._connect import connect
 from ._consumer import Changes
 from ._errors import ConfigurationError, PostgresError
 from ._explain import explain
@@ -315,7 +316,7 @@ class Postgres:
     @asynccontextmanager
     async def _direct(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         conninfo = await self._resolver.conninfo(self.settings.replication_url)
-        async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as conn:
+        async with await connect(conninfo) as conn:
             yield conn
 
     async def __aenter__(self) -> Self:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from ._connect import connect
 from ._errors import ConfigurationError
 from ._faults import diagnose
 
@@ -158,9 +159,7 @@ class Resolver:
         limit = min(TRIAL, self._timeout) if hurry else self._timeout
         conninfo = await self._with(url, way)
         async with asyncio.timeout(limit):
-            conn = await psycopg.AsyncConnection.connect(
-                conninfo, autocommit=True, connect_timeout=max(2, round(limit))
-            )
+            conn = await connect(conninfo, connect_timeout=max(2, round(limit)))
         await conn.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 from psycopg import sql
 from tests.leases.conformance import request
 from tests.leases.on_postgres.support import PATIENCE, Database, recovered, refusal, rows, swept
+from tests.silence import silence
 
 from holdfast.embedded import SyncEmbeddedPostgres
 from holdfast.kernel import Clock
@@ -49,6 +50,18 @@ async def test_a_cancelled_call_ends_at_once(far_store: PostgresStore, proxy: Fa
         await call
     # The driver itself would wait for the server's consent.
     assert time.monotonic() - begin < PATIENCE / 2
+
+
+async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
+    async with silence() as server, asyncio.timeout(3 * PATIENCE):
+        url = f"postgresql://x@127.0.0.1:{server.port}/x"
+        store = open_postgres(url, clock=Clock.current())
+        call = asyncio.create_task(store.acquire(request()))
+        await server.came.wait()
+        call.cancel()
+        await asyncio.wait({call})
+        await server.gone.wait()
+        await store.close()
 
 
 async def test_a_reset_is_told_at_once(far_store: PostgresStore, proxy: FaultProxy) -> None:

@@ -19,7 +19,7 @@ import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.pq import TransactionStatus
 
-from holdfast.kernel import Backoff, Clock, Deadline
+from holdfast.kernel import Backoff, Clock, Deadline, forget_frames
 
 from .._errors import StoreUnavailable
 from ._config import PostgresConfig
@@ -110,7 +110,8 @@ class PostgresLink:
                 prepare_threshold=None,
                 cursor_factory=AsyncClientCursor,
             )
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as given_up:
+            forget_frames(given_up)
             # A caller that goes away says nothing about the server; a time that is over does.
             if deadline.expired:
                 self._failed("no answer in time")

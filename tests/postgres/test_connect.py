@@ -1,0 +1,31 @@
+"""A connect that is given up is over for the server, too."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.silence import silence
+
+from holdfast.postgres._connect import connect
+from holdfast.postgres._link import Link
+
+
+async def test_one_that_is_cancelled_hangs_up_at_once() -> None:
+    async with silence() as server, asyncio.timeout(3.0):
+        conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
+        task = asyncio.create_task(connect(conninfo))
+        await server.came.wait()
+        task.cancel()
+        await asyncio.wait({task})
+        await server.gone.wait()
+        assert task.cancelled()  # whoever has the task does not have the socket
+
+
+async def test_one_that_takes_too_long_hangs_up_at_once() -> None:
+    async with silence() as server, asyncio.timeout(3.0):
+        conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
+        with pytest.raises(TimeoutError) as kept:
+            await Link.dial(conninfo, timeout=0.1)
+        await server.gone.wait()
+        assert kept.value.__cause__ is not None  # it is still known what happened
