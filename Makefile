@@ -20,7 +20,8 @@ endif
 # More than there are cores: most of the time a test waits for a server.
 WORKERS    ?= 3
 PORT       ?= 8089
-PYTEST     := $(BIN)/python -X dev -m pytest -p no:cacheprovider
+# Python's development mode, with the usual allocator: there is no C of ours for the other to check.
+PYTEST     := PYTHONMALLOC=pymalloc $(BIN)/python -X dev -m pytest -p no:cacheprovider
 
 say = @printf '\033[1m» %s\033[0m\n'
 
