@@ -528,8 +528,8 @@ def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.WARNING, "holdfast.leases")
     scenario()
     assert [record.message for record in caplog.records][:2] == [
-        "the store: no answer, going on with limits of this process alone: "
-        "connection refused (StoreUnavailable)",
+        "the store: no answer, going on with limits of this process alone, and refusing exclusive "
+        "leases: connection refused (StoreUnavailable)",
         "the store: it answers again, after 10 s",
     ]
 

@@ -22,7 +22,7 @@ from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.support import until
 
 from holdfast.kernel import Backoff, Clock
-from holdfast.leases import LeaseLost, connect
+from holdfast.leases import LeaseLost, Leases, StoreUnavailable, connect
 from holdfast.sessions import (
     Acked,
     AlreadyRunning,
@@ -30,10 +30,12 @@ from holdfast.sessions import (
     Event,
     NotSent,
     Outcome,
+    Session,
     Sessions,
     Unknown,
 )
 from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.sessions.mqtt import Mqtt
 from holdfast.testing import FaultProxy
 
 pytestmark = pytest.mark.serial
@@ -351,3 +353,123 @@ async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> N
         tell(LeaseLost("it is over", key=old.key, reason="expired"))
         assert (alice.state, alice.generation) == ("online", generation)
         assert isinstance(await alice.send("bob", b""), Acked)
+
+
+# -- when the lease has been somebody else's ---------------------------------------------------
+
+
+async def revoked(leases: Leases, session: Session) -> None:
+    """Let the store give the lease of a session to whoever wants it; the session learns later."""
+    assert session._lease is not None
+    assert await leases.revoke(session._lease.id, session._lease.key)
+
+
+async def learns_of_it(session: Session) -> None:
+    """Its lease is gone, and now it knows."""
+    assert session._lease is not None
+    with pytest.raises(LeaseLost):
+        await session._lease.renew()
+
+
+@pytest.mark.parametrize("client_id", ["{profile}", ""], ids=["named", "unnamed"])
+async def test_what_was_sent_under_an_old_lease_does_not_follow_what_the_next_owner_sent(
+    client_id: str,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        broker = stack.enter_context(Mosquitto(require_server("mosquitto")))
+        heard = await stack.enter_async_context(listening(broker))
+        proxy = await stack.enter_async_context(FaultProxy("127.0.0.1", broker.port))
+        leases = await stack.enter_async_context(connect("memory://"))
+        one = await stack.enter_async_context(Sessions(leases=leases, backoff=Backoff(0.01, 0.05)))
+        two = await stack.enter_async_context(Sessions(leases=leases))
+        how: dict[str, Any] = {"subscribe": (), "client_id": client_id}
+
+        first = await one.connect("alice", Mqtt(f"mqtt://127.0.0.1:{proxy.port}", **how))
+        proxy.black_hole()
+        old = asyncio.create_task(first.send("bob/1", b"old", outcome=True))
+        await until(lambda: len(first._memory.inflight) == 1)
+        await revoked(leases, first)
+        second = await two.connect("alice", Mqtt(broker.url(), **how))
+        await learns_of_it(first)
+        assert isinstance(await old, Unknown)
+        await until(lambda: first.state == "offline/refused")
+        assert isinstance(await second.send("bob/1", b"new"), Acked)
+        await second.stop()
+
+        proxy.heal()
+        await first.connect()
+        assert isinstance(await first.send("bob/1", b"newest"), Acked)
+        await until(lambda: "newest" in heard)
+        assert heard == ["new", "newest"]
+
+
+async def test_a_lease_that_is_had_again_is_no_clean_start() -> None:
+    """Nobody else has had it, perhaps: what the broker has kept is not thrown away."""
+    got: list[object] = []
+
+    def hears(event: Event) -> None:
+        if event.type == "messages_upsert":
+            got.append(event.data.content)
+
+    with Mosquitto(require_server("mosquitto")) as broker:
+        async with (
+            connect("memory://") as leases,
+            Sessions(leases=leases, backoff=Backoff(0.01, 0.05)) as one,
+            Sessions() as other,
+        ):
+            protocol = Mqtt(broker.url(), clean_start=True)
+            alice = await one.connect("alice", protocol, on_event=hears)
+            bob = await other.connect("bob", Mqtt(broker.url(), subscribe=()))
+            await revoked(leases, alice)
+            async with leases.exclusive("sessions/alice", owner="somebody"):
+                await learns_of_it(alice)
+                await until(lambda: alice.state == "offline/refused")
+                await bob.send("alice", b"while she was away")
+            await alice.connect()
+            await until(lambda: got)
+            assert got == [b"while she was away"]
+
+
+async def test_credentials_of_the_next_owner_are_not_ignored(tmp_path: Path) -> None:
+    server = DemoServer(pairing=True)
+    storage = f"{tmp_path}/accounts.db"
+    async with connect("memory://") as leases, Sessions(leases=leases, storage=storage) as one:
+        await one._storage.new("alice")
+        await one._storage.put("alice", "creds", "creds", server.add("alice"))
+        first = await one.connect("alice", Demo(server))
+        await revoked(leases, first)
+        async with Sessions(leases=leases, storage=storage) as two:
+            await two._storage.put("alice", "creds", "creds", server.add("alice"))
+            second = await two.connect("alice", Demo(server))
+            await learns_of_it(first)
+            await until(lambda: first.state == "offline/refused")
+            assert second.state == "online"
+        await first.connect()
+        assert first.state == "online"
+
+
+# -- a store that is away at the start ---------------------------------------------------------
+
+
+async def test_a_session_is_not_started_while_the_store_is_away(
+    redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = DemoServer()
+    async with FaultProxy("127.0.0.1", redis.port) as proxy:
+        proxy.refuse()
+        url = f"redis://127.0.0.1:{proxy.port}/0?prefix={tmp_path.name}"
+        async with Sessions(leases=url) as sessions:
+            for _ in range(2):
+                with pytest.raises(StoreUnavailable):
+                    await sessions.start("alice", Demo(server))
+                assert not len(sessions)
+            assert "refusing exclusive leases" in caplog.text
+            proxy.heal()
+            async with asyncio.timeout(30):
+                while True:
+                    try:
+                        await sessions.connect("alice", Demo(server))
+                        break
+                    except StoreUnavailable:
+                        await asyncio.sleep(0.05)
+            assert server.online == ["alice"]

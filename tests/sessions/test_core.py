@@ -174,3 +174,69 @@ def test_a_stopped_one_stays_stopped(core: SessionCore) -> None:
     assert core.stopped
     assert core.next(1e9) == Idle()
     assert not core.lost(1, CloseClass.TRANSIENT, "closed", 0.0)
+
+
+def lost_once(core: SessionCore) -> None:
+    """Let its first attempt fail, so that it waits until 1.0."""
+    core.connect()
+    assert core.next(0.0) == Dial(1)
+    assert core.lost(1, CloseClass.TRANSIENT, "refused", 0.0)
+    assert core.next(0.0) == Wait(1.0)
+
+
+def test_who_asks_for_a_link_in_a_pause_ends_the_pause(core: SessionCore) -> None:
+    lost_once(core)
+    core.connect("the user connected it")
+    assert core.next(0.1) == Dial(2)
+    core.connect("the user connected it")
+    assert core.next(0.1) == Idle(), "it is made already"
+    assert core.lost(2, CloseClass.TRANSIENT, "refused", 0.2)
+    assert core.next(0.2) == Wait(0.2 + 2.0), "asking does not make the server better"
+
+
+def test_what_is_said_of_a_link_that_nobody_has_begun_changes_nothing(core: SessionCore) -> None:
+    lost_once(core)
+    core.connect("the user connected it")
+    assert not core.lost(1, CloseClass.BANNED, "banned", 0.1)
+    assert core.next(0.1) == Dial(2)
+
+
+def test_only_being_online_again_is_a_reconnect(core: SessionCore) -> None:
+    lost_once(core)
+    core.next(1.0)
+    core.dialled(2)
+    assert core.reconnects == 0
+    core.ready(2, 1.0)
+    assert core.reconnects == 0
+    core.lost(2, CloseClass.RESTART, "515", 2.0)
+    assert core.next(2.0) == Dial(3)
+    core.dialled(3)
+    assert core.reconnects == 0
+    core.ready(3, 2.0)
+    assert core.reconnects == 1
+
+
+def test_while_it_is_online_there_is_no_reason_not_to_be(core: SessionCore) -> None:
+    lost_once(core)
+    whys = [core.why]
+    core.next(1.0)
+    whys.append(core.why)
+    core.dialled(2)
+    core.ready(2, 1.0)
+    whys.append(core.why)
+    core.lost(2, CloseClass.TAKEOVER, "conflict", 2.0)
+    whys.append(core.why)
+    refused = (CloseClass.TRANSIENT, "refused")
+    assert whys == [refused, refused, (None, ""), (CloseClass.TAKEOVER, "conflict")]
+
+
+def test_the_next_attempt_has_a_time_only_in_a_pause(core: SessionCore) -> None:
+    assert core.next_attempt_in(0.0) is None
+    lost_once(core)
+    assert core.next_attempt_in(0.25) == 0.75
+    assert core.next_attempt_in(9.0) == 0.0, "it is late"
+    core.next(9.0)
+    assert core.next_attempt_in(9.0) is None
+    core.dialled(2)
+    core.ready(2, 9.0)
+    assert core.next_attempt_in(9.0) is None

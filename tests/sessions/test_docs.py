@@ -16,12 +16,14 @@ from typing import Any
 
 import aiomqtt
 import pytest
+from tests.leases.virtual import ScriptedStore, in_virtual_time
 from tests.postgres.certificates import Authority
 from tests.servers import free_port, require_server
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.support import LIMIT, until
 
 import holdfast.sessions as package
+from holdfast.leases import Leases
 from holdfast.sessions import (
     Acked,
     AlreadyRunning,
@@ -33,12 +35,13 @@ from holdfast.sessions import (
     Text,
     _connection,
     _core,
-    _session,
+    _senders,
     _sessions,
 )
+from holdfast.sessions._sink import MOMENT
 from holdfast.sessions.demo import MAX_FRAME, Demo, DemoServer
 from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import FaultProxy
+from holdfast.testing import FaultProxy, Sim
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -256,11 +259,20 @@ def test_the_numbers_are_those_of_the_code() -> None:
         "silence until a ping, and its answer": [protocol.keepalive, protocol.patience],
         "a send": [default(Session.send, "timeout")],
         "a question to the server": [default(Session.query, "timeout")],
-        "sends under way in a session": [_session.LIMIT],
+        "sends under way in a session": [_senders.LIMIT],
         "events that wait": [default(Sessions, "events")],
+        "a handler, at the end of its session": [MOMENT],
         "the lease of a profile": [default(Sessions, "lease_ttl")],
         "the retry cache": [cache.size, cache.seconds],
     }
+
+
+async def test_the_keys_of_the_status_are_those_of_the_code(sessions: Sessions) -> None:
+    table = TOPIC.partition("| key | |")[2].partition("| the rest |")[0]
+    told = {key for line in table.splitlines() for key in re.findall(r"^\|(.*?)\|", line)}
+    keys = {key for cell in told for key in re.findall(r"`(\w+)`", cell)}
+    alice = await sessions.start("alice", Demo(DemoServer()))
+    assert keys | set(alice._totals()) == set(alice.status())
 
 
 async def test_the_programs_of_the_topic_run(
@@ -460,6 +472,24 @@ async def test_a_profile_runs_once_in_the_cluster_and_moves(
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
+@in_virtual_time
+async def test_an_account_is_kept_though_the_store_is_away_at_first(sim: Sim) -> None:
+    server, store = DemoServer(), ScriptedStore()
+    names: Names = dict(vars(package))
+    await run(block_with(CLUSTER, "async def keep"), names)
+    store.break_down()
+    async with Leases(store) as leases, Sessions(leases=leases) as opened:
+        keeping = asyncio.create_task(names["keep"](opened, "alice", Demo(server)))
+        await asyncio.sleep(60)
+        assert not keeping.done()
+        assert not server.online
+        store.error = None
+        await asyncio.sleep(60)
+        assert server.online == ["alice"]
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
 # -- testing a bot ---------------------------------------------------------------------------------
 
 
@@ -468,7 +498,7 @@ async def test_the_tests_of_the_page_pass() -> None:
     for block in blocks(page("howto/test-a-bot")):
         await run(block, names)
     tests = [name for name in names if name.startswith("test_")]
-    assert len(tests) == 3
+    assert len(tests) == 4
     for name in tests:
         async with asyncio.timeout(LIMIT):
             await names[name]()

@@ -1,8 +1,9 @@
-"""Messages from a real broker that a handler does not handle: they come again, and others too."""
+"""Messages from a real broker, and when they come again: after a failure, a lost link, a stop."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -14,14 +15,18 @@ from tests.sessions.support import until
 from holdfast.kernel import Backoff
 from holdfast.sessions import Event, Msg, Sessions
 from holdfast.sessions.mqtt import Mqtt
+from holdfast.testing import FaultProxy
 
 #: More than may be unacknowledged at once, so that a lost acknowledgement is felt.
 WINDOW, MESSAGES = 4, 12
+#: Messages that all wait for a handler at once, and how long it takes for one.
+MANY, SLOWLY = 60, 0.01
 
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Mosquitto]:
-    with Mosquitto(require_server("mosquitto")) as server:
+    # (It sends as many as our receive maximum allows, not only its own 20.)
+    with Mosquitto(require_server("mosquitto"), "max_inflight_messages 0") as server:
         yield server
 
 
@@ -108,3 +113,166 @@ async def test_another_handler_gets_what_the_last_one_had_in_hand(
         await until(lambda: second.heard == [b"1", b"2"])
     assert first.heard == [b"1"]
     assert bot.generation == 1
+
+
+# -- what waits belongs to its link ----------------------------------------------------------------
+
+
+class Slow:
+    """A handler that takes its time."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        self.handled: list[bytes] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+
+    async def __call__(self, event: Event) -> None:
+        if isinstance(event.data, Msg):
+            self.heard.append(event.data.content)
+            await asyncio.sleep(SLOWLY)
+            await self.may_go_on.wait()
+            self.handled.append(event.data.content)
+
+
+async def publish(broker: Mosquitto, topic: str, numbers: range) -> list[bytes]:
+    contents = [b"%d" % number for number in numbers]
+    async with peer(broker) as client:
+        for content in contents:
+            await client.publish(topic, content, qos=1)
+    return contents
+
+
+@pytest.mark.parametrize("cuts", [1, 8])
+async def test_what_waits_when_a_link_is_lost_is_handled_once(
+    sessions: Sessions, broker: Mosquitto, cuts: int
+) -> None:
+    slow, profile = Slow(), f"lost-{cuts}"
+    async with FaultProxy("127.0.0.1", broker.port) as proxy:
+        protocol = Mqtt(f"mqtt://127.0.0.1:{proxy.port}")
+        bot = await sessions.connect(profile, protocol, on_event=slow)
+        slow.may_go_on.clear()
+        sent = await publish(broker, profile, range(MANY))
+        await until(lambda: bot.status()["received"] == MANY)
+        slow.may_go_on.set()
+        for _ in range(cuts):
+            handled = len(slow.handled)
+            await until(lambda at=handled: len(slow.handled) > at)  # type: ignore[misc]
+            slow.may_go_on.clear()
+            begun = len(slow.heard)
+            generation = bot.generation
+            proxy.reset()
+            await until(lambda at=generation: bot.generation > at and bot.state == "online")  # type: ignore[misc]
+            # The server has sent all of them again, and they wait behind the one in hand.
+            await until(lambda: bot.status()["events_waiting"] >= MANY - len(set(slow.handled)))
+            assert len(slow.heard) == begun
+            slow.may_go_on.set()
+        await until(lambda: set(slow.handled) == set(sent) and not bot.status()["events_waiting"])
+        status = bot.status()
+    # The one in hand comes again, and perhaps one whose acknowledgement was on its way.
+    assert len(slow.heard) <= MANY + 2 * cuts, Counter(slow.heard).most_common(3)
+    assert list(dict.fromkeys(slow.heard)) == sent
+    assert status["events_dropped"] == 0
+    assert status["events_returned"] >= MANY / 2
+    assert status["generation"] == 1 + cuts, "it has closed its own link"
+
+
+async def test_what_the_server_has_forgotten_is_handled_all_the_same(
+    sessions: Sessions,
+) -> None:
+    with Mosquitto(require_server("mosquitto")) as broker:
+        slow = Slow()
+        bot = await sessions.connect("forgotten", Mqtt(broker.url()), on_event=slow)
+        slow.may_go_on.clear()
+        sent = await publish(broker, "forgotten", range(MESSAGES))
+        await until(lambda: bot.status()["received"] == MESSAGES and slow.heard)
+        broker.kill()
+        await until(lambda: bot.state != "online")
+        slow.may_go_on.set()
+        await until(lambda: slow.handled == sent[:1])
+        # Nothing else is begun before it is known whether the server still has it.
+        assert slow.heard == sent[:1]
+        broker.start()
+        await until(lambda: slow.handled == sent)
+        assert bot.status()["events_returned"] == 0
+
+
+async def test_what_no_server_sends_again_is_kept_over_a_lost_link(
+    sessions: Sessions, broker: Mosquitto
+) -> None:
+    slow = Slow()
+    bot = await sessions.connect("kept", Mqtt(broker.url(), session_expiry=0), on_event=slow)
+    slow.may_go_on.clear()
+    sent = await publish(broker, "kept", range(MESSAGES))
+    await until(lambda: bot.status()["received"] == MESSAGES)
+    await bot.disconnect()
+    slow.may_go_on.set()
+    await until(lambda: slow.handled == sent)
+    await bot.connect()
+    assert await publish(broker, "kept", range(1)) == [b"0"]
+    await until(lambda: slow.handled == [*sent, b"0"])
+
+
+async def test_a_handler_that_is_replaced_while_there_is_no_link_leaves_nothing_twice(
+    sessions: Sessions, broker: Mosquitto
+) -> None:
+    first, second = Slow(), Slow()
+    bot = await sessions.connect("attached", Mqtt(broker.url()), on_event=first)
+    first.may_go_on.clear()
+    sent = await publish(broker, "attached", range(MESSAGES))
+    await until(lambda: bot.status()["received"] == MESSAGES and first.heard)
+    await bot.disconnect()
+    bot.attach(second)  # the first one had something in hand, which goes back
+    await bot.connect()
+    await until(lambda: second.handled == sent)
+    assert first.heard == sent[:1]
+    assert bot.status()["events_returned"] == MESSAGES
+
+
+# -- a stop ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["stop", "close", "iterator"])
+async def test_a_stop_in_the_middle_makes_nothing_happen_twice(broker: Mosquitto, how: str) -> None:
+    slow, profile = Slow(), f"stopped-{how}"
+    protocol = Mqtt(broker.url())
+
+    async def loop(events: AsyncIterator[Event]) -> None:
+        async for event in events:
+            await slow(event)
+
+    async with Sessions() as old:
+        bot = await old.connect(profile, protocol, on_event=None if how == "iterator" else slow)
+        loops = asyncio.create_task(loop(bot.events())) if how == "iterator" else None
+        sent = await publish(broker, profile, range(MANY))
+        await until(lambda: len(slow.handled) >= 5)
+        begun = len(slow.heard)
+        await (old.close() if how == "close" else bot.stop())
+        assert len(slow.heard) <= begun + 1
+        assert slow.handled == slow.heard, "what was in hand was not finished"
+        if loops is not None:
+            await asyncio.wait_for(loops, 30)
+    async with Sessions() as new:
+        await new.connect(profile, protocol, on_event=slow)
+        await until(lambda: len(slow.handled) >= MANY)
+    assert slow.handled == sent
+
+
+async def test_what_is_in_hand_at_a_stop_may_still_send(broker: Mosquitto) -> None:
+    asked = asyncio.Event()
+
+    async def answer(event: Event) -> None:
+        if isinstance(event.data, Msg):
+            asked.set()
+            await asyncio.sleep(SLOWLY)
+            await bot.send("answers", event.data.content)
+
+    async with Sessions() as sessions, peer(broker) as client:
+        await client.subscribe("answers", qos=1)
+        bot = await sessions.connect("answering", Mqtt(broker.url()), on_event=answer)
+        await client.publish("answering", b"hello", qos=1)
+        await asked.wait()
+        await bot.stop()
+        async with asyncio.timeout(30):
+            assert (await anext(aiter(client.messages))).payload == b"hello"
+        assert sessions.totals()["mqtt"]["handler_failures"] == 0

@@ -399,8 +399,12 @@ async def test_a_session_without_a_server_never_gets_one(
     bot = await sessions.connect("bot", Demo(server), offline=True)
     await bot.disconnect()
     await bot.connect()
-    assert bot.state == "offline/resting"
-    assert bot.generation == 0
+    assert bot._connection is not None
+    bot._connection._crash(RuntimeError("a defect"))
+    await until(lambda: bot.state == "connecting/waiting")
+    await bot.online(30)
+    assert await bot.send("bob", b"hello")
+    assert server.accepted_links == 0
 
 
 async def test_a_bot_in_the_sandbox_may_ask_the_server() -> None:

@@ -14,6 +14,7 @@ from holdfast.kernel import Backoff
 from holdfast.sessions import (
     Acked,
     CloseClass,
+    Event,
     NotSent,
     Outcome,
     Outgoing,
@@ -29,14 +30,24 @@ from holdfast.sessions import (
 from holdfast.sessions._acks import AckTable
 from holdfast.sessions._connection import Connection
 from holdfast.sessions._senders import Senders
+from holdfast.sessions._sink import Sink
 from holdfast.sessions._transport import Receiver, Transport
+from holdfast.sessions._waiting import Waiting
 from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.sessions.demo._world import Denied
 from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 TROUBLE = 12.0
 #: More than this nobody may wait beyond its own time, or after its link was lost.
 LATE = 0.5
 PROFILES = ("ann", "ben")
+#: What the protocol can do, in all its combinations.
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"cumulative": True},
+    {"resume": True},
+    {"cumulative": True, "resume": True},
+)
 
 
 @dataclass
@@ -53,6 +64,64 @@ class Sent:
     cancelled: bool = False
     ended: float | None = None
     outcomes: list[Outcome] = field(default_factory=list)
+
+
+class Server(DemoServer):
+    """A server that knows what it has refused."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.refused_ids: set[str] = set()
+
+    def _take(self, link: Any, sender: str, recipient: str, id: str, content: Any) -> Any:
+        try:
+            return super()._take(link, sender, recipient, id, content)
+        except Denied:
+            self.refused_ids.add(id)
+            raise
+
+
+class Inbox:
+    """What a server has for an account, and what a slow handler made of it."""
+
+    def __init__(self, world: World, profile: str) -> None:
+        self._world = world
+        self._profile = profile
+        self.posted: list[str] = []
+        #: Each with the link that there was when it was begun.
+        self.begun: list[tuple[Any, str]] = []
+        self.handled: list[str] = []
+        #: The one that the handler never comes back from, the first time.
+        self.hangs_at = ""
+
+    def post(self) -> None:
+        id = f"in-{len(self.posted):03}"
+        self.posted.append(id)
+        self._world.server.deliver(self._profile, b"x", id=id)
+
+    async def hear(self, event: Event) -> None:
+        if event.type != "messages_upsert":
+            return
+        session, id = self._world.sessions.whereis(self._profile), event.data.id
+        connection = None if session is None else session._connection
+        self.begun.append((None if connection is None else connection._link, id))
+        if id == self.hangs_at:
+            self.hangs_at = ""
+            await asyncio.sleep(1000.0)
+        await asyncio.sleep(self._world.chance.choice([0.0, 0.0, 0.05, 0.4]))
+        self.handled.append(id)
+
+    def check(self) -> None:
+        """What waits belongs to its link: each message is begun once on each, at most."""
+        assert not [id for link, id in self.begun if link is None], "it was begun without a link"
+        again = {each: self.begun.count(each) for each in self.begun}
+        assert set(again.values()) <= {1}, f"twice on one link: {again}"
+        order = list(dict.fromkeys(id for _, id in self.begun))
+        assert order == sorted(order), f"out of order: {order}"
+
+    def check_complete(self) -> None:
+        assert sorted(set(self.handled)) == self.posted, "a message was lost"
+        assert self._world.server.mail(self._profile) == 0, "a message was not acknowledged"
 
 
 class Slow:
@@ -93,7 +162,7 @@ class SlowlyClosing:
 class World:
     """A server, sessions, and those who send."""
 
-    def __init__(self, sim: Sim, server: DemoServer) -> None:
+    def __init__(self, sim: Sim, server: Server) -> None:
         self.sim = sim
         self.chance = sim.rng
         self.server = server
@@ -107,11 +176,12 @@ class World:
         self.numbers = itertools.count()
         self.losses: dict[str, list[float]] = defaultdict(list)
         self.finals: dict[str, int] = {}
+        self.inboxes = {profile: Inbox(self, profile) for profile in PROFILES}
         self.over = False
 
     @classmethod
     async def begin(cls, sim: Sim, **how: Any) -> World:
-        server = DemoServer(rng=sim.rng, **how)
+        server = Server(rng=sim.rng, **how)
         listening = asyncio.get_running_loop().create_future()
 
         async def main() -> None:
@@ -129,7 +199,10 @@ class World:
 
     async def start(self, profile: str, protocol: Demo) -> Session:
         session = await self.sessions.start(
-            profile, protocol, steps=[("encrypt", self._encrypt)], on_event=lambda event: None
+            profile,
+            protocol,
+            steps=[("encrypt", self._encrypt)],
+            on_event=self.inboxes[profile].hear,
         )
         machine = session._core.machine
 
@@ -203,6 +276,12 @@ class World:
         if not work.cancelled():
             sent.outcomes.append(work.result())
 
+    async def writer(self, inbox: Inbox) -> None:
+        """Write to an account, whether it is there or not."""
+        while self.sim.now < TROUBLE:
+            await asyncio.sleep(self.chance.choice([0.0, 0.2, 1.5]))
+            inbox.post()
+
     async def trouble(self) -> None:
         sim, server, chance = self.sim, self.server, self.chance
         while sim.now < TROUBLE:
@@ -249,6 +328,8 @@ class World:
         for sent in self.sends:
             self._check_one(sent, received)
         self._check_order(received)
+        for inbox in self.inboxes.values():
+            inbox.check()
         for profile, generation in self.finals.items():
             session = self.sessions.whereis(profile)
             assert session is None or session.generation == generation, "it came back by itself"
@@ -276,7 +357,9 @@ class World:
     def _check_order(self, received: dict[str, Any]) -> None:
         lines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for each in received.values():
-            lines[each.profile, each.recipient].append(int(each.id))
+            # One that was refused, unheard, may be taken when it is written again: after others.
+            if each.id not in self.server.refused_ids:
+                lines[each.profile, each.recipient].append(int(each.id))
         for line, ids in lines.items():
             assert ids == sorted(ids), f"{line} got {ids}"
 
@@ -296,9 +379,9 @@ async def bad_day(sim: Sim) -> None:
     async with world.sessions:
         tasks = []
         for profile in PROFILES:
-            kind = chance.choice([{}, {"cumulative": True}, {"resume": True}])
-            session = await world.start(profile, world.protocol(**kind))
+            session = await world.start(profile, world.protocol(**chance.choice(KINDS)))
             tasks += [asyncio.create_task(world.sender(session, recipient)) for recipient in "xy"]
+            tasks.append(asyncio.create_task(world.writer(world.inboxes[profile])))
         sim.storm("server", until=TROUBLE, faults=("reset", "blackhole", "pause"), every=(1.0, 5.0))
         await world.trouble()
         await asyncio.sleep(8.0)
@@ -312,6 +395,7 @@ async def bad_day(sim: Sim) -> None:
             if session_now is None or profile in world.finals:
                 continue
             assert session_now.state == "online", f"{session_now!r} did not come back"
+            world.inboxes[profile].check_complete()
             assert isinstance(await session_now.send("x", b"last", outcome=True), Acked | NotSent)
     await asyncio.sleep(5.0)  # sockets take their time to close
     assert world.server.online == []
@@ -415,6 +499,43 @@ async def stopped(sim: Sim) -> None:
             await session.online()
 
 
+async def stopped_receiving(sim: Sim) -> None:
+    """A stop ends what is in hand, acknowledges it, and leaves the rest to whoever comes next."""
+    world = await World.begin(sim)
+    inbox = world.inboxes["ann"]
+    async with world.sessions:
+        session = await world.sessions.connect("ann", world.protocol(), on_event=inbox.hear)
+        for _ in range(30):
+            inbox.post()
+        hangs = sim.rng.random() < 0.2
+        if hangs:
+            inbox.hangs_at = "in-005"
+        await asyncio.sleep(sim.random(0.0, 4.0))
+        begun, before = len(inbox.begun), sim.now
+        await sim.rng.choice([session.stop, world.sessions.close])()
+        took = sim.now - before
+        hung = hangs and not inbox.hangs_at
+        assert took <= (5.1 if hung else 0.5), f"it took {took} s"
+        assert len(inbox.begun) == begun, "more was begun"
+        assert len(inbox.handled) == begun - hung, "what was in hand was not finished"
+        await asyncio.sleep(1.0)
+        left = [frame["id"] for frame in world.server.world.account("ann").mail.values()]
+        assert left == inbox.posted[len(inbox.handled) :], (
+            "not all that was handled is acknowledged"
+        )
+    inbox.hangs_at = ""
+    async with Sessions() as again:
+        world.sessions = again
+        await again.connect("ann", world.protocol(), on_event=inbox.hear)
+        await asyncio.sleep(15.0)
+        assert inbox.handled == inbox.posted, "something was handled twice, or not at all"
+        inbox.check_complete()
+
+
+async def _no_finish(self: Sink, timeout: float = 0.0) -> None:
+    """Nobody waits for what is in hand."""
+
+
 def test_bad_days() -> None:
     simulate(bad_day, seeds=scaled(2000, least=40))
 
@@ -466,6 +587,18 @@ MUTANTS = [
         sender_crash,
         mutant(AckTable, "crashed", lambda self, recipient, reason: 0, name="a crash tells nobody"),
     ),
+    (
+        bad_day,
+        mutant(Waiting, "link_lost", lambda self: None, name="what waits outlives its link"),
+    ),
+    (
+        stopped_receiving,
+        mutant(Sink, "finish", _no_finish, name="the goodbye comes before the acknowledgement"),
+    ),
+    (
+        stopped_receiving,
+        mutant(Waiting, "refuse", lambda self: None, name="a stop begins all that waits"),
+    ),
 ]
 
 
@@ -486,3 +619,7 @@ def test_a_crashed_sender_tells_everybody() -> None:
 
 def test_a_stop_tells_everybody() -> None:
     simulate(stopped, seeds=scaled(200, least=20))
+
+
+def test_a_stop_leaves_what_was_not_begun_to_the_next_one() -> None:
+    simulate(stopped_receiving, seeds=scaled(200, least=20))

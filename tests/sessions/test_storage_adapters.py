@@ -94,7 +94,7 @@ async def test_what_is_not_its_database(tmp_path: Path) -> None:
 
 async def test_several_storages_on_one_database(tmp_path: Path) -> None:
     """They may even make it at the same time."""
-    storages = [SqliteStorage(tmp_path / "accounts.db") for _ in range(6)]
+    storages = [SqliteStorage(tmp_path / "accounts.db", patience=30.0) for _ in range(6)]
     await asyncio.gather(*(storage.open() for storage in storages))
     await asyncio.gather(
         *(storage.put(f"p{n}", "creds", "me", b"x") for n, storage in enumerate(storages))

@@ -128,8 +128,9 @@ class Calls:
         if not self.health.failed(error, self._clock.monotonic()):
             return
         self._counts.outages += 1
-        local = self._policy.on_unavailable == "local"
-        so = "going on with limits of this process alone" if local else "refusing new leases"
+        so = "refusing new leases"
+        if self._policy.on_unavailable == "local":
+            so = "going on with limits of this process alone, and refusing exclusive leases"
         log.warning("%s: no answer, %s: %s", self._place, so, describe(error))
         text = f"the store does not answer; {so}"
         self._recorder.record(self._name, text, kind="failure", cause=error)

@@ -19,7 +19,17 @@ What always holds:
 - what an old link says changes nothing.
 """
 
-from ._content import ConnectionUpdate, Event, Media, Msg, Poll, Presence, Receipt, Text
+from ._content import (
+    ConnectionUpdate,
+    Event,
+    Media,
+    Msg,
+    Poll,
+    Presence,
+    Receipt,
+    SenderCrash,
+    Text,
+)
 from ._endpoints import Memory, Tcp, WebSocket
 from ._errors import (
     AlreadyRunning,
@@ -59,6 +69,7 @@ from ._protocol import (
     Greeting,
     Happening,
     LoginStep,
+    Notice,
     Outgoing,
     Progress,
     Protocol,
@@ -71,8 +82,9 @@ from ._records import Corruption, Records
 from ._retry_cache import MemoryRetryCache, RetryCache
 from ._retrying import retrying
 from ._session import Session
-from ._sessions import Sessions, SessionVia
+from ._sessions import Sessions
 from ._storage import Namespace, Storage, open_storage
+from ._via import SessionVia
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # What users call
@@ -94,6 +106,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Poll",
     "Presence",
     "Receipt",
+    "SenderCrash",
     "Text",
     # For who writes a protocol
     "Accepted",
@@ -109,6 +122,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "LoginStep",
     "Memory",
     "MemoryRetryCache",
+    "Notice",
     "Outgoing",
     "Progress",
     "Protocol",

@@ -20,12 +20,13 @@ from ._errors import (
     LinkLost,
     NotConnected,
     ProtocolError,
+    QueryFailed,
     QueryTimeout,
     SessionError,
     StepFailed,
     StorageError,
 )
-from ._hearing import Hearing
+from ._hearing import MOST_ANSWERS, Hearing
 from ._keepalive import Keepalive, Verdict
 from ._link import Link
 from ._protocol import CloseClass, Dialogue
@@ -108,6 +109,8 @@ class Connection(Hearing):
             # For good, or because of another part, with which it is started again.
             core.crashed("the connection was stopped", self._now())
             self.disconnect("the connection was stopped")
+            if self._error is not None:
+                session._record("a defect at the end", kind="failure", cause=self._error)
             raise
         except BaseException as error:
             self._end_link(abort=True)
@@ -162,6 +165,10 @@ class Connection(Hearing):
 
     async def _open(self, generation: int) -> None:
         session = self._session
+        if session._offline is not None:
+            session._offline.open(generation)
+            self._greet(True)
+            return
         link = Link(self, generation)
         dialogue = session.protocol.begin(session.profile, session._credentials, session._memory)
         transport = await session.protocol.endpoint.dial(link)
@@ -263,6 +270,15 @@ class Connection(Hearing):
         finally:
             self.queries.forget(id)
 
+    def tell(self, data: Any) -> None:
+        """Say something that the server does not answer."""
+        session, link = self._session, self._link
+        if link is None or self._dialogue is None or not session._core.online:
+            raise NotConnected(session._why_offline())
+        if link.transport is not None and link.transport.pending > MOST_ANSWERS:
+            raise QueryFailed("the server takes nothing just now: say less, or later")
+        self._say(self._dialogue.notice(data))
+
     def answer_login(self, answer: Any) -> None:
         """Tell the server what the user said."""
         if self._session._core.machine.step != "login" or self._dialogue is None:
@@ -290,7 +306,11 @@ class Connection(Hearing):
             self._close(CloseClass.TRANSIENT, f"no sign of life for {patience:g} s after a ping")
             return
         if verdict is Verdict.ASK:
-            self._say(self._dialogue.ping())
+            try:
+                self._say(self._dialogue.ping())
+            except Exception as error:
+                self._crash(error)
+                return
         self._set_timer(again, self._look)
 
     def _set_timer(self, when: float, act: Any) -> None:
@@ -316,7 +336,10 @@ class Connection(Hearing):
         if self._dialling is not None:
             self._dialling.cancel()
         if self._link is not None and self._dialogue is not None:
-            self._say(self._dialogue.goodbye())
+            try:
+                self._say(self._dialogue.goodbye())
+            except Exception as error:
+                self._crash(error)
             self._push()
         self._end_link()
         self._settle(LinkLost(reason), final=True)
@@ -331,6 +354,8 @@ class Connection(Hearing):
 
     def _end_link(self, *, abort: bool = False) -> None:
         link, self._link = self._link, None
+        if link is not None:
+            self._session._sink.link_lost()
         self._dialogue = self._keepalive = None
         self._out = []
         if self._timer is not None:

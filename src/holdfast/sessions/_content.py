@@ -8,7 +8,17 @@ from typing import Any
 
 from ._protocol import CloseClass
 
-__all__ = ["ConnectionUpdate", "Event", "Media", "Msg", "Poll", "Presence", "Receipt", "Text"]
+__all__ = [
+    "ConnectionUpdate",
+    "Event",
+    "Media",
+    "Msg",
+    "Poll",
+    "Presence",
+    "Receipt",
+    "SenderCrash",
+    "Text",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +93,22 @@ class Event:
     The types: `messages_upsert` (a `Msg`), `receipt_update` (a `Receipt`), `group_update`,
     `presence_update` (a `Presence`), `connection_update` (a `ConnectionUpdate`), `login` (a
     `LoginStep`), `record_corrupt` (a `Corruption`), `credentials_not_kept` (why),
-    `session_crashed` (why), `events_dropped` (how many).
+    `session_crashed` (why), `sender_crashed` (a `SenderCrash`), `events_dropped` (how many).
     """
 
     type: str
     data: Any
     profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderCrash:
+    """The sender of a recipient has crashed: a step, or the protocol, raised what none may."""
+
+    #: The name of the exception's type. Its words are not here: they may be somebody's.
+    error: str
+    #: How many sends have failed with it.
+    sends: int
 
 
 @dataclass(frozen=True, slots=True)

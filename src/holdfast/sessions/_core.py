@@ -83,13 +83,13 @@ class SessionCore:
         "_begun",
         "_due_at",
         "_online_at",
+        "_onlines",
         "_restarts",
         "backoff",
         "generation",
         "last_kind",
         "last_reason",
         "machine",
-        "reconnects",
     )
 
     def __init__(self, machine: Machine, backoff: Backoff) -> None:
@@ -97,22 +97,25 @@ class SessionCore:
         self.backoff = backoff
         #: The number of the link; one more at each attempt.
         self.generation = 0
-        #: How often it has come back.
-        self.reconnects = 0
+        #: Why it was last not online, or ceased to be; `why` is what holds now.
         self.last_kind: CloseClass | None = None
         self.last_reason: str = ""
         # Whether the dial of this generation is under way.
         self._begun = False
         self._due_at = 0.0
         self._online_at: float | None = None
+        # How often it has been online.
+        self._onlines = 0
         self._restarts = 0
 
     # -- what the user wants -------------------------------------------------------------------
 
     def connect(self, cause: str = "the session was started") -> None:
-        """Have a link from now on."""
+        """Have a link from now on; somebody asks for it, so a pause is over."""
         if self.machine.phase == "offline":
             self._restarts = 0
+            self._dial(cause)
+        elif self.machine.step == "waiting":
             self._dial(cause)
 
     def disconnect(self, cause: str = "the user disconnected it") -> None:
@@ -137,7 +140,7 @@ class SessionCore:
             if now < self._due_at:
                 return Wait(self._due_at)
             self._dial("the pause is over")
-        if self.machine.step != "dialling" or self._begun:
+        if not self._is_due:
             return Idle()
         self._begun = True
         self.generation += 1
@@ -162,7 +165,7 @@ class SessionCore:
         if not self.is_linked(generation) or self.online:
             return False
         self._online_at = now
-        self.reconnects += generation > 1
+        self._onlines += 1
         self.machine.move("online", cause=f"link {generation} is ready")
         return True
 
@@ -177,7 +180,7 @@ class SessionCore:
         """A link is gone, or could not be made; says whether it was the current one."""
         if generation != self.generation or self.machine.phase not in ("connecting", "online"):
             return False
-        if self.machine.step == "waiting":
+        if self.machine.step == "waiting" or self._is_due:
             return False
         self._note(kind, reason)
         proven = self._online_at is not None and now - self._online_at >= PROVEN
@@ -225,12 +228,31 @@ class SessionCore:
         self.generation += 1  # whatever the link still says is old
         self._restarts = 0
 
+    @property
+    def _is_due(self) -> bool:
+        """Whether there shall be a new link that nobody has begun to make."""
+        return self.machine.step == "dialling" and not self._begun
+
     # -- for the shell -------------------------------------------------------------------------
 
     @property
     def online(self) -> bool:
         """Whether sends can be written."""
         return self._online_at is not None
+
+    @property
+    def why(self) -> tuple[CloseClass | None, str]:
+        """Why it is not online, as far as there is a reason; nothing while it is."""
+        return (None, "") if self.online else (self.last_kind, self.last_reason)
+
+    @property
+    def reconnects(self) -> int:
+        """How often it was online again; the first time does not count."""
+        return max(0, self._onlines - 1)
+
+    def next_attempt_in(self, now: float) -> float | None:
+        """Seconds until the pause between two attempts is over; None if there is none."""
+        return max(0.0, self._due_at - now) if self.machine.step == "waiting" else None
 
     @property
     def stopped(self) -> bool:

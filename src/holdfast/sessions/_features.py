@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from ._content import Media, Poll, Text
 from ._errors import Unsupported
-from ._outcomes import Acked
+from ._outcomes import Acked, Outcome
 from ._protocol import Feature, Protocol
 
-__all__ = ["Features", "How"]
+__all__ = ["AnyHow", "Features", "How"]
 
 
-class How(TypedDict, total=False):
-    """How something is sent: see `Session.send`, which can also return what was not confirmed."""
-
+class _How(TypedDict, total=False):
     id: str | None
     timeout: float
     idempotent: bool
     hold: bool
+
+
+class How(_How, total=False):
+    """How something is sent, so that what was not confirmed is raised: see `Session.send`."""
+
+    outcome: Literal[False]
+    wait: Literal[True]
+
+
+class AnyHow(_How, total=False):
+    """How something is sent: see `Session.send`."""
+
+    outcome: bool
+    wait: bool
 
 
 class Features(ABC):
@@ -30,19 +42,31 @@ class Features(ABC):
     protocol: Protocol
 
     @abstractmethod
-    async def _send(self, recipient: str, content: Any, **how: Unpack[How]) -> Acked:
-        """Send something, and wait until the server has confirmed it."""
+    async def _send(self, recipient: str, content: Any, **how: Unpack[AnyHow]) -> Outcome:
+        """Send something."""
 
     @abstractmethod
-    async def query(self, question: Any, timeout: float = 20.0) -> Any:
-        """Ask the server something that it answers."""
+    async def _ask(self, question: Any, timeout: float = 20.0) -> Any:
+        """Ask the server something, or tell it something that it does not answer."""
 
-    async def send_text(self, recipient: str, text: str, **how: Unpack[How]) -> Acked:
+    @overload
+    async def send_text(self, recipient: str, text: str, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send_text(self, recipient: str, text: str, **how: Unpack[AnyHow]) -> Outcome: ...
+
+    async def send_text(self, recipient: str, text: str, **how: Unpack[AnyHow]) -> Outcome:
         """Send a text; for `how`, see `send`."""
         self._needs(Feature.TEXT)
         return await self._send(recipient, Text(text), **how)
 
-    async def send_media(self, recipient: str, media: Media, **how: Unpack[How]) -> Acked:
+    @overload
+    async def send_media(self, recipient: str, media: Media, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send_media(self, recipient: str, media: Media, **how: Unpack[AnyHow]) -> Outcome: ...
+
+    async def send_media(self, recipient: str, media: Media, **how: Unpack[AnyHow]) -> Outcome:
         """Send the descriptor of something that was uploaded; for `how`, see `send`."""
         self._needs(Feature.MEDIA)
         return await self._send(recipient, media, **how)
@@ -58,7 +82,13 @@ class Features(ABC):
         self._needs(Feature.MEDIA)
         return await self.protocol.download(self, media)
 
-    async def send_poll(self, recipient: str, poll: Poll, **how: Unpack[How]) -> Acked:
+    @overload
+    async def send_poll(self, recipient: str, poll: Poll, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send_poll(self, recipient: str, poll: Poll, **how: Unpack[AnyHow]) -> Outcome: ...
+
+    async def send_poll(self, recipient: str, poll: Poll, **how: Unpack[AnyHow]) -> Outcome:
         """Ask a question; the outcome's `extra` is the secret with which answers are read."""
         self._needs(Feature.POLLS)
         return await self._send(recipient, poll, **how)
@@ -66,17 +96,17 @@ class Features(ABC):
     async def group(self, action: str, **details: Any) -> Any:
         """Do something with a group: "create", "add", "remove", "info", as the protocol has it."""
         self._needs(Feature.GROUPS)
-        return await self.query(self.protocol.question(f"group_{action}", **details))
+        return await self._ask(self.protocol.question(f"group_{action}", **details))
 
     async def set_presence(self, state: str, to: str = "") -> None:
         """Say that this account is there, or not, or writes."""
         self._needs(Feature.PRESENCE)
-        await self.query(self.protocol.question("presence", state=state, to=to))
+        await self._ask(self.protocol.question("presence", state=state, to=to))
 
     async def mark_read(self, sender: str, *ids: str) -> None:
         """Tell a sender that these were read."""
         self._needs(Feature.READ_MARKERS)
-        await self.query(self.protocol.question("read", of=sender, ids=list(ids)))
+        await self._ask(self.protocol.question("read", of=sender, ids=list(ids)))
 
     def _needs(self, feature: Feature) -> None:
         if feature not in self.protocol.features:

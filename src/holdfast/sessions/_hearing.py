@@ -132,6 +132,8 @@ class Hearing(ABC):
         if not session._core.ready(link.generation, session._clock.monotonic()):
             return
         self._window.resize(event.window)
+        again = event.resumed or session.protocol.redelivers == "always"
+        session._sink.link_ready(again=again)
         if event.resumed:
             self._resume(link.generation)
         else:
@@ -219,14 +221,18 @@ class Hearing(ABC):
         # Over another link the server would not know what is meant: it sends it again instead.
         if link is not self._link or self._dialogue is None:
             return
-        if handled:
-            self._say(self._dialogue.acknowledge(token))
-        elif self._session.protocol.acknowledges_in_order:
-            # Nothing after it could be acknowledged any more, until the server sends it again.
+        try:
+            if handled:
+                self._say(self._dialogue.acknowledge(token))
+                return
+            if not self._session.protocol.acknowledges_in_order:
+                return
             self._say(self._dialogue.goodbye())
-            self._close(
-                CloseClass.TRANSIENT, "something was not handled: a new link brings it again"
-            )
+        except Exception as error:
+            self._crash(error)
+            return
+        # Nothing after it could be acknowledged any more, until the server sends it again.
+        self._close(CloseClass.TRANSIENT, "something was not handled: a new link brings it again")
 
     def _on_closing(self, event: Closing) -> None:
         self._say(event.farewell)
@@ -270,7 +276,8 @@ class Hearing(ABC):
         counts.unhandled += 1
         # A server that says nothing else shall not fill the logs: from then on, at 128, 256, 512 …
         if counts.unhandled <= MOST_LOGGED or not counts.unhandled & (counts.unhandled - 1):
-            log.warning("a frame that nobody handles (%d so far): %s", counts.unhandled, what)
+            text = "%s: a frame that nobody handles (%d so far): %s"
+            log.warning(text, self._session._name, counts.unhandled, what)
 
 
 _HANDLERS: dict[type, Any] = {

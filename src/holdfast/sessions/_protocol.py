@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
     "Accepted",
@@ -35,6 +35,7 @@ __all__ = [
     "Happening",
     "Incoming",
     "LoginStep",
+    "Notice",
     "Outgoing",
     "Progress",
     "Protocol",
@@ -229,6 +230,13 @@ class Outgoing:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something to say that the server does not answer, such as a presence; for `query`."""
+
+    data: Any = field(repr=False)
+
+
 #: One step: gets the send, returns it or another; may be async; `StepFailed` fails this send only.
 Step: TypeAlias = Callable[[Outgoing, Any], Any]
 
@@ -256,6 +264,10 @@ class Dialogue(ABC):
 
     def query(self, id: str, question: Any) -> bytes:
         """A question, as bytes; its answer comes as `Answered`."""
+        raise NotImplementedError
+
+    def notice(self, data: Any) -> bytes:
+        """What is in a `Notice`, as bytes; nothing is waited for."""
         raise NotImplementedError
 
     def ping(self) -> bytes:
@@ -299,6 +311,10 @@ class Protocol(ABC):
     #: Whether what came in is acknowledged in its order: what a handler failed at would hold up all
     #: that comes after it, so the link is closed, and the next one brings it again.
     acknowledges_in_order: bool = False
+    #: Whether the server sends again, over the next link, what was not acknowledged: "never",
+    #: "always", or if it still knows the last link ("resumed", which is what `Ready` says then).
+    #: If it does, what no handler has begun when a link ends is not kept: it would come twice.
+    redelivers: Literal["never", "resumed", "always"] = "never"
 
     @property
     @abstractmethod
@@ -308,6 +324,13 @@ class Protocol(ABC):
     def remember(self) -> Any:
         """The memory of a session that has none yet; kept while the session lives."""
         return None
+
+    def forget(self, memory: Any) -> Any:
+        """What is left of it when somebody else may have had the account: by default, a new one.
+
+        Nothing unconfirmed may be written again: whoever sent it was told that its fate is unknown.
+        """
+        return self.remember()
 
     @abstractmethod
     def begin(self, profile: str, credentials: bytes | None, memory: Any) -> Dialogue:
@@ -322,7 +345,10 @@ class Protocol(ABC):
         return None
 
     def question(self, what: str, **details: Any) -> Any:
-        """What `Dialogue.query` gets for one of the features, such as "presence"."""
+        """What `Dialogue.query` gets for one of the features, such as "presence".
+
+        A `Notice`, if the server has no answer to that: `Dialogue.notice` gets what is in it.
+        """
         return {"do": what, **details}
 
     async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Any:
@@ -332,6 +358,9 @@ class Protocol(ABC):
     async def download(self, session: Any, media: Any) -> bytes:
         """Get the bytes that a `Media` describes."""
         raise NotImplementedError
+
+    def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:  # noqa: B027 (may be nothing)
+        """Raise `StepFailed` for what `write` would refuse, for sessions without a server."""
 
     def sandbox_answer(self, question: Any) -> Any:
         """What the server would answer to a query, for sessions without a server."""

@@ -53,8 +53,8 @@ def retrying(
             try:
                 await _done(handler(event))
             except Exception as error:
-                again = "a handler has failed at %s and is called again: %s"
-                log.warning(again, event.type, describe(error))
+                again = "a handler of %r has failed at %s and is called again: %s"
+                log.warning(again, event.profile, event.type, describe(error))
                 await asyncio.sleep(pause.fail())
             else:
                 return
@@ -63,8 +63,9 @@ def retrying(
         except Exception as error:
             if dead_letter is None:
                 raise
-            aside = "a handler has failed %s at one event: %s goes to the dead letters: %s"
-            log.error(aside, counted(attempts, "time"), event.type, describe(error))
+            aside = "a handler of %r has failed %s at one event: %s goes to the dead letters: %s"
+            times = counted(attempts, "time")
+            log.error(aside, event.profile, times, event.type, describe(error))
             await _done(dead_letter(event, error))
 
     return handle

@@ -25,6 +25,7 @@ class Sealed(Storage):
 
     def __init__(self, inner: Storage, seal: Seal) -> None:
         self.inner = inner
+        self.durable = inner.durable
         self._seal = seal
 
     async def open(self) -> None:

@@ -20,8 +20,10 @@ from ._protocol import Outgoing, Step
 if TYPE_CHECKING:
     from ._session import Session
 
-__all__ = ["Senders"]
+__all__ = ["LIMIT", "Senders"]
 
+#: How many sends of a session may be under way at once, to all recipients or to one.
+LIMIT = 10_000
 #: A send, the step that it has come to, and what that step has not finished yet.
 Work = tuple[Parked, int, Awaitable[Any] | None]
 
@@ -75,14 +77,19 @@ class Senders:
 
     def _submit(self, parked: Parked, index: int, waiting: Awaitable[Any] | None) -> None:
         if self._workers is None:
-            self._workers = KeyedWorkers(self._work, name=f"senders of {self._session.profile}")
+            self._workers = KeyedWorkers(
+                self._work, max_queue=LIMIT, name=f"senders of {self._session.profile}"
+            )
             if not self._owned:
                 self._owned = True
                 self._session._owner._start_senders(self._session)
         try:
             self._workers.submit(parked.outgoing.recipient, (parked, index, waiting))
-        except QueueFull as error:
-            self._session._table.failed(parked, error)
+        except QueueFull:
+            # Most of them were settled by their time: they only wait for the step before them.
+            why = f"{LIMIT} sends to this recipient wait already: wait for some of them first"
+            _drop(waiting)
+            self._session._table.failed(parked, why)
 
     async def _work(self, recipient: str, work: Work) -> None:
         parked, index, waiting = work

@@ -6,10 +6,8 @@ A session stays the same object while the parts of its tree are restarted.
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
 from holdfast.kernel import (
     Backoff,
@@ -24,14 +22,16 @@ from holdfast.kernel import (
 from holdfast.leases import Lease
 
 from ._acks import AckTable, Parked
-from ._content import ConnectionUpdate, Event
+from ._checks import check_timeout
+from ._content import ConnectionUpdate, Event, SenderCrash
 from ._core import CHART, SessionCore
 from ._counts import Counts
 from ._errors import NotConnected, SessionError, SessionStopped, StorageError
-from ._features import Features, How
-from ._outcomes import Acked, NotSent, Outcome, Rejected, Unknown, error_of
-from ._protocol import CloseClass, Feature, Outgoing, Protocol, Step
+from ._logs import log_change, log_end, log_forgetful, log_not_kept, log_sender
+from ._offline import Offline
+from ._protocol import CloseClass, Feature, Notice, Protocol, Step
 from ._senders import Senders
+from ._sending import Sending
 from ._sink import Handler, Sink
 
 if TYPE_CHECKING:
@@ -41,13 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-#: How many sends may be under way at once.
-LIMIT = 10_000
 #: The namespace and the key of the credentials.
 CREDENTIALS = ("creds", "creds")
 
 
-class Session(Features):
+class Session(Sending):
     """One account. It is made by `Sessions.start` or `Sessions.connect`."""
 
     __slots__ = (
@@ -63,7 +61,6 @@ class Session(Features):
         "_memory",
         "_name",
         "_offline",
-        "_outbox",
         "_owner",
         "_recorder",
         "_records",
@@ -71,7 +68,6 @@ class Session(Features):
         "_senders",
         "_sink",
         "_table",
-        "_timer",
         "_told",
         "_tree",
         "profile",
@@ -102,13 +98,14 @@ class Session(Features):
         self._clock = clock
         self._recorder = recorder
         self._connect_timeout = connect_timeout
-        #: The last sends of a session without a server; None for one with a server.
-        self._offline: deque[Outgoing] | None = deque(maxlen=1000) if offline else None
+        # What stands in for the server; None for a session that has one.
+        self._offline: Offline | None = Offline(self, checks=not steps) if offline else None
         machine = Machine(name, CHART, clock=clock, recorder=recorder, history=0)
         self._core = SessionCore(machine, backoff)
         self._table = AckTable(self._settled)
         self._senders = Senders(self, [*protocol.steps, *steps])
-        self._sink = Sink(profile, events)
+        returns = protocol.redelivers != "never" and not offline
+        self._sink = Sink(profile, events, returns=returns)
         self._counts = Counts()
         # Sends that are through all steps and wait for their turn at the link.
         # (A list, of at most LIMIT: a deque takes 600 bytes for none, and most have none.)
@@ -124,177 +121,25 @@ class Session(Features):
         self._told: ConnectionUpdate | None = None
         self._changes: list[asyncio.Future[None]] = []
 
-    # -- sending -------------------------------------------------------------------------------
-
-    @overload
-    async def send(
-        self,
-        recipient: str,
-        content: Any,
-        *,
-        id: str | None = None,
-        timeout: float = 30.0,
-        outcome: Literal[False] = False,
-        wait: Literal[True] = True,
-        idempotent: bool = False,
-        hold: bool = False,
-    ) -> Acked: ...
-
-    @overload
-    async def send(
-        self,
-        recipient: str,
-        content: Any,
-        *,
-        id: str | None = None,
-        timeout: float = 30.0,
-        outcome: bool = False,
-        wait: bool = True,
-        idempotent: bool = False,
-        hold: bool = False,
-    ) -> Outcome: ...
-
-    async def send(
-        self,
-        recipient: str,
-        content: Any,
-        *,
-        id: str | None = None,
-        timeout: float = 30.0,
-        outcome: bool = False,
-        wait: bool = True,
-        idempotent: bool = False,
-        hold: bool = False,
-    ) -> Outcome:
-        """Send something, and wait until the server has confirmed it.
-
-        Sends to one recipient go out in the order of the calls, those to others beside them. What
-        was not confirmed is raised (`SendRejected`, `SendNotSent`, `SendUnknown`), or returned, if
-        `outcome` is true.
-
-        :param id: by which the server and the recipient know it; drawn, if it is not given.
-        :param timeout: how long to wait for the confirmation.
-        :param wait: if false, return what is known at once, which is `Acked` unless it has failed
-            already; what became of it is counted, and told to nobody.
-        :param idempotent: write it again, once and with the same id, when the link was lost and
-            nobody can say whether it arrived.
-        :param hold: without a link, wait for one within the timeout, instead of failing at once.
-        """
-        parked = self._begin(recipient, content, id, timeout, idempotent, hold)
-        if not wait:
-            return parked.outcome or Acked(parked.id)
-        try:
-            found: Outcome = parked.outcome or await parked.future  # type: ignore[misc]
-        except asyncio.CancelledError:
-            if not parked.written_in:
-                self._table.failed(parked, "its caller has gone")
-            raise
-        if outcome or isinstance(found, Acked):
-            return found
-        raise error_of(found)
-
-    async def _send(self, recipient: str, content: Any, **how: Unpack[How]) -> Acked:
-        return await self.send(recipient, content, **how)
-
-    def _begin(
-        self,
-        recipient: str,
-        content: Any,
-        id: str | None,
-        timeout: float,
-        idempotent: bool,
-        hold: bool,
-    ) -> Parked:
-        _check(recipient=recipient, id=id or "")
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        parked = Parked(
-            Outgoing(id or uuid.uuid4().hex, recipient, content),
-            timeout,
-            now + timeout,
-            future=loop.create_future(),
-            idempotent=idempotent,
-            hold=hold,
-        )
-        if len(self._table) >= LIMIT:
-            why = f"{LIMIT} sends are under way already: wait for some of them first"
-            self._settled(parked, NotSent(parked.id, parked.stage, why))
-            return parked
-        self._table.park(parked)
-        if self._timer is None:
-            self._timer = loop.call_at(parked.deadline, self._expire)
-        elif parked.deadline < self._timer.when():
-            self._timer.cancel()
-            self._timer = loop.call_at(parked.deadline, self._expire)
-        if self._core.stopped:
-            self._table.failed(parked, SessionStopped(self._why_offline()))
-        elif self._offline is not None:
-            self._offline.append(parked.outgoing)
-            self._table.written(parked, -1)
-            self._table.confirmed(parked.id, self.protocol.sandbox_extra(parked.outgoing), -1)
-        else:
-            self._senders.push(parked)
-        return parked
-
-    def _relay(self, parked: Parked) -> None:
-        """A send is through all steps."""
-        parked.stage = "relay"
-        if parked.outcome is not None:
-            return
-        if self._connection is not None:
-            self._connection.relay(parked)
-        else:
-            self._queue(parked)
-
-    def _queue(self, parked: Parked) -> None:
-        """It cannot be written now: it waits for its turn, or for a link, or not at all."""
-        core = self._core
-        if not (core.online or (parked.hold and core.machine.phase == "connecting")):
-            self._table.failed(parked, NotConnected(self._why_offline()))
-            return
-        self._outbox.append(parked)
-        if len(self._outbox) > 2 * len(self._table) + 16:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Let go of what waits for its turn and has been settled otherwise."""
-        self._outbox = [each for each in self._outbox if each.outcome is None]
-
-    def _settled(self, parked: Parked, outcome: Outcome) -> None:
-        counts = self._counts
-        match outcome:
-            case Acked():
-                counts.acked += 1
-            case Rejected():
-                counts.rejected += 1
-            case NotSent():
-                counts.not_sent += 1
-            case Unknown():
-                counts.unknown += 1
-        parked.outcome = outcome
-        future: Any = parked.future
-        if not future.done():
-            future.set_result(outcome)
-
-    def _expire(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        self._table.expired(loop.time())
-        if self._outbox:
-            self._sweep()
-        if (due := self._table.next_deadline()) is not None:
-            self._timer = loop.call_at(due, self._expire)
-
     # -- asking --------------------------------------------------------------------------------
 
     async def query(self, question: Any, timeout: float = 20.0) -> Any:
-        """Ask the server something that it answers."""
+        """Ask the server something, and wait for its answer; there is none to a `Notice`."""
         self._needs(Feature.QUERIES)
+        return await self._ask(question, timeout)
+
+    async def _ask(self, question: Any, timeout: float = 20.0) -> Any:
+        check_timeout(timeout)
         if self._offline is not None:
-            return self.protocol.sandbox_answer(question)
+            return self._offline.answer(question)
         if self._connection is None:
             raise NotConnected(self._why_offline())
-        return await self._connection.ask(question, timeout)
+        if not isinstance(question, Notice):
+            return await self._connection.ask(question, timeout)
+        self._connection.tell(question.data)
+        # It goes out now, and whoever says many of them leaves room for others.
+        await asyncio.sleep(0)
+        return None
 
     def answer_login(self, answer: Any) -> None:
         """Answer what the event `login` asked for."""
@@ -319,10 +164,11 @@ class Session(Features):
     # -- its connection ------------------------------------------------------------------------
 
     async def connect(self, timeout: float | None = 30.0) -> None:
-        """Connect again after `disconnect`, or after a refusal, and wait until that is done."""
+        """Connect after `disconnect`, or after a refusal, and wait until that is done.
+
+        A session that waits between two attempts makes the next one now.
+        """
         self._check_running()
-        if self._offline is not None:
-            return
         self._core.connect("the user connected it")
         self._changed()
         if self._connection is not None:
@@ -340,8 +186,8 @@ class Session(Features):
 
     async def online(self, timeout: float | None = None) -> None:
         """Wait until there is a link; raises if there will be none, or not within the timeout."""
-        if self._offline is not None:
-            return
+        if timeout is not None:
+            check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
                 while not self._core.online:
@@ -367,11 +213,10 @@ class Session(Features):
     def _changed(self) -> None:
         """The state has changed: tell everybody."""
         core = self._core
-        update = ConnectionUpdate(self.state)
-        if not core.online:
-            update = ConnectionUpdate(self.state, core.last_kind, core.last_reason)
+        update = ConnectionUpdate(self.state, *core.why)
         if update != self._told:
             self._told = update
+            log_change(self._name, update)
             self._emit("connection_update", update)
         changes, self._changes = self._changes, []
         for change in changes:
@@ -384,6 +229,12 @@ class Session(Features):
         return f"the session of {self.profile!r} is {core.machine.state}{why}"
 
     # -- what its parts tell it ----------------------------------------------------------------
+
+    def _begins(self) -> None:
+        """Its tree has been started: it connects by itself from now on."""
+        self._core.connect()
+        if self._offline is not None:
+            self._offline.start()
 
     async def _before_dial(self) -> None:
         """What must be so before a link is made."""
@@ -402,6 +253,9 @@ class Session(Features):
 
     def _keep_credentials(self, credentials: bytes) -> None:
         self._credentials = credentials
+        if self._owner._forgetful:
+            self._owner._forgetful = False
+            log_forgetful(self._name)
         if self._saving is None:
             self._saving = asyncio.get_running_loop().create_task(self._save())
 
@@ -413,6 +267,7 @@ class Session(Features):
                 saved = credentials
         except Exception as error:
             self._record("the credentials could not be kept", kind="failure", cause=error)
+            log_not_kept(self._name, describe(error))
             self._emit("credentials_not_kept", describe(error))
         finally:
             self._saving = None
@@ -431,7 +286,9 @@ class Session(Features):
         self._counts.crashes += 1
         reason = SessionError(f"the session has crashed: {describe(error)}")
         reason.__cause__ = error
-        self._core.crashed(str(reason), self._clock.monotonic())
+        # Not its words: they may be a message's, and this is recorded and logged.
+        why = f"the session has crashed: {type(error).__name__}"
+        self._core.crashed(why, self._clock.monotonic())
         self._table.over(reason)
         self._outbox.clear()
         self._emit("session_crashed", describe(error))
@@ -439,13 +296,18 @@ class Session(Features):
 
     def _sender_crashed(self, error: Exception, count: int) -> None:
         # Not its words: they are a step's, and may say to whom, and what.
-        text = f"a sender has crashed with {counted(count, 'send')}: {type(error).__name__}"
+        crash = SenderCrash(type(error).__name__, count)
+        text = f"a sender has crashed with {counted(count, 'send')}: {crash.error}"
         self._record(text, kind="failure")
+        log_sender(self._name, text, error, self._senders.crashes)
+        self._emit("sender_crashed", crash)
 
     def _ended(self, reason: str) -> None:
         """The tree is gone."""
         if not self._core.stopped:
             self._core.stop(reason)
+            if self._tree is not None:  # otherwise whoever wanted to start it is told
+                log_end(self._name, reason)
         self._senders.stop()
         self._table.over(SessionStopped(f"the session of {self.profile!r} is stopped: {reason}"))
         self._outbox.clear()
@@ -483,13 +345,17 @@ class Session(Features):
     def status(self) -> dict[str, Any]:
         """What there is to know, without contents and recipients."""
         machine, core = self._core.machine, self._core
+        now = self._clock.monotonic()
+        kind, reason = core.why
         return {
             "profile": self.profile,
             "protocol": self.protocol.name,
             "state": self.state,
-            "for": self._clock.monotonic() - machine.since,
+            "for": now - machine.since,
             "generation": core.generation,
-            "reason": core.last_reason,
+            "kind": None if kind is None else kind.value,
+            "reason": reason,
+            "next_attempt_in": core.next_attempt_in(now),
             "sending": len(self._table),
             "waiting": len(self._outbox),
             "events_waiting": len(self._sink),
@@ -501,6 +367,7 @@ class Session(Features):
         return {
             "reconnects": self._core.reconnects,
             "events_dropped": self._sink.dropped,
+            "events_returned": self._sink.returned,
             "handler_failures": self._sink.failed,
             "sender_crashes": self._senders.crashes,
             "late_confirmations": self._table.late,
@@ -514,9 +381,3 @@ class Session(Features):
             f"<Session {self.profile!r} over {self.protocol.name}: {self.state} for "
             f"{duration(now)}, {under_way} under way>"
         )
-
-
-def _check(**texts: object) -> None:
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, and not {type(value).__name__}")

@@ -29,46 +29,27 @@ from holdfast.kernel import (
     describe,
     refuse,
 )
-from holdfast.leases import LeaseRefused, Leases, StoreUnavailable
+from holdfast.leases import LeaseRefused, Leases
 from holdfast.leases import connect as connect_leases
 
 from ._connection import Connection
 from ._content import Event
-from ._errors import AlreadyRunning, SessionError
+from ._errors import AlreadyRunning, SessionError, SessionStopped
+from ._leasing import Leasing
 from ._protocol import Protocol, Step
 from ._records import Corruption, Records
 from ._retry_cache import MemoryRetryCache, RetryCache
 from ._session import Session
 from ._sink import Handler
 from ._storage import Keys, Storage, open_storage
+from ._via import SessionVia
 
-__all__ = ["SessionVia", "Sessions"]
+__all__ = ["Sessions"]
 
 #: How often a session's parts may crash before it is given up.
 INTENSITY = (5, 60.0)
-#: How long changes of records that are under way may take when their session ends.
+#: How long what is under way may take when a session ends: its start, changes of its records.
 CLOSING = 5.0
-
-
-class SessionVia:
-    """The session of a profile, whichever it is just now: usable wherever a session is."""
-
-    __slots__ = ("_sessions", "profile")
-
-    def __init__(self, sessions: Sessions, profile: str) -> None:
-        self._sessions = sessions
-        self.profile = profile
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # of whoever copies it: there is nothing to look up yet
-        session = self._sessions.whereis(self.profile)
-        if session is None:
-            raise SessionError(f"no session of {self.profile!r} is running: start one")
-        return getattr(session, name)
-
-    def __repr__(self) -> str:
-        return f"<SessionVia {self.profile!r}: {self._sessions.whereis(self.profile)}>"
 
 
 class Sessions:
@@ -126,9 +107,9 @@ class Sessions:
         self._clock = clock or Clock.current()
         self.recorder = recorder or Recorder(clock=self._clock)
         self._storage = open_storage(storage, key=storage_key)
-        self._leases = leases if isinstance(leases, Leases) else None
-        self._leases_url = leases if isinstance(leases, str) else None
-        self._lease_ttl = lease_ttl
+        # Whether it has to be said yet that credentials are gone with the process.
+        self._forgetful = not self._storage.durable
+        self._leasing = Leasing(leases, name=name, ttl=lease_ttl, clock=self._clock)
         self._connect_timeout = connect_timeout
         self._backoff = backoff or Backoff(1.0, 60.0, jitter="full", clock=self._clock)
         self._events = events
@@ -137,12 +118,12 @@ class Sessions:
         self._rate = self._rates.rate_limit("links", rate=connect_rate, burst=connect_burst)
         self._registry: Registry[str, Session] = Registry(name)
         self._starting: dict[str, Session] = {}
+        # Starts that are under way, by profile; done with the start, whatever comes of it.
+        self._starts: dict[str, asyncio.Future[None]] = {}
         self._root = Supervisor(name, recorder=self.recorder, clock=self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
         # What the sessions that are over have counted.
         self._past: dict[str, Counter[str]] = {}
-        # Tells leases of this object from those of others in the same process.
-        self._token = f"{self._clock.random.getrandbits(48):012x}"
         self._state = "new"
 
     # -- life ----------------------------------------------------------------------------------
@@ -155,29 +136,34 @@ class Sessions:
         try:
             await self._storage.open()
             await self._rates.open()
-            if self._leases_url is not None:
-                self._leases = connect_leases(
-                    self._leases_url, clock=self._clock, recorder=self.recorder
-                )
-                await self._leases.open()
+            await self._leasing.open(self.recorder)
             await self._root.start()
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        """Stop all sessions, and let go of everything."""
+        """Stop all sessions side by side, and let go of everything.
+
+        It takes as long as the slowest of them. Being cancelled does not cut it short: the
+        cancellation is raised afterwards.
+        """
         if self._state != "open":
             return
         self._state = "closed"
-        for session in list(self):
-            session._core.stop("everything is closed")
-            session._sink.closes(asyncio.current_task())
-        await self._root.stop()
-        if self._leases_url is not None and self._leases is not None:
-            await self._leases.close()
-        await self._rates.close()
-        await self._storage.close()
+        caller = asyncio.current_task()
+        await _to_its_end(asyncio.get_running_loop().create_task(self._close(caller)))
+
+    async def _close(self, caller: asyncio.Task[Any] | None) -> None:
+        ends = [self._end(each, "everything is closed", caller) for each in self]
+        await asyncio.gather(*ends, return_exceptions=True)  # the supervisor has told what failed
+        try:
+            await self._root.stop()
+        finally:
+            async with contextlib.AsyncExitStack() as rest:
+                rest.push_async_callback(self._storage.close)
+                rest.push_async_callback(self._rates.close)
+                rest.push_async_callback(self._leasing.close)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -226,7 +212,7 @@ class Sessions:
             self._storage,
             profile,
             on_corrupt=partial(self._corrupt, profile),
-            may_write=None if self._leases is None else partial(self._has_lease, profile),
+            may_write=partial(self._has_lease, profile) if self._leasing.needed else None,
         )
         session = Session(
             self,
@@ -244,6 +230,7 @@ class Sessions:
         )
         session.attach(on_event)
         self._starting[profile] = session
+        under_way = self._starts[profile] = asyncio.get_running_loop().create_future()
         try:
             await self._storage.new(profile)
             await self._renew_lease(session)
@@ -251,12 +238,19 @@ class Sessions:
             await self._root.stop_child(name)
             session._tree = await self._root.start_child(self._tree(session, name))
         except BaseException as error:
+            stopped = session._core.stopped
             await self._over(session, describe(error))
+            if stopped and isinstance(error, Exception):
+                raise SessionStopped(session._why_offline()) from error
             if isinstance(error, LeaseRefused):
                 raise AlreadyRunning(str(error), str(error)) from error
             if isinstance(error, StartFailed) and error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
+        finally:
+            if self._starts.get(profile) is under_way:
+                del self._starts[profile]
+            under_way.set_result(None)
         return session
 
     async def connect(
@@ -272,21 +266,37 @@ class Sessions:
         return session
 
     async def stop(self, session: Session | SessionVia | str) -> None:
-        """End a session, and free its profile; harmless if there is none."""
+        """End a session, and free its profile; harmless if there is none.
+
+        One that is being started is not started: whoever started it gets `SessionStopped`.
+        """
         profile = session if isinstance(session, str) else session.profile
         found = self._starting.get(profile)
-        if found is None or (isinstance(session, Session) and found is not session):
+        if found is None or (type(session) is Session and found is not session):
             return
-        found._core.stop("it was stopped")
-        found._sink.closes(asyncio.current_task())
-        try:
-            await self._root.stop_child(found._name.rpartition("/")[2])
-        except NotRunning:
-            pass
+        end = self._end(found, "it was stopped", asyncio.current_task())
+        ending = asyncio.get_running_loop().create_task(end)
+        self._tasks.add(ending)
+        ending.add_done_callback(self._tasks.discard)
+        await asyncio.shield(ending)  # it ends, even if whoever asked for it has gone
         if profile not in self._starting:
             # Once more, and only now: the last that is recorded of it is that it has stopped.
             for part in ("", "/connection", "/senders"):
                 self.recorder.forget(found._name + part)
+
+    async def _end(self, session: Session, why: str, caller: asyncio.Task[Any] | None) -> None:
+        session._sink.closes(caller)
+        # While it is online: what a handler has in hand is finished, answered and acknowledged.
+        await session._sink.finish()
+        if self._starting.get(session.profile) is not session:
+            return  # somebody else has ended it meanwhile
+        session._core.stop(why)
+        under_way = self._starts.get(session.profile)
+        with contextlib.suppress(NotRunning):
+            await self._root.stop_child(session._name.rpartition("/")[2])
+        if under_way is not None:
+            # There was nothing to stop yet, perhaps: the start sees it, and cleans up.
+            await asyncio.wait((under_way,), timeout=CLOSING)
 
     def whereis(self, profile: str) -> Session | None:
         """The session of a profile, if it has one in this process."""
@@ -340,11 +350,11 @@ class Sessions:
     async def _run_tree(
         self, session: Session, run: Callable[[Context], Awaitable[None]], ctx: Context
     ) -> None:
-        ctx.register(self._registry, session.profile, session)
-        if session._offline is None:
-            session._core.connect()
         reason = "it was stopped"
         try:
+            session._check_running()  # it may have been stopped before there was anything to stop
+            ctx.register(self._registry, session.profile, session)
+            session._begins()
             await run(ctx)
         except asyncio.CancelledError:
             raise
@@ -369,17 +379,24 @@ class Sessions:
     async def _over(self, session: Session, reason: str) -> None:
         """The tree of a session is gone: everybody is told, and its profile is free."""
         session._ended(reason)
-        # Before the profile is free: whoever has it next must find what was changed last.
-        await session._records.close(CLOSING)
-        lease, session._lease = session._lease, None
-        if lease is not None:
-            await lease.release()
+        try:
+            # Before the profile is free: whoever has it next must find what was changed last.
+            await session._records.close(CLOSING)
+        finally:
+            try:
+                lease, session._lease = session._lease, None
+                if lease is not None:
+                    await lease.release()
+            finally:
+                self._free(session)
+        await session._sink.close()
+        self.recorder.forget(session._name)
+
+    def _free(self, session: Session) -> None:
         if self._starting.get(session.profile) is session:
             del self._starting[session.profile]
             self._past.setdefault(session.protocol.name, Counter()).update(session._totals())
             self._registry.unregister(session.profile)
-        await session._sink.close()
-        self.recorder.forget(session._name)
 
     def _corrupt(self, profile: str, found: Corruption) -> None:
         if (session := self._starting.get(profile)) is not None:
@@ -396,21 +413,7 @@ class Sessions:
 
     async def _renew_lease(self, session: Session) -> None:
         """See to it that the session has its lease, if it needs one."""
-        if self._leases is None or (session._lease is not None and session._lease.live):
-            return
-        key = f"{self.name}/{session.profile}"
-        owner = f"{session.profile} ({self._token})"
-        exclusive = self._leases.exclusive(key, ttl=self._lease_ttl, wait=0, owner=owner)
-        try:
-            lease = session._lease = await exclusive.acquire()
-        except LeaseRefused as error:
-            if session._lease is None:
-                raise
-            if any(each.holder.owner != owner for each in await self._leases.held(key)):
-                raise
-            # It was asked for and not answered, or lost because the store could not be reached.
-            raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
-        lease.on_lost(lambda error: session._fenced() if session._lease is lease else None)
+        await self._leasing.renew(session)
 
     async def _may_dial(self) -> None:
         """Not too many at once."""
@@ -419,3 +422,16 @@ class Sessions:
 
 def _run_connection(session: Session, ctx: Context) -> Awaitable[None]:
     return Connection(session).run(ctx)
+
+
+async def _to_its_end(task: asyncio.Task[None]) -> None:
+    """Wait for a task, however often the waiting is cancelled; then be cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

@@ -5,6 +5,10 @@ limit; past it the newest are dropped, which is counted and told to the consumer
 Events with an acknowledgement have that limit for themselves, so that a flood of others costs none.
 What has an acknowledgement is acknowledged when the consumer is done with it: a handler when it has
 returned, an iterator when it asks for the next one, a queue when it has it.
+
+The end has two parts. Before the goodbye, while the link is there: what is in hand may be finished
+and acknowledged, and what the server will send again is let go of. After it: the consumer gets the
+rest. Both together have one moment, and whoever hangs does not make it longer.
 """
 
 from __future__ import annotations
@@ -18,91 +22,78 @@ from typing import Any, TypeAlias
 from holdfast.kernel import describe
 
 from ._content import Event
+from ._waiting import Done, Taken, Waiting
 
 __all__ = ["Handler", "Sink"]
 
 log = logging.getLogger("holdfast.sessions")
 
+#: How long a consumer has at the end, in seconds.
+MOMENT = 5.0
+
 Handler: TypeAlias = Callable[[Event], Awaitable[object] | object]
-#: Told whether it was handled.
-Done: TypeAlias = Callable[[bool], None]
 
 
-class Sink:
-    """The events of one session."""
+class Sink(Waiting):
+    """The events of one session, and whoever takes them."""
 
     __slots__ = (
-        "_buffer",
         "_closed",
         "_closer",
         "_consumer",
-        "_earlier",
+        "_finished",
         "_handler",
-        "_owed",
-        "_profile",
-        "_told",
+        "_reader",
+        "_until",
         "_waiter",
-        "dropped",
         "failed",
-        "limit",
     )
 
-    def __init__(self, profile: str, limit: int = 1000) -> None:
-        self._profile = profile
-        self.limit = limit
-        #: Events that there was no room for.
-        self.dropped = 0
+    def __init__(self, profile: str, limit: int = 1000, *, returns: bool = False) -> None:
+        super().__init__(profile, limit, returns=returns)
         #: Times that a handler has raised.
         self.failed = 0
-        self._told = 0
-        # What waits: the older ones, the oldest last, and the newer ones, in their order. (Two
-        # lists: each session has an event or two that nobody takes, and a deque takes 600 bytes.)
-        self._earlier: list[tuple[Event, Done | None]] = []
-        self._buffer: list[tuple[Event, Done | None]] = []
         self._handler: Handler | None = None
+        # Who gives events to the handler, while there are any.
         self._consumer: asyncio.Task[None] | None = None
+        # Who iterates and has something in hand that is to be acknowledged.
+        self._reader: asyncio.Task[Any] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
         # Whoever waits for the end: it is not waited for.
-        self._closer: asyncio.Task[None] | None = None
-        # How many of those that wait have an acknowledgement.
-        self._owed = 0
+        self._closer: asyncio.Task[Any] | None = None
+        # When the moment is over that consumers have at the end.
+        self._until: float | None = None
+        # Told when what is in hand at the end is finished.
+        self._finished: asyncio.Future[None] | None = None
 
     # -- events come ---------------------------------------------------------------------------
 
     def put(self, event: Event, done: Done | None = None) -> bool:
         """Something happened; says whether there was room for it."""
-        waiting = len(self) - self._owed if done is None else self._owed
-        if waiting >= self.limit or self._closed:
+        if self._closed:
             self.dropped += 1
             return False
-        self._owed += done is not None
-        self._buffer.append((event, done))
+        if not self.add(event, done):
+            return False
         self._wake()
         return True
 
+    def link_ready(self, *, again: bool) -> None:
+        """There is a new link, over which what was put aside comes again, or does not."""
+        super().link_ready(again=again)
+        self._wake()
+
     def _wake(self) -> None:
+        if not self:
+            return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         elif self._handler is not None and self._consumer is None:
             self._consumer = asyncio.get_running_loop().create_task(self._feed(self._handler))
 
-    def _take(self) -> tuple[Event, Done | None] | None:
-        if not self:
-            return None
-        if self.dropped > self._told:
-            lost, self._told = self.dropped - self._told, self.dropped
-            return Event("events_dropped", lost, self._profile), None
-        if not self._earlier:
-            self._buffer.reverse()
-            self._earlier, self._buffer = self._buffer, []
-        taken = self._earlier.pop()
-        self._owed -= taken[1] is not None
-        return taken
-
-    def _put_back(self, taken: tuple[Event, Done | None]) -> None:
-        self._owed += taken[1] is not None
-        self._earlier.append(taken)
+    def _give_back(self, taken: Taken, era: int) -> None:
+        self.put_back(taken, era)
         self._wake()
 
     # -- and go --------------------------------------------------------------------------------
@@ -111,15 +102,14 @@ class Sink:
         """Give every event to this from now on, and what has waited first; None for nobody."""
         self._leave()
         self._handler = handler.put if isinstance(handler, asyncio.Queue) else handler
-        if self._handler is not None and self:
-            self._wake()
+        self._wake()
 
     async def _feed(self, handler: Handler) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
-            while self._consumer is task and (taken := self._take()) is not None:
-                event, done = taken
+            while self._consumer is task and (taken := self.take()) is not None:
+                (event, done), era = taken, self._era
                 try:
                     outcome = handler(event)
                     if inspect.isawaitable(outcome):
@@ -127,11 +117,12 @@ class Sink:
                 except (Exception, asyncio.CancelledError) as error:
                     if isinstance(error, asyncio.CancelledError) and task.cancelling():
                         # Another consumer takes its place, and this event.
-                        self._put_back(taken)
+                        self._give_back(taken, era)
                         raise
                     self.failed += 1
                     log.warning(
-                        "a handler of events has failed with %s: %s is not acknowledged",
+                        "a handler of events of %r has failed with %s: %s is not acknowledged",
+                        self._profile,
                         describe(error),
                         event.type,
                         exc_info=True,
@@ -141,6 +132,8 @@ class Sink:
                     handled = True
                 if done is not None:
                     done(handled)
+                if self._consumer is task:
+                    self._finish()
         finally:
             if self._consumer is task:
                 self._consumer = None
@@ -148,18 +141,22 @@ class Sink:
     async def iterate(self) -> AsyncIterator[Event]:
         """Every event from now on, and what has waited first."""
         self._leave()
-        in_hand: tuple[Event, Done] | None = None
+        in_hand: tuple[Taken, int] | None = None
         loop = asyncio.get_running_loop()
         token = self._waiter = loop.create_future()
         try:
             while self._waiter is token:
-                if (taken := self._take()) is not None:
+                if (taken := self.take()) is not None:
                     event, done = taken
-                    in_hand = None if done is None else (event, done)
+                    if done is None:
+                        yield event
+                        continue
+                    in_hand, self._reader = (taken, self._era), asyncio.current_task()
                     yield event
                     in_hand = None
-                    if done is not None:
-                        done(True)
+                    done(True)
+                    if self._waiter is token:
+                        self._finish()
                     continue
                 if self._closed:
                     return
@@ -169,9 +166,10 @@ class Sink:
         finally:
             if self._waiter is token:
                 self._waiter = None
+                self._finish()
             if in_hand is not None:
                 # Whoever had it has left the loop, done with it or not: the next one gets it again.
-                self._put_back(in_hand)
+                self._give_back(*in_hand)
 
     def _leave(self) -> None:
         """Whoever was attached is not any more."""
@@ -179,26 +177,46 @@ class Sink:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
         consumer, self._consumer = self._consumer, None
-        self._handler = None
+        self._handler = self._reader = None
         if consumer is not None:
             consumer.cancel()
 
     # -- the end -------------------------------------------------------------------------------
 
     def closes(self, task: asyncio.Task[Any] | None) -> None:
-        """This task waits for the end; if it is the consumer, its handler has asked for it."""
-        if task is not None and task is self._consumer:
+        """This task waits for the end; if it has something in hand, it has asked for it itself."""
+        if task is not None and task in (self._consumer, self._reader):
             self._closer = task
 
-    async def close(self, timeout: float = 5.0) -> None:
-        """Take no more, and give the consumer a moment for what has waited."""
+    async def finish(self, timeout: float = MOMENT) -> None:
+        """Before the goodbye: let go of what comes again, and wait for what is in hand."""
+        loop = asyncio.get_running_loop()
+        if self._until is None:
+            self._until = loop.time() + timeout
+        self.refuse()
+        holder = self._consumer or self._reader
+        if holder is None or holder in (self._closer, asyncio.current_task()) or holder.done():
+            return
+        if self._finished is None:
+            self._finished = loop.create_future()
+        left = max(0.0, self._until - loop.time())
+        ends: set[asyncio.Future[None]] = {self._finished, holder}
+        await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    def _finish(self) -> None:
+        """Nothing is in hand."""
+        self._reader = None
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
+
+    async def close(self, timeout: float = MOMENT) -> None:
+        """Take no more, and give the consumer what is left of its moment."""
         self._closed = True
+        self.refuse()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if (consumer := self._consumer) is not None and consumer is not self._closer:
-            await asyncio.wait((consumer,), timeout=timeout)
+            now = asyncio.get_running_loop().time()
+            left = timeout if self._until is None else max(0.0, self._until - now)
+            await asyncio.wait((consumer,), timeout=left)
             consumer.cancel()
-
-    def __len__(self) -> int:
-        """How many wait."""
-        return len(self._earlier) + len(self._buffer)

@@ -46,6 +46,9 @@ class Namespace(StrEnum):
 class Storage(ABC):
     """Records of bytes, by profile, namespace and key."""
 
+    #: Whether what is kept there outlives the process.
+    durable: bool = True
+
     async def open(self) -> None:  # noqa: B027 (not every storage has something to open)
         """Make it ready; raises `StorageError` that says what to do. Nothing, if it is open."""
 

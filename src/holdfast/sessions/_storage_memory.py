@@ -12,6 +12,8 @@ __all__ = ["MemoryStorage"]
 class MemoryStorage(Storage):
     """Records in this object, for as long as it lives; `open` and `close` change nothing."""
 
+    durable = False
+
     def __init__(self) -> None:
         self._profiles: dict[str, dict[str, dict[str, bytes]]] = {}
 

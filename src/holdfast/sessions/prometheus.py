@@ -34,6 +34,7 @@ _COUNTERS = {
     "reconnects": "Times that a session was online again.",
     "late_confirmations": "Confirmations that came too late, twice, or over an old link.",
     "events_dropped": "Events that there was no room for.",
+    "events_returned": "Messages that nobody had begun: the server sends them again.",
     "handler_failures": "Times that a handler of events raised.",
     "repeated": "Sends that a peer asked for again, and got.",
     "not_repeated": "Sends that a peer asked for again, and that were not kept.",

@@ -33,7 +33,7 @@ class SessionSandbox:
     def sent(self) -> list[Outgoing]:
         """What was sent, the newest last; at most the last thousand."""
         assert self.session._offline is not None
-        return list(self.session._offline)
+        return list(self.session._offline.sent)
 
     async def receive(
         self,

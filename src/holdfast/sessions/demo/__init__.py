@@ -19,7 +19,8 @@ to ban. What may be asked of it (`query`) is an object with a `do`:
 """
 
 from ._frames import MAX_FRAME
-from ._protocol import Demo, DemoDialogue, DemoMemory
+from ._memory import DemoMemory
+from ._protocol import Demo, DemoDialogue
 from ._server import DemoServer, ReceivedSend
 
 __all__ = ["MAX_FRAME", "Demo", "DemoDialogue", "DemoMemory", "DemoServer", "ReceivedSend"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from .._errors import ProtocolError
@@ -112,6 +113,9 @@ class ServerLink:
             self._server.world.got(self.account.name, count_of(frame, "n"))
         elif kind == "query" and self.account is not None:
             self._query(frame, self.account)
+        elif kind == "notice" and self.account is not None:
+            with contextlib.suppress(Denied):
+                self._server.world.answer(self.account.name, frame.get("notice"))
         elif kind == "hello" and not self.profile:
             self._hello(frame)
         elif kind == "login" and self.code is not None:

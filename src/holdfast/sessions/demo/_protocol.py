@@ -21,6 +21,7 @@ from .._protocol import (
     Happening,
     Incoming,
     LoginStep,
+    Notice,
     Outgoing,
     Progress,
     Protocol,
@@ -42,39 +43,17 @@ from ._frames import (
     text_of,
     wire_form,
 )
+from ._memory import DemoMemory
 
 if TYPE_CHECKING:
     from ._server import DemoServer
 
-__all__ = ["VERSION", "Demo", "DemoDialogue", "DemoMemory"]
+__all__ = ["VERSION", "Demo", "DemoDialogue"]
 
 #: The version of the protocol.
 VERSION = 1
-#: How many unconfirmed sends are kept for a resumption.
-_MOST_KEPT = 10_000
 
 _CLASSES = {kind.name.lower(): kind for kind in CloseClass}
-
-
-class DemoMemory:
-    """What outlives a link: the name of what can be resumed, and what is unconfirmed."""
-
-    __slots__ = ("token", "unconfirmed")
-
-    def __init__(self) -> None:
-        self.token: str | None = None
-        self.unconfirmed: dict[str, bytes] = {}
-
-    def written(self, id: str, data: bytes) -> None:
-        """It may have to be written again."""
-        self.unconfirmed.pop(id, None)
-        self.unconfirmed[id] = data
-        if len(self.unconfirmed) > _MOST_KEPT:
-            del self.unconfirmed[next(iter(self.unconfirmed))]
-
-    def settled(self, id: str) -> None:
-        """The server has said what became of it."""
-        self.unconfirmed.pop(id, None)
 
 
 class DemoDialogue(Dialogue):
@@ -155,6 +134,10 @@ class DemoDialogue(Dialogue):
         if len(data) > MAX_FRAME:
             raise QueryFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
         return data
+
+    def notice(self, data: Any) -> bytes:
+        """Something that is not answered: an object with a `do`, as in a question."""
+        return encode({"k": "notice", "notice": data})
 
     def ping(self) -> bytes:
         """Are you there?"""
@@ -293,6 +276,7 @@ class Demo(Protocol):
 
     name = "demo"
     features = frozenset(Feature)
+    redelivers = "always"
 
     def __init__(
         self,
@@ -331,6 +315,11 @@ class Demo(Protocol):
             profile, credentials, memory, cumulative=self.cumulative, version=self._version
         )
 
+    def question(self, what: str, **details: Any) -> Any:
+        """What is asked; whether somebody is there is only told, and not answered."""
+        question = super().question(what, **details)
+        return Notice(question) if what == "presence" else question
+
     async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Media:
         """Give bytes to the server, piece by piece."""
         location = ""
@@ -350,6 +339,10 @@ class Demo(Protocol):
                 raise QueryFailed(f"{media.location} has {len(data)} bytes, not {media.size}")
             data += piece
         return bytes(data)
+
+    def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
+        """Whether it can be written at all, for sessions without a server."""
+        self.begin(profile, None, None).write(outgoing)
 
     def sandbox_answer(self, question: Any) -> Any:
         """Where something was put, for sessions without a server."""

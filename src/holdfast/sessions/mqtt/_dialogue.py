@@ -128,6 +128,11 @@ class MqttDialogue(Dialogue):
         memory.inflight[number] = (outgoing.id, data if self._plan.resumes else b"")
         return data
 
+    def check(self, outgoing: Outgoing) -> None:
+        """Raise `StepFailed` for what no server would take; for a dialogue without a link."""
+        self._phase = "open"
+        self.write(outgoing)
+
     def _rich(self, address: bytes, number: int, id: str, body: Any) -> bytes:
         """A send that is more than bytes."""
         if isinstance(body, Text):

@@ -14,7 +14,7 @@ from holdfast.kernel import refuse
 from .._content import Msg, Text
 from .._endpoints import Tcp, WebSocket, default_tls
 from .._errors import SessionError
-from .._protocol import Feature, Protocol
+from .._protocol import Feature, Outgoing, Protocol
 from . import _packets as packets
 from ._codec import text_field
 from ._dialogue import MqttDialogue
@@ -91,6 +91,7 @@ class Mqtt(Protocol):
         self.keepalive = keepalive
         self.patience = patience
         self.resumes = session_expiry > 0
+        self.redelivers = "resumed" if self.resumes else "never"
         self._client_id = client_id
         self._topic = topic
         self._filters = (subscribe,) if isinstance(subscribe, str) else tuple(subscribe)
@@ -175,6 +176,11 @@ class Mqtt(Protocol):
         """The client's half of an MQTT session, while it has none."""
         return Memory()
 
+    def forget(self, memory: Memory) -> Memory:
+        """Nothing is in flight; the client id stays, and that the server has known it."""
+        memory.forget()
+        return memory
+
     def begin(self, profile: str, credentials: bytes | None, memory: Memory) -> MqttDialogue:
         """A dialogue for a new link."""
         try:
@@ -218,6 +224,10 @@ class Mqtt(Protocol):
             max_packet_size=self._max_packet_size,
             goodbye=packets.disconnect(0x04 if will is not None and will.on_goodbye else 0),
         )
+
+    def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
+        """Whether any server would take it, for sessions without one."""
+        self.begin(profile, None, self.remember()).check(outgoing)
 
     def route(self, frame: Any) -> str:
         """A publication is a message; there is nothing else."""

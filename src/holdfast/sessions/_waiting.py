@@ -1,0 +1,156 @@
+"""Events that wait for somebody to take them. Plain data: no tasks, no I/O.
+
+What has an acknowledgement belongs to the link that it came over: over another one the server would
+not know what is meant. So when a link ends, what has not begun is put aside, and the next link says
+what becomes of it:
+
+- the server sends it again: it is let go of, or each message would be handled once for each link;
+- the server has forgotten it: there is no other copy, so it is given out, with nobody to tell.
+
+What has begun goes on. If it comes back unfinished, it goes the same way as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ._content import Event
+
+__all__ = ["Done", "Taken", "Waiting"]
+
+#: Told whether it was handled.
+Done: TypeAlias = Callable[[bool], None]
+Taken: TypeAlias = tuple[Event, Done | None]
+
+
+class Waiting:
+    """The events of one session that nobody has taken yet.
+
+    :param limit: how many may wait; as many again of those that have an acknowledgement.
+    :param returns: whether the server may send again what was not acknowledged.
+    """
+
+    __slots__ = (
+        "_aside",
+        "_buffer",
+        "_earlier",
+        "_era",
+        "_forgotten",
+        "_owed",
+        "_profile",
+        "_refuses",
+        "_told",
+        "dropped",
+        "limit",
+        "returned",
+        "returns",
+    )
+
+    def __init__(self, profile: str, limit: int = 1000, *, returns: bool = False) -> None:
+        self._profile = profile
+        self.limit = limit
+        self.returns = returns
+        #: Events that there was no room for.
+        self.dropped = 0
+        #: Events that were let go of because the server still has them.
+        self.returned = 0
+        self._told = 0
+        # What waits: the older ones, the oldest last, and the newer ones, in their order. (Two
+        # lists: each session has an event or two that nobody takes, and a deque takes 600 bytes.)
+        self._earlier: list[Taken] = []
+        self._buffer: list[Taken] = []
+        # How many of those that wait have an acknowledgement: all of them of the link that is.
+        self._owed = 0
+        # Those of the last link, in their order, until the next one says what becomes of them.
+        self._aside: list[Taken] | None = None
+        # How many links have ended, and how many had when the server had last forgotten one.
+        self._era = 0
+        self._forgotten = 0
+        self._refuses = False
+
+    def add(self, event: Event, done: Done | None = None) -> bool:
+        """One more; says whether there was room for it."""
+        if done is not None and self._refuses:
+            self.returned += 1
+            return True
+        waiting = len(self) - self._owed if done is None else self._owed
+        if waiting >= self.limit:
+            self.dropped += 1
+            return False
+        self._owed += done is not None
+        self._buffer.append((event, done))
+        return True
+
+    def take(self) -> Taken | None:
+        """The next one, if there is any."""
+        if not self:
+            return None
+        if self.dropped > self._told:
+            lost, self._told = self.dropped - self._told, self.dropped
+            return Event("events_dropped", lost, self._profile), None
+        if not self._earlier:
+            self._buffer.reverse()
+            self._earlier, self._buffer = self._buffer, []
+        taken = self._earlier.pop()
+        self._owed -= taken[1] is not None
+        return taken
+
+    def put_back(self, taken: Taken, era: int) -> None:
+        """Whoever took it, in that era, is not done with it."""
+        event, done = taken
+        if done is not None and (self._refuses or era != self._era):
+            if self._aside is not None and era == self._era - 1:
+                self._aside.insert(0, taken)
+                return
+            if self._refuses or era >= self._forgotten:
+                self.returned += 1
+                return
+            done = None
+        self._owed += done is not None
+        self._earlier.append((event, done))
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def link_lost(self) -> None:
+        """A link has ended: nothing that came over it can be acknowledged any more."""
+        if not self.returns:
+            return
+        owed = self._take_out()
+        if self._aside is None:
+            self._era += 1
+            self._aside = owed
+        else:
+            # That link was never ready, so nobody has said yet what becomes of the ones before.
+            self.returned += len(owed)
+
+    def link_ready(self, *, again: bool) -> None:
+        """There is a new link, over which what was put aside comes again, or does not."""
+        aside, self._aside = self._aside, None
+        if aside is None:
+            return
+        if again:
+            self.returned += len(aside)
+        else:
+            self._forgotten = self._era
+            self._earlier += [(event, None) for event, _ in reversed(aside)]
+
+    def refuse(self) -> None:
+        """From now on, let go of everything that the server will send again to the next one."""
+        if self.returns:
+            self._refuses = True
+            aside, self._aside = self._aside or [], None
+            self.returned += len(aside) + len(self._take_out())
+
+    def _take_out(self) -> list[Taken]:
+        """Those with an acknowledgement, in their order; they do not wait here any more."""
+        if not self._owed:
+            return []
+        everything = [*reversed(self._earlier), *self._buffer]
+        self._earlier, self._owed = [], 0
+        self._buffer = [each for each in everything if each[1] is None]
+        return [each for each in everything if each[1] is not None]
+
+    def __len__(self) -> int:
+        """How many can be taken."""
+        return len(self._earlier) + len(self._buffer)

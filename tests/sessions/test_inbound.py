@@ -1,0 +1,368 @@
+"""What waits with an acknowledgement, and what becomes of it when its link or its session ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.sessions.support import until
+
+from holdfast.kernel import Backoff
+from holdfast.sessions import Event, Session, Sessions, Text
+from holdfast.sessions._sink import MOMENT, Sink
+from holdfast.sessions._waiting import Waiting
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.sessions.demo._protocol import DemoDialogue
+from holdfast.testing import Sim, simulate
+
+#: Three times what a session has for its end.
+AT_MOST = 3 * MOMENT
+
+
+@pytest.fixture
+def server() -> DemoServer:
+    return DemoServer()
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    async with Sessions(backoff=Backoff(0.01, 0.05)) as opened:
+        yield opened
+
+
+# -- the pure part ---------------------------------------------------------------------------------
+
+
+class Box:
+    """Numbers that wait; those below 100 are to be acknowledged."""
+
+    def __init__(self, *numbers: int, returns: bool = True) -> None:
+        self.waiting = Waiting("alice", 5, returns=returns)
+        self.add(*numbers)
+
+    def add(self, *numbers: int) -> None:
+        for number in numbers:
+            event = Event("number", number, "alice")
+            self.waiting.add(event, None if number >= 100 else lambda handled: None)
+
+    def rest(self) -> list[Any]:
+        found = []
+        while (taken := self.waiting.take()) is not None:
+            found.append(taken[0].data)
+        return found
+
+
+def test_what_waits_ends_with_its_link_if_the_server_sends_it_again() -> None:
+    box = Box(1, 100, 2)
+    assert box.waiting.take() is not None
+    box.add(3, 101)
+    box.waiting.link_lost()
+    assert len(box.waiting) == 2
+    box.waiting.link_ready(again=True)
+    box.add(1, 2, 3)
+    assert box.rest() == [100, 101, 1, 2, 3]
+    assert (box.waiting.returned, box.waiting.dropped, box.waiting._owed) == (2, 0, 0)
+
+
+def test_what_the_server_has_forgotten_is_there_again_in_its_order_and_for_good() -> None:
+    box = Box(1, 2, 100, 3)
+    assert box.waiting.take() is not None
+    box.waiting.link_lost()
+    box.waiting.link_ready(again=False)
+    box.add(4)
+    # Nobody has another copy of these: the next link that is lost takes them from nobody.
+    box.waiting.link_lost()
+    box.waiting.link_ready(again=True)
+    assert box.rest() == [2, 3, 100]
+    assert box.waiting.returned == 1
+
+
+def test_what_never_comes_again_stays() -> None:
+    box = Box(1, 2, 100, returns=False)
+    box.waiting.link_lost()
+    box.waiting.link_ready(again=False)
+    box.waiting.refuse()
+    assert box.rest() == [1, 2, 100]
+
+
+def test_links_that_never_were_ready_pile_up_nothing() -> None:
+    box = Box(1, 2)
+    for _ in range(10):
+        box.waiting.link_lost()
+        box.add(1, 2, 3)
+    box.waiting.link_lost()
+    assert len(box.waiting) == 0
+    assert box.waiting._aside is not None
+    assert len(box.waiting._aside) == 2
+    box.waiting.link_ready(again=False)
+    assert box.rest() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("links", "rest", "returned"),
+    [
+        ([], [1, 2], 0),
+        (["lost"], [], 0),
+        (["lost", "again"], [], 2),
+        (["lost", "forgotten"], [1, 2], 0),
+        (["lost", "again", "lost"], [], 2),
+        (["lost", "forgotten", "lost", "again"], [1, 2], 0),
+        (["refuse"], [], 2),
+    ],
+)
+def test_what_comes_back_unfinished_goes_the_way_of_the_others(
+    links: list[str], rest: list[int], returned: int
+) -> None:
+    box = Box(1, 2)
+    waiting = box.waiting
+    taken, era = waiting.take(), waiting._era
+    assert taken is not None
+    for each in links:
+        match each:
+            case "lost":
+                waiting.link_lost()
+            case "refuse":
+                waiting.refuse()
+            case _:
+                waiting.link_ready(again=each == "again")
+    waiting.put_back(taken, era)
+    assert box.rest() == rest
+    assert waiting.returned == returned
+    waiting.link_ready(again=True)
+    assert waiting._owed == 0
+
+
+def test_what_comes_back_between_links_is_the_first_again() -> None:
+    box = Box(1, 2, 3)
+    taken, era = box.waiting.take(), box.waiting._era
+    assert taken is not None
+    box.waiting.link_lost()
+    box.waiting.put_back(taken, era)
+    box.waiting.link_ready(again=False)
+    assert box.rest() == [1, 2, 3]
+
+
+async def test_a_sink_that_refuses_says_that_it_has_room_and_acknowledges_nothing() -> None:
+    sink, told = Sink("alice", 1, returns=True), list[bool]()
+    await sink.finish()
+    for number in range(3):
+        assert sink.put(Event("number", number, "alice"), told.append)
+    assert (len(sink), sink.dropped, sink.returned, told) == (0, 0, 3, [])
+
+
+# -- the end of a session --------------------------------------------------------------------------
+
+
+class Hung:
+    """Begins something, and comes back from it when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, event: Event) -> None:
+        if event.type == "messages_upsert":
+            self.begun.append(event.data.content)
+            await self.go_on.wait()
+
+
+async def in_hand(sessions: Sessions, server: DemoServer, hung: Any, count: int = 3) -> Session:
+    """A session whose handler has the first of some messages in hand."""
+    alice = await sessions.connect("alice", Demo(server), on_event=hung)
+    for number in range(count):
+        server.deliver("alice", Text(str(number)))
+    await until(lambda: hung.begun and alice.status()["events_waiting"] == count - 1)
+    return alice
+
+
+async def test_a_stop_waits_for_what_is_in_hand_and_acknowledges_it(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    hung = Hung()
+    alice = await in_hand(sessions, server, hung)
+    stopping = asyncio.create_task(alice.stop())
+    await until(lambda: alice.status()["events_returned"] == 2)
+    server.deliver("alice", Text("late"))
+    await until(lambda: alice.status()["events_returned"] == 3)
+    assert alice.state == "online"
+    assert server.mail("alice") == 4
+    hung.go_on.set()
+    await stopping
+    assert hung.begun == [Text("0")]
+    await until(lambda: server.mail("alice") == 3)
+    assert sessions.totals()["demo"]["events_dropped"] == 0
+
+
+@pytest.mark.parametrize("first", [0.5, 4.5, 1000.0])
+@pytest.mark.parametrize("how", ["stop", "close"])
+def test_a_handler_that_hangs_has_one_moment_and_no_more(first: float, how: str) -> None:
+    async def scenario(sim: Sim) -> None:
+        server = DemoServer()
+
+        async def handler(event: Event) -> None:
+            if event.type == "messages_upsert":
+                await asyncio.sleep(first)
+            elif event.data.state == "stopped":
+                await asyncio.sleep(1000.0)  # after the goodbye
+
+        async with Sessions() as sessions:
+            alice = await sessions.connect("alice", Demo(server), on_event=handler)
+            server.deliver("alice", Text("1"))
+            server.deliver("alice", Text("2"))
+            await asyncio.sleep(0.1)
+            begun = sim.now
+            await (alice.stop() if how == "stop" else sessions.close())
+            assert sim.now - begun == pytest.approx(MOMENT)
+            assert server.mail("alice") == (2 if first > MOMENT else 1)
+
+    simulate(scenario, seeds=1)
+
+
+async def test_a_stop_whose_caller_has_gone_ends_the_session_all_the_same(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    hung = Hung()
+    alice = await in_hand(sessions, server, hung)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await alice.stop()
+    hung.go_on.set()
+    await until(lambda: sessions.whereis("alice") is None)
+    await until(lambda: server.mail("alice") == 2)
+
+
+async def test_a_handler_and_a_loop_that_stop_their_own_session_do_not_wait_for_themselves(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    begun = time.monotonic()
+    ended = asyncio.Event()
+
+    async def handler(event: Event) -> None:
+        if event.type == "messages_upsert":
+            await sessions.stop("alice")
+            ended.set()
+
+    await sessions.connect("alice", Demo(server), on_event=handler)
+    server.deliver("alice", Text("quit"))
+    await asyncio.wait_for(ended.wait(), AT_MOST)
+    bob = await sessions.connect("bob", Demo(server))
+    server.deliver("bob", Text("quit"))
+    async for event in bob.events():
+        if event.type == "messages_upsert":
+            await bob.stop()
+    assert time.monotonic() - begun < MOMENT
+
+
+async def test_a_disconnect_does_not_wait_and_nothing_happens_twice_but_what_was_in_hand(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    hung = Hung()
+    alice = await in_hand(sessions, server, hung)
+    await alice.disconnect()
+    assert alice.state == "offline/resting"
+    hung.go_on.set()
+    await alice.connect()
+    await until(lambda: server.mail("alice") == 0)
+    assert hung.begun == [Text(each) for each in ("0", "0", "1", "2")]
+
+
+async def test_after_a_lost_lease_nothing_is_acknowledged(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    hung = Hung()
+    alice = await in_hand(sessions, server, hung)
+    server.refusing = True
+    alice._fenced()
+    await until(lambda: not server.online)
+    hung.go_on.set()
+    await until(lambda: alice._sink._consumer is None)
+    assert hung.begun == [Text("0")], "more was begun, and another may have it"
+    assert server.mail("alice") == 3
+    server.refusing = False
+    await until(lambda: server.mail("alice") == 0)
+
+
+# -- defects of a protocol -------------------------------------------------------------------------
+
+
+class Defective(DemoDialogue):
+    """Cannot say what it is asked to say, the first time."""
+
+    __slots__ = ("_at", "_failed")
+    _at: str
+    _failed: list[str]
+
+    def _fail(self, at: str) -> None:
+        if at == self._at and not self._failed:
+            self._failed.append(at)
+            raise ZeroDivisionError(at)
+
+    def ping(self) -> bytes:
+        self._fail("ping")
+        return super().ping()
+
+    def acknowledge(self, token: Any) -> bytes:
+        self._fail("acknowledge")
+        return super().acknowledge(token)
+
+    def goodbye(self) -> bytes:
+        self._fail("goodbye")
+        return super().goodbye()
+
+
+class DefectiveDemo(Demo):
+    """A protocol with a defect."""
+
+    def __init__(self, server: DemoServer, at: str, **how: Any) -> None:
+        super().__init__(server, **how)
+        self._at = at
+        self.failed: list[str] = []
+
+    def begin(self, profile: str, credentials: bytes | None, memory: Any) -> DemoDialogue:
+        dialogue = Defective(profile, credentials, memory)
+        dialogue._at, dialogue._failed = self._at, self.failed
+        return dialogue
+
+
+async def test_a_defect_in_an_acknowledgement_restarts_the_connection(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    events: list[str] = []
+    protocol = DefectiveDemo(server, "acknowledge")
+    alice = await sessions.connect(
+        "alice", protocol, on_event=lambda event: events.append(event.type)
+    )
+    server.deliver("alice", Text("hello"))
+    await until(lambda: server.mail("alice") == 0)
+    assert protocol.failed == ["acknowledge"]
+    assert alice.status()["crashes"] == 1
+    assert events.count("messages_upsert") == 2
+    assert "session_crashed" in events
+
+
+async def test_a_defect_in_a_ping_restarts_the_connection(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    protocol = DefectiveDemo(server, "ping", keepalive=0.02)
+    alice = await sessions.connect("alice", protocol)
+    await until(lambda: alice.status()["crashes"] == 1)
+    await alice.online(30)
+    assert alice.generation > 1
+
+
+async def test_a_defect_in_a_goodbye_ends_the_link_all_the_same(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    protocol = DefectiveDemo(server, "goodbye")
+    alice = await sessions.connect("alice", protocol)
+    await alice.disconnect()
+    await until(lambda: not server.online)
+    assert alice.state == "offline/resting"
+    await until(lambda: alice.status()["crashes"] == 1)
+    await alice.connect()
+    protocol.failed.clear()
+    await alice.stop()
+    await until(lambda: not server.online)

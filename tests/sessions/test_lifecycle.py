@@ -1,0 +1,359 @@
+"""How sessions begin and end: together, in the middle of a start, and at once when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from tests.leases.virtual import in_virtual_time
+from tests.sessions.support import until
+
+from holdfast.kernel import Backoff
+from holdfast.leases import Leases, MemoryStore, Request, StoreMisconfigured, connect
+from holdfast.sessions import (
+    AlreadyRunning,
+    CloseClass,
+    Event,
+    NotConnected,
+    Session,
+    Sessions,
+    SessionStopped,
+)
+from holdfast.sessions._sessions import CLOSING
+from holdfast.sessions._storage_memory import MemoryStorage
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.testing import Sim
+
+#: How long a handler has to end what it has in hand.
+PATIENCE = 5.0
+#: Longer than any test.
+LONG = 300.0
+
+
+@pytest.fixture
+def server() -> DemoServer:
+    return DemoServer()
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    async with Sessions(backoff=Backoff(0.01, 0.05)) as found:
+        yield found
+
+
+async def hang(event: Event) -> None:
+    """A handler that never ends."""
+    await asyncio.get_running_loop().create_future()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# -- the end of all of them ------------------------------------------------------------------------
+
+
+class Slow(MemoryStore):
+    """A store that takes a second to take a lease back, and refuses one of them."""
+
+    refused = ""
+
+    async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
+        await asyncio.sleep(1.0)
+        if any(request.key.endswith(self.refused or "/") for request in requests):
+            raise StoreMisconfigured("this one not")
+        return await super().release(requests)
+
+
+async def many(sessions: Sessions, count: int, handler: object = None) -> list[Session]:
+    """So many sessions that are online."""
+    server = DemoServer()
+    made = [
+        sessions.connect(f"account-{number}", Demo(server), on_event=handler)
+        for number in range(count)
+    ]
+    return list(await asyncio.gather(*made))
+
+
+@in_virtual_time
+async def test_many_sessions_with_hung_handlers_end_together(sim: Sim) -> None:
+    async with Sessions(connect_rate=1e6, connect_burst=1000) as sessions:
+        made = await many(sessions, 300, hang)
+        began = now()
+    assert now() - began == pytest.approx(PATIENCE, abs=0.1)
+    assert not len(sessions)
+    assert {session.state for session in made} == {"stopped"}
+
+
+@in_virtual_time
+async def test_leases_are_given_back_together(sim: Sim) -> None:
+    store = Slow()
+    async with Leases(store) as leases:
+        async with Sessions(leases=leases, connect_burst=1000) as sessions:
+            await many(sessions, 30)
+            assert len(await leases.held()) == 30
+            began = now()
+        assert now() - began == pytest.approx(1.0, abs=0.1)
+        assert not await leases.held()
+
+
+def test_one_that_cannot_end_hinders_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        store = Slow()
+        async with Leases(store) as leases:
+            async with Sessions(leases=leases, lease_ttl=LONG) as sessions:
+                made = await many(sessions, 5)
+                store.refused = "account-2"
+            assert not len(sessions)
+            assert {session.state for session in made} == {"stopped"}
+            assert [held.key for held in await leases.held()] == ["sessions/account-2"]
+            store.refused = ""
+
+    with caplog.at_level(logging.WARNING, "holdfast.supervisor"):
+        scenario()
+    told = [record.message for record in caplog.records]
+    assert "sessions/account-2 failed while it stopped" in told
+
+
+class Noticing(MemoryStorage):
+    """A storage that knows whether it was closed."""
+
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+@in_virtual_time
+async def test_a_close_that_is_cancelled_goes_to_its_end(sim: Sim) -> None:
+    storage = Noticing()
+    sessions = Sessions(storage=storage, leases="memory://")
+    await sessions.open()
+    made = await many(sessions, 3, hang)
+    began = now()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await sessions.close()
+    assert now() - began == pytest.approx(PATIENCE, abs=0.1)
+    assert {session.state for session in made} == {"stopped"}
+    assert storage.closed
+
+
+async def test_a_handler_may_close_everything(server: DemoServer) -> None:
+    sessions = Sessions()
+    await sessions.open()
+    closed = asyncio.Event()
+
+    async def enough(event: Event) -> None:
+        if event.type == "connection_update" and event.data.state == "online":
+            await sessions.close()
+            closed.set()
+
+    async with asyncio.timeout(PATIENCE - 1):
+        await sessions.start("alice", Demo(server), on_event=enough)
+        await closed.wait()
+    assert not len(sessions)
+
+
+# -- a stop in the middle of a start ---------------------------------------------------------------
+
+
+class Hesitant(MemoryStorage):
+    """A storage that makes a profile when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.may = asyncio.Event()
+
+    async def new(self, profile: str) -> bool:
+        self.asked.set()
+        await self.may.wait()
+        return await super().new(profile)
+
+
+@pytest.mark.parametrize("close", [False, True])
+async def test_a_session_that_is_stopped_while_it_starts_does_not_start(
+    server: DemoServer, close: bool
+) -> None:
+    storage = Hesitant()
+    async with connect("memory://") as leases, Sessions(storage=storage, leases=leases) as sessions:
+        start = asyncio.create_task(sessions.start("alice", Demo(server)))
+        await storage.asked.wait()
+        stop = asyncio.create_task(sessions.close() if close else sessions.stop("alice"))
+        await until(lambda: [each.state for each in sessions] == ["stopped"])
+        assert not stop.done(), "the profile is not free yet"
+        storage.may.set()
+        async with asyncio.timeout(30):
+            await stop
+            with pytest.raises(SessionStopped, match="closed" if close else "it was stopped"):
+                await start
+        assert not len(sessions)
+        assert sessions.whereis("alice") is None
+        assert not sessions.tree().children
+        assert not await leases.held()
+        if not close:
+            again = await sessions.connect("alice", Demo(server))
+            assert again.state == "online"
+        assert server.accepted_links == (not close)
+
+
+@in_virtual_time
+async def test_a_storage_that_hangs_does_not_hold_up_the_end(sim: Sim) -> None:
+    storage = Hesitant()
+    async with Sessions(storage=storage) as sessions:
+        start = asyncio.create_task(sessions.start("alice", Demo(DemoServer())))
+        await storage.asked.wait()
+        began = now()
+    assert now() - began == pytest.approx(CLOSING, abs=0.1)
+    storage.may.set()
+    with pytest.raises(SessionStopped):
+        await start
+    assert not len(sessions)
+
+
+def stopped_after(turns: int) -> None:
+    """Stop a session so many turns of the loop after its start has begun."""
+
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        server, storage = DemoServer(), Hesitant()
+        storage.may.set()
+        async with (
+            connect("memory://") as leases,
+            Sessions(leases=leases, storage=storage) as sessions,
+        ):
+            start = asyncio.create_task(sessions.start("alice", Demo(server)))
+            await storage.asked.wait()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await sessions.stop("alice")
+            assert not len(sessions)
+            assert not await leases.held()
+            assert not sessions.tree().children
+            (found,) = await asyncio.gather(start, return_exceptions=True)
+            if isinstance(found, Session):
+                assert found.state == "stopped"
+            else:
+                assert isinstance(found, SessionStopped), found
+            await sessions.connect("alice", Demo(server))
+
+    scenario()
+
+
+def test_whenever_a_session_is_stopped_nothing_of_it_is_left() -> None:
+    for turns in range(30):
+        stopped_after(turns)
+
+
+async def test_the_stop_of_a_start_does_not_end_the_next_one(server: DemoServer) -> None:
+    storage = Hesitant()
+    async with Sessions(storage=storage) as sessions:
+        first = asyncio.create_task(sessions.start("alice", Demo(server)))
+        await storage.asked.wait()
+        with pytest.raises(AlreadyRunning):
+            await sessions.start("alice", Demo(server))
+        stop = asyncio.create_task(sessions.stop("alice"))
+        await until(lambda: [each.state for each in sessions] == ["stopped"])
+        storage.may.set()
+        await stop
+        second = await sessions.connect("alice", Demo(server))
+        with pytest.raises(SessionStopped):
+            await first
+        assert sessions.whereis("alice") is second
+        assert second.state == "online"
+
+
+@in_virtual_time
+async def test_a_start_that_ends_late_does_not_hide_the_next_one(sim: Sim) -> None:
+    server, storage = DemoServer(), Hesitant()
+    async with Sessions(storage=storage) as sessions:
+        first = asyncio.create_task(sessions.start("alice", Demo(server), on_event=hang))
+        await storage.asked.wait()
+        stop = asyncio.create_task(sessions.stop("alice"))
+        await until(lambda: [each.state for each in sessions] == ["stopped"])
+        storage.may.set()
+        await until(lambda: not len(sessions))
+        # Its profile is free, and its handler has not ended yet.
+        storage.may.clear()
+        second = asyncio.create_task(sessions.start("alice", Demo(server)))
+        await stop
+        with pytest.raises(SessionStopped):
+            await first
+        stop = asyncio.create_task(sessions.stop("alice"))
+        await asyncio.sleep(1.0)
+        assert not stop.done(), "the second start is under way still"
+        storage.may.set()
+        with pytest.raises(SessionStopped):
+            await second
+        await stop
+        assert not sessions.tree().children
+
+
+# -- a pause that somebody ends --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("via", [False, True])
+async def test_connect_ends_a_pause(server: DemoServer, via: bool) -> None:
+    server.refusing = True
+    async with Sessions(backoff=Backoff(LONG, LONG)) as sessions:
+        alice = await sessions.start("alice", Demo(server))
+        await until(lambda: alice.state == "connecting/waiting")
+        server.refusing = False
+        async with asyncio.timeout(30):
+            await (sessions.via("alice") if via else alice).connect(LONG)
+        assert alice.state == "online"
+
+
+async def test_connect_in_a_pause_waits_on_when_the_attempt_fails(server: DemoServer) -> None:
+    server.refusing = True
+    async with Sessions(backoff=Backoff(LONG, LONG)) as sessions:
+        alice = await sessions.start("alice", Demo(server))
+        await until(lambda: alice.state == "connecting/waiting")
+        generation = alice.generation
+        with pytest.raises(NotConnected, match="takes no links"):
+            await alice.connect(1.0)
+        assert alice.generation == generation + 1
+        assert alice.state == "connecting/waiting"
+
+
+# -- what its status says --------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_the_status_says_why_and_for_how_long_it_is_away(sim: Sim) -> None:
+    server = DemoServer()
+    server.refusing = True
+    async with Sessions(backoff=Backoff(8.0, 60.0)) as sessions:
+        alice = await sessions.start("alice", Demo(server))
+        await asyncio.sleep(3.0)
+        (status,) = sessions.status()
+        assert status["state"] == "connecting/waiting"
+        assert status["kind"] == CloseClass.TRANSIENT.value
+        assert "takes no links" in status["reason"]
+        assert status["next_attempt_in"] == pytest.approx(5.0)
+        assert status["reconnects"] == 0
+        json.dumps(status)
+
+        server.refusing = False
+        await alice.online()
+        status = alice.status()
+        assert (status["kind"], status["reason"], status["next_attempt_in"]) == (None, "", None)
+        assert status["reconnects"] == 0, "it was not online before"
+
+        server.cut("alice")
+        await until(lambda: alice.state == "connecting/waiting")
+        await alice.connect()
+        assert alice.status()["reconnects"] == 1
+
+        server.revoke("alice")
+        await until(lambda: alice.state == "offline/refused")
+        status = alice.status()
+        assert status["kind"] == CloseClass.AUTHENTICATION.value
+        assert status["reason"]
+        assert status["next_attempt_in"] is None

@@ -1,0 +1,531 @@
+"""What a user of a session meets besides its sends: arguments, types, the sandbox, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, assert_type
+
+import pytest
+from tests.sessions.support import until
+
+from holdfast.kernel import Backoff
+from holdfast.sessions import (
+    Acked,
+    CloseClass,
+    ConnectionUpdate,
+    Event,
+    Feature,
+    NotConnected,
+    Notice,
+    NotSent,
+    Outcome,
+    Outgoing,
+    Poll,
+    QueryFailed,
+    SenderCrash,
+    SendNotSent,
+    Session,
+    Sessions,
+    SessionStopped,
+    SessionVia,
+    StepFailed,
+    Tcp,
+    Text,
+    Unknown,
+    _senders,
+)
+from holdfast.sessions._hearing import EVENTS
+from holdfast.sessions._storage_memory import MemoryStorage
+from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.sessions.demo._frames import encode
+from holdfast.sessions.mqtt import Mqtt
+from holdfast.testing import session_sandbox
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server() -> DemoServer:
+    return DemoServer()
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    async with Sessions(backoff=Backoff(0.01, 0.05)) as found:
+        yield found
+
+
+def collect(session: Session) -> list[Event]:
+    events: list[Event] = []
+    session.attach(events.append)
+    return events
+
+
+# -- timeouts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), 0, -1.0, None, "3"])
+async def test_what_is_no_timeout_is_refused_before_anything_is_written(
+    sessions: Sessions, server: DemoServer, timeout: Any
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    wrong = (TypeError, ValueError)
+    with pytest.raises(wrong, match="timeout"):
+        await alice.send("bob", b"hello", timeout=timeout, outcome=True)
+    with pytest.raises(wrong, match="timeout"):
+        await alice.send("bob", b"hello", timeout=timeout, wait=False)
+    with pytest.raises(wrong, match="timeout"):
+        await alice.query({"do": "echo"}, timeout)
+    await alice.query({"do": "echo"})  # behind all that was written
+    assert server.received == []
+    assert alice.status()["sending"] == 0
+    # And those that come after it end in their time.
+    server.drop_acks = 1
+    outcome = await alice.send("bob", b"hello", timeout=0.02, outcome=True)
+    assert isinstance(outcome, Unknown)
+
+
+# -- many sends to one --------------------------------------------------------------------------
+
+
+async def test_one_recipient_may_have_as_many_sends_as_the_session(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    gate = asyncio.Event()
+
+    async def wait(outgoing: Outgoing, session: Any) -> Outgoing:
+        await gate.wait()
+        return outgoing
+
+    alice = await sessions.connect("alice", Demo(server), steps=[("wait", wait)])
+    sends = [asyncio.create_task(alice.send("bob", b"")) for _ in range(1200)]
+    await until(lambda: alice.status()["sending"] == 1200)
+    gate.set()
+    assert {type(each) for each in await asyncio.gather(*sends)} == {Acked}
+
+
+async def test_too_many_for_one_recipient_are_not_sent_and_it_says_what_can_be_done(
+    sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_senders, "LIMIT", 3)
+    gate = asyncio.Event()
+
+    async def wait(outgoing: Outgoing, session: Any) -> Outgoing:
+        await gate.wait()
+        return outgoing
+
+    alice = await sessions.connect("alice", Demo(server), steps=[("wait", wait)])
+    first = asyncio.create_task(alice.send("very-secret", b""))
+    await until(lambda: alice.status()["sending"] == 1)
+    # Their time is over, and they still wait for the step before them.
+    for _ in range(3):
+        await alice.send("very-secret", b"", timeout=0.001, outcome=True)
+    outcome = await alice.send("very-secret", b"", outcome=True)
+    assert isinstance(outcome, NotSent)
+    assert str(outcome.reason) == (
+        "3 sends to this recipient wait already: wait for some of them first"
+    )
+    gate.set()
+    await first
+    assert await alice.send("very-secret", b"")
+
+
+# -- types --------------------------------------------------------------------------------------
+
+
+async def _greet(session: Session) -> str:
+    assert_type(await session.send_text("bob", "hello"), Acked)
+    assert_type(await session.send_text("bob", "hello", timeout=5, wait=True), Acked)
+    assert_type(await session.send_text("bob", "hello", outcome=True), Outcome)
+    assert_type(await session.send_poll("bob", Poll("tea?", ("yes",)), wait=False), Outcome)
+    return session.state
+
+
+async def test_what_is_typed_is_what_there_is(sessions: Sessions, server: DemoServer) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    server.reject("eve", 463)
+    outcome = await alice.send_text("eve", "hello", outcome=True)
+    assert not isinstance(outcome, Acked)
+    assert await _greet(alice) == "online"
+
+
+async def test_a_name_for_a_session_is_taken_wherever_a_session_is(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    via = sessions.via("alice")
+    assert isinstance(via, SessionVia)
+    assert isinstance(via, Session)
+    for _ in range(2):
+        await sessions.connect("alice", Demo(server))
+        assert await _greet(via) == "online"
+        await sessions.stop(via)
+        assert sessions.whereis("alice") is None
+
+
+# -- what is told and not answered --------------------------------------------------------------
+
+
+class OnlyPresence(Demo):
+    features = frozenset((Feature.PRESENCE, Feature.READ_MARKERS))
+
+
+async def test_a_presence_needs_no_answer_and_no_queries(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    alice = await sessions.connect("alice", OnlyPresence(server))
+    bob = await sessions.connect("bob", Demo(server))
+    events = collect(bob)
+    await bob.query({"do": "watch", "who": "alice"})
+    server.delay = 3600  # it answers nothing any more
+    await asyncio.wait_for(alice.set_presence("writing", to="bob"), 30)
+    await until(lambda: any(getattr(each.data, "state", "") == "writing" for each in events))
+    server.delay = 0
+    await alice.mark_read("bob", "1")  # and this one is a question
+    await alice.disconnect()
+    with pytest.raises(NotConnected):
+        await alice.set_presence("available")
+
+
+async def test_a_notice_that_the_server_does_not_like_changes_nothing(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    assert await alice.query(Notice({"do": "nonsense"})) is None
+    assert await alice.query({"do": "echo", "value": 1}) == 1
+    assert alice.generation == 1
+
+
+async def test_a_server_that_takes_no_notice_does_not_fill_the_memory(sessions: Sessions) -> None:
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4)
+        welcome = {"k": "welcome", "resumed": False, "token": "", "window": None}
+        writer.write(encode(welcome))
+        await over.wait()
+        writer.transport.abort()
+
+    over = asyncio.Event()
+    listening = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", port)))
+
+    async def flood() -> None:
+        for _ in range(100_000):
+            await alice.set_presence("x" * 4096)
+
+    with pytest.raises(QueryFailed, match="takes nothing just now"):
+        await flood()
+    over.set()
+    listening.close()
+
+
+# -- without a server ---------------------------------------------------------------------------
+
+
+async def test_a_session_without_a_server_is_online_and_says_so() -> None:
+    events: list[Event] = []
+    async with session_sandbox(on_event=events.append) as sandbox:
+        bot = sandbox.session
+        assert bot.state == "online"
+        await until(lambda: events)
+        assert [each.data for each in events] == [ConnectionUpdate("online")]
+        await sandbox.receive(Text("ping"))
+        assert [each.type for each in events[1:]] == ["messages_upsert"]
+    assert events[-1].data.state == "stopped"
+
+
+async def test_a_session_without_a_server_is_online_when_its_start_returns(
+    server: DemoServer,
+) -> None:
+    class Silent(MemoryStorage):
+        async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
+            never: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+            return await never
+
+    async with Sessions(storage=Silent()) as sessions:
+        bot = await sessions.start("bot", Demo(server), offline=True)
+        assert bot.state == "online"
+        assert await bot.send("ann", b"hello", id="1") == Acked("1")
+    assert server.accepted_links == 0
+
+
+async def test_a_session_without_a_server_can_be_disconnected_connected_and_stopped(
+    server: DemoServer,
+) -> None:
+    async with session_sandbox(protocol=Demo(server)) as sandbox:
+        bot = sandbox.session
+        events = collect(bot)
+        await bot.disconnect()
+        assert bot.state == "offline/resting"
+        with pytest.raises(SendNotSent, match="the user disconnected it"):
+            await bot.send("ann", b"hello")
+        with pytest.raises(NotConnected):
+            await bot.query({"do": "echo"})
+        with pytest.raises(NotConnected):
+            await bot.set_presence("available")
+        assert sandbox.sent == []
+        await bot.connect()
+        assert await bot.send("ann", b"hello")
+        await bot.set_presence("available")
+        await bot.stop()
+        with pytest.raises(SendNotSent, match="is stopped"):
+            await bot.send("ann", b"hello")
+        with pytest.raises(SessionStopped):
+            await bot.connect()
+        states = [each.data.state for each in events]
+        assert states == ["online", "offline/resting", "connecting/dialling", "online", "stopped"]
+        assert len(sandbox.sent) == 1
+        assert server.accepted_links == 0
+
+
+async def test_a_held_send_waits_for_the_link_that_there_would_be() -> None:
+    async with session_sandbox() as sandbox:
+        bot = sandbox.session
+        await bot.disconnect()
+        connecting = asyncio.create_task(bot.connect())
+        await asyncio.sleep(0)
+        assert bot.state == "connecting/dialling"
+        assert isinstance(await bot.send("ann", b"hello", outcome=True), NotSent)
+        assert await bot.send("ann", b"hello", hold=True, id="1") == Acked("1")
+        assert [each.id for each in sandbox.sent] == ["1"]
+        await connecting
+
+
+@pytest.mark.parametrize(
+    ("protocol", "recipient", "content"),
+    [
+        (Mqtt("mqtt://nowhere"), "a/#", b"hello"),
+        (Mqtt("mqtt://nowhere"), "ann", object()),
+        (Mqtt("mqtt://nowhere"), "\0", b"hello"),
+        (Demo(DemoServer()), "ann", object()),
+        (Demo(DemoServer()), "ann", b"x" * 300_000),
+    ],
+)
+async def test_what_cannot_be_written_is_not_sent_without_a_server_either(
+    protocol: Demo | Mqtt, recipient: str, content: Any
+) -> None:
+    async with session_sandbox(protocol=protocol) as sandbox:
+        outcome = await sandbox.session.send(recipient, content, outcome=True)
+        assert isinstance(outcome, NotSent)
+        assert isinstance(outcome.reason, StepFailed)
+        assert sandbox.sent == []
+        assert await sandbox.session.send("ann", b"hello")
+        assert await sandbox.session.send("ann", "words")
+
+
+async def test_what_a_step_would_have_changed_is_not_looked_at(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    def as_json(outgoing: Outgoing, session: Any) -> Outgoing:
+        raise AssertionError("no steps are run")
+
+    steps = [("as_json", as_json)]
+    bot = await sessions.connect("bot", Mqtt("mqtt://nowhere"), steps=steps, offline=True)
+    assert await bot.send("ann", {"temperature": 20})
+
+
+async def test_a_hook_of_the_sandbox_that_raises_fails_the_send() -> None:
+    class Broken(Demo):
+        def sandbox_extra(self, outgoing: Outgoing) -> Any:
+            raise LookupError("a defect")
+
+    async with session_sandbox(protocol=Broken(DemoServer())) as sandbox:
+        with pytest.raises(SendNotSent, match="a defect"):
+            await sandbox.session.send("ann", b"hello", timeout=30)
+
+
+# -- senders that crash -------------------------------------------------------------------------
+
+
+def _poison(outgoing: Outgoing, session: Any) -> Outgoing:
+    raise LookupError(f"no key for {outgoing.recipient}")
+
+
+async def test_a_crash_of_a_sender_is_an_event_and_is_logged_without_its_words(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice = await sessions.connect("alice", Demo(server), steps=[("poison", _poison)])
+    events = collect(alice)
+    await alice.send("very-secret", b"", wait=False)
+    await until(lambda: [each.type for each in events].count("sender_crashed"))
+    assert events[-1] == Event("sender_crashed", SenderCrash("LookupError", 1), "alice")
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "sessions/alice: a sender has crashed with 1 send: LookupError" in line
+    assert "in _poison" in line  # where it was
+    assert "very-secret" not in caplog.text
+    for _ in range(100):
+        await alice.send("very-secret", b"", outcome=True)
+    lines = [each for each in caplog.records if "a sender has crashed" in each.getMessage()]
+    assert len(lines) == 10 + len((16, 32, 64))
+
+
+# -- the log ------------------------------------------------------------------------------------
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if each.name == "holdfast.sessions" and each.levelname == level
+    ]
+
+
+async def test_the_log_tells_of_a_loss_and_of_the_return(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    alice = await sessions.connect("alice", Demo(server))
+    await alice.send("very-secret-recipient", b"very-secret-content")
+    server.cut("alice")
+    await until(lambda: alice.state != "online")
+    await alice.online(30)
+    found = lines(caplog, "INFO")
+    assert found[0] == found[-1] == "sessions/alice is online"
+    assert found[1].startswith("sessions/alice is connecting/waiting (transient): ")
+    assert len(found) == 3
+    assert lines(caplog, "WARNING") == []
+    assert "very-secret" not in caplog.text
+
+
+async def test_attempts_that_fail_alike_are_one_line(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    alice = await sessions.connect("alice", Demo(server))
+    server.refusing = True
+    server.cut("alice")
+    await until(lambda: alice.generation > 20)
+    server.refusing = False
+    await alice.online(30)
+    assert len(lines(caplog, "INFO")) <= 4
+
+
+async def test_the_log_warns_of_an_account_that_is_refused(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    server.revoke("alice")
+    await until(lambda: alice.state == "offline/refused")
+    (line,) = lines(caplog, "WARNING")
+    assert line.startswith("sessions/alice is offline/refused (authentication): ")
+    assert line.endswith("; it stays so until connect()")
+
+
+async def test_the_log_warns_of_an_account_that_is_given_up(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Demo):
+        def route(self, frame: Any) -> str:
+            raise RuntimeError("very-secret-content")
+
+    alice = await sessions.start("alice", Broken(server))
+    server.deliver("alice", Text("hello"))
+    await until(lambda: sessions.whereis("alice") is None)
+    assert alice.state == "stopped"
+    (line,) = lines(caplog, "WARNING")
+    assert line.startswith("sessions/alice has ended for good: ")
+
+
+async def test_a_session_that_is_stopped_on_purpose_is_no_warning(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    alice = await sessions.connect("alice", Demo(server))
+    await alice.disconnect()
+    await alice.stop()
+    assert lines(caplog, "WARNING") == []
+    assert lines(caplog, "INFO")[-1] == "sessions/alice is stopped: it was stopped"
+
+
+async def test_a_reason_of_a_server_is_one_short_line(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await sessions.connect("alice", Demo(server))
+    reason = "no\nsessions/bob is online " + "x" * 900
+    server.say("alice", {"k": "close", "class": "banned", "reason": reason})
+    await until(lambda: lines(caplog, "WARNING"))
+    (line,) = lines(caplog, "WARNING")
+    assert "\n" not in line
+    assert len(line) < 500
+
+
+async def test_a_crash_is_recorded_without_its_words(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    events = collect(alice)
+    assert alice._connection is not None
+    alice._connection._crash(RuntimeError("very-secret"))
+    await until(lambda: "session_crashed" in [each.type for each in events])
+    updates = [each.data for each in events if each.type == "connection_update"]
+    crash = ConnectionUpdate(
+        "connecting/waiting", CloseClass.TRANSIENT, "the session has crashed: RuntimeError"
+    )
+    assert crash in updates
+    assert "very-secret" not in str(alice.status())
+
+
+async def test_what_is_logged_of_events_says_which_account(
+    sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(event: Event) -> None:
+        if event.type == "messages_upsert":
+            raise LookupError
+
+    alice = await sessions.connect("alice", Demo(server), on_event=fails)
+    server.say("alice", {"k": "?"})
+    server.deliver("alice", Text("hello"))
+    await until(lambda: alice.status()["handler_failures"])
+    unhandled, failed = lines(caplog, "WARNING")
+    assert unhandled.startswith("sessions/alice: a frame that nobody handles")
+    assert failed.startswith("a handler of events of 'alice' has failed")
+
+
+# -- credentials --------------------------------------------------------------------------------
+
+
+async def pair(sessions: Sessions, server: DemoServer, profile: str) -> None:
+    session = await sessions.start(profile, Demo(server))
+    events = collect(session)
+    await until(lambda: any(each.type == "login" for each in events))
+    server.confirm(profile)
+    await session.online(30)
+
+
+async def test_credentials_that_will_be_forgotten_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = DemoServer(pairing=True)
+    async with Sessions(backoff=Backoff(0.01, 0.05)) as sessions:
+        await pair(sessions, server, "alice")
+        await pair(sessions, server, "bob")
+    (line,) = lines(caplog, "WARNING")
+    assert line.startswith("sessions/alice was given credentials, and the storage forgets them")
+
+
+async def test_credentials_that_are_kept_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = DemoServer(pairing=True)
+    async with Sessions(storage=tmp_path / "a.db", backoff=Backoff(0.01, 0.05)) as sessions:
+        await pair(sessions, server, "alice")
+    assert lines(caplog, "WARNING") == []
+
+
+# -- the docs -----------------------------------------------------------------------------------
+
+
+def test_every_event_is_in_the_docs() -> None:
+    found = {"messages_upsert", *EVENTS.values()}
+    for path in (ROOT / "src/holdfast/sessions").glob("_*.py"):
+        found.update(re.findall(r'(?:_emit|Event)\(\s*"(\w+)"', path.read_text()))
+    assert {"connection_update", "events_dropped", "sender_crashed"} <= found
+    page = (ROOT / "docs/topics/sessions.md").read_text()
+    listed = page.partition("Frames become events:")[2].partition("Users never see")[0]
+    assert set(re.findall(r"`(\w+_\w+|login)`", listed)) == found
+    for name in found:
+        assert f"`{name}`" in (Event.__doc__ or "")
