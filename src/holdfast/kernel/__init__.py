@@ -38,6 +38,7 @@ from ._generation import Generation
 from ._keyed import KeyedStatistics, KeyedWorkers
 from ._loop_thread import LoopThread
 from ._machine import Machine, Move
+from ._patience import patiently
 from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
 from ._rules import AutoShutdown, Failure, Restart, Strategy
@@ -90,8 +91,9 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Words
     "counted",
     "describe",
-    "forget_frames",
     "duration",
+    "forget_frames",
+    "patiently",
     "program_of",
     "refuse",
     # Errors

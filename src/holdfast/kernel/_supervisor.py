@@ -37,6 +37,7 @@ from ._errors import (
 )
 from ._life import Life
 from ._ownership import Reason
+from ._patience import patiently
 from ._recorder import Event, Recorder
 from ._rules import (
     AutoShutdown,
@@ -171,7 +172,7 @@ class Supervisor:
         if self._runs_caller():
             await asyncio.shield(stopping)
         else:
-            await _patiently(stopping)
+            await patiently(stopping)
 
     async def wait(self) -> None:
         """Wait until the supervisor has ended; raises what made it fail, if it failed."""
@@ -209,7 +210,7 @@ class Supervisor:
             operation.cancel()
             removal = self._operate(self._remove(life), "stop " + child.name)
             if not self._runs_caller():
-                await _patiently(removal)
+                await patiently(removal)
             raise
 
     async def stop_child(self, name: str) -> None:
@@ -563,18 +564,6 @@ class _Nested:
         async with nested:
             ctx.started(nested)
             await nested._end()  # leaving the block raises what made it fail
-
-
-async def _patiently(task: asyncio.Task[Any]) -> None:
-    """Wait for a task to its end, however often the waiting is cancelled; then be cancelled."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
 
 
 def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:

@@ -27,6 +27,7 @@ from holdfast.kernel import (
     Tree,
     counted,
     describe,
+    patiently,
     refuse,
 )
 from holdfast.leases import LeaseRefused, Leases
@@ -152,7 +153,9 @@ class Sessions:
             return
         self._state = "closed"
         caller = asyncio.current_task()
-        await _to_its_end(asyncio.get_running_loop().create_task(self._close(caller)))
+        closing = asyncio.get_running_loop().create_task(self._close(caller))
+        await patiently(closing)
+        closing.result()
 
     async def _close(self, caller: asyncio.Task[Any] | None) -> None:
         ends = [self._end(each, "everything is closed", caller) for each in self]
@@ -422,16 +425,3 @@ class Sessions:
 
 def _run_connection(session: Session, ctx: Context) -> Awaitable[None]:
     return Connection(session).run(ctx)
-
-
-async def _to_its_end(task: asyncio.Task[None]) -> None:
-    """Wait for a task, however often the waiting is cancelled; then be cancelled."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
