@@ -314,3 +314,40 @@ def test_after_a_fork_the_child_has_a_fresh_one() -> None:
 
 def test_at_the_end_of_the_interpreter_work_is_tidied_up() -> None:
     assert run_script(EXIT) == "tidied up\n"
+
+
+# -- finalizers ------------------------------------------------------------------------------------
+
+
+async def _nothing() -> None:
+    pass
+
+
+def test_work_is_submitted_in_the_middle_of_a_submit(loop_thread: LoopThread) -> None:
+    """As a finalizer does that the garbage collector has called there."""
+    done: list[None] = []
+
+    def nested() -> None:
+        with LoopThread._sharing, loop_thread._lock:
+            assert LoopThread.shared() is LoopThread.shared()
+            done.append(loop_thread.submit(_nothing()).result(LIMIT))
+
+    thread = threading.Thread(target=nested, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert done == [None]
+
+
+def test_in_the_middle_of_the_start_it_is_refused(
+    loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def nested(thread: threading.Thread) -> None:
+        with pytest.raises(RuntimeError, match="about to start"):
+            loop_thread.submit(_nothing())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", nested)
+    assert loop_thread.run(_nothing(), LIMIT) is None
+    assert loop_thread.is_current is False

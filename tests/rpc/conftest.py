@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.rpc import _fork
+
 from .servers import EchoServer
 
 
@@ -14,3 +16,13 @@ def echo() -> Iterator[EchoServer]:
     """A running server, for tests that leave it alone."""
     with EchoServer() as server:
         yield server
+
+
+@pytest.fixture
+def forkable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For simulations, which fork, and whose channels are scripted: there is no gRPC in them.
+
+    A manager in a child refuses to work if a channel of gRPC for asyncio was open at the fork; here
+    such a one may be left from an earlier test, until the garbage collector finds it.
+    """
+    monkeypatch.setattr(_fork, "_polled", lambda: False)

@@ -202,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tls", type=Path)
+    parser.add_argument("--mutual", action="store_true")
     parser.add_argument("--stubs", type=Path)
     parser.add_argument("--token", default="")
     parser.add_argument("--strict", action="store_true")
@@ -224,8 +225,11 @@ def main() -> None:
     if options.tls is None:
         server.add_insecure_port(address)
     else:
-        pair = [(options.tls / name).read_bytes() for name in ("server.key", "server.pem")]
-        server.add_secure_port(address, grpc.ssl_server_credentials([(pair[0], pair[1])]))
+        key, pem, ca = (
+            (options.tls / name).read_bytes() for name in ("server.key", "server.pem", "ca.pem")
+        )
+        theirs = (ca, True) if options.mutual else (None, False)
+        server.add_secure_port(address, grpc.ssl_server_credentials([(key, pem)], *theirs))
     server.start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()

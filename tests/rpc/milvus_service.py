@@ -26,6 +26,7 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.greetings: list[dict[str, str]] = []
+        self.told: list[dict[str, str]] = []
         self.calls: list[dict[str, str]] = []
         self.refuse: grpc.StatusCode | None = None
         self.accepts: str | None = None
@@ -36,6 +37,7 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
 
     def Connect(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.greetings.append(dict(context.invocation_metadata()))
+        self.told.append(dict(request.client_info.reserved))
         if self.refuse is not None:
             context.abort(self.refuse, "auth check failure, please check")
         if self.accepts not in (None, self.greetings[-1].get("authorization")):

@@ -12,7 +12,7 @@ from types import TracebackType
 import pytest
 from tests.servers import free_port
 
-__all__ = ["EchoServer", "make_authority", "make_stubs"]
+__all__ = ["EchoServer", "make_authority", "make_certificate", "make_stubs"]
 
 PROGRAM = Path(__file__).with_name("echo_program.py")
 
@@ -35,6 +35,7 @@ class EchoServer:
         self,
         *,
         tls: Path | None = None,
+        mutual: bool = False,
         stubs: Path | None = None,
         token: str = "",
         strict: bool = False,
@@ -49,6 +50,7 @@ class EchoServer:
             for text in (f"--{name}", str(value))
         ]
         self._more += ["--strict"] if strict else []
+        self._more += ["--mutual"] if mutual else []
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -104,24 +106,35 @@ class EchoServer:
 
 def make_authority(folder: Path) -> Path:
     """A test authority (`ca.pem`), and a key and a certificate for `server.test`."""
+    _openssl(folder, *_NEW, "/CN=test CA", "-x509", *_DAYS, "-keyout", "ca.key", "-out", "ca.pem")
+    make_certificate(folder, "server")
+    return folder
+
+
+def make_certificate(authority: Path, name: str) -> tuple[Path, Path]:
+    """A certificate of the authority for `{name}.test`, and its key."""
+    certificate, key = authority / f"{name}.pem", authority / f"{name}.key"
+    (authority / f"{name}.txt").write_text(f"subjectAltName=DNS:{name}.test\n")
+    wanted = (*_NEW, f"/CN={name}.test", "-keyout", key.name, "-out", f"{name}.csr")
+    _openssl(authority, *wanted)
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", *_DAYS)
+    more = ("-extfile", f"{name}.txt", "-out", certificate.name)
+    _openssl(authority, "x509", "-req", "-in", f"{name}.csr", *signed, *more)
+    return certificate, key
+
+
+_NEW = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj")
+_DAYS = ("-days", "2")
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
         reason = "openssl is not installed (as root: apt-get install openssl)"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    new = ["req", "-newkey", "rsa:2048", "-nodes", "-subj"]
-    (folder / "names.txt").write_text("subjectAltName=DNS:server.test\n")
-    for step in (
-        [*new, "/CN=test CA", "-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem"],
-        [*new, "/CN=server.test", "-keyout", "server.key", "-out", "server.csr"],
-        [
-            *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
-            *("-CAcreateserial", "-days", "2", "-extfile", "names.txt", "-out", "server.pem"),
-        ],
-    ):
-        subprocess.run([openssl, *step], cwd=folder, check=True, capture_output=True)
-    return folder
+    subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
 
 
 def make_stubs(folder: Path) -> Path:

@@ -159,15 +159,16 @@ def test_https_is_encrypted_unless_it_is_said_otherwise(
         ("http://:19530", "names no host"),
         ("http:///db", "names no host"),
         ("http://token@", "names no host"),
-        ("http://host:port", "port 'port'"),
-        ("http://host:0", "port '0'"),
-        ("http://host:65536", "from 1 to 65535"),
-        ("http://host:-1", "port '-1'"),
-        ("http://host:1.5", "port '1.5'"),
+        ("http://host:port", "the port of 'http://host:***' is wrong"),
+        ("http://host:0", "the port 0 of 'http://host:0' is wrong"),
+        ("http://host:65536", "the port 65536 of 'http://host:65536' is wrong: it is a number"),
+        ("http://host:-1", "the port of 'http://host:***' is wrong"),
+        ("http://host:1.5", "it is a number from 1 to 65535"),
         ("http://host:+1", "port"),
         ("http://host:\u0661", "port"),
         ("http://host:" + "9" * 5000, "port"),
-        ("http://[::1]x", "port 'x'"),
+        ("http://[::1]x", "the port of 'http://[::1]:***'"),
+        ("http://[::1]:x", "the port of 'http://[::1]:***'"),
         ("http://::1", "put an IPv6 address in [ ]"),
         ("http://::1:19530", "put an IPv6 address in [ ]"),
         ("http://[::1", "host of"),
@@ -200,10 +201,18 @@ def test_a_wrong_uri_is_told_by_its_part(uri: Any, said: str) -> None:
         ({"secure": "yes"}, "secure must be bool, not str"),
         ({"ca": 5}, "ca must be bytes or str or Path, not int"),
         ({"channel_options": "x"}, "channel_options must be"),
+        ({"channel_options": [1]}, "channel_options must have pairs"),
+        ({"channel_options": ["ab"]}, "pairs of a name and a value"),
+        ({"channel_options": [("a", 1, 2)]}, "not tuple"),
+        ({"channel_options": {5: 1}}, "a name in the option channel_options must be a text"),
+        ({"channel_options": {"grpc.a": 1.5}}, "'grpc.a' in the option channel_options must be"),
+        ({"channel_options": [("grpc.a", None)]}, "int, str or bytes, not NoneType"),
+        ({"channel_options": {"grpc.a": 2**31}}, "'grpc.a' in the option channel_options must fit"),
         ({"certificate": b"x"}, "go together"),
         ({"private_key": b"x"}, "go together"),
         ({"token": 5}, "token must be a text, not int"),
         ({"token": b"x"}, "token must be a text, not bytes"),
+        ({"token": "x\n"}, "the token has a control character in it"),
         ({"db_name": 5}, "db_name must be a text, not int"),
     ],
 )
@@ -211,6 +220,28 @@ def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectionConfig.from_uri("http://host", **given)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://user:hunter2",
+        "https://user:hunter2/db",
+        "https://user:hunter2/part/of/it",
+        "https://user:first:hunter2",
+        "https://user:12345678",
+        "user:hunter2",
+        "ftp://user:hunter2",
+        "https://[::1]:hunter2",
+        "https://user:first@second:hunter2",
+    ],
+)
+def test_a_password_whose_host_was_forgotten_is_not_shown(uri: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectionConfig.from_uri(uri)
+    told = str(caught.value)
+    assert not any(part in told for part in ("hunter2", "12345678", "first", "part"))
+    assert "***" in told
 
 
 # -- the key ---------------------------------------------------------------------------------------
@@ -241,6 +272,9 @@ def test_the_same_options_share_however_they_are_written() -> None:
     assert key(channel_options=tuple(written.items())) == key(channel_options=written)
     assert key(channel_options=[["grpc.a", 1]]) == key(channel_options={"grpc.a": 1})
     assert key(channel_options={}) == key(channel_options=()) == key()
+    turned_list = [("grpc.b", "x"), ("grpc.a", 1)]
+    assert key(channel_options=turned_list) == key(channel_options=written)
+    assert key(channel_options=turned_list) == key(channel_options=turned_list[::-1])
 
 
 def test_whatever_changes_the_wire_is_another_connection() -> None:
@@ -262,6 +296,29 @@ def test_whatever_changes_the_wire_is_another_connection() -> None:
         key("http://host:1/global-cluster"),
     ]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("path", "root"),
+    [
+        ("", ""),
+        ("/global-cluster", ""),
+        ("/global-cluster/db", ""),
+        ("/one/global-cluster", "/one"),
+        ("//one//two%20x/Global-Cluster/db/", "/one/two%20x"),
+        ("/my-global-cluster/db", ""),
+        ("/db", ""),
+    ],
+)
+def test_under_which_path_the_topology_is_asked_for(path: str, root: str) -> None:
+    config = ConnectionConfig.from_uri(f"https://global-cluster:pass@host{path}")
+    assert config.topology_root == root
+
+
+def test_who_asks_elsewhere_is_connected_elsewhere() -> None:
+    assert key("http://host/one/global-cluster") != key("http://host/two/global-cluster")
+    assert key("http://host/one/global-cluster/a") == key("http://host/one/global-cluster/b")
+    assert key("http://host/one") == key("http://host/two"), "these are databases"
 
 
 def test_the_parts_of_a_key_cannot_be_confused() -> None:
@@ -320,7 +377,8 @@ def test_at_another_address_all_else_is_the_same() -> None:
 hosts = st.from_regex(r"[a-z]([a-z0-9-]{0,10}[a-z0-9])?(\.[a-z]{1,5})?", fullmatch=True) | st.just(
     "[::1]"
 )
-words = st.text(st.characters(codec="utf-8"), max_size=20)
+#: Without control characters, which a token cannot have.
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=20)
 ports = st.none() | st.integers(1, 65535)
 
 

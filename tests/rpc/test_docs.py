@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import inspect
 import re
-import sys
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from fastapi import FastAPI
 
-from holdfast.rpc import ConnectionConfig, ConnectionManager
+from holdfast.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
 from holdfast.rpc._core import CHART
 from holdfast.rpc._retry import NEVER
 
@@ -44,24 +39,6 @@ def blocks(page: str, language: str = "python") -> list[str]:
 # -- gRPC in FastAPI -------------------------------------------------------------------------------
 
 
-class FastAPI(Starlette):
-    """As much of FastAPI as the page uses, over Starlette, which is all that is installed."""
-
-    def get(self, path: str) -> Callable[[Any], Any]:
-        def add(function: Callable[..., Awaitable[Any]]) -> Any:
-            wanted = inspect.signature(function).parameters
-
-            async def endpoint(request: Request) -> Response:
-                given = {**request.path_params, "request": request}
-                found = await function(**{name: given[name] for name in wanted})
-                return JSONResponse(found)
-
-            self.add_route(path, endpoint)
-            return function
-
-        return add
-
-
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_stubs(tmp_path_factory.mktemp("stubs"))
@@ -76,12 +53,6 @@ def server(stubs: Path) -> Iterator[EchoServer]:
 @pytest.fixture
 def page(server: EchoServer, stubs: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names that the page's program defines."""
-    fastapi = types.ModuleType("fastapi")
-    vars(fastapi).update(FastAPI=FastAPI, HTTPException=HTTPException, Request=Request)
-    responses = types.ModuleType("fastapi.responses")
-    vars(responses).update(JSONResponse=JSONResponse)
-    monkeypatch.setitem(sys.modules, "fastapi", fastapi)
-    monkeypatch.setitem(sys.modules, "fastapi.responses", responses)
     monkeypatch.syspath_prepend(str(stubs))
     importlib.invalidate_caches()
     monkeypatch.setenv("GREETER_URI", server.uri)
@@ -91,7 +62,7 @@ def page(server: EchoServer, stubs: Path, monkeypatch: pytest.MonkeyPatch) -> di
 
 
 @contextlib.asynccontextmanager
-async def browsing(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+async def browsing(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(
@@ -129,6 +100,40 @@ async def test_the_call_that_meets_the_death_is_told_or_repeated(
         waiting = asyncio.create_task(client.get("/hello/bob"))
         await asyncio.to_thread(server.start)
         assert (await waiting).status_code == 200
+
+
+async def test_a_user_of_the_application_can_read_what_it_serves(page: dict[str, Any]) -> None:
+    async with browsing(page["app"]) as client:
+        described = (await client.get("/openapi.json")).json()
+        assert set(described["paths"]) == {"/once/{name}", "/hello/{name}", "/live", "/ready"}
+        (name,) = described["paths"]["/once/{name}"]["get"]["parameters"]
+        assert (name["name"], name["in"]) == ("name", "path")
+
+
+async def test_endpoints_that_are_plain_functions(page: dict[str, Any], server: EchoServer) -> None:
+    """As the page says: a manager for threads, and `grpc.intercept_channel`."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with ConnectionManager() as manager:
+            channel = await asyncio.to_thread(manager.get_or_create, page["CONFIG"])
+            patient = grpc.intercept_channel(channel, RetryInterceptor(channel))
+            app.state.greeter = page["GreeterStub"](patient)
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.get("/hello/{name}")
+    def hello(name: str) -> dict[str, str]:
+        greeting = app.state.greeter.Greet(page["Name"](name=name), timeout=LIMIT)
+        return {"text": greeting.text}
+
+    async with browsing(app) as client:
+        assert (await client.get("/hello/ann")).json() == {"text": "hello ann"}
+        server.kill()
+        waiting = asyncio.create_task(client.get("/hello/bob"))
+        await asyncio.to_thread(server.start)
+        assert (await waiting).json() == {"text": "hello bob"}
 
 
 async def test_a_stub_that_is_taken_when_it_is_needed(page: dict[str, Any]) -> None:

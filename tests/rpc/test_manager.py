@@ -5,12 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from urllib.parse import quote
 
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, ManagerClosed
+from holdfast.rpc import (
+    ConfigError,
+    ConnectFailed,
+    ConnectionConfig,
+    ConnectionManager,
+    ManagerClosed,
+    TokenCredentials,
+)
 from holdfast.testing import FaultProxy
 
 from .handlers import ECHO, FAIL, PID, eventually
@@ -102,6 +110,30 @@ def test_one_client_that_goes_leaves_the_others_alone(
     del second
     gc.collect()
     eventually(lambda: manager.get_stats()["total_connections"] == 0)
+
+
+@pytest.mark.parametrize("mark", ["\n", "\r", "\x00", "\x7f"])
+def test_a_token_that_no_call_can_be_made_with(mark: str) -> None:
+    """One that was read from a file with its line end, say."""
+    token = f"hunter2{mark}"
+    makers: list[Callable[[], object]] = [
+        lambda: ConnectionConfig.from_uri("http://host", token=token),
+        lambda: ConnectionConfig.from_uri(f"http://{quote(token)}@host"),
+        lambda: ConnectionConfig.from_uri("unix:///tmp/socket", token=token),
+        lambda: TokenCredentials(token),
+        lambda: TokenCredentials("fine").replace(token),
+    ]
+    for make in makers:
+        with pytest.raises(ConfigError, match=r"token .*line end") as caught:
+            make()
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_token_may_be_written_in_any_way_if_it_is_encoded() -> None:
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        TokenCredentials("gänse")
+    encoded = TokenCredentials("gänse", encode=lambda token: token.encode().hex())
+    assert encoded.metadata() == (("authorization", "gänse".encode().hex()),)
 
 
 def test_a_closed_manager(echo: EchoServer) -> None:

@@ -129,6 +129,24 @@ async def test_when_the_last_client_has_gone_it_is_closed(
     await gone(manager)
 
 
+async def test_a_call_that_cannot_even_start_is_not_counted_for_ever(
+    manager: AsyncConnectionManager, echo: EchoServer
+) -> None:
+    channel = await manager.get_or_create(config(echo))
+    kept = []
+    for metadata in ((("x", "line\nend"),), (("Upper", "case"),)):
+        for _ in range(2):
+            begun = channel.unary_unary(ECHO)(b"", metadata=metadata, timeout=LIMIT)
+            kept.append(begun)
+            with pytest.raises(Exception, match="execute_batch"):
+                await begun
+    async with asyncio.timeout(LIMIT):
+        while channel.calls:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+    assert await call(channel) == b"hello"
+    assert all(begun.done() for begun in kept)
+
+
 # -- recovery --------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -192,14 +194,46 @@ async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
             managed.strategy._refresher.trigger()
             await until(lambda: channel.address == south.address and channel._live is not None)
             assert await side.call(channel, ECHO, b"hello") == b"hello"
+            now = counters(side)
+            assert (now["moves"], now["topology_fetches"]) == (1, 2)
+            assert now["topology_fetch_failures"] == 0
+            scrape = Scrape(RpcCollector(side.manager))
+            assert scrape("moves_total", address=north.address) == 1.0
+            assert scrape("topology_fetches_total", address=north.address) == 2.0
         causes = [why for _, why in told(side, north)]
         assert "version 2 of the topology has another primary" in causes
+        moves = [each for each in told(side, north) if each[0].startswith("moved")]
+        assert moves == [(f"moved to {south.address}", f"it led to {north.address} before")]
         known = side.manager.recorder.events(f"rpc.{north.address}.topology")
         assert [each.text for each in known] == [
             "version 1 of the topology is known",
             "version 2 of the topology is known",
             *[each.text for each in known[2:]],
         ]
+
+
+@both
+async def test_a_restart_is_no_move_and_a_topology_that_is_away_is_counted(kind: Kind) -> None:
+    with EchoServer() as server:
+        away = False
+
+        def topology() -> Topology:
+            if away:
+                raise OSError("away")
+            return Topology(1, (Member(server.address, server.uri),))
+
+        async with kind(fetch_topology=topology) as side:
+            channel = await side.get(config(server))
+            away = True
+            server.kill()
+            await fails(side, channel)
+            server.start()
+            assert await side.call(channel, ECHO, b"hello") == b"hello"
+            now = counters(side)
+            assert (now["moves"], now["topology_fetches"], now["connects"]) == (0, 1, 2)
+            assert now["topology_fetch_failures"] >= 1
+            scrape = Scrape(RpcCollector(side.manager))
+            assert (scrape("topology_fetch_failures_total", address=server.address) or 0) >= 1
 
 
 @both
@@ -283,9 +317,15 @@ async def test_what_prometheus_reads(kind: Kind, echo: EchoServer) -> None:
         assert Scrape(collector)("connects_total", **here) == 2.0
 
 
-async def test_every_counter_is_a_metric() -> None:
+async def test_every_counter_is_a_metric_and_in_the_docs() -> None:
     probes = {"probes_healthy", "probes_unhealthy"}
     assert set(_COUNTERS) | probes == set(Counters().as_dict())
+    page = (Path(__file__).parents[2] / "docs" / "topics" / "rpc.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `(\w+)", page, re.MULTILINE)
+    named = {name for names, _ in rows for name in re.findall(r"\w+", names)}
+    assert named == set(Counters().as_dict())
+    metrics = {f"holdfast_rpc_{name}_total" for name in (*_COUNTERS, "probes")}
+    assert {metric for _, metric in rows} == metrics
 
 
 @both

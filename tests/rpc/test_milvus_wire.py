@@ -13,14 +13,13 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import pymilvus  # type: ignore[import-untyped]
 import pytest
 from pymilvus.grpc_gen import common_pb2  # type: ignore[import-untyped]
 
-from holdfast.rpc import ConfigError, ConnectionConfig, Member, TokenCredentials, Topology
+from holdfast.rpc import Member, TokenCredentials, Topology
 from holdfast.rpc._milvus import _refusals
 from holdfast.rpc.milvus import (
     AsyncMilvusClient,
@@ -28,7 +27,6 @@ from holdfast.rpc.milvus import (
     MilvusClient,
     MilvusManager,
     MilvusRefused,
-    milvus_config,
     milvus_probe,
 )
 
@@ -294,42 +292,3 @@ async def test_a_late_answer_of_a_lost_primary_changes_nothing_for_coroutines(
         await late
         (line,) = manager.get_stats()["connections"]
         assert (line["generation"], server.service.violations) == (2, 2)
-
-
-# -- configuration ---------------------------------------------------------------------------------
-
-
-def test_pymilvus_names_for_tls_and_channels() -> None:
-    config = milvus_config(
-        "https://vectors:19530/mydb",
-        token="",
-        user="u",
-        password="p",
-        ca_pem_path="ca.pem",
-        client_pem_path="own.pem",
-        client_key_path="own.key",
-        server_name="vectors.example.com",
-        grpc_options={"grpc.keepalive_time_ms": 1},
-        server_pem_path="",
-    )
-    assert isinstance(config, ConnectionConfig)
-    assert (config.token, config.db_name, config.secure) == ("u:p", "mydb", True)
-    assert config.options == {
-        "ca": "ca.pem",
-        "certificate": "own.pem",
-        "private_key": "own.key",
-        "server_name": "vectors.example.com",
-        "channel_options": {"grpc.keepalive_time_ms": 1},
-    }
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"ca_pem_path": "a", "server_pem_path": "b"}, "says the same"),
-        ({"colour": "red"}, "colour"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        milvus_config("https://vectors", **options)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -30,20 +32,26 @@ from holdfast.rpc import (
     ConnectionManager,
     HttpTopology,
     ManagerClosed,
+    Member,
     TokenCredentials,
+    Topology,
     TopologyError,
     retry_on_rpc_failure,
 )
+from holdfast.rpc._dial import make_aio_channel, make_channel
 from holdfast.rpc.prometheus import RpcCollector
 
 from .handlers import ECHO, FAIL, METADATA
 from .servers import EchoServer
+from .sides import SIDES, Aio, Threads
 from .topology_server import TopologyServer, body_of
 
 LIMIT = 30.0
 PASSWORD = "Zebra/Quagga+77=?"
 TOKEN = f"keeper:{PASSWORD}"
 SOURCES = ["userinfo", "token", "provider"]
+both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
+Kind = type[Threads] | type[Aio]
 
 
 def forms(secret: str) -> set[str]:
@@ -110,7 +118,7 @@ class Search:
             self.add("repr of the source", getattr(managed.strategy, "_source", None))
             self.add("repr of the credentials", managed.handler._credentials)
         for event in manager.recorder.events():
-            self.add("recorder", event)
+            self.add("recorder", f"{event!r} {event.as_dict()!r}")
         for component in manager.recorder.components():
             self.add("explanation", manager.recorder.explain(component))
         registry = CollectorRegistry()
@@ -126,7 +134,7 @@ class Search:
             (what, text) for what, text in self.read if any(secret in text for secret in SECRETS)
         ]
         assert not found, found[:5]
-        assert len(self.read) > 20, "there was something to read"
+        assert len(self.read) > 10, "there was something to read"
 
 
 @pytest.fixture
@@ -174,9 +182,9 @@ def options_of(source: str) -> dict[str, Any]:
 
 
 @contextmanager
-def failing(search: Search, what: str, *kinds: type[BaseException]) -> Iterator[None]:
+def failing(search: Search, what: str, *kinds: type[BaseException]) -> Iterator[Any]:
     with pytest.raises(kinds) as caught:
-        yield
+        yield caught
     search.add_error(what, caught.value)
 
 
@@ -338,6 +346,169 @@ async def test_a_life_of_asyncio(search: Search, source: str) -> None:
         search.add_manager(manager)
 
 
+# -- those who repeat it ---------------------------------------------------------------------------
+
+
+class Parrot(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A server that tells what it was sent, in an error that ends the connection."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def service(self, details: Any) -> Any:
+        if details.method.startswith("/grpc.health"):
+            return None
+        sent = dict(details.invocation_metadata)["authorization"]
+
+        def tell(request: bytes, context: Any) -> bytes:
+            self.asked.set()
+            assert self.may_answer.wait(LIMIT)
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"no backend for {sent}, {quote(sent)}")
+            raise AssertionError
+
+        return grpc.unary_unary_rpc_method_handler(tell)
+
+
+@contextmanager
+def parrot() -> Iterator[tuple[Parrot, str]]:
+    handler, port = Parrot(), free_port()
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((handler,))
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield handler, f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+class LaterProvider:
+    """Credentials that must be awaited."""
+
+    async def metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {TOKEN}")]
+
+    def __repr__(self) -> str:
+        return "<LaterProvider>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [*itertools.product(SIDES, SOURCES), (Aio, "later")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+async def test_a_server_that_repeats_it(search: Search, kind: Kind, source: str) -> None:
+    options = options_of(source)
+    if source == "later":
+        options = {"credentials": lambda config: LaterProvider()}
+    with parrot() as (_, address):
+        async with kind(**options) as side:
+            channel = await side.get(config_of(source, address))
+            with pytest.raises(grpc.RpcError) as caught:
+                await side.call(channel, ECHO)
+            assert TOKEN in caught.value.details(), "the caller's own error is that of gRPC"
+            search.add_manager(side.manager)
+            told = [str(event.because) for event in side.manager.recorder.events()]
+            assert any("no backend for ***, ***" in each for each in told), told
+
+
+@both
+async def test_a_server_that_repeats_it_and_goes(search: Search, kind: Kind) -> None:
+    """Who calls next is told the last failure."""
+    with parrot() as (_, address):
+        config = config_of("token", address)
+        # It is dialled no more, so that the last failure stays the last.
+        refuse = threading.Event()
+        make = make_channel if kind is Threads else make_aio_channel
+
+        def factory(config: ConnectionConfig) -> Any:
+            if refuse.is_set():
+                raise OSError(f"nothing for {config.token}")
+            return make(config, 1)
+
+        async with kind(handler_factory=factory) as side:
+            channel = await side.get(config)
+            refuse.set()
+            with pytest.raises(grpc.RpcError):
+                await side.call(channel, ECHO)
+            with failing(search, "not sent", grpc.RpcError) as caught:
+                await side.call(channel, ECHO, b"", 0.3)
+            with failing(search, "unreached", ConnectFailed):
+                await side.get(config, timeout=0.3)
+            search.add_manager(side.manager)
+            assert "***" in caught.value.details()
+
+
+@both
+async def test_a_server_that_repeats_an_old_one(search: Search, kind: Kind) -> None:
+    """It was replaced while the call was under way."""
+    credentials = TokenCredentials(TOKEN)
+    with parrot() as (handler, address):
+        async with kind(credentials=lambda config: credentials) as side:
+            channel = await side.get(config_of("provider", address))
+            handler.may_answer.clear()
+            calling = asyncio.create_task(side.call(channel, ECHO))
+            await asyncio.to_thread(handler.asked.wait, LIMIT)
+            credentials.replace("something-else")
+            handler.asked.clear()
+            other = asyncio.create_task(side.call(channel, ECHO))
+            await asyncio.to_thread(handler.asked.wait, LIMIT)
+            handler.may_answer.set()
+            outcomes = await asyncio.gather(calling, other, return_exceptions=True)
+            assert any(TOKEN in str(each) for each in outcomes)
+            search.add_manager(side.manager)
+
+
+@both
+@pytest.mark.parametrize("kinds", [(OSError, ConnectFailed), (NameError, ConfigError)])
+async def test_a_factory_that_repeats_it(
+    search: Search, kind: Kind, kinds: tuple[type[Exception], type[Exception]]
+) -> None:
+    raises, expected = kinds
+
+    def factory(config: ConnectionConfig) -> Any:
+        try:
+            raise KeyError(config.token)
+        except KeyError as error:
+            raise raises(f"nothing for {config.token}") from error
+
+    async with kind(handler_factory=factory) as side:
+        with failing(search, "a factory", expected):
+            await side.get(config_of("token", "127.0.0.1:1"), timeout=0.5)
+        search.add_manager(side.manager)
+
+
+@both
+async def test_a_topology_function_and_a_probe_that_repeat_it(
+    search: Search, kind: Kind, echo: EchoServer
+) -> None:
+    fails = False
+
+    def topology() -> Topology:
+        if fails:
+            raise OSError(f"nothing for {TOKEN}")
+        return Topology(1, (Member("one", echo.uri),))
+
+    def probe(channel: Any) -> bool:
+        raise OSError(f"nothing for {TOKEN}")
+
+    config = config_of("token", echo.address)
+    async with kind(fetch_topology=topology, probe=probe, idle=0.05) as side:
+        channel = await side.get(config)
+        fails = True
+        await asyncio.sleep(0.1)
+        await side.get(config, timeout=LIMIT)
+        with pytest.raises(grpc.RpcError):
+            await side.call(channel, FAIL, b"UNAVAILABLE")
+        assert await side.call(channel, ECHO, b"a") == b"a"
+        with failing(search, "no topology", ConnectFailed):
+            await side.get(config, dedicated=True, timeout=0.3)
+        search.add_manager(side.manager)
+        told = [str(event.because) for event in side.manager.recorder.events()]
+        assert any("nothing for ***" in each for each in told), told
+
+
 # -- what cannot be read at all --------------------------------------------------------------------
 
 
@@ -377,16 +548,16 @@ def test_a_uri_that_is_wrong(uri: str) -> None:
 
 @pytest.mark.parametrize("mark", ["\n", "\x00", "ü", "\u2028"])
 def test_a_token_that_cannot_be_sent(mark: str, echo: EchoServer) -> None:
-    """gRPC refuses it, and must not show it."""
+    """It is refused before anybody is called, and not shown."""
     search = Search()
     wrong = f"{TOKEN}{mark}"
-    config = ConnectionConfig.from_uri(echo.uri, token=wrong)
-    search.add("repr of the configuration", config)
-    with ConnectionManager() as manager:
-        with failing(search, "token", grpc.RpcError, ConfigError):
-            manager.get_or_create(config).unary_unary(ECHO)(b"", timeout=LIMIT)
-        search.add_manager(manager)
-    search.add("repr of the credentials", TokenCredentials(wrong))
+    with failing(search, "token", ConfigError), ConnectionManager() as manager:
+        config = ConnectionConfig.from_uri(echo.uri, token=wrong)
+        search.add("repr of the configuration", config)
+        manager.get_or_create(config)
+    search.add_manager(manager)
+    with failing(search, "credentials", ConfigError):
+        TokenCredentials(wrong)
     for _ in range(20):
         search.add("filler", "nothing")
     search.end()

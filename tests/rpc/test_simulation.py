@@ -18,13 +18,16 @@ from holdfast.rpc import (
     Topology,
 )
 from holdfast.rpc._channel_pool import lanes_of
-from holdfast.rpc._core import Actions, Connection
+from holdfast.rpc._core import PROVEN, Actions, Connection
 from holdfast.rpc._managed import ManagedConnection
+from holdfast.rpc._policy import unavailable
 from holdfast.rpc._refusals import Refusals
 from holdfast.rpc._works import Works
 from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
+
+pytestmark = pytest.mark.usefixtures("forkable")
 
 TROUBLE = 20.0
 #: More than this nobody may wait beyond its own time.
@@ -35,6 +38,14 @@ LITTLE = 0.3
 
 class Client:
     """Somebody who uses a connection."""
+
+
+class Mistrust(Exception):
+    """An error of an application's own, which gRPC knows nothing of."""
+
+
+def mends(error: BaseException) -> bool:
+    return isinstance(error, Mistrust) or unavailable(error)
 
 
 class Day:
@@ -52,6 +63,7 @@ class Day:
             credentials=self.world.credentials,
             fetch_topology=self._topology if self.is_global else None,
             probe=self._probe,
+            classify=mends,
             linger=5.0,
             idle=2.0,
             connect_timeout=3.0,
@@ -63,6 +75,7 @@ class Day:
         self.numbers = itertools.count()
         self.over = False
         self.outcomes: list[str] = []
+        self.complaints: set[asyncio.Task[None]] = set()
 
     async def _topology(self) -> Topology:
         # Awaited, not called in a thread: that would end when the machine likes.
@@ -102,10 +115,34 @@ class Day:
             found = self.manager._book.entries.get(config.key)
             assert found is None or not found.core.usable, "it is there, and nobody was told"
             return "unreached" if timeout > LITTLE else "too little time"
+        generation = handler.generation
         outcome = await self._call(handler, timeout)
+        if generation and self.loop.time() < TROUBLE and self.chance.random() < 0.2:
+            task = self.loop.create_task(self._complain(handler, generation))
+            self.complaints.add(task)
+            task.add_done_callback(self.complaints.discard)
         if self.chance.random() < 0.3:
             await self.manager.release(handler, client=client)
         return outcome
+
+    async def _complain(self, handler: AsyncHandler, generation: int) -> None:
+        """An application does not like what it was answered; it may take its time to say so."""
+        await asyncio.sleep(self.chance.choice([0.0, self.chance.uniform(0.0, 2.0)]))
+        dated = self.chance.random() < 0.5
+        managed = self.manager._book.of(handler)
+        if managed is not None and self._may_act(managed, generation if dated else None):
+            for lane in lanes_of(handler._live.channel) if handler._live is not None else ():
+                lane.dead = True  # to replace it is right
+        known = generation if dated else None
+        limit = self.chance.uniform(0.0, 0.2)
+        await self.manager.handle_error(handler, Mistrust(), limit, generation=known)
+
+    def _may_act(self, managed: Any, generation: int | None) -> bool:
+        """Whether it is of the current generation; of one that does not say it, that is likely."""
+        if generation is not None:
+            return bool(generation == managed.generation)
+        proven = self.loop.time() - managed.core._since >= PROVEN
+        return bool(managed.generation == 1 or proven)
 
     async def _use_alone(self, config: ConnectionConfig, client: Client, timeout: float) -> str:
         """One that nobody else gets, which is gone when it is given back."""
@@ -267,8 +304,21 @@ def _never_given_back(self: ManagedConnection[Any], client: Any) -> None:
 _refuse = Refusals.refuse
 _broken, _wait = Connection.broken, Connection.wait
 
+
+def _blames_the_current(self: Connection, now: float) -> int:
+    return self.generation
+
+
+def _ignores_the_date(self: AsyncConnectionManager, managed: Any, cause: Any, given: Any) -> None:
+    _broken_by(self, managed, cause, managed.generation)
+
+
+_broken_by = AsyncConnectionManager._broken
+
 MUTANTS = [
     mutant(Connection, "broken", _any_error_acts, name="an old error acts"),
+    mutant(Connection, "blamed", _blames_the_current, name="an error without a date acts"),
+    mutant(AsyncConnectionManager, "_broken", _ignores_the_date, name="a late complaint acts"),
     mutant(Works, "_start_dial", _dials_beside, name="an attempt goes on after the end"),
     mutant(Works, "_wake", _tells_nobody, name="those who wait are forgotten"),
     mutant(Connection, "due", _gives_up, name="no second attempt"),

@@ -161,6 +161,24 @@ def test_of_a_configuration_it_asks_at_the_root(server: TopologyServer, fetch: F
     assert headers["Authorization"] == f"Bearer user:{SECRET}"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/global-cluster", ""),
+        ("/global-cluster/mydb", ""),
+        ("/tenants/seven/global-cluster", "/tenants/seven"),
+        ("/tenants/seven/global-cluster/mydb", "/tenants/seven"),
+    ],
+)
+def test_behind_a_prefix_it_asks_there(
+    server: TopologyServer, fetch: Fetch, path: str, asked: str
+) -> None:
+    uri = f"http://user:{SECRET}@127.0.0.1:{server.port}{path}"
+    fetch(HttpTopology.of(ConnectionConfig.from_uri(uri)))
+    [(found, _)] = server.requests
+    assert found == f"{asked}{PATH}"
+
+
 # -- HTTP on bad days ------------------------------------------------------------------------------
 
 

@@ -21,9 +21,9 @@ import pytest
 from tests.rpc.topology_server import TopologyServer, body_of
 
 from holdfast.kernel import Clock, LoopThread, Recorder
-from holdfast.rpc import _strategies
 from holdfast.rpc._config import ConnectionConfig
 from holdfast.rpc._errors import ConfigError, TopologyError
+from holdfast.rpc._follower import Follower
 from holdfast.rpc._sources import CallableTopology, HttpTopology, StaticTopology, TopologySource
 from holdfast.rpc._strategies import (
     AsyncGlobalStrategy,
@@ -308,16 +308,18 @@ def test_what_cannot_be_used_is_recorded_and_keeps_the_old(
 
 
 def test_only_newer_versions_are_believed(side: Side) -> None:
-    story = Story(at(5, "a:1"))
-    strategy = side.strategy(fetch_topology=story)
+    story, now = Story(at(5, "a:1")), 0.0
+    strategy = side.strategy(fetch_topology=story, clock=Clock(monotonic=lambda: now))
     changes: list[Topology] = []
     strategy.on_change = changes.append
     side(strategy.create_handler, GLOBAL)
     for told in (at(5, "b:1"), at(4, "c:1"), at(5, "a:1")):
         story.told = told
+        now += 2.0
         side(strategy.on_unavailable, Held("a:1"))
         assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
     assert changes == []
+    assert story.asked == 4
 
 
 def test_a_source_that_raises_something_else_does_no_harm(side: Side) -> None:
@@ -563,7 +565,11 @@ def server() -> Iterator[TopologyServer]:
 
 
 def global_config(server: TopologyServer) -> ConnectionConfig:
-    return ConnectionConfig.from_uri(f"{server.url}/global-cluster", token=f"user:{SECRET}")
+    return global_config_of(f"{server.url}/global-cluster")
+
+
+def global_config_of(uri: str) -> ConnectionConfig:
+    return ConnectionConfig.from_uri(uri, token=f"user:{SECRET}")
 
 
 def test_left_alone_it_asks_milvus(side: Side, server: TopologyServer) -> None:
@@ -595,6 +601,21 @@ def test_the_token_is_nowhere(
     told += [recorder.explain(each) for each in recorder.components()]
     assert "I do not know ***" in "\n".join(told)
     assert SECRET not in "\n".join([*told, caplog.text])
+
+
+def test_what_a_function_raises_is_told_without_the_token(side: Side) -> None:
+    config = global_config_of("http://there/global-cluster")
+    strategy = side.strategy(fetch_topology=Story(OSError(f"nothing for {SECRET}")))
+    with pytest.raises(TopologyError, match=r"nothing for \*\*\*") as caught:
+        side(strategy.create_handler, config)
+    told: BaseException | None = caught.value
+    while told is not None:
+        assert SECRET not in f"{told!r} {told.__context__!r}"
+        told = told.__cause__
+    strategy = side.strategy(fetch_topology=Story(OSError("nothing at all")))
+    with pytest.raises(TopologyError, match="nothing at all") as caught:
+        side(strategy.create_handler, config)
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 async def test_a_slow_topology_does_not_stall_the_loop(server: TopologyServer) -> None:
@@ -737,7 +758,7 @@ def follows_nothing(self: Any, source: TopologySource) -> None:
     [
         (TopologyMixin, "accept", believes_all),
         (TopologyMixin, "accept", believes_the_newest),
-        (_strategies._GlobalStrategyMixin, "_follow", follows_nothing),
+        (Follower, "_follow", follows_nothing),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -273,11 +273,21 @@ class NoLock:
     def __exit__(self, *args: object) -> None:
         time.sleep(0)
 
+    def acquire(self, timeout: float = -1.0) -> bool:
+        time.sleep(0)
+        return True
+
+    def release(self) -> None:
+        time.sleep(0)
+
+    def _is_owned(self) -> bool:
+        return False
+
 
 def _begins_without_a_lock(self: ConnectionManager) -> None:
     """Everybody changes everything at any time."""
     _begin(self)
-    self._lock = self._works._lock = NoLock()  # type: ignore[assignment]
+    self._lock = self._works._lock = self._changes._lock = NoLock()  # type: ignore[assignment]
 
 
 _begin = ConnectionManager._begin

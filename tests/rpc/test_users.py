@@ -10,18 +10,19 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
+from holdfast.kernel import Clock
 from holdfast.rpc import (
     AsyncConnectionManager,
     ChannelError,
     ConnectFailed,
     ConnectionConfig,
-    ManagerClosed,
 )
 from holdfast.testing import FaultProxy
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
 from .sides import LIMIT, SIDES, Aio, Threads
+from .test_cycles import Leaping
 from .test_leftovers import Door
 
 Kind = type[Threads] | type[Aio]
@@ -94,10 +95,82 @@ async def test_who_closes_too_often_takes_nothing_from_one_who_calls(
         while time.monotonic() < ends:
             assert await side.call(mine, ECHO, b"still here") == b"still here"
             await asyncio.sleep(0.1)
-        # And it does go, when nobody calls any more.
+        # And it does go, when nobody calls any more; but who holds it may well do so again.
         await holds(lambda: not side.manager.get_stats()["total_connections"], LIMIT)
-        with pytest.raises(ManagerClosed, match="get_or_create"):
-            await side.call(mine, ECHO)
+        assert "asleep" in repr(mine)
+        assert await side.call(mine, ECHO, b"and here") == b"and here"
+        assert side.manager.get_stats()["connections"][0]["generation"] == 2
+
+
+# -- errors of one's own ---------------------------------------------------------------------------
+
+
+class NotTheLeader(Exception):
+    """What a service says, in an answer of its own."""
+
+
+@both
+@pytest.mark.parametrize("dated", [True, False])
+async def test_late_errors_of_an_application_change_nothing(
+    kind: Kind, dated: bool, echo: EchoServer
+) -> None:
+    clock = Leaping()
+    async with kind(classify=lambda e: isinstance(e, NotTheLeader), clock=clock) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+
+        async def tell(generation: int) -> None:
+            named = {"generation": generation} if dated else {}
+            handle = side.manager.handle_error
+            assert await side.run(handle, channel, NotTheLeader(), LIMIT, **named)
+
+        for _ in range(20):
+            await tell(1)
+        assert channel.generation == 2, "one of them was enough"
+        if dated:
+            clock.leap()  # it is proven, and what is said of the first one is still old
+            await tell(1)
+            assert channel.generation == 2
+            await tell(2)
+        else:
+            await tell(2)
+            assert channel.generation == 2, "it may well be late"
+            clock.leap()
+            await tell(2)
+        assert channel.generation == 3
+
+
+# -- the clock that it is given --------------------------------------------------------------------
+
+
+@both
+async def test_idle_is_what_the_clock_says(kind: Kind, echo: EchoServer) -> None:
+    clock = Leaping()
+    async with kind(clock=clock) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        (managed,) = side.manager._book
+        assert managed.created_at <= managed.last_used_at <= clock.monotonic()
+        for _ in range(3):
+            clock.ahead += 3600.0
+            assert side.manager.get_stats()["connections"][0]["idle_time"] >= 3600.0
+            assert await side.get(config_of(echo), timeout=LIMIT) is channel
+        assert side.manager.get_stats()["counters"]["probes_healthy"] == 3
+        clock.ahead += 3600.0
+        assert await side.call(channel, ECHO, b"hi") == b"hi"
+        assert side.manager.get_stats()["connections"][0]["idle_time"] < 3600.0
+
+
+@both
+async def test_how_long_nobody_had_it_is_what_the_clock_says(kind: Kind, echo: EchoServer) -> None:
+    frozen = time.monotonic() + 1e6
+    now = [frozen]
+    async with kind(clock=Clock(lambda: now[0]), linger=0.2) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        assert await side.call(channel, ECHO, b"hi") == b"hi"
+        await side.run(channel.close)
+        await asyncio.sleep(0.6)
+        assert side.manager.get_stats()["total_connections"] == 1, "no time has passed"
+        now[0] += 1.0
+        await holds(lambda: not side.manager.get_stats()["total_connections"], LIMIT)
 
 
 @both

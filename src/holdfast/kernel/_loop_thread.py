@@ -6,6 +6,9 @@ program alive, and it is stopped in order when the interpreter ends.
 
 A fork copies memory but no threads: in the child process the shared loop thread is a new one, and
 one that was inherited refuses to be used instead of waiting for ever.
+
+The garbage collector runs anywhere, so work may also be submitted by a finalizer in the middle of
+a submit of the same thread: the locks are reentrant, and nothing is made twice.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class LoopThread:
     """
 
     _shared: ClassVar[LoopThread | None] = None
-    _sharing: ClassVar[threading.Lock] = threading.Lock()
+    _sharing: ClassVar[threading.RLock] = threading.RLock()
     _started: ClassVar[weakref.WeakSet[LoopThread]] = weakref.WeakSet()
     # What a fork brought along is kept: to collect a loop is to complain that it was not closed.
     _inherited: ClassVar[list[LoopThread]] = []
@@ -53,11 +56,12 @@ class LoopThread:
     def __init__(self, name: str = "holdfast-loop") -> None:
         self.name = name
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ready = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._starting = False
         self._stopped = False
         # Kept until they end: asyncio itself holds on to tasks only weakly.
         self._work: set[Future[Any]] = set()
@@ -67,7 +71,9 @@ class LoopThread:
         """The loop thread of this process; a new one if the last was stopped, or after a fork."""
         with cls._sharing:
             if cls._shared is None or cls._shared._stopped:
-                cls._shared = cls()
+                made = cls()
+                if cls._shared is None or cls._shared._stopped:  # still so
+                    cls._shared = made
             return cls._shared
 
     @property
@@ -76,13 +82,18 @@ class LoopThread:
         thread = self._thread
         return thread is not None and thread.is_alive() and self._pid == os.getpid()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in its thread, and so must not wait for it."""
+        return threading.current_thread() is self._thread
+
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop and wait here for its outcome.
 
         After the timeout, or if the waiting is interrupted (Ctrl-C), the coroutine is cancelled.
         From the loop's own thread this would wait for itself for ever, and is refused.
         """
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             work.close()
             raise RuntimeError(
                 f"{self.name}: run() was called from the loop's own thread and would wait for "
@@ -197,15 +208,25 @@ class LoopThread:
         if self._stopped:
             raise RuntimeError(f"{self.name} has been stopped: take LoopThread.shared() again")
         if self._thread is None:
-            self._started.add(self)
-            self._thread = threading.Thread(target=self._thread_main, name=self.name, daemon=True)
-            self._thread.start()
+            self._start()
+        if self._starting:
+            raise RuntimeError(f"{self.name} is about to start, and a finalizer cannot wait for it")
         self._ready.wait()
         if self._loop is None:
             raise RuntimeError(
                 f"{self.name} could not start its event loop; see the thread's error"
             )
         return self._loop
+
+    def _start(self) -> None:
+        self._started.add(self)
+        thread = threading.Thread(target=self._thread_main, name=self.name, daemon=True)
+        if self._thread is None:  # still so
+            self._thread, self._starting = thread, True
+            try:
+                thread.start()
+            finally:
+                self._starting = False
 
     def _thread_main(self) -> None:
         try:
@@ -239,7 +260,7 @@ class LoopThread:
     @classmethod
     def _after_fork(cls) -> None:
         # The lock may have been held by a thread that does not exist here.
-        cls._sharing = threading.Lock()
+        cls._sharing = threading.RLock()
         cls._shared = None
         cls._inherited.extend(cls._started)
         cls._started = weakref.WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,9 @@ class Book:
         self.entries: dict[str, Managed] = {}
         #: What was counted, by the address that was asked for.
         self.ledger = Ledger()
+        #: Handlers whose connection was closed because nobody had it, by its key; for as long as
+        #: somebody does hold them.
+        self.asleep: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._by_handler: dict[int, Managed] = {}
         self._numbers = itertools.count(1)
 
@@ -43,6 +47,19 @@ class Book:
             del self.entries[managed.key]
         self._by_handler.pop(id(managed.handler), None)
 
+    def part(self, managed: Managed) -> bool:
+        """Leave the handler to whoever holds it, and strike the connection out, to be closed.
+
+        Says whether that is so: a call may have begun.
+        """
+        handler = managed.handler
+        if (heir := handler._part(managed.generation)) is None:
+            return False
+        self.remove(managed)
+        managed.handler = heir
+        self.asleep[managed.key] = handler
+        return True
+
     def of(self, handler: object) -> Managed | None:
         """The connection of a handler."""
         return self._by_handler.get(id(handler))
@@ -50,12 +67,12 @@ class Book:
     def deserted(self, now: float, linger: float) -> list[Managed]:
         """Those that nobody has had for so long; whoever is left alone is noted.
 
-        Nor used: who holds a channel of which others have said too often that they give it back
-        goes on with it undisturbed.
+        Nor used, nor waited for: who holds a channel of which others have said too often that they
+        give it back goes on with it undisturbed.
         """
         over = []
-        for managed in self.entries.values():
-            if not managed.deserted or managed.handler.calls:
+        for managed in self:
+            if not managed.deserted or managed.handler.calls or managed.core.waiting:
                 managed.deserted_at = None
             elif managed.deserted_at is None:
                 managed.deserted_at = now

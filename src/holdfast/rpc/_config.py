@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ HIDDEN = "***"
 #: Drawn once for a process and its forks: a digest in a log says nothing elsewhere.
 _SALT = os.urandom(16)
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MARK = re.compile(r"([?#])")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
@@ -89,13 +91,13 @@ class ConnectionConfig:
         uri = uri.strip()
         if uri[:5].lower() == "unix:":
             address = _unix(uri)
-            return cls(uri, address, token or "", db_name or "", options)
+            return cls(uri, address, _sendable(token or ""), db_name or "", options)
         parts = split_uri(uri)
         found, path = _userinfo(parts), parts.path.strip("/")
         return cls(
             uri,
             _address(parts, uri),
-            token or found,
+            _sendable(token or found),
             db_name or unquote(path.partition("/")[0]),
             options,
         )
@@ -104,6 +106,20 @@ class ConnectionConfig:
     def is_global(self) -> bool:
         """Whether the URI names a cluster of clusters, whose primary must be asked for."""
         return GLOBAL in _without_account(self.uri).lower()
+
+    @property
+    def topology_root(self) -> str:
+        """Under which path the topology of such a cluster is asked for; "" is the root.
+
+        It is what stands before the part `global-cluster` of the path. Elsewhere a path names a
+        database.
+        """
+        path = urlsplit(_without_account(self.uri)).path
+        parts = [part for part in path.split("/") if part]
+        for number, part in enumerate(parts):
+            if part.lower() == GLOBAL:
+                return "".join(f"/{each}" for each in parts[:number])
+        return ""
 
     @property
     def secure(self) -> bool:
@@ -115,9 +131,10 @@ class ConnectionConfig:
     def key(self) -> str:
         """The same for all who may share a connection; it does not show the token."""
         options = {name: each for name, each in self.options.items() if each and name != "secure"}
-        wire = repr(
-            (self.address, self.token, self.secure, self.is_global, _frozen(options))
-        ).encode()
+        if "channel_options" in options:
+            options["channel_options"] = dict(options["channel_options"])
+        asked = self.topology_root if self.is_global else None
+        wire = repr((self.address, self.token, self.secure, asked, _frozen(options))).encode()
         return f"{self.address}|{hashlib.blake2b(wire, key=_SALT, digest_size=8).hexdigest()}"
 
     @property
@@ -208,11 +225,28 @@ def _address(parts: SplitResult, uri: str) -> str:
 def _port(parts: SplitResult, text: str, uri: str) -> int:
     if not text:
         return TLS_PORT if parts.scheme == "https" else PORT
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) < 65536):
+    if not _is_number(text):
         raise ConfigError(
-            f"the port {text!r} of {redacted(uri)!r} is wrong: it is a number from 1 to 65535"
+            f"the port of {redacted(uri)!r} is wrong: it is a number from 1 to 65535; if it is a "
+            "password, a host must follow, as in http://user:password@host"
+        )
+    if not 0 < int(text) < 65536:
+        raise ConfigError(
+            f"the port {text} of {redacted(uri)!r} is wrong: it is a number from 1 to 65535"
         )
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    """Whether it looks like a port; anything else may be a password whose host was forgotten."""
+    return text.isascii() and text.isdigit() and len(text) < 6
+
+
+def _sendable(token: str) -> str:
+    """The token; gRPC would refuse each call with one that has a line end in it, and show it."""
+    if _CONTROL.search(token):
+        raise ConfigError("the token has a control character in it (a line end, perhaps)")
+    return token
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -226,6 +260,29 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"the option {name} must be {wanted}, not {type(value).__name__}")
     if (options.get("certificate") is None) != (options.get("private_key") is None):
         raise ConfigError("the options certificate and private_key go together: give both")
+    _check_channel_options(options.get("channel_options") or ())
+
+
+def _check_channel_options(given: Any) -> None:
+    """gRPC would notice when it connects, and not say where it comes from."""
+    for entry in given.items() if isinstance(given, Mapping) else given:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise ConfigError(
+                "the option channel_options must have pairs of a name and a value, as in "
+                f"[('grpc.keepalive_time_ms', 10000)], not {type(entry).__name__}"
+            )
+        name, value = entry
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"a name in the option channel_options must be a text, not {type(name).__name__}"
+            )
+        if not isinstance(value, (int, str, bytes)):
+            raise ConfigError(
+                f"{name!r} in the option channel_options must be int, str or bytes, "
+                f"not {type(value).__name__}"
+            )
+        if isinstance(value, int) and not -(2**31) <= value < 2**31:
+            raise ConfigError(f"{name!r} in the option channel_options must fit into 32 bits")
 
 
 def _frozen(value: Any) -> Any:
@@ -253,9 +310,29 @@ def _without_account(uri: str) -> str:
 def redacted(uri: str) -> str:
     """A URI without what stands before the last @: a password may hold any other mark.
 
-    A query and a fragment are hidden as well: some write a token there.
+    A query and a fragment are hidden as well: some write a token there. So is what stands where a
+    port should, and is none: it may be a password whose host was forgotten.
     """
     begin = f"{scheme}://" if (scheme := _scheme(uri)) else ""
     account, at, place = uri.removeprefix(begin).rpartition("@")
     place, mark, _ = _MARK.split(place, maxsplit=1) if _MARK.search(place) else (place, "", "")
+    place = _without_password(place)
     return f"{begin}{HIDDEN if account else ''}{at}{place}{mark}{HIDDEN if mark else ''}"
+
+
+def _without_password(place: str) -> str:
+    server, _, _ = place.partition("/")
+    host, mark, port = server.partition("]" if server.startswith("[") else ":")
+    port = port.removeprefix(":")
+    if host.lower() == "unix" or not port or _is_number(port):
+        return place
+    return place if _is_ipv6(server) else f"{host}{mark}{':' * (mark == ']')}{HIDDEN}"
+
+
+def _is_ipv6(server: str) -> bool:
+    """Whether it is such an address without the brackets, with a port or not."""
+    for text in (server, server.rpartition(":")[0]):
+        with contextlib.suppress(ValueError):
+            ipaddress.IPv6Address(text)
+            return True
+    return False

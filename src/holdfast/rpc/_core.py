@@ -15,6 +15,7 @@ Invariants:
 - at most one attempt is under way, whoever waits for it;
 - a generation's error acts at most once, and only while that generation is the current one;
 - the wait before the next attempt is short while somebody waits, and grows while nobody does;
+- of a mistake that no further attempt can mend, everybody who waits is told at once;
 - what an attempt brings after it was given up is closed;
 - a connection that is replaced because of its age is used until the new one is there.
 """
@@ -111,6 +112,8 @@ class Connection:
         #: How many callers wait for it.
         self.waiting = 0
         self.last_error: BaseException | None = None
+        #: What those who wait are told: that to wait longer would not help.
+        self.verdict: BaseException | None = None
         self.last_used_at = 0.0
         self._eager = eager
         self._patient = patient
@@ -118,6 +121,8 @@ class Connection:
         self._attempt = 0
         self._tried_at = float("-inf")
         self._due_at: float | None = None
+        #: Whether the next attempt is not wanted any sooner, whoever comes.
+        self._held = False
         self._since = 0.0
 
     # -- callers -------------------------------------------------------------------------------
@@ -140,12 +145,22 @@ class Connection:
         self.waiting += 1
         if self._due_at is None:
             return []
+        if self._held:
+            return self._knock(now)
         # As long as nobody waited, the next attempt was far: it is wanted now.
         sooner = max(now, self._tried_at + self._eager.max)
         if sooner >= self._due_at:
             return []
         self._due_at = sooner
         return [Action(Act.SET_TIMER, delay=sooner - now)]
+
+    def _knock(self, now: float) -> Actions:
+        """We are not wanted: who comes is told so, until the pause is over."""
+        if self._due_at is not None and now < self._due_at:
+            return [Action(Act.WAKE)]
+        self._held = False
+        self._due_at = now
+        return [Action(Act.SET_TIMER)]
 
     def call_waits(self, now: float) -> Actions:
         """A call waits, over a channel that was handed out before."""
@@ -159,10 +174,10 @@ class Connection:
             return self.close("nobody waits for it any more")
         return []
 
-    def inherited(self, generation: int) -> None:
-        """This process was forked, and has no channel: the first who waits makes one."""
+    def inherited(self, generation: int, cause: str = "this process was forked") -> None:
+        """It had a channel once, and has none now: the first who waits makes one."""
         self.generation = generation
-        self.machine.move("connecting/waiting", cause="this process was forked")
+        self.machine.move("connecting/waiting", cause=cause)
         self._due_at = float("inf")
 
     @property
@@ -199,6 +214,15 @@ class Connection:
             self.counters.stale_errors += generation < self.generation
             return []
         return self._recover(cause, now)
+
+    def blamed(self, now: float) -> int:
+        """The generation of an error that does not say where it came from.
+
+        The current one, if there was none before, or if it is proven; else the one before, of
+        which late errors are to be expected.
+        """
+        fresh = self.generation > 1 and now - self._since < PROVEN
+        return self.generation - fresh
 
     def aged(self, now: float) -> Actions:
         """The current channel is old: make another, and use this one until it is there."""
@@ -237,18 +261,59 @@ class Connection:
             return []
         return self._wait(error, now)
 
+    def hopeless(self, attempt: int, error: BaseException, now: float) -> Actions:
+        """The attempt has failed, and so will the next, until somebody mends what is wrong.
+
+        All who wait are told. One that never had a channel is closed; for others an attempt is made
+        when somebody comes, and rarely while nobody does.
+        """
+        if not self._is_current(attempt):
+            return []
+        if self.machine.step == "renewing":
+            return self.failed(attempt, error, now)
+        if self.generation:
+            return self._tell_all(error, now)
+        self.last_error = error
+        self.counters.connect_failures += 1
+        actions = self.close(error)
+        self.verdict = error
+        return actions
+
+    def refused(self, attempt: int, error: BaseException, now: float) -> Actions:
+        """The attempt has failed, as we are not wanted: the next is made rarely, whoever comes.
+
+        All who wait are told, and all who come before it.
+        """
+        if not self._is_current(attempt):
+            return []
+        if self.machine.step == "renewing":
+            return self.failed(attempt, error, now)
+        self._held = True
+        return self._tell_all(error, now)
+
+    def _tell_all(self, error: BaseException, now: float) -> Actions:
+        self.last_error = self.verdict = error
+        self.counters.connect_failures += 1
+        self.machine.move(f"{self.machine.phase}/waiting", cause=error)
+        delay = self._patient.fail()
+        self._due_at = now + delay
+        # One that never had a channel, and that nobody waits for, is nobody's.
+        timer = [Action(Act.SET_TIMER, delay=delay)] if self.generation else []
+        return [*timer, Action(Act.WAKE)]
+
     def due(self, now: float) -> Actions:
         """The timer has run out."""
         if self._due_at is None or now < self._due_at:
             return []
         return self._dial(now)
 
-    def close(self, cause: str) -> Actions:
+    def close(self, cause: BaseException | str) -> Actions:
         """It is not wanted any more."""
         if self.closed:
             return []
         self.machine.move("closed", cause=cause)
         self._due_at = None
+        self.verdict = None
         return [Action(Act.CANCEL_TIMER), Action(Act.CLOSE, self.generation), Action(Act.WAKE)]
 
     # -- attempts ------------------------------------------------------------------------------
@@ -284,6 +349,8 @@ class Connection:
 
     def _begin(self, now: float) -> Actions:
         self._due_at = None
+        self._held = False
+        self.verdict = None
         self._attempt += 1
         self._tried_at = now
         return [Action(Act.DIAL, self._attempt)]

@@ -29,6 +29,12 @@ class Counters:
     probes_unhealthy: int = 0
     #: Channels that were replaced because of their age.
     renewals: int = 0
+    #: Times that a connection went to another member of the topology.
+    moves: int = 0
+    #: Times that the topology was asked for, and was told.
+    topology_fetches: int = 0
+    #: Times that it could not be had.
+    topology_fetch_failures: int = 0
     #: Times that refused credentials were refreshed.
     credential_refreshes: int = 0
     #: Times that they could not be.

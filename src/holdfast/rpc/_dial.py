@@ -23,6 +23,7 @@ from holdfast.kernel import in_thread
 from ._config import HIDDEN, ConnectionConfig
 from ._errors import ConfigError, ConnectFailed
 from ._fork import Visit, inside
+from ._hints import unusable
 
 __all__ = [
     "Asked",
@@ -114,7 +115,13 @@ class TokenCredentials:
 
     def replace(self, token: str) -> None:
         """Use another token from the next call on."""
-        self._metadata = (("authorization", self._encode(token)),) if token else ()
+        sent = self._encode(token) if token else ""
+        if not (sent.isascii() and sent.isprintable()):
+            raise ConfigError(
+                "the token cannot be sent as metadata: it has a mark in it that is not printable "
+                "ASCII (a line end, perhaps)"
+            )
+        self._metadata = (("authorization", sent),) if sent else ()
 
     def metadata(self) -> Metadata:
         """The one pair, or nothing without a token."""
@@ -209,6 +216,8 @@ async def ready(channel: Any, address: str = "") -> None:
         raise
     if code in _NOT_THERE:
         why = await call.details() or code.name
+        if (mistake := unusable(why)) is not None:
+            raise mistake
         raise ConnectFailed(f"cannot connect to {address or 'the server'}: {why}")
 
 

@@ -7,6 +7,7 @@
         ├── ConfigError          a URI or an option is wrong: the text names the part
         ├── ConnectFailed        the endpoint could not be reached within the caller's time
         ├── TopologyError        who is the primary could not be found out
+        │   └── TopologyRefused  as the token is not accepted: a ConnectFailed, too
         └── ManagerClosed        the manager, or this connection of it, is closed
 """
 
@@ -20,6 +21,7 @@ __all__ = [
     "ConnectFailed",
     "ManagerClosed",
     "TopologyError",
+    "TopologyRefused",
     "closed",
 ]
 
@@ -40,6 +42,10 @@ class TopologyError(ChannelError):
     """Who is the primary could not be found out; what was known before is kept."""
 
 
+class TopologyRefused(TopologyError, ConnectFailed):
+    """Who knows the primary does not accept the token; to ask again would not help soon."""
+
+
 class ManagerClosed(ChannelError):
     """The manager, or this connection of it, is closed."""
 
@@ -47,6 +53,6 @@ class ManagerClosed(ChannelError):
 def closed(address: str) -> ManagerClosed:
     """For a call over a channel that is closed."""
     return ManagerClosed(
-        f"the connection to {address} is closed, as it was released or not used by anybody: "
+        f"the connection to {address} is closed, as it was released, or its manager was closed: "
         "take one with get_or_create"
     )

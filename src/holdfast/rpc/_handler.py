@@ -7,7 +7,8 @@ generation at a time, a `Live`. What holds:
 - where there is no generation, a call waits for one; its own timeout is the limit, and what is
   left of it goes to the real call;
 - a call that failed is raised to its caller, never repeated; the manager is told;
-- a replaced generation is closed when its last call has ended, or when the grace is over.
+- a replaced generation is closed when its last call has ended, or when the grace is over;
+- one whose connection was closed because nobody seemed to have it is asleep: a call wakes it.
 
 While it waits, `future()` and the calls with streams hold their thread too.
 """
@@ -33,7 +34,8 @@ from ._fork import inside, is_watched, refuse_broken
 from ._live import Live
 from ._methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
 from ._refusals import Refusals
-from ._unsent import CallUnsent, unsent
+from ._secrets import Sent
+from ._unsent import CallUnsent, hopeless, unsent
 
 __all__ = ["Handler", "call_later"]
 
@@ -78,6 +80,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     :param on_waiting: told +1 and -1 as calls begin and stop to wait; it must not block.
     :param on_close: called instead of closing: the handler may be shared.
     :param later: does something in a while, off this thread.
+    :param now: the time, as its manager has it; how long a call waits is by the system's.
     """
 
     def __init__(
@@ -92,9 +95,11 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         on_waiting: Callable[[int], object] | None = None,
         on_close: Callable[[], object] | None = None,
         later: Later = call_later,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         self._live = live
-        self._used_at = monotonic()
+        self._now = now
+        self._used_at = now()
         self._credentials = credentials
         self._on_rpc_error = on_rpc_error
         self._on_waiting = on_waiting
@@ -104,7 +109,13 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         self._grace = grace
         self._later = later
         self._last_error: BaseException | None = None
+        #: How often it was said that to wait does not help, and why the last time.
+        self._verdicts = 0
+        self._verdict: BaseException | None = None
+        self._sent = Sent()
         self._closed = False
+        #: While it has no connection, as nobody seemed to have it: the last generation before.
+        self._asleep: int | None = None
         # Set by its manager: told of calls that were not sent, and of credentials that the server
         # has refused, as what decides about those says.
         self._on_unsent: Callable[[BaseException], object] | None = None
@@ -185,6 +196,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
 
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
         """Be told the state of the current connection, and of each that follows it."""
+        if try_to_connect and self._asleep is not None:
+            self._rouse()
         with self._changed:
             self._subscribers.append(callback)
             live = self._live
@@ -244,10 +257,42 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 self._follow(old, None)
                 self._retire(old, self._grace)
 
+    def _fail_waiting(self, verdict: BaseException) -> None:
+        """To wait does not help: the calls that do so fail now."""
+        with self._changed:
+            self._verdicts += 1
+            self._verdict = verdict
+            self._changed.notify_all()
+
+    def _part(self, generation: int) -> Handler | None:
+        """Fall asleep: who is returned has what is open, to be closed. None if there are calls."""
+        heir = Handler(address=self._address, grace=self._grace, later=self._later, now=self._now)
+        heir._sent = self._sent
+        with self._changed:
+            if (live := self._take()) is not None:
+                if live.calls:
+                    self._put(live)
+                    self._changed.notify_all()
+                    return None
+                self._follow(live, None)
+                heir._live = live
+            self._asleep = generation
+        return heir
+
+    @property
+    def _is_open(self) -> bool:
+        return not self._closed and self._asleep is None
+
+    def _rouse(self) -> None:
+        """Have a connection opened, without waiting for it."""
+        self._waiting(+1)
+        self._waiting(-1)
+
     def _shut(self, grace: float | None = None) -> None:
         """No more calls; those under way may take as long as the grace."""
         with self._changed:
             self._closed = True
+            self._asleep = None
             self._subscribers.clear()
             if (old := self._take()) is not None:
                 self._retire(old, self._grace if grace is None else grace)
@@ -303,7 +348,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
 
     def _enter(self, timeout: float | None) -> tuple[Live, float | None]:
         """Count a call; returns where it goes, and the time that it has left."""
-        self._used_at = monotonic()
+        self._used_at = self._now()
         live = self._live
         if live is not None:
             live.calls.append(None)
@@ -315,10 +360,11 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     def _wait(self, timeout: float | None) -> tuple[Live, float | None]:
         began = monotonic()
         deadline = began + (self._wait_limit if timeout is None else timeout)
+        verdicts = self._verdicts
         self._waiting(+1)
         try:
             while True:
-                live = self._next(began, deadline, timeout is not None)
+                live = self._next(began, deadline, timeout is not None, verdicts)
                 live.calls.append(None)
                 if self._live is live:
                     left = None if timeout is None else max(0.0, deadline - monotonic())
@@ -331,11 +377,13 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         finally:
             self._waiting(-1)
 
-    def _next(self, began: float, deadline: float, own: bool) -> Live:
+    def _next(self, began: float, deadline: float, own: bool, verdicts: int) -> Live:
         with self._changed:
             while (live := self._live) is None:
                 if self._closed:
                     raise closed(self._address)
+                if verdicts != self._verdicts and self._verdict is not None:
+                    raise CallUnsent(*hopeless(self._address, self._verdict)) from self._verdict
                 refuse_broken()
                 if (left := deadline - monotonic()) <= 0:
                     waited = monotonic() - began
@@ -364,7 +412,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     def _refused(self, credential: int) -> None:
         assert self._refusals is not None
         with self._changed:
-            refresh = self._refusals.refuse(credential, monotonic())
+            refresh = self._refusals.refuse(credential, self._now())
         if refresh and self._on_refused is not None:
             _safely(self._on_refused)
 
@@ -372,7 +420,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         """The credentials were refreshed, or could not be."""
         assert self._refusals is not None
         with self._changed:
-            self._refusals.refreshed(error, monotonic())
+            self._refusals.refreshed(error, self._now())
             self._credential = self._refusals.number
             self._changed.notify_all()
 
@@ -393,6 +441,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
             if hasattr(added, "close"):
                 added.close()
             raise ConfigError("credentials that must be awaited are for asyncio only")
+        self._sent.add(added)
         return (*metadata, *added) if metadata else tuple(added)
 
     # -- generations, under the lock -----------------------------------------------------------
@@ -461,6 +510,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     def __repr__(self) -> str:
         live = self._live or self._parked
         state = "no connection" if live is None else f"generation {live.number}"
+        state = "asleep" if self._asleep is not None else state
         state = "closed" if self._closed else state
         return f"<Handler to {self._address}: {state}, {self.calls} calls>"
 

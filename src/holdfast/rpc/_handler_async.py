@@ -22,7 +22,8 @@ from ._handler import _INHERITED, GRACE, WAIT_LIMIT, _safely
 from ._live import Live
 from ._methods_async import StreamStream, StreamUnary, UnaryStream, UnaryUnary
 from ._refusals import Refusals
-from ._unsent import AsyncCallUnsent, unsent
+from ._secrets import Sent
+from ._unsent import AsyncCallUnsent, hopeless, unsent
 
 __all__ = ["AsyncHandler"]
 
@@ -39,6 +40,7 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
     :param on_rpc_error: told each failed call and its generation.
     :param on_waiting: told +1 and -1 as calls begin and stop to wait.
     :param on_close: awaited instead of closing: the handler may be shared.
+    :param now: the time, as its manager has it; how long a call waits is by the loop's.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         on_rpc_error: Callable[[grpc.RpcError, int], object] | None = None,
         on_waiting: Callable[[int], object] | None = None,
         on_close: Callable[[], Coroutine[Any, Any, object]] | None = None,
+        now: Callable[[], float] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._live: Live | None = None
-        self._used_at = self._loop.time()
+        self._now = now or self._loop.time
+        self._used_at = self._now()
         self._credentials = credentials
         self._on_rpc_error = on_rpc_error
         self._on_waiting = on_waiting
@@ -64,7 +68,12 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         self._wait_limit = wait_limit
         self._grace = grace
         self._last_error: BaseException | None = None
+        # See `Handler`.
+        self._verdicts = 0
+        self._verdict: BaseException | None = None
+        self._sent = Sent()
         self._closed = False
+        self._asleep: int | None = None
         self._retiring: dict[Live, asyncio.TimerHandle | None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         # Replaced with each change, so that a wait for the next one needs no look at the last.
@@ -141,9 +150,13 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         return StreamStream(self, "stream_stream", how, bool(_registered_method))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The state of the current connection; CONNECTING while there is none."""
+        """The state of the current connection; CONNECTING while there is none, IDLE if asleep."""
         if self._closed:
             return grpc.ChannelConnectivity.SHUTDOWN
+        if self._asleep is not None:
+            if not try_to_connect:
+                return grpc.ChannelConnectivity.IDLE
+            self._rouse()
         if self._live is None:
             return grpc.ChannelConnectivity.CONNECTING
         return self._live.channel.get_state(try_to_connect)
@@ -216,9 +229,36 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
             self._tell_change()
             self._retire(old, self._grace)
 
+    def _fail_waiting(self, verdict: BaseException) -> None:
+        """To wait does not help: the calls that do so fail now."""
+        self._verdicts += 1
+        self._verdict = verdict
+        self._tell_change()
+
+    def _part(self, generation: int) -> AsyncHandler | None:
+        """Fall asleep: who is returned has what is open, to be closed. None if there are calls."""
+        if self._live is not None and self._live.calls:
+            return None
+        heir = AsyncHandler(address=self._address, grace=self._grace, now=self._now)
+        heir._sent = self._sent
+        heir._live, self._live = self._live, None
+        self._asleep = generation
+        self._tell_change()
+        return heir
+
+    @property
+    def _is_open(self) -> bool:
+        return not self._closed and self._asleep is None
+
+    def _rouse(self) -> None:
+        """Have a connection opened, without waiting for it."""
+        self._waiting(+1)
+        self._waiting(-1)
+
     def _shut(self, grace: float | None = None) -> None:
         """No more calls; those under way may take as long as the grace."""
         self._closed = True
+        self._asleep = None
         old, self._live = self._live, None
         self._tell_change()
         if old is not None:
@@ -246,11 +286,16 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
             return live, timeout
         began = self._loop.time()
         deadline = began + (self._wait_limit if timeout is None else timeout)
+        verdicts = self._verdicts
         self._waiting(+1)
         try:
             while (live := self._live) is None:
                 if self._closed:
                     raise self._closed_error()
+                if verdicts != self._verdicts and (verdict := self._verdict) is not None:
+                    error = AsyncCallUnsent(*hopeless(self._address, verdict))
+                    self._unsent(error)
+                    raise error from verdict
                 if (left := deadline - self._loop.time()) <= 0:
                     waited, own = self._loop.time() - began, timeout is not None
                     error = AsyncCallUnsent(*unsent(self._address, waited, own, self._last_error))
@@ -276,7 +321,9 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         try:
             async with asyncio.timeout(timeout):
                 added = self._credentials.metadata()
-                return _joined(metadata, await added if inspect.isawaitable(added) else added)
+                added = await added if inspect.isawaitable(added) else added
+                self._sent.add(added)
+                return _joined(metadata, added)
         except TimeoutError:
             text = "not sent: its time was over before the credentials were there"
             error = AsyncCallUnsent(grpc.StatusCode.DEADLINE_EXCEEDED, text)
@@ -286,7 +333,9 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
     def _signed(self, metadata: Any) -> Any:
         if self._credentials is None:
             return metadata
-        return _joined(metadata, self._credentials.metadata())
+        added = self._credentials.metadata()
+        self._sent.add(added)
+        return _joined(metadata, added)
 
     def _waiting(self, change: int) -> None:
         if self._on_waiting is not None:
@@ -328,13 +377,13 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
 
     def _refused(self, credential: int) -> None:
         assert self._refusals is not None
-        if self._refusals.refuse(credential, self._loop.time()) and self._on_refused is not None:
+        if self._refusals.refuse(credential, self._now()) and self._on_refused is not None:
             _safely(self._on_refused)
 
     def _renewed(self, error: BaseException | None) -> None:
         """The credentials were refreshed, or could not be."""
         assert self._refusals is not None
-        self._refusals.refreshed(error, self._loop.time())
+        self._refusals.refreshed(error, self._now())
         self._credential = self._refusals.number
         if (live := self._live) is not None:
             live.ended = self._counts_out(live, self._credential)
@@ -399,6 +448,7 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         state = "no connection" if self._live is None else f"generation {self._live.number}"
+        state = "asleep" if self._asleep is not None else state
         state = "closed" if self._closed else state
         return f"<AsyncHandler to {self._address}: {state}, {self.calls} calls>"
 

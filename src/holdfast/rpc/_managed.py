@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from ._clients import Clients
 from ._config import ConnectionConfig
 from ._core import CHART, Actions, Connection
 
@@ -22,6 +23,8 @@ class Waiter(Protocol):
 
     def done(self) -> bool: ...
     def set_result(self, result: None) -> None: ...
+    def set_exception(self, exception: BaseException) -> None: ...
+    def exception(self) -> BaseException | None: ...
 
 
 class ManagedConnection(Generic[H]):
@@ -49,14 +52,20 @@ class ManagedConnection(Generic[H]):
         #: Under which it stands in the book; a dedicated one has a number in it.
         self.key = key
         self.dedicated = dedicated
+        #: When it was made, and below, when it was last used: by the manager's monotonic clock.
         self.created_at = created_at
         self.connect_timeout = connect_timeout
         #: Where the current channel leads.
         self.address = config.address
-        #: Those who said who they are; they are forgotten when they are gone.
-        self.clients: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Those who did not, and have not released it.
+        #: Those who said who they are, each as itself; they are forgotten when they are gone.
+        self.clients = Clients()
+        #: Those who did not, and have not released it. Who gives it back too often is taken for
+        #: another of them: see `part`.
         self.anonymous = 0
+        #: Leaves the handler to whoever may still hold it, before this is closed because nobody
+        #: seems to have it: a call over it opens a connection again. Says whether it has; calls may
+        #: have begun. Set by its manager, called under its lock.
+        self.part: Callable[[], bool] = lambda: True
         #: Since when nobody has it.
         self.deserted_at: float | None = None
         self.waiters: list[Waiter] = []
@@ -91,12 +100,12 @@ class ManagedConnection(Generic[H]):
         # What is cheap to look at first: calls are noted by the handler, and not here.
         if now - core.last_used_at > core.idle and now - self.last_used_at > core.idle:
             return False
-        core.last_used_at = now
-        self.deserted_at = None
         if client is None:
             self.anonymous += 1
         else:
             self.clients.add(client)
+        core.last_used_at = now
+        self.deserted_at = None
         return True
 
     def come(self, now: float) -> Actions:

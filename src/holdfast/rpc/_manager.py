@@ -2,13 +2,16 @@
 
 Its lock is held for moments only: what takes time is done on the private loop thread, or by the
 caller without the lock.
+
+Clients may give their channel back, and make calls, in `__del__`, which the garbage collector calls
+anywhere: all that these change is changed with `Changes`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -19,10 +22,12 @@ from holdfast.kernel import Clock, Deadline, LoopThread, Recorder, counted
 
 from . import _fork
 from ._book import Book
+from ._changes import Changes, Work
 from ._channels import ThreadChannels
+from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._core import Act, Action, Actions
-from ._errors import ConnectFailed, ManagerClosed
+from ._errors import ConfigError, ConnectFailed, ManagerClosed
 from ._handler import Handler
 from ._managed import ManagedConnection
 from ._manager_async import unreached
@@ -47,7 +52,7 @@ class ConnectionManager:
     """
 
     _instance: ClassVar[ConnectionManager | None] = None
-    _making: ClassVar[threading.Lock] = threading.Lock()
+    _making: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, **options: Any) -> None:
         self._policy = policy = Policy(**options)
@@ -61,8 +66,9 @@ class ConnectionManager:
         _fork.register(self)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._held = False
+        self._changes = Changes(self._lock, self._carry_out)
         self._works = Works(
             self._lock,
             ThreadChannels(self._policy),
@@ -77,7 +83,9 @@ class ConnectionManager:
         """The manager of this process."""
         with cls._making:
             if cls._instance is None or cls._instance._closed:
-                cls._instance = cls()
+                made = cls()
+                if cls._instance is None or cls._instance._closed:  # still so
+                    cls._instance = made
             return cls._instance
 
     # -- for clients ---------------------------------------------------------------------------
@@ -92,7 +100,8 @@ class ConnectionManager:
         """A channel to the endpoint, connected; the same for all who may share it.
 
         :param dedicated: one that nobody else gets; it is closed when it is released.
-        :param client: who uses it: when all of them are gone, it is closed after a while.
+        :param client: who uses it, held weakly: when all of them are gone, it is closed after a
+            while.
         :param timeout: how long to wait for it.
         """
         if not dedicated:
@@ -102,6 +111,8 @@ class ConnectionManager:
                 with self._lock:
                     if found.hand_out(client, self._clock.monotonic()):
                         return found.handler
+        if client is not None:
+            refuse_unreferable(client)
         limit = self._policy.connect_timeout if timeout is None else timeout
         deadline = Deadline.after(limit, self._clock)
         managed: Managed | None = None
@@ -118,24 +129,29 @@ class ConnectionManager:
                     managed.taken(client)
                     return managed.handler
                 waiter, more = self._join(managed)
-            self._post(managed, [*actions, *more])
+            self._changes.post([(managed, [*actions, *more])])
             self._await(managed, waiter, deadline)
 
     def release(self, handler: Handler, client: object | None = None) -> None:
-        """The client does not need it any more; others who share it are not touched."""
-        with self._lock:
-            managed = self._book.of(handler)
-            if managed is None:
-                return
-            managed.given_back(client)
-            over = managed.dedicated and managed.deserted
-        if over:
-            self._close("it was released", managed)
+        """The client does not need it any more; others who share it are not touched.
+
+        It may be called in `__del__`: it does not wait. A dedicated connection takes no more calls,
+        and is closed when those that are under way have ended.
+        """
+        self._changes.make(partial(self._give_back, handler, client))
 
     def handle_error(
-        self, handler: Handler, error: BaseException, timeout: float | None = None
+        self,
+        handler: Handler,
+        error: BaseException,
+        timeout: float | None = None,
+        generation: int | None = None,
     ) -> bool:
         """A call failed: see to a new connection, if that may help, and wait for it.
+
+        :param generation: the handler's, from before the call, for an error that is not gRPC's own:
+            one of an old generation changes nothing. Without it, one that comes within 5 s of a new
+            generation is taken for late.
 
         Returns whether the caller may try again, which is so until its own time is over. If the
         server has refused the credentials, they are refreshed, once for all callers, and the
@@ -143,15 +159,16 @@ class ConnectionManager:
         """
         managed: Managed | None = self._book.of(handler)
         if managed is None:
-            return False
+            # A call over one that is asleep opens a connection.
+            return handler._asleep is not None and self._policy.classify(error)
         limit = managed.connect_timeout if timeout is None else timeout
         if managed.handler._refusals is not None and refused(error):
             return managed.handler._await_credentials(limit)
         if not self._policy.classify(error):
             return False
-        if not isinstance(error, grpc.RpcError):
+        if generation is not None or not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
-            self._broken(managed, error, managed.generation)
+            self._broken(managed, error, generation)
         deadline = Deadline.after(limit, self._clock)
         while True:
             with self._lock:
@@ -160,15 +177,24 @@ class ConnectionManager:
                 if managed.core.usable:
                     return True
                 waiter, actions = self._join(managed)
-            self._post(managed, actions)
+            self._changes.post([(managed, actions)])
             try:
                 self._await(managed, waiter, deadline)
             except ConnectFailed:
                 return True
+            except ConfigError:
+                return False
 
     def close_all(self) -> None:
-        """Close all connections, when the calls over them have ended."""
-        self._close("everything is closed", *self._book)
+        """Close all connections, when the calls over them have ended, and wait for that.
+
+        Not in `__del__`, though, if the garbage collector has called it in the middle of a change.
+        """
+        self._changes.make(self._end_all)
+        if self._changes.posted and not self._changes.under_way():
+            loop = LoopThread.shared()
+            if not loop.is_current:
+                loop.run(self._works.all_closed(), CLOSE_TIMEOUT)
 
     def get_stats(self) -> dict[str, Any]:
         """What there is: how many connections, and each with its state."""
@@ -177,8 +203,7 @@ class ConnectionManager:
 
     def close(self) -> None:
         """Close all connections, and take no more."""
-        with self._lock:  # whoever opens one at the moment is in the book before it is read
-            self._closed = True
+        self._closed = True  # whoever opens one at the moment is in the book before it is read
         self.close_all()
 
     def __enter__(self) -> Self:
@@ -201,35 +226,56 @@ class ConnectionManager:
         if found is not None and not found.core.closed:
             return found, []
         managed = self._new(config, dedicated, timeout)
-        self._book.add(managed)
-        return managed, managed.core.open(self._clock.monotonic())
+        # One that had a channel before opens one as soon as somebody waits.
+        fresh = not managed.generation
+        return managed, managed.core.open(self._clock.monotonic()) if fresh else []
 
     def _new(self, config: ConnectionConfig, dedicated: bool, timeout: float | None) -> Managed:
+        key = self._book.dedicated_key(config.key) if dedicated else config.key
+        # A caller in a hurry must not leave those who come after it with attempts too short.
+        limit = max(timeout or 0.0, self._policy.connect_timeout)
+        found = self._book.asleep.pop(key, None)
+        return self._manage(found or self._new_handler(config), config, key, dedicated, limit)
+
+    def _new_handler(self, config: ConnectionConfig) -> Handler:
         policy = self._policy
+        handler = Handler(
+            address=config.address,
+            credentials=policy.credentials(config),
+            wait_limit=policy.connect_timeout,
+            grace=policy.grace,
+            now=self._clock.monotonic,
+        )
+        handler._refusals = policy.refusals(handler._credentials, self._clock)
+        self._handlers.add(handler)
+        return handler
+
+    def _manage(
+        self, handler: Handler, config: ConnectionConfig, key: str, dedicated: bool, limit: float
+    ) -> Managed:
         managed: Managed = ManagedConnection(
-            Handler(
-                address=config.address,
-                credentials=policy.credentials(config),
-                wait_limit=policy.connect_timeout,
-                grace=policy.grace,
-            ),
+            handler,
             config,
             None,
-            policy.core(config, self._clock, self.recorder, self._book.counters_of(config.address)),
-            key=self._book.dedicated_key(config.key) if dedicated else config.key,
+            self._policy.core(
+                config, self._clock, self.recorder, self._book.counters_of(config.address)
+            ),
+            key=key,
             dedicated=dedicated,
-            created_at=self._clock.wall(),
-            # A caller in a hurry must not leave those who come after it with attempts too short.
-            connect_timeout=max(timeout or 0.0, policy.connect_timeout),
+            created_at=self._clock.monotonic(),
+            connect_timeout=limit,
         )
-        managed.handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
-        managed.handler._on_waiting = lambda change: self._calls_wait(managed, change)
-        managed.handler._on_close = lambda: self.release(managed.handler)
-        managed.handler._on_unsent = lambda error: self._unsent(managed, error)
-        managed.handler._on_refused = lambda: self._refused(managed)
-        managed.handler._refusals = policy.refusals(managed.handler._credentials, self._clock)
-        self._handlers.add(managed.handler)
+        if handler._asleep is not None:
+            managed.core.inherited(handler._asleep, "somebody holds the channel, and wants it")
+            handler._asleep = None
+        managed.part = lambda: self._part(managed)
+        handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
+        handler._on_waiting = lambda change: self._calls_wait(handler, managed, change)
+        handler._on_close = lambda: self.release(handler)
+        handler._on_unsent = lambda error: self._unsent(managed, error)
+        handler._on_refused = lambda: self._refused(managed)
         self._give_strategy(managed)
+        self._book.add(managed)
         return managed
 
     def _give_strategy(self, managed: Managed) -> None:
@@ -239,23 +285,34 @@ class ConnectionManager:
         if isinstance(strategy, GlobalStrategy):
             strategy.on_change = lambda topology: self._moved(managed, topology)
 
-    def _close(self, why: str, *over: Managed) -> None:
-        with self._lock:
-            closing = [(managed, managed.core.close(why)) for managed in over]
-            for managed in over:
-                # Whoever closes one of them at the same time finds it closed.
-                self._works.shut(managed)
-                self._book.remove(managed)
+    def _part(self, managed: Managed) -> bool:
+        if not self._book.part(managed):
+            return False
+        self._handlers.add(managed.handler)
+        return True
 
-        async def close() -> None:
-            # All first: while the calls over one end, so do those over the others.
-            for managed, actions in closing:
-                self._works.carry_out(managed, actions)
-            for managed, _ in closing:
-                await self._works.closed(managed)
+    def _give_back(self, handler: Handler, client: object | None) -> Work:
+        managed = self._book.of(handler)
+        if managed is None:
+            return []
+        managed.given_back(client)
+        over = managed.dedicated and managed.deserted
+        return [self._end(managed, "it was released")] if over else []
 
-        if closing:
-            LoopThread.shared().run(close(), CLOSE_TIMEOUT)
+    def _end_all(self) -> Work:
+        # All first: while the calls over one end, so do those over the others.
+        work = [self._end(managed, "everything is closed") for managed in self._book]
+        for handler in list(self._book.asleep.values()):
+            handler._shut()
+        self._book.asleep.clear()
+        return work
+
+    def _end(self, managed: Managed, why: str) -> tuple[Managed, Actions]:
+        actions = managed.core.close(why)
+        # Whoever closes it at the same time finds it closed.
+        self._works.shut(managed)
+        self._book.remove(managed)
+        return managed, actions
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -275,10 +332,25 @@ class ConnectionManager:
                 if waiter in managed.waiters:
                     managed.waiters.remove(waiter)
                     actions = managed.core.leave(self._clock.monotonic())
-            self._post(managed, actions)
+            self._changes.post([(managed, actions)])
 
-    def _calls_wait(self, managed: Managed, change: int) -> None:
-        self._tell(managed, managed.core.call_waits if change > 0 else managed.core.leave)
+    def _calls_wait(self, handler: Handler, known: Managed, change: int) -> None:
+        self._changes.make(partial(self._count_waiting, handler, known, change))
+
+    def _count_waiting(self, handler: Handler, known: Managed, change: int) -> Work:
+        managed = self._book.of(handler)
+        if managed is None:
+            if change < 0 or handler._asleep is None:
+                return []
+            managed = self._wake(handler, known)
+        now, core = self._clock.monotonic(), managed.core
+        return [(managed, core.call_waits(now) if change > 0 else core.leave(now))]
+
+    def _wake(self, handler: Handler, known: Managed) -> Managed:
+        """Open a connection for one that was closed because nobody seemed to have it."""
+        self._book.asleep.pop(known.key, None)
+        limit = known.connect_timeout
+        return self._manage(handler, known.config, known.key, known.dedicated, limit)
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -286,34 +358,33 @@ class ConnectionManager:
         if self._policy.classify(error):
             self._broken(managed, error, generation)
 
-    def _broken(self, managed: Managed, cause: BaseException | str, generation: int) -> None:
-        self._tell(managed, lambda now: self._works.broken(managed, generation, cause))
+    def _broken(self, managed: Managed, cause: BaseException | str, generation: int | None) -> None:
+        def broken() -> Work:
+            known = generation
+            if known is None:
+                known = managed.core.blamed(self._clock.monotonic())
+            return [(managed, self._works.broken(managed, known, cause))]
+
+        self._changes.make(broken)
 
     def _unsent(self, managed: Managed, error: BaseException) -> None:
-        with self._lock:
+        def unsent() -> Work:
             self._works.unsent(managed, error)
+            return []
+
+        self._changes.make(unsent)
 
     def _refused(self, managed: Managed) -> None:
-        self._post(managed, [Action(Act.REFRESH)])
+        self._changes.post([(managed, [Action(Act.REFRESH)])])
 
     def _moved(self, managed: Managed, topology: Topology) -> None:
-        self._tell(managed, lambda now: self._works.moved(managed, topology.version))
+        self._changes.make(lambda: [(managed, self._works.moved(managed, topology.version))])
 
-    def _tell(self, managed: Managed, event: Callable[[float], Actions]) -> None:
-        with self._lock:
-            actions = event(self._clock.monotonic())
-        self._post(managed, actions)
-
-    def _post(self, managed: Managed, actions: Actions) -> None:
-        """Have it done on the loop thread."""
-        if not actions:
-            return
-
-        async def do() -> None:
+    def _carry_out(self, work: Work) -> None:
+        """What follows from a change; on the loop thread."""
+        for managed, actions in work:
             self._works.carry_out(managed, actions)
-            self._works.watch()
-
-        LoopThread.shared().submit(do())
+        self._works.watch()
 
     # -- around a fork -------------------------------------------------------------------------
 
@@ -339,7 +410,7 @@ class ConnectionManager:
         """Nothing that was open belongs to this process: whoever calls opens it anew."""
         _fork.keep(self._works)
         # Somebody may have been in the middle of it, who is not here.
-        ConnectionManager._making = threading.Lock()
+        ConnectionManager._making = threading.RLock()
         self._begin()
         for handler in self._handlers:
             handler.reset()

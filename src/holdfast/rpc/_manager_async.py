@@ -14,9 +14,10 @@ from holdfast.kernel import Clock, Deadline, Recorder, counted, describe
 
 from ._book import Book
 from ._channels import AioChannels
+from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._core import Act, Action, Actions
-from ._errors import ChannelError, ConnectFailed, ManagerClosed
+from ._errors import ChannelError, ConfigError, ConnectFailed, ManagerClosed
 from ._fork import refuse_broken
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
@@ -79,7 +80,8 @@ class AsyncConnectionManager:
         """A channel to the endpoint, connected; the same for all who may share it.
 
         :param dedicated: one that nobody else gets; it is closed when it is released.
-        :param client: who uses it: when all of them are gone, it is closed after a while.
+        :param client: who uses it, held weakly: when all of them are gone, it is closed after a
+            while.
         :param timeout: how long to wait for it.
         """
         if self._loop() is not asyncio.get_running_loop():
@@ -93,6 +95,8 @@ class AsyncConnectionManager:
             found: Managed | None = self._book.entries.get(config.key)
             if found is not None and found.hand_out(client, self._clock.monotonic()):
                 return found.handler
+        if client is not None:
+            refuse_unreferable(client)
         limit = self._policy.connect_timeout if timeout is None else timeout
         deadline = Deadline.after(limit, self._clock)
         managed: Managed | None = None
@@ -119,9 +123,17 @@ class AsyncConnectionManager:
             await self._works.closed(managed)
 
     async def handle_error(
-        self, handler: AsyncHandler, error: BaseException, timeout: float | None = None
+        self,
+        handler: AsyncHandler,
+        error: BaseException,
+        timeout: float | None = None,
+        generation: int | None = None,
     ) -> bool:
         """A call failed: see to a new connection, if that may help, and wait for it.
+
+        :param generation: the handler's, from before the call, for an error that is not gRPC's own:
+            one of an old generation changes nothing. Without it, one that comes within 5 s of a new
+            generation is taken for late.
 
         Returns whether the caller may try again, which is so until its own time is over. If the
         server has refused the credentials, they are refreshed, once for all callers, and the
@@ -129,21 +141,24 @@ class AsyncConnectionManager:
         """
         managed: Managed | None = self._book.of(handler)
         if managed is None:
-            return False
+            # A call over one that is asleep opens a connection.
+            return handler._asleep is not None and self._policy.classify(error)
         limit = managed.connect_timeout if timeout is None else timeout
         if managed.handler._refusals is not None and refused(error):
             return await managed.handler._await_credentials(limit)
         if not self._policy.classify(error):
             return False
-        if not isinstance(error, grpc.RpcError):
+        if generation is not None or not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
-            self._broken(managed, error, managed.generation)
+            self._broken(managed, error, generation)
         deadline = Deadline.after(limit, self._clock)
         while not managed.core.usable and not managed.core.closed:
             try:
                 await self._wait(managed, deadline)
             except ConnectFailed:
                 return True
+            except ConfigError:
+                return False
         return not managed.core.closed
 
     async def close_all(self) -> None:
@@ -151,6 +166,9 @@ class AsyncConnectionManager:
         # All first: while the calls over one end, so do those over the others.
         for managed in self._book:
             self._carry_out(managed, managed.core.close("everything is closed"))
+        for handler in list(self._book.asleep.values()):
+            handler._shut()
+        self._book.asleep.clear()
         await self._works.drained()
 
     def get_stats(self) -> dict[str, Any]:
@@ -182,39 +200,63 @@ class AsyncConnectionManager:
         if found is not None and not found.core.closed:
             return found
         managed = self._new(config, dedicated, timeout)
-        self._book.add(managed)
-        self._carry_out(managed, managed.core.open(self._clock.monotonic()))
-        self._works.watch()
+        if not managed.generation:  # the others do so as soon as somebody waits
+            self._carry_out(managed, managed.core.open(self._clock.monotonic()))
         return managed
 
     def _new(self, config: ConnectionConfig, dedicated: bool, timeout: float | None) -> Managed:
+        key = self._book.dedicated_key(config.key) if dedicated else config.key
+        # A caller in a hurry must not leave those who come after it with attempts too short.
+        limit = max(timeout or 0.0, self._policy.connect_timeout)
+        found = self._book.asleep.pop(key, None)
+        return self._manage(found or self._new_handler(config), config, key, dedicated, limit)
+
+    def _new_handler(self, config: ConnectionConfig) -> AsyncHandler:
+        policy = self._policy
+        handler = AsyncHandler(
+            address=config.address,
+            credentials=policy.credentials(config),
+            wait_limit=policy.connect_timeout,
+            grace=policy.grace,
+            now=self._clock.monotonic,
+        )
+        handler._refusals = policy.refusals(handler._credentials, self._clock)
+        return handler
+
+    def _manage(
+        self,
+        handler: AsyncHandler,
+        config: ConnectionConfig,
+        key: str,
+        dedicated: bool,
+        limit: float,
+    ) -> Managed:
         policy, clock = self._policy, self._clock
         managed = ManagedConnection(
-            AsyncHandler(
-                address=config.address,
-                credentials=policy.credentials(config),
-                wait_limit=policy.connect_timeout,
-                grace=policy.grace,
-            ),
+            handler,
             config,
             policy.strategy_of(
                 config, AsyncRegularStrategy, AsyncGlobalStrategy, clock, self.recorder
             ),
             policy.core(config, clock, self.recorder, self._book.counters_of(config.address)),
-            key=self._book.dedicated_key(config.key) if dedicated else config.key,
+            key=key,
             dedicated=dedicated,
-            created_at=clock.wall(),
-            # A caller in a hurry must not leave those who come after it with attempts too short.
-            connect_timeout=max(timeout or 0.0, policy.connect_timeout),
+            created_at=clock.monotonic(),
+            connect_timeout=limit,
         )
-        managed.handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
-        managed.handler._on_waiting = lambda change: self._calls_wait(managed, change)
-        managed.handler._on_close = lambda: self.release(managed.handler)
-        managed.handler._on_unsent = lambda error: self._unsent(managed, error)
-        managed.handler._on_refused = lambda: self._refused(managed)
-        managed.handler._refusals = policy.refusals(managed.handler._credentials, self._clock)
+        if handler._asleep is not None:
+            managed.core.inherited(handler._asleep, "somebody holds the channel, and wants it")
+            handler._asleep = None
+        managed.part = lambda: self._book.part(managed)
+        handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
+        handler._on_waiting = lambda change: self._calls_wait(handler, managed, change)
+        handler._on_close = lambda: self.release(handler)
+        handler._on_unsent = lambda error: self._unsent(managed, error)
+        handler._on_refused = lambda: self._refused(managed)
         if isinstance(managed.strategy, AsyncGlobalStrategy):
             managed.strategy.on_change = lambda topology: self._moved(managed, topology)
+        self._book.add(managed)
+        self._works.watch()
         return managed
 
     # -- waiting -------------------------------------------------------------------------------
@@ -233,9 +275,20 @@ class AsyncConnectionManager:
                 managed.waiters.remove(waiter)
                 self._carry_out(managed, managed.core.leave(self._clock.monotonic()))
 
-    def _calls_wait(self, managed: Managed, change: int) -> None:
+    def _calls_wait(self, handler: AsyncHandler, known: Managed, change: int) -> None:
+        managed = self._book.of(handler)
+        if managed is None:
+            if change < 0 or handler._asleep is None:
+                return
+            managed = self._wake(handler, known)
         now, core = self._clock.monotonic(), managed.core
         self._carry_out(managed, core.call_waits(now) if change > 0 else core.leave(now))
+
+    def _wake(self, handler: AsyncHandler, known: Managed) -> Managed:
+        """Open a connection for one that was closed because nobody seemed to have it."""
+        self._book.asleep.pop(known.key, None)
+        limit = known.connect_timeout
+        return self._manage(handler, known.config, known.key, known.dedicated, limit)
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -243,7 +296,9 @@ class AsyncConnectionManager:
         if self._policy.classify(error):
             self._broken(managed, error, generation)
 
-    def _broken(self, managed: Managed, cause: BaseException | str, generation: int) -> None:
+    def _broken(self, managed: Managed, cause: BaseException | str, generation: int | None) -> None:
+        if generation is None:
+            generation = managed.core.blamed(self._clock.monotonic())
         self._carry_out(managed, self._works.broken(managed, generation, cause))
 
     def _unsent(self, managed: Managed, error: BaseException) -> None:

@@ -45,7 +45,7 @@ class _Method:
         compression: Any,
     ) -> Any:
         handler = self._handler
-        handler._used_at = handler._loop.time()
+        handler._used_at = handler._now()
         live = handler._live
         rest = (credentials, wait_for_ready, compression)
         if live is not None and not handler._deferred:
@@ -94,7 +94,19 @@ class _Method:
         )
         live.calls.append(None)
         call.add_done_callback(ended or live.ended)
+        if metadata:
+            _end_unstarted(call)
         return call
+
+
+def _end_unstarted(call: Any) -> None:
+    """See to it that a call that gRPC does not even start is over.
+
+    It does not start one whose metadata are not what HTTP allows. Who awaits it is told; but those
+    who wait for its end, and we count it until then, would be only when it is garbage.
+    """
+    if (invocation := getattr(call, "_invocation_task", None)) is not None:
+        invocation.add_done_callback(lambda _: None if call.done() else call.cancel())
 
 
 class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[misc]
@@ -116,17 +128,21 @@ class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[mis
         if handler._live is not live or live is None or handler._deferred:
             rest = (metadata, credentials, wait_for_ready, compression)
             return self._begin(PendingUnaryUnary, request, timeout, *rest)
-        handler._used_at = handler._loop.time()
+        handler._used_at = handler._now()
+        if handler._credentials is not None:
+            metadata = handler._signed(metadata)
         call = inner(
             request,
             timeout=timeout,
-            metadata=metadata if handler._credentials is None else handler._signed(metadata),
+            metadata=metadata,
             credentials=credentials,
             wait_for_ready=wait_for_ready,
             compression=compression,
         )
         live.calls.append(None)
         call.add_done_callback(live.ended)
+        if metadata:
+            _end_unstarted(call)
         return call
 
 

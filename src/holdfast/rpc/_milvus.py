@@ -18,7 +18,6 @@ import inspect
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc  # type: ignore[import-untyped]
@@ -39,16 +38,17 @@ from ._dial import (
     make_aio_channel,
     make_channel,
 )
-from ._errors import ConfigError
 from ._fork import inside
+from ._hints import unusable
+from ._milvus_config import MilvusConfig
 from ._policy import unavailable
 from ._retry import _CallDetails
+from ._running import run
 from ._strategies import _numbers
-from ._works import PROBE_TIMEOUT, _run
+from ._works import PROBE_TIMEOUT
 
 __all__ = [
     "Credentials",
-    "milvus_config",
     "milvus_credentials",
     "milvus_probe",
     "milvus_unavailable",
@@ -66,65 +66,12 @@ _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 #: What it may say to a probe without a token and be well.
 _WELL = (*_REFUSED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
-#: PyMilvus's names for what `ConnectionConfig` has.
-_OPTIONS = {
-    "server_pem_path": "ca",
-    "ca_pem_path": "ca",
-    "client_pem_path": "certificate",
-    "client_key_path": "private_key",
-    "grpc_options": "channel_options",
-}
-
 Credentials = Callable[[ConnectionConfig], CredentialProvider | None]
 
 _refusals: weakref.WeakKeyDictionary[Any, grpc.RpcError] = weakref.WeakKeyDictionary()
 
 
-# -- where, and as whom ----------------------------------------------------------------------------
-
-
-def milvus_config(
-    uri: str,
-    *,
-    token: str = "",
-    user: str = "",
-    password: str = "",
-    db_name: str = "",
-    **options: Any,
-) -> ConnectionConfig:
-    """A configuration from what PyMilvus's clients are given, with its names or with ours.
-
-    The path of a file `….db` is a database of Milvus Lite, which is started in this process.
-    """
-    if not token and user and password:
-        token = f"{user}:{password}"
-    if isinstance(uri, (str, Path)) and str(uri).endswith(".db"):
-        uri = _start_lite(Path(uri))
-    ours: dict[str, Any] = {}
-    for name, value in options.items():
-        if value in ("", None) or (name == "grpc_options" and not value):
-            continue
-        if (known := _OPTIONS.get(name, name)) in ours:
-            raise ConfigError(f"the option {name} says the same as another: give one of them")
-        ours[known] = value
-    return ConnectionConfig.from_uri(uri, token=token, db_name=db_name, **ours)
-
-
-def _start_lite(path: Path) -> str:
-    if not path.parent.is_dir():
-        raise ConfigError(f"the folder of {str(path)!r} does not exist: make it first")
-    try:
-        from milvus_lite.server_manager import (  # type: ignore[import-untyped]
-            server_manager_instance,
-        )
-    except ImportError as error:
-        raise ConfigError(
-            f"{str(path)!r} is a database of Milvus Lite: pip install milvus-lite"
-        ) from error
-    uri = server_manager_instance.start_and_get_uri(str(path))
-    if uri is None:
-        raise ConfigError(f"Milvus Lite cannot open {str(path)!r}: its log says why")
-    return str(uri)
+# -- as whom ---------------------------------------------------------------------------------------
 
 
 def milvus_credentials(config: ConnectionConfig) -> CredentialProvider | None:
@@ -174,7 +121,7 @@ async def open_channel(config: ConnectionConfig, credentials: Credentials) -> gr
     with inside():
         channel = make_channel(config, next(_numbers))
     identity = _Identity()
-    await _introduce(identity, channel, credentials(config))
+    await _introduce(identity, channel, config, credentials(config))
     opened = grpc.intercept_channel(channel, identity)
     if identity.refusal is not None:
         _refusals[opened] = identity.refusal
@@ -185,7 +132,7 @@ async def open_aio_channel(config: ConnectionConfig, credentials: Credentials) -
     """The same for asyncio."""
     identity = _AsyncIdentity()
     channel = make_aio_channel(config, next(_numbers), interceptors=[identity])
-    await _introduce(identity, channel, credentials(config))
+    await _introduce(identity, channel, config, credentials(config))
     if identity.refusal is not None:
         _refusals[channel] = identity.refusal
     return channel
@@ -197,16 +144,23 @@ def refusal(channel: Any) -> grpc.RpcError | None:
 
 
 async def _introduce(
-    identity: _Number, channel: Any, credentials: CredentialProvider | None
+    identity: _Number,
+    channel: Any,
+    config: ConnectionConfig,
+    credentials: CredentialProvider | None,
 ) -> None:
+    told = config.told if isinstance(config, MilvusConfig) else {}
+    request = Prepare.register_request(None, socket.gethostname(), **told)
     try:
-        answer = await _known(channel, credentials)
+        answer = await _known(channel, request, credentials)
     except grpc.RpcError as error:
         if error.code() in _REFUSED:
             # Without its frames: they have the channel, and would keep it for ever.
             identity.refusal = error.with_traceback(None)
         elif error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             await close_channel(channel)
+            if (mistake := unusable(error.details() or "")) is not None:
+                raise mistake from None
             raise
     except BaseException:
         await close_channel(channel)
@@ -215,16 +169,16 @@ async def _introduce(
         identity.added = (("identifier", str(answer.identifier)),)
 
 
-async def _known(channel: Any, credentials: CredentialProvider | None) -> Any:
+async def _known(channel: Any, request: Any, credentials: CredentialProvider | None) -> Any:
     """Greet; with credentials that were refused and know how to refresh, a second time."""
     try:
-        return await _greet(channel, await _signed(credentials))
+        return await _greet(channel, request, await _signed(credentials))
     except grpc.RpcError as error:
         refresh = getattr(credentials, "refresh", None)
         if refresh is None or error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise
-    await _run(refresh)
-    return await _greet(channel, await _signed(credentials))
+    await run(refresh)
+    return await _greet(channel, request, await _signed(credentials))
 
 
 async def _signed(credentials: CredentialProvider | None) -> Metadata:
@@ -232,13 +186,12 @@ async def _signed(credentials: CredentialProvider | None) -> Metadata:
     return await found if inspect.isawaitable(found) else found
 
 
-async def _greet(channel: Any, metadata: Metadata) -> Any:
+async def _greet(channel: Any, request: Any, metadata: Metadata) -> Any:
     ask = channel.unary_unary(
         f"{_SERVICE}/Connect",
         request_serializer=milvus_pb2.ConnectRequest.SerializeToString,
         response_deserializer=milvus_pb2.ConnectResponse.FromString,
     )
-    request = Prepare.register_request(None, socket.gethostname())
     if isinstance(channel, grpc.aio.Channel):
         answer = await ask(request, metadata=metadata)
     else:

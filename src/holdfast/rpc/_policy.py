@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -14,6 +15,7 @@ from ._config import ConnectionConfig
 from ._core import CHART, Connection
 from ._counters import Counters
 from ._dial import CredentialProvider, TokenCredentials
+from ._follower import source_of
 from ._refusals import Refusals
 
 __all__ = ["Policy", "refused", "unavailable"]
@@ -100,6 +102,11 @@ class Policy:
             counters=counters,
         )
 
+    @cached_property
+    def _source(self) -> Any:
+        """One for all connections, so that it is asked for all of them at once."""
+        return None if self.fetch_topology is None else source_of(self.fetch_topology)
+
     def refusals(self, credentials: CredentialProvider | None, clock: Clock) -> Refusals | None:
         """What decides about refreshes; None, if these credentials know none."""
         if getattr(credentials, "refresh", None) is None:
@@ -122,7 +129,7 @@ class Policy:
         return moving(
             handler_factory=self.handler_factory,
             channels=self.channels,
-            fetch_topology=self.fetch_topology,
+            fetch_topology=self._source,
             clock=clock,
             recorder=recorder,
         )

@@ -14,12 +14,9 @@ from typing import Any
 
 from holdfast.kernel import Backoff, describe
 
-from ._config import HIDDEN
+from ._secrets import hidden, secrets_of
 
 __all__ = ["Refusals", "explained"]
-
-#: Shorter words are no secrets, and stand in many texts.
-SHORTEST = 4
 
 
 class Refusals:
@@ -84,12 +81,4 @@ def explained(error: BaseException, credentials: Any, token: str) -> str:
         if hasattr(known, "close"):  # a coroutine, which nobody awaits
             known.close()
         return type(error).__name__
-    secrets = {token, *token.split(":")}
-    for _, value in known:
-        text = value if isinstance(value, str) else value.decode("latin-1")
-        secrets.update((text, *text.split()))
-    told = describe(error)
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= SHORTEST:
-            told = told.replace(secret, HIDDEN)
-    return told
+    return hidden(describe(error), secrets_of(token, known))

@@ -1,7 +1,8 @@
 """Where a topology comes from: Milvus's REST interface, a fixed list, DNS, or a function of yours.
 
 Each can be asked from a thread (`fetch`) and from a loop (`fetch_async`, which never blocks it).
-Both raise `TopologyError` and nothing else, and end within their time whatever the other side does.
+Both end within their time whatever the other side does. They raise `TopologyError`, or a
+`ConfigError` where no retry can help.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import socket
 import ssl
@@ -24,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 from holdfast.kernel import Clock, LoopThread, describe, start_thread
 
 from ._config import HIDDEN, ConnectionConfig, redacted, split_uri
-from ._errors import ConfigError, TopologyError
+from ._errors import ConfigError, TopologyError, TopologyRefused
 from ._http import Answer, Get, NoAnswer, place_of
 from ._topology import Capability, Member, Topology, parse_topology
 
@@ -107,10 +109,18 @@ class HttpTopology(TopologySource):
 
     @classmethod
     def of(cls, config: ConnectionConfig, **options: Any) -> HttpTopology:
-        """The one that a configuration means: at the root, as its path names a database."""
+        """The one that a configuration means.
+
+        It is asked at the root, as a path names a database; if `global-cluster` is a part of the
+        path, under what stands before that.
+        """
         parts = split_uri(config.uri)
         origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        return cls(origin, config.token, **{"ca": config.options.get("ca"), **options})
+        return cls(
+            origin + config.topology_root,
+            config.token,
+            **{"ca": config.options.get("ca"), **options},
+        )
 
     def fetch(self, timeout: float | None = None) -> Topology:
         """Ask, and wait here."""
@@ -154,13 +164,16 @@ class HttpTopology(TopologySource):
         ca = self._ca
         if isinstance(ca, str) and "-----BEGIN" not in ca:
             ca = Path(ca)
-        if isinstance(ca, Path):
-            return ssl.create_default_context(cafile=ca)
-        return ssl.create_default_context(cadata=ca.decode() if isinstance(ca, bytes) else ca)
+        try:
+            if isinstance(ca, Path):
+                return ssl.create_default_context(cafile=ca)
+            return ssl.create_default_context(cadata=ca.decode() if isinstance(ca, bytes) else ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the option ca cannot be used: {describe(error)}") from error
 
     def _read(self, answer: Answer) -> Topology:
         if answer.status in (401, 403):
-            raise TopologyError(
+            raise TopologyRefused(
                 f"{answer.place} does not accept the token (HTTP {answer.status}): give a valid one"
             )
         if answer.status != 200:
@@ -261,10 +274,15 @@ class _Editions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._begin()
         self._last = Topology(0, ())
 
+    def _begin(self) -> None:
+        self._lock, self._pid = threading.Lock(), os.getpid()
+
     def of(self, members: tuple[Member, ...]) -> Topology:
+        if self._pid != os.getpid():
+            self._begin()  # somebody may have held it when this process was forked
         with self._lock:
             if set(members) != set(self._last.members):
                 staying = [each for each in self._last.members if each in members]

@@ -17,6 +17,7 @@ from enum import Enum, IntFlag
 from typing import Any, Literal
 
 from ._config import ConnectionConfig
+from ._counters import Counters
 from ._errors import ConfigError, TopologyError
 
 __all__ = [
@@ -220,6 +221,8 @@ class TopologyMixin:
         if role not in ("primary", "any"):
             raise ConfigError(f"role={role!r} is not known: use 'primary' or 'any'")
         self.role: Role = role
+        #: Where it is counted how often the topology was asked for; a manager gives its own.
+        self.counters = Counters()
         self._accepting = threading.Lock()
         self._known: Topology | None = None
 

@@ -2,7 +2,8 @@
 
 It is what gRPC raises for a call (`code()` and `details()` are there), and a `ConnectFailed` as
 well. DEADLINE_EXCEEDED says that the call's own time was over; UNAVAILABLE, that it had no limit
-and has waited for as long as a call without one may.
+and has waited for as long as a call without one may; FAILED_PRECONDITION, that to wait does not
+help, as what the connection is made from is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.kernel import describe, duration
 
 from ._errors import ConnectFailed
 
-__all__ = ["AsyncCallUnsent", "CallUnsent", "unsent"]
+__all__ = ["AsyncCallUnsent", "CallUnsent", "hopeless", "unsent"]
 
 
 def unsent(
@@ -33,6 +34,12 @@ def unsent(
     return code, text if cause is None else f"{text}; the last failure: {describe(cause)}"
 
 
+def hopeless(address: str, verdict: BaseException) -> tuple[grpc.StatusCode, str]:
+    """The code and the text for a call that need not wait any longer."""
+    text = f"not sent: there is no connection to {address or 'the server'}: {describe(verdict)}"
+    return grpc.StatusCode.FAILED_PRECONDITION, text
+
+
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
     """There was no connection within the call's time; nothing was sent."""
 
@@ -42,7 +49,7 @@ class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type:
         self._details = details
 
     def code(self) -> grpc.StatusCode:
-        """DEADLINE_EXCEEDED or UNAVAILABLE."""
+        """DEADLINE_EXCEEDED, UNAVAILABLE or FAILED_PRECONDITION."""
         return self._code
 
     def details(self) -> str:

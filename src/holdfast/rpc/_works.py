@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, Protocol
 
-import grpc  # type: ignore[import-untyped]
-
-from holdfast.kernel import Clock, Recorder, describe, in_thread, start_thread
+from holdfast.kernel import Clock, Recorder, describe, forget_frames
 
 from ._book import Book
 from ._core import Act, Actions
 from ._errors import ConnectFailed
-from ._fork import inside
+from ._hints import hinted
 from ._live import Live
 from ._managed import ManagedConnection
 from ._policy import Policy
 from ._refusals import explained
-from ._topology import Advice
+from ._running import close_unused, run
+from ._secrets import harmless, hidden, secrets_of
+from ._topology import Advice, TopologyMixin
+from ._verdicts import Verdict, judge, raised, where
 
 __all__ = ["Works"]
 
@@ -37,6 +36,9 @@ log = logging.getLogger("holdfast.rpc")
 PROBE_TIMEOUT = 5.0
 #: How long calls that are under way may still take when their connection is closed.
 CLOSING = 5.0
+#: When the renewal of a channel that is too old has failed, it is tried again after a tenth of its
+#: age, or this.
+RENEW_AGAIN = 30.0
 
 Managed = ManagedConnection[Any]
 
@@ -117,9 +119,17 @@ class Works:
         with self._lock:
             waiters, managed.waiters = managed.waiters, []
             managed.core.waiting -= len(waiters)
+            verdict = managed.core.verdict
         for waiter in waiters:
-            if not waiter.done():
+            if waiter.done():
+                continue
+            if verdict is None:
                 waiter.set_result(None)
+            else:
+                waiter.set_exception(raised(verdict, managed.config.address))
+                waiter.exception()  # seen, whether or not somebody still waits
+        if verdict is not None:
+            managed.handler._fail_waiting(verdict)
 
     def _set_timer(
         self, managed: Managed, what: str, delay: float, act: Callable[[Managed], None]
@@ -142,18 +152,22 @@ class Works:
 
     def _aged(self, managed: Managed) -> None:
         self._tell(managed, managed.core.aged)
-        self._set_age_timer(managed)  # also if it is not the time for it now
+        # A new channel begins a new age. Until there is one, it is tried again and again.
+        self._set_age_timer(managed, again=True)
 
-    def _set_age_timer(self, managed: Managed) -> None:
+    def _set_age_timer(self, managed: Managed, *, again: bool = False) -> None:
         if (age := self._policy.max_age) is not None and not managed.core.closed:
+            delay = min(age / 10, RENEW_AGAIN) if again else age
             # Not all at once: those that were made together would be renewed together.
-            delay = age * (0.9 + 0.1 * self._clock.random.random())
+            delay *= 0.9 + 0.1 * self._clock.random.random()
             self._set_timer(managed, "age", delay, self._aged)
 
     # -- dialling ------------------------------------------------------------------------------
 
     def _start_dial(self, managed: Managed, attempt: int) -> None:
         key, before = managed.key, self._dials.get(managed.key)
+        if isinstance(managed.strategy, TopologyMixin):
+            managed.strategy.counters = managed.core.counters
         managed.dial = task = self._spawn(self._dial(managed, attempt, before))
         self._dials[key] = task
 
@@ -182,8 +196,8 @@ class Works:
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)
-                channel = await _run(
-                    managed.strategy.create_handler, managed.config, unwanted=_close_unused
+                channel = await run(
+                    managed.strategy.create_handler, managed.config, unwanted=close_unused
                 )
                 await self._channels.ready(channel)
         except TimeoutError:
@@ -194,7 +208,9 @@ class Works:
         except asyncio.CancelledError as given_up:
             if channel is not None:
                 await self._discard(channel)
-            _forget_frames(given_up)  # the task keeps it
+            # The task keeps it, and with it a call: a closed channel of asyncio goes on dialling as
+            # long as somebody has a call that was made over it.
+            forget_frames(given_up)
             raise
         except Exception as error:
             await self._fail(managed, attempt, channel, error)
@@ -207,6 +223,8 @@ class Works:
 
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
         """A generation is broken; under the lock. Calls wait for the next one from now on."""
+        if isinstance(cause, BaseException) and generation == managed.generation:
+            cause = harmless(cause, _secrets(managed))
         actions = managed.core.broken(generation, cause, self._clock.monotonic())
         if managed.strategy.always_recovers:
             self._lose(managed, cause if isinstance(cause, BaseException) else None)
@@ -217,7 +235,7 @@ class Works:
             managed.handler._lose(cause)
 
     async def _wants_recovery(self, managed: Managed) -> bool:
-        return bool(await _run(managed.strategy.on_unavailable, managed))
+        return bool(await run(managed.strategy.on_unavailable, managed))
 
     def _outdated(self, managed: Managed) -> Actions:
         advise = getattr(managed.strategy, "advise", None)
@@ -238,6 +256,7 @@ class Works:
             actions = managed.core.dialled(attempt, self._clock.monotonic())
             swap = bool(actions) and actions[0].act is Act.SWAP
             if swap:
+                self._count_move(managed, address)
                 managed.address = address
                 managed.handler._swap(Live(managed.generation, channel, address))
                 # While it was dialled, the primary may have moved on.
@@ -248,12 +267,29 @@ class Works:
         self._set_age_timer(managed)
         self.carry_out(managed, actions[1:])
 
+    def _count_move(self, managed: Managed, address: str) -> None:
+        """Before the first channel, it was nowhere."""
+        if managed.generation > 1 and managed.address != address:
+            managed.core.counters.moves += 1
+            why = f"it led to {managed.address} before"
+            self._recorder.record(f"rpc.{managed.config.address}", f"moved to {address}", cause=why)
+
     async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
-        log.info("%s: %s", managed.address, describe(error))
+        verdict = judge(error, made=channel is not None)
+        secrets = _secrets(managed)
+        kept = harmless(hinted(managed.config, error), secrets)
+        told = hidden(where(error, verdict) or describe(kept), secrets)
+        level = logging.INFO if verdict is Verdict.RETRY else logging.WARNING
+        log.log(level, "%s: %s", managed.address, told)
         if channel is not None:
             await self._discard(channel)
-        _forget_frames(error)
-        self._tell(managed, managed.core.failed, attempt, error)
+        forget_frames(kept)
+        core = managed.core
+        if verdict is Verdict.REFUSED and (managed.generation or not managed.dedicated):
+            self._tell(managed, core.refused, attempt, kept)
+        else:
+            event = core.failed if verdict is Verdict.RETRY else core.hopeless
+            self._tell(managed, event, attempt, kept)
 
     async def _probe(self, managed: Managed, generation: int) -> None:
         healthy, live = False, managed.handler._live
@@ -262,7 +298,8 @@ class Works:
                 async with asyncio.timeout(PROBE_TIMEOUT):
                     healthy = await self._channels.probe(managed, live)
             except Exception as error:
-                log.info("%s: the probe failed: %s", managed.address, describe(error))
+                told = hidden(describe(error), _secrets(managed))
+                log.info("%s: the probe failed: %s", managed.address, told)
         self._tell(managed, managed.core.probed, generation, healthy)
 
     # -- credentials and calls -----------------------------------------------------------------
@@ -273,7 +310,7 @@ class Works:
         name = f"rpc.{managed.config.address}"
         try:
             async with asyncio.timeout(managed.connect_timeout):
-                await _run(handler._credentials.refresh)
+                await run(handler._credentials.refresh)
         except BaseException as error:
             with self._lock:
                 counters.credential_refresh_failures += 1
@@ -327,9 +364,10 @@ class Works:
 
     def _look(self) -> None:
         with self._lock:
-            over = self._book.deserted(self._clock.monotonic(), self._policy.linger)
+            found = self._book.deserted(self._clock.monotonic(), self._policy.linger)
+            over = [each for each in found if each.part()]
             closing = [(each, each.core.close("nobody has it any more")) for each in over]
-            self._watching = len(self._book) > len(over)
+            self._watching = len(self._book) > 0
         for managed, actions in closing:
             self.carry_out(managed, actions)
         if self._watching:
@@ -345,10 +383,11 @@ class Works:
         self._cancel_timer(managed, "age")
         self.shut(managed)
         try:
-            await _run(managed.strategy.close_async, managed)
-            await _run(managed.handler._wait_closed)
+            await run(managed.strategy.close_async, managed)
+            await run(managed.handler._wait_closed)
         except Exception as error:
-            log.warning("%s: closing: %s", managed.address, describe(error))
+            told = hidden(describe(error), _secrets(managed))
+            log.warning("%s: closing: %s", managed.address, told)
         finally:
             self._closings.pop(managed, None)
 
@@ -362,48 +401,17 @@ class Works:
         if (closing := self._closings.get(managed)) is not None:
             await asyncio.wait({closing})
 
+    async def all_closed(self) -> None:
+        """Wait until all that is being closed is."""
+        if self._closings:
+            await asyncio.wait(list(self._closings.values()))
+
     async def drained(self) -> None:
         """Wait until nothing is under way any more."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Of an error that is kept, keep what it says, and not the frames that it came through.
-
-    There is a call in them, and a closed channel of asyncio goes on dialling as long as somebody
-    has a call that was made over it.
-    """
-    seen = set[int]()  # an error may be its own cause
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
-def _close_unused(channel: Any) -> None:
-    """A channel that came when nobody wanted it any more."""
-
-    def close() -> None:
-        with inside():
-            channel.close()
-
-    if isinstance(channel, grpc.Channel):
-        start_thread(close, name="holdfast-rpc-close")
-
-
-async def _run(
-    call: Callable[..., Any], *given: Any, unwanted: Callable[[Any], object] | None = None
-) -> Any:
-    """Call what may be written either way; a plain function may block, so it gets a thread."""
-    if inspect.iscoroutinefunction(call):
-        return await call(*given)
-    future = in_thread(partial(call, *given), name="holdfast-rpc", unwanted=unwanted)
-    try:
-        outcome = await future
-    except asyncio.CancelledError:
-        # It may have come in the very moment in which it was given up.
-        if unwanted is not None and not future.cancelled() and future.exception() is None:
-            unwanted(future.result())
-        raise
-    return await outcome if inspect.isawaitable(outcome) else outcome
+def _secrets(managed: Managed) -> list[str]:
+    """What must not be shown of it."""
+    return secrets_of(managed.config.token, *managed.handler._sent.lately)

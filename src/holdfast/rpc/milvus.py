@@ -39,7 +39,6 @@ from ._handler_async import AsyncHandler
 from ._manager import ConnectionManager
 from ._manager_async import AsyncConnectionManager
 from ._milvus import (
-    milvus_config,
     milvus_credentials,
     milvus_probe,
     milvus_unavailable,
@@ -47,6 +46,7 @@ from ._milvus import (
     open_channel,
     refusal,
 )
+from ._milvus_config import URI, MilvusConfigError, milvus_config
 from ._unsent import AsyncCallUnsent, CallUnsent
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -62,24 +62,23 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "milvus_probe",
     "milvus_unavailable",
     # Errors
+    "MilvusConfigError",
     "MilvusRefused",
     "MilvusUnreachable",
 ]
-
-URI = "http://localhost:19530"
 
 
 class MilvusUnreachable(ConnectFailed, MilvusException):  # type: ignore[misc]
     """There was no connection in time: the error of both packages."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str = "") -> None:
         MilvusException.__init__(self, Status.CONNECT_FAILED, message)
 
 
 class MilvusRefused(ConfigError, MilvusException):  # type: ignore[misc]
     """The server does not let this identity in: the error of both packages."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str = "") -> None:
         MilvusException.__init__(self, Status.CONNECT_FAILED, message)
 
 
@@ -118,7 +117,7 @@ class MilvusManager(ConnectionManager):
         """PyMilvus's own handler over a channel of this manager; one for all who share it."""
         found = self._pymilvus.get(channel)
         if found is None:
-            alive = {each: made for each, made in self._pymilvus.items() if not each._closed}
+            alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
             found = _GrpcHandler(self, channel)
             self._pymilvus = {**alive, channel: found}
         return found
@@ -171,7 +170,6 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
     ) -> None:
         # Not PyMilvus's own: that one would take a connection of its own manager.
         self._handler: GrpcHandler | None = None
-        options.pop("cluster_id", None)
         config = milvus_config(
             uri, user=user, password=password, db_name=db_name, token=token, **options
         )
@@ -181,6 +179,8 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
             channel = self._manager.get_or_create(config, dedicated, self, timeout)
         except ConnectFailed as error:
             raise MilvusUnreachable(str(error)) from error
+        except ConfigError as error:
+            raise MilvusConfigError(str(error)) from error
         self._channel = channel
         if (why := _refused(channel)) is not None:
             self._manager.release(channel, client=self)
@@ -236,7 +236,7 @@ class AsyncMilvusManager(AsyncConnectionManager):
         """PyMilvus's own handler over a channel of this manager; one for all who share it."""
         found = self._pymilvus.get(channel)
         if found is None:
-            alive = {each: made for each, made in self._pymilvus.items() if not each._closed}
+            alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
             found = _AsyncGrpcHandler(self, channel)
             self._pymilvus = {**alive, channel: found}
         return found
@@ -284,7 +284,6 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
         dedicated: bool = False,
         **options: Any,
     ) -> None:
-        options.pop("cluster_id", None)
         self._given = partial(
             milvus_config,
             uri,
@@ -322,6 +321,8 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
                 )
             except ConnectFailed as error:
                 raise MilvusUnreachable(str(error)) from error
+            except ConfigError as error:
+                raise MilvusConfigError(str(error)) from error
             if (why := _refused(channel)) is not None:
                 await self._manager.release(channel, client=self)
                 raise why

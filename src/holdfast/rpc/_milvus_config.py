@@ -1,0 +1,220 @@
+"""What PyMilvus's clients are given, as a configuration of ours.
+
+Whoever changes the import changes nothing else: each keyword means what it means to PyMilvus.
+
+- what has another name here is renamed; the paths for TLS are combined as PyMilvus combines them;
+- what PyMilvus accepts and does nothing with is accepted, and logged once by its name;
+- what PyMilvus refuses is refused, with an error of both packages.
+
+`host` and `port` are the exception. PyMilvus's clients accept them and go to their URI all the
+same, which without a URI is localhost: here they are used where there is no URI.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pymilvus import MilvusException  # type: ignore[import-untyped]
+from pymilvus.client.prepare import Prepare  # type: ignore[import-untyped]
+from pymilvus.exceptions import (  # type: ignore[import-untyped]
+    ConnectionConfigException,
+    ParamError,
+)
+
+from ._config import _OPTIONS as OPTIONS
+from ._config import _SALT as SALT
+from ._config import ConnectionConfig
+from ._errors import ConfigError
+
+__all__ = ["URI", "MilvusConfig", "MilvusConfigError", "milvus_config"]
+
+log = logging.getLogger(__name__)
+
+URI = "http://localhost:19530"
+
+#: PyMilvus's names that need nothing of us: its clients have no aliases, a cluster is chosen for
+#: each call, the manager is given the time, and every connection is kept alive.
+NEEDLESS = frozenset({"alias", "cluster_id", "keep_alive", "timeout"})
+#: Those that mean something, and what is to be done instead.
+REFUSED = {
+    "address": "give it in the URI",
+    "channel": "here the manager makes the channels; see handler_factory",
+}
+#: For TLS: the authorities to trust, or the three that go together.
+TRUSTED, AUTHORITY = "server_pem_path", "ca_pem_path"
+CERTIFICATE, KEY = "client_pem_path", "client_key_path"
+_PATHS = (TRUSTED, AUTHORITY, CERTIFICATE, KEY)
+
+#: What was logged; once is enough.
+_mentioned: set[str] = set()
+
+
+class MilvusConfigError(ConfigError, ConnectionConfigException, ParamError):  # type: ignore[misc]
+    """A URI or an option is wrong: the error of both packages, of each kind that PyMilvus has."""
+
+    def __init__(self, message: str = "") -> None:
+        MilvusException.__init__(self, message=message)
+
+
+@dataclass(frozen=True, repr=False)
+class MilvusConfig(ConnectionConfig):
+    """A configuration with what the server is told of this client besides, when it is greeted."""
+
+    #: PyMilvus's `option`.
+    told: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for all who may share a connection: they tell the server the same."""
+        key = super().key
+        if not self.told:
+            return key
+        text = repr(sorted(self.told.items())).encode()
+        return f"{key}|{hashlib.blake2b(text, key=SALT, digest_size=8).hexdigest()}"
+
+    def at(self, address: str) -> ConnectionConfig:
+        """The same for another address: where the primary is now."""
+        return replace(self, address=address)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, values = super().__reduce__()
+        return kind, (*values, dict(self.told))
+
+
+def milvus_config(
+    uri: str = URI,
+    *,
+    token: str = "",
+    user: str = "",
+    password: str = "",
+    db_name: str = "",
+    **options: Any,
+) -> ConnectionConfig:
+    """A configuration from what PyMilvus's clients are given, with its names or with ours.
+
+    The path of a file `….db` is a database of Milvus Lite, which is started in this process.
+    Raises `MilvusConfigError`, which is a `ConfigError` and a `MilvusException`.
+    """
+    if not token and user and password:
+        token = f"{user}:{password}"
+    try:
+        return _config(uri, token, db_name, options)
+    except ConfigError as error:
+        raise MilvusConfigError(str(error)) from error
+
+
+def _config(uri: Any, token: str, db_name: str, options: Mapping[str, Any]) -> MilvusConfig:
+    if not isinstance(options.get("secure", False), bool):
+        raise ConfigError(f"secure must be True or False, not {type(options['secure']).__name__}")
+    given = {name: each for name, each in options.items() if each is not None and each != ""}
+    for name in given.keys() & REFUSED.keys():
+        raise ConfigError(f"{name} is of no use here: {REFUSED[name]}")
+    where = _where(uri, given.pop("host", None), given.pop("port", None))
+    told = _told(given.pop("option", {}))
+    ours = _renamed(given)
+    for name in sorted(given.keys() - OPTIONS.keys()):
+        if name not in NEEDLESS:
+            _mention(logging.INFO, f"{name} is not used: PyMilvus's clients do nothing with it")
+    ours.update((name, each) for name, each in given.items() if name in OPTIONS)
+    made = MilvusConfig.from_uri(where, token=token, db_name=db_name, **ours)
+    assert isinstance(made, MilvusConfig)
+    if not made.secure and ours.keys() & {"ca", "certificate"}:
+        why = "the connection is not encrypted; write https:// or secure=True"
+        _mention(logging.WARNING, f"what is given for TLS is not used: {why}")
+    return replace(made, told=told)
+
+
+def _where(uri: Any, host: Any, port: Any) -> str:
+    if isinstance(uri, (str, Path)) and str(uri).endswith(".db"):
+        return _start_lite(Path(uri))
+    if host is None and port is None:
+        return uri  # type: ignore[no-any-return]
+    if uri and uri != URI:
+        _mention(logging.INFO, "host and port are not used: the URI goes before them")
+        return uri  # type: ignore[no-any-return]
+    host = "localhost" if host is None else host
+    if not isinstance(host, str) or set(host) & set("/@?#"):
+        raise ConfigError("host must be a name or an address, and nothing else: give a URI as uri")
+    if isinstance(port, bool) or not isinstance(port, (int, str, type(None))):
+        raise ConfigError(f"port must be a number, not {type(port).__name__}")
+    bare = ":" in host and not host.startswith("[")
+    return f"http://{f'[{host}]' if bare else host}:{19530 if port is None else port}"
+
+
+def _told(option: Any) -> dict[str, str]:
+    """What goes into the greeting: names and values that the server may or may not know."""
+    try:
+        Prepare.register_request("", "", **option)
+    except (TypeError, ValueError) as error:
+        why = "option must be a mapping of texts to texts, without user and host"
+        raise ConfigError(why) from error
+    return dict(option)
+
+
+def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+    """Take out of it what has another name here."""
+    theirs = {name: given.pop(name) for name in _PATHS if name in given}
+    used = _used(theirs.keys())
+    if options := given.pop("grpc_options", None):
+        theirs["grpc_options"] = _channel_options(options)
+        used["grpc_options"] = "channel_options"
+    for name, ours in used.items():
+        if ours in given:
+            raise ConfigError(f"the option {ours} says the same as {name}: give one of them")
+    return {ours: theirs[name] for name, ours in used.items()}
+
+
+def _used(paths: Set[str]) -> dict[str, str]:
+    """Which of these paths PyMilvus uses, and what they are called here."""
+    used = {}
+    if TRUSTED in paths:
+        used = {TRUSTED: "ca"}
+    elif len(paths) == 3:
+        used = {AUTHORITY: "ca", CERTIFICATE: "certificate", KEY: "private_key"}
+    if left := paths - used.keys():
+        _mention(logging.WARNING, _left_out(left))
+    return used
+
+
+def _channel_options(given: Any) -> dict[str, Any]:
+    try:
+        return dict(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("grpc_options must be a mapping of names to values") from error
+
+
+def _left_out(names: Iterable[str]) -> str:
+    return (
+        f"{', '.join(sorted(names))} not used, as in PyMilvus: {TRUSTED} goes alone; "
+        f"{AUTHORITY}, {CERTIFICATE} and {KEY} go together. "
+        "The options ca, certificate and private_key have no such rule"
+    )
+
+
+def _mention(level: int, text: str) -> None:
+    if text not in _mentioned:
+        _mentioned.add(text)
+        log.log(level, text)
+
+
+def _start_lite(path: Path) -> str:
+    if not path.parent.is_dir():
+        raise ConfigError(f"the folder of {str(path)!r} does not exist: make it first")
+    try:
+        from milvus_lite.server_manager import (  # type: ignore[import-untyped]
+            server_manager_instance,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(path)!r} is a database of Milvus Lite: pip install milvus-lite"
+        ) from error
+    uri = server_manager_instance.start_and_get_uri(str(path))
+    if uri is None:
+        raise ConfigError(f"Milvus Lite cannot open {str(path)!r}: its log says why")
+    return str(uri)

@@ -1,0 +1,344 @@
+"""What PyMilvus's clients may be given means the same here, held against PyMilvus itself."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pymilvus  # type: ignore[import-untyped]
+import pytest
+from pymilvus.client.async_grpc_handler import AsyncGrpcHandler  # type: ignore[import-untyped]
+from pymilvus.client.connection_manager import (  # type: ignore[import-untyped]
+    ConnectionConfig as TheirConfig,
+)
+from pymilvus.client.grpc_handler import GrpcHandler  # type: ignore[import-untyped]
+
+from holdfast.rpc import ConfigError, ConnectionConfig, _milvus_config
+from holdfast.rpc._config import _OPTIONS
+from holdfast.rpc._dial import make_aio_channel, make_channel
+from holdfast.rpc._milvus_config import _PATHS, NEEDLESS, REFUSED
+from holdfast.rpc.milvus import (
+    AsyncMilvusClient,
+    AsyncMilvusManager,
+    MilvusClient,
+    MilvusConfigError,
+    MilvusManager,
+    MilvusRefused,
+    MilvusUnreachable,
+    milvus_config,
+)
+
+from .milvus_service import Server
+
+CLIENTS = [(MilvusClient, pymilvus.MilvusClient), (AsyncMilvusClient, pymilvus.AsyncMilvusClient)]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test sees what is logged once."""
+    monkeypatch.setattr(_milvus_config, "_mentioned", set())
+
+
+# -- PyMilvus's parameters are ours ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), CLIENTS)
+def test_the_parameters_are_those_of_pymilvus(ours: Any, theirs: Any) -> None:
+    def parameters(client: Any) -> list[tuple[str, Any, Any]]:
+        found = inspect.signature(client.__init__).parameters.values()
+        return [(each.name, each.kind, each.default) for each in found]
+
+    *wanted, (_, rest, _) = parameters(theirs)
+    *given, (_, more, _) = parameters(ours)
+    assert given[: len(wanted)] == wanted
+    assert [name for name, *_ in given[len(wanted) :]] == ["manager", "dedicated"]
+    assert rest is more is inspect.Parameter.VAR_KEYWORD
+
+
+def test_every_keyword_that_pymilvus_reads_is_known() -> None:
+    """PyMilvus passes on what it is given; its handlers take out what they know."""
+    readers = [
+        *(pymilvus.MilvusClient.__init__, pymilvus.AsyncMilvusClient.__init__),
+        *(TheirConfig.from_uri, GrpcHandler.__init__, AsyncGrpcHandler.__init__),
+        *(GrpcHandler._set_authorization, AsyncGrpcHandler._set_authorization),
+        AsyncGrpcHandler._build_stub,
+    ]
+    read = set[str]()
+    for reader in readers:
+        source = inspect.getsource(reader)
+        read.update(re.findall(r"kwargs(?:\.(?:get|pop)\(|\[)\s*[\"'](\w+)[\"']", source))
+        read.update(inspect.signature(reader).parameters)
+    assert {"secure", "option", "server_pem_path", "host"} <= read, "the sources are read rightly"
+    named = set(inspect.signature(MilvusClient.__init__).parameters)
+    mapped = {"host", "port", "option", "grpc_options", *_PATHS, *_OPTIONS}
+    language = {"self", "cls", "kwargs"}
+    assert not read - named - mapped - NEEDLESS - REFUSED.keys() - language
+
+
+def test_what_has_another_name_here() -> None:
+    config = milvus_config(
+        "https://vectors:19530/mydb",
+        token="",
+        user="u",
+        password="p",
+        ca_pem_path="ca.pem",
+        client_pem_path="own.pem",
+        client_key_path="own.key",
+        server_name="vectors.example.com",
+        grpc_options={"grpc.keepalive_time_ms": 1},
+        server_pem_path="",
+    )
+    assert isinstance(config, ConnectionConfig)
+    assert (config.token, config.db_name, config.secure) == ("u:p", "mydb", True)
+    assert config.options == {
+        "ca": "ca.pem",
+        "certificate": "own.pem",
+        "private_key": "own.key",
+        "server_name": "vectors.example.com",
+        "channel_options": {"grpc.keepalive_time_ms": 1},
+    }
+
+
+def test_what_needs_nothing_is_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    plain = milvus_config("http://vectors")
+    same = milvus_config(
+        "http://vectors", alias="default", keep_alive=True, cluster_id="in01", option={}
+    )
+    assert (same, same.key) == (plain, plain.key)
+    assert not caplog.records
+
+
+def test_what_nobody_knows_is_accepted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for _ in range(3):
+        config = milvus_config("http://vectors", colour="crimson", shape="round")
+    assert config == milvus_config("http://vectors")
+    told = [(each.levelname, each.getMessage().split()[0]) for each in caplog.records]
+    assert told == [("INFO", "colour"), ("INFO", "shape")]
+    assert "crimson" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ({"host": "vectors", "port": 1}, "vectors:1"),
+        ({"host": "vectors", "port": "1"}, "vectors:1"),
+        ({"host": "vectors"}, "vectors:19530"),
+        ({"port": 1}, "localhost:1"),
+        ({"host": "::1"}, "[::1]:19530"),
+        ({"host": "vectors", "port": 1, "uri": "http://other:2"}, "other:2"),
+        ({"host": "", "port": ""}, "localhost:19530"),
+    ],
+)
+def test_a_host_and_a_port_where_there_is_no_uri(given: dict[str, Any], address: str) -> None:
+    assert milvus_config(**given).address == address
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What gRPC is asked for: with which certificates, and for which name."""
+    seen: list[dict[str, Any]] = []
+    credentials = grpc.ssl_channel_credentials
+
+    def note(**given: Any) -> Any:
+        seen.append(given)
+        return credentials()
+
+    def noting(opener: Any) -> Any:
+        def opened(target: str, secret: Any, options: Any, **more: Any) -> Any:
+            seen[-1]["name"] = dict(options).get("grpc.ssl_target_name_override")
+            return opener(target, secret, options, **more)
+
+        return opened
+
+    monkeypatch.setattr(grpc, "ssl_channel_credentials", note)
+    monkeypatch.setattr(grpc, "secure_channel", noting(grpc.secure_channel))
+    monkeypatch.setattr(grpc.aio, "secure_channel", noting(grpc.aio.secure_channel))
+    return seen
+
+
+CHOICES = [
+    ("uri", ("http://vectors", "https://vectors")),
+    ("secure", (None, False, True)),
+    *((name, (None, name)) for name in (*_PATHS, "server_name")),
+]
+
+
+async def test_paths_are_combined_as_pymilvus_combines_them(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for name in _PATHS:
+        (tmp_path / name).write_text(f"what {name} names")
+    plain = 0
+    for chosen in itertools.product(*(values for _, values in CHOICES)):
+        given: dict[str, Any] = {
+            name: str(tmp_path / name) if value in _PATHS else value
+            for (name, _), value in zip(CHOICES, chosen, strict=True)
+            if value is not None
+        }
+        theirs = TheirConfig.from_uri(**given)
+        more = {"address": theirs.address, **theirs.get_handler_kwargs()}
+        GrpcHandler(**more).close()
+        await AsyncGrpcHandler(**more).close()
+        ours = milvus_config(**given)
+        make_channel(ours, 1).close()
+        await make_aio_channel(ours, 1).close()
+        assert len(asked) in (0, 4), given
+        assert all(each == asked[0] for each in asked), given
+        plain += not asked
+        asked.clear()
+    assert 0 < plain < 2 * 3 * 2**5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"secure": True, "ca_pem_path": "a"}, "ca_pem_path not used, as in PyMilvus"),
+        ({"server_pem_path": "a"}, "the connection is not encrypted"),
+    ],
+)
+def test_paths_that_are_not_used_are_told(
+    given: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        milvus_config("http://vectors", **given)
+    (record,) = caplog.records
+    assert (record.levelno, said in record.getMessage()) == (logging.WARNING, True)
+
+
+def test_the_names_of_ours_have_no_such_rule() -> None:
+    assert milvus_config("https://vectors", ca="a").options == {"ca": "a"}
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"uri": "vectors:19530"},
+        {"uri": "ftp://vectors"},
+        {"uri": ""},
+        {"uri": "no-such-folder/vectors.db"},
+        {"uri": "http://vectors", "secure": 1},
+        {"uri": "http://vectors", "secure": "true"},
+        {"uri": "https://vectors", "secure": None},
+    ],
+    ids=str,
+)
+async def test_what_pymilvus_refuses_is_refused_with_its_own_error(given: dict[str, Any]) -> None:
+    with pytest.raises(pymilvus.MilvusException) as theirs:
+        pymilvus.MilvusClient(**given)
+    kind = type(theirs.value)
+    assert kind is not pymilvus.MilvusException
+    for make in (milvus_config, MilvusClient):
+        with pytest.raises(kind) as ours:
+            make(**given)
+        assert isinstance(ours.value, ConfigError)
+        assert isinstance(ours.value, MilvusConfigError)
+    with pytest.raises(kind):
+        await AsyncMilvusClient(**given).list_collections()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"grpc_options": 5}, "grpc_options"),
+        ({"option": 5}, "option"),
+        ({"option": {"a": 5}}, "option"),
+        ({"option": {"host": "a"}}, "option"),
+        ({"address": "vectors:1"}, "address"),
+        ({"channel": object()}, "channel"),
+        ({"ca": "a", "server_pem_path": "b"}, "ca says the same as server_pem_path"),
+        ({"channel_options": {"a": 1}, "grpc_options": {"b": 1}}, "says the same as grpc_options"),
+        ({"host": "http://vectors"}, "host"),
+        ({"host": 5}, "host"),
+        ({"port": 1.5}, "port"),
+        ({"port": "many"}, "port"),
+    ],
+)
+def test_what_makes_no_sense_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(MilvusConfigError, match=said):
+        milvus_config(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"uri": "ftp://root:hunter2@vectors"},
+        {"uri": "https://root:hunter2@vectors:many"},
+        {"host": "root:hunter2@vectors"},
+        {"uri": "http://vectors", "secure": "hunter2"},
+        {"uri": "http://vectors", "option": "hunter2"},
+        {"uri": "http://vectors", "grpc_options": "hunter2"},
+    ],
+    ids=str,
+)
+def test_a_secret_is_not_repeated(given: dict[str, Any]) -> None:
+    with pytest.raises(MilvusConfigError) as caught:
+        milvus_config(**given)
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_certificates_that_cannot_be_used_are_told(server: Server, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    with (
+        MilvusManager() as manager,
+        pytest.raises(MilvusConfigError, match="each must be PEM"),
+    ):
+        MilvusClient(server.uri, secure=True, server_pem_path=str(wrong), manager=manager)
+    async with AsyncMilvusManager() as coroutines:
+        client = AsyncMilvusClient(
+            server.uri, secure=True, server_pem_path=str(wrong), manager=coroutines
+        )
+        with pytest.raises(MilvusConfigError, match="each must be PEM"):
+            await client.list_collections()
+
+
+@pytest.mark.parametrize("kind", [MilvusConfigError, MilvusRefused, MilvusUnreachable])
+def test_errors_can_be_sent_to_another_process(kind: Any) -> None:
+    error = kind("the port is wrong")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+# -- what the server is told -----------------------------------------------------------------------
+
+
+async def test_option_is_told_when_the_server_is_greeted(server: Server) -> None:
+    option = {"tenant": "blue"}
+    with MilvusManager() as manager:
+        MilvusClient(server.uri, option=option, manager=manager)
+        MilvusClient(server.uri, option=option, manager=manager)
+        MilvusClient(server.uri, manager=manager)
+    async with AsyncMilvusManager() as coroutines:
+        await AsyncMilvusClient(server.uri, option=option, manager=coroutines)._connect()
+    assert server.service.told == [option, {}, option]
+
+
+def test_option_belongs_to_the_connection() -> None:
+    plain, told = milvus_config(), milvus_config(option={"tenant": "blue"})
+    assert told.key != plain.key == ConnectionConfig.from_uri("http://localhost:19530").key
+    assert told.key == milvus_config(option={"tenant": "blue"}).key
+    assert "blue" not in told.key
+    for same in (told.at(told.address), pickle.loads(pickle.dumps(told))):
+        assert (same, same.key) == (told, told.key)
+    assert told.at("other:1").key != plain.at("other:1").key
