@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
 
 # Size of the fault, load and schedule tests: small in `test`, full in `soak`.
-TEST_SCALE ?= 0.1
+TEST_SCALE ?= 0.05
 SOAK_SCALE ?= 1
 # A fixed seed gives a fixed order and fixed schedules; `soak` draws a new one and prints it.
 TEST_SEED  ?= 20261115
@@ -58,9 +58,9 @@ servers: ## Install the real servers that the tests use (needs root and apt)
 test: $(VENV)/.dev servers ## Lint, types, layers, docs and all tests, at small scale
 	@$(MAKE) -j2 --output-sync=target lint docs
 	$(say) "tests, in parallel on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
-	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
+	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 	$(say) "tests that need the machine for themselves"
-	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
+	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 
 soak: $(VENV)/.dev servers ## The same tests at full scale, with a new seed each time
 	$(say) "soak at scale $(SOAK_SCALE) with seed $(SOAK_SEED): repeat it with make soak SOAK_SEED=$(SOAK_SEED)"

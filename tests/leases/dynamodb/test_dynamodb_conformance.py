@@ -1,4 +1,4 @@
-"""The store in DynamoDB, in both layouts, against both servers."""
+"""The store in DynamoDB, in both layouts; at full scale each against both servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 from tests.leases.conformance import OpenStore, StoreConformance, opening
 from tests.leases.dynamodb.conftest import well_known
 from tests.leases.dynamodb.servers import DynamoServer
+from tests.leases.scale import thorough
 
 from holdfast.kernel import Clock
 from holdfast.leases import Store
 from holdfast.leases._dynamodb._time import ServerTime
 from holdfast.leases.dynamodb import CounterStore, DynamoConfig, SlotStore
 from holdfast.testing import scaled
+
+SERVERS = ("dynamo_local", "ministack")
 
 
 class DynamoConformance(StoreConformance):
@@ -46,21 +49,17 @@ class DynamoConformance(StoreConformance):
             yield opener
 
 
-class TestSlotsInMinistack(DynamoConformance):
-    @pytest.fixture
-    def server(self, ministack: DynamoServer) -> DynamoServer:
-        return ministack
+class TestSlots(DynamoConformance):
+    @pytest.fixture(params=thorough(["dynamo_local"], SERVERS))
+    def server(self, request: pytest.FixtureRequest) -> DynamoServer:
+        server: DynamoServer = request.getfixturevalue(request.param)
+        return server
 
 
-class TestCounterInMinistack(TestSlotsInMinistack):
+class TestCounter(DynamoConformance):
     layout = "counter"
 
-
-class TestSlotsInDynamoLocal(DynamoConformance):
-    @pytest.fixture
-    def server(self, dynamo_local: DynamoServer) -> DynamoServer:
-        return dynamo_local
-
-
-class TestCounterInDynamoLocal(TestSlotsInDynamoLocal):
-    layout = "counter"
+    @pytest.fixture(params=thorough(["ministack"], SERVERS))
+    def server(self, request: pytest.FixtureRequest) -> DynamoServer:
+        server: DynamoServer = request.getfixturevalue(request.param)
+        return server
