@@ -468,8 +468,37 @@ async def test_a_profile_runs_once_in_the_cluster_and_moves(
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(LIMIT):
         await main
-    await asyncio.gather(*names["background"], return_exceptions=True)
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+async def test_a_handler_ends_what_it_has_in_hand_when_the_process_is_stopped() -> None:
+    server = DemoServer()
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(session: Session, event: package.Event) -> None:
+        begun.set()
+        await asyncio.sleep(0.2)
+        ended.set()
+
+    names: Names = {**vars(package), "handle": handle, "Demo": Demo, "server": server}
+    await run(block_with(CLUSTER, "async def keep"), names)
+    await run(
+        block_with(CLUSTER, "add_signal_handler"),
+        names,
+        ("redis://cache/0?prefix=bots", "memory://"),
+        ('Mqtt("mqtts://broker")', "Demo(server)"),
+    )
+    main = asyncio.create_task(names["main"]())
+    async with asyncio.timeout(LIMIT):
+        await until(lambda: server.online == ["alice", "bob"])
+        server.deliver("alice", Text("hello"))
+        await begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await main
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    assert ended.is_set()
+    assert not server.mail("alice"), "it was acknowledged"
+    assert all(task.done() for task in names["background"])
 
 
 @in_virtual_time

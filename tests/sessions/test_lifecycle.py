@@ -18,9 +18,11 @@ from holdfast.sessions import (
     CloseClass,
     Event,
     NotConnected,
+    RetryCache,
     Session,
     Sessions,
     SessionStopped,
+    Text,
 )
 from holdfast.sessions._sessions import CLOSING
 from holdfast.sessions._storage_memory import MemoryStorage
@@ -293,6 +295,50 @@ async def test_a_start_that_ends_late_does_not_hide_the_next_one(sim: Sim) -> No
             await second
         await stop
         assert not sessions.tree().children
+
+
+class Repeating(Demo):
+    repeats = True
+
+
+class Broken(Exception):
+    """What a test lets a start fail with."""
+
+
+async def test_a_start_that_fails_by_itself_says_why(server: DemoServer) -> None:
+    def no_cache() -> RetryCache:
+        raise Broken("no cache") from LookupError("the reason")
+
+    async with Sessions(retry_cache=no_cache) as sessions:
+        with pytest.raises(Broken, match="no cache") as found:
+            await sessions.start("alice", Repeating(server))
+        assert isinstance(found.value.__cause__, LookupError)
+        assert not len(sessions)
+        assert not sessions.tree().children
+
+
+# -- a handler that ends its own session -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_task", [True, False])
+async def test_a_handler_that_stops_its_session_acknowledges_only_if_it_returns(
+    sessions: Sessions, server: DemoServer, in_a_task: bool
+) -> None:
+    stops: list[asyncio.Task[None]] = []
+
+    async def enough(event: Event) -> None:
+        if event.type == "messages_upsert":
+            if in_a_task:
+                stops.append(asyncio.create_task(alice.stop()))
+            else:
+                await alice.stop()
+
+    alice = await sessions.connect("alice", Demo(server), on_event=enough)
+    server.deliver("alice", Text("that is enough"))
+    async with asyncio.timeout(PATIENCE - 1):
+        await until(lambda: not len(sessions))
+        await asyncio.gather(*stops)
+    assert server.mail("alice") == (not in_a_task)
 
 
 # -- a pause that somebody ends --------------------------------------------------------------------

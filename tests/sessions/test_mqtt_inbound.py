@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from tests.servers import require_server
@@ -255,6 +256,24 @@ async def test_a_stop_in_the_middle_makes_nothing_happen_twice(broker: Mosquitto
     async with Sessions() as new:
         await new.connect(profile, protocol, on_event=slow)
         await until(lambda: len(slow.handled) >= MANY)
+    assert slow.handled == sent
+
+
+@pytest.mark.parametrize(
+    "option", [{"clean_start": True}, {"client_id": ""}, {"session_expiry": 0}]
+)
+async def test_a_stop_leaves_nothing_to_a_session_that_will_not_get_it(
+    broker: Mosquitto, option: dict[str, Any]
+) -> None:
+    slow, profile = Slow(), f"last-{'-'.join(option)}"
+    async with Sessions() as sessions:
+        bot = await sessions.connect(profile, Mqtt(broker.url(), **option), on_event=slow)
+        slow.may_go_on.clear()
+        sent = await publish(broker, profile, range(MESSAGES))
+        await until(lambda: bot.status()["received"] == MESSAGES and slow.heard)
+        stopping = asyncio.create_task(bot.stop())
+        slow.may_go_on.set()
+        await stopping
     assert slow.handled == sent
 
 

@@ -42,7 +42,7 @@ def record(record_property: Record) -> Record:
     """Where to put what was measured."""
 
     def record(name: str, value: object) -> None:
-        record_property(name, value)
+        record_property(name, str(value))
         log.info("%s: %s", name, value)
 
     return record

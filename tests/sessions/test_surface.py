@@ -13,6 +13,7 @@ import pytest
 from tests.sessions.support import until
 
 from holdfast.kernel import Backoff
+from holdfast.leases import LeaseLost, connect
 from holdfast.sessions import (
     Acked,
     CloseClass,
@@ -33,6 +34,7 @@ from holdfast.sessions import (
     SessionStopped,
     SessionVia,
     StepFailed,
+    StorageError,
     Tcp,
     Text,
     Unknown,
@@ -421,12 +423,18 @@ async def test_the_log_warns_of_an_account_that_is_given_up(
         def route(self, frame: Any) -> str:
             raise RuntimeError("very-secret-content")
 
+    caplog.set_level(logging.INFO)
     alice = await sessions.start("alice", Broken(server))
     server.deliver("alice", Text("hello"))
     await until(lambda: sessions.whereis("alice") is None)
     assert alice.state == "stopped"
     (line,) = lines(caplog, "WARNING")
-    assert line.startswith("sessions/alice has ended for good: ")
+    why = "it has crashed too often: RuntimeError"
+    assert line == f"sessions/alice has ended for good: {why}"
+    assert lines(caplog, "INFO")[-1] == f"sessions/alice is stopped: {why}"
+    assert alice.status()["reason"] == why
+    ours = [each for each in caplog.records if each.name == "holdfast.sessions"]
+    assert not any("very-secret" in logging.Formatter().format(each) for each in ours)
 
 
 async def test_a_session_that_is_stopped_on_purpose_is_no_warning(
@@ -514,6 +522,44 @@ async def test_credentials_that_are_kept_are_not_warned_of(
     async with Sessions(storage=tmp_path / "a.db", backoff=Backoff(0.01, 0.05)) as sessions:
         await pair(sessions, server, "alice")
     assert lines(caplog, "WARNING") == []
+
+
+class Full(MemoryStorage):
+    """A storage that has no room for a while."""
+
+    durable = True
+    full = True
+
+    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+        if self.full:
+            raise StorageError("no room")
+        await super().put(profile, namespace, key, value)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["not kept", "kept"])
+async def test_with_a_new_lease_only_credentials_that_are_stored_are_read_again(full: bool) -> None:
+    server, storage = DemoServer(pairing=True), Full()
+    storage.full = full
+    async with (
+        connect("memory://") as leases,
+        Sessions(leases=leases, storage=storage, backoff=Backoff(0.01, 0.05)) as sessions,
+    ):
+        await pair(sessions, server, "alice")
+        alice = sessions.whereis("alice")
+        assert alice is not None
+        await until(lambda: alice._saving is None)
+        storage.full = False
+        if not full:
+            # Somebody else has had the account, and has others.
+            await storage.put("alice", "creds", "creds", server.add("alice"))
+        lease = alice._lease
+        assert lease is not None
+        await leases.revoke(lease.id, lease.key)
+        with pytest.raises(LeaseLost):
+            await lease.renew()
+        await until(lambda: alice.generation > 2 and alice.state != "connecting/dialling")
+        await until(lambda: alice.state in ("online", "connecting/login", "offline/refused"))
+        assert alice.state == "online"
 
 
 # -- the docs -----------------------------------------------------------------------------------

@@ -132,8 +132,6 @@ class Hearing(ABC):
         if not session._core.ready(link.generation, session._clock.monotonic()):
             return
         self._window.resize(event.window)
-        again = event.resumed or session.protocol.redelivers == "always"
-        session._sink.link_ready(again=again)
         if event.resumed:
             self._resume(link.generation)
         else:
@@ -141,6 +139,9 @@ class Hearing(ABC):
         self._watch(event.keepalive)
         self._greet(True)
         session._changed()
+        # After the news: what was put aside may take all the room that there is.
+        again = event.resumed or session.protocol.redelivers == "always"
+        session._sink.link_ready(again=again)
         self.flush()
 
     def _resume(self, generation: int) -> None:

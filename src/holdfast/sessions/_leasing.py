@@ -76,4 +76,5 @@ class Leasing:
             # Whoever had it since has said other things, and may have other credentials. What the
             # old link had not confirmed was settled when the lease was lost: it must not follow.
             session._memory = session.protocol.forget(session._memory)
-            session._credentials = None
+            if not session._unsaved:  # otherwise they are nowhere else
+                session._credentials = None

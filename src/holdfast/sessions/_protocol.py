@@ -90,7 +90,8 @@ class CloseClass(Enum):
 class Ready:
     """The handshake and the login are over; sends may be written from now on."""
 
-    #: Whether the server still knows the last link's state: unacknowledged sends live on.
+    #: Whether the server still knows the state of the last link that was ready: unacknowledged
+    #: sends live on.
     resumed: bool = False
     #: How many sends may be written and unconfirmed at once; None for any number.
     window: int | None = None
@@ -315,6 +316,9 @@ class Protocol(ABC):
     #: "always", or if it still knows the last link ("resumed", which is what `Ready` says then).
     #: If it does, what no handler has begun when a link ends is not kept: it would come twice.
     redelivers: Literal["never", "resumed", "always"] = "never"
+    #: Whether it does so for the next session of the profile, too. If it does, a session that is
+    #: stopped leaves to that one what no handler has begun; otherwise handlers get it first.
+    outlives: bool = False
 
     @property
     @abstractmethod

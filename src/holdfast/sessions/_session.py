@@ -67,9 +67,11 @@ class Session(Sending):
         "_saving",
         "_senders",
         "_sink",
+        "_stop_asked",
         "_table",
         "_told",
         "_tree",
+        "_unsaved",
         "profile",
         "protocol",
     )
@@ -105,17 +107,21 @@ class Session(Sending):
         self._table = AckTable(self._settled)
         self._senders = Senders(self, [*protocol.steps, *steps])
         returns = protocol.redelivers != "never" and not offline
-        self._sink = Sink(profile, events, returns=returns)
+        self._sink = Sink(profile, events, returns=returns, outlives=protocol.outlives)
         self._counts = Counts()
         # Sends that are through all steps and wait for their turn at the link.
         # (A list, of at most LIMIT: a deque takes 600 bytes for none, and most have none.)
         self._outbox: list[Parked] = []
         self._memory = protocol.remember()
         self._credentials: bytes | None = None
+        # Whether the storage does not have them, not yet or because it could not take them.
+        self._unsaved = False
         self._saving: asyncio.Task[None] | None = None
         self._lease: Lease | None = None
         self._connection: Connection | None = None
         self._tree: Supervisor | None = None
+        # Whether somebody wanted it to end, before it did so by itself.
+        self._stop_asked = False
         self._timer: asyncio.TimerHandle | None = None
         # What was said last about the connection.
         self._told: ConnectionUpdate | None = None
@@ -253,6 +259,7 @@ class Session(Sending):
 
     def _keep_credentials(self, credentials: bytes) -> None:
         self._credentials = credentials
+        self._unsaved = True
         if self._owner._forgetful:
             self._owner._forgetful = False
             log_forgetful(self._name)
@@ -265,6 +272,7 @@ class Session(Sending):
             while (credentials := self._credentials) is not None and credentials is not saved:
                 await self._records.put(*CREDENTIALS, credentials)
                 saved = credentials
+            self._unsaved = False
         except Exception as error:
             self._record("the credentials could not be kept", kind="failure", cause=error)
             log_not_kept(self._name, describe(error))

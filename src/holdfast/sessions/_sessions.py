@@ -21,6 +21,7 @@ from holdfast.kernel import (
     NotRunning,
     Recorder,
     Registry,
+    RestartIntensityExceeded,
     StartFailed,
     SupervisionError,
     Supervisor,
@@ -241,14 +242,17 @@ class Sessions:
             await self._root.stop_child(name)
             session._tree = await self._root.start_child(self._tree(session, name))
         except BaseException as error:
-            stopped = session._core.stopped
+            stop_asked = session._stop_asked
             await self._over(session, describe(error))
-            if stopped and isinstance(error, Exception):
+            if stop_asked and isinstance(error, Exception):
                 raise SessionStopped(session._why_offline()) from error
             if isinstance(error, LeaseRefused):
                 raise AlreadyRunning(str(error), str(error)) from error
-            if isinstance(error, StartFailed) and error.__cause__ is not None:
-                raise error.__cause__ from None
+            cause: BaseException = error
+            while isinstance(cause, StartFailed) and cause.__cause__ is not None:
+                cause = cause.__cause__  # each supervisor on the way has wrapped it
+            if cause is not error:
+                raise cause from cause.__cause__
             raise
         finally:
             if self._starts.get(profile) is under_way:
@@ -293,7 +297,9 @@ class Sessions:
         await session._sink.finish()
         if self._starting.get(session.profile) is not session:
             return  # somebody else has ended it meanwhile
-        session._core.stop(why)
+        if not session._core.stopped:
+            session._stop_asked = True
+            session._core.stop(why)
         under_way = self._starts.get(session.profile)
         with contextlib.suppress(NotRunning):
             await self._root.stop_child(session._name.rpartition("/")[2])
@@ -360,6 +366,10 @@ class Sessions:
             session._begins()
             await run(ctx)
         except asyncio.CancelledError:
+            raise
+        except RestartIntensityExceeded as error:
+            # Not the words of the crashes: they may be a message's, and this is logged.
+            reason = f"it has crashed too often: {type(error.__cause__ or error).__name__}"
             raise
         except BaseException as error:
             reason = describe(error)

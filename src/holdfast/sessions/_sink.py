@@ -7,8 +7,9 @@ What has an acknowledgement is acknowledged when the consumer is done with it: a
 returned, an iterator when it asks for the next one, a queue when it has it.
 
 The end has two parts. Before the goodbye, while the link is there: what is in hand may be finished
-and acknowledged, and what the server will send again is let go of. After it: the consumer gets the
-rest. Both together have one moment, and whoever hangs does not make it longer.
+and acknowledged; what the server will send to the next session is let go of, and what it will not
+is handled as well. After it: the consumer gets the rest. Both together have one moment, and whoever
+hangs does not make it longer.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class Sink(Waiting):
         "failed",
     )
 
-    def __init__(self, profile: str, limit: int = 1000, *, returns: bool = False) -> None:
-        super().__init__(profile, limit, returns=returns)
+    def __init__(
+        self, profile: str, limit: int = 1000, *, returns: bool = False, outlives: bool = False
+    ) -> None:
+        super().__init__(profile, limit, returns=returns, outlives=outlives)
         #: Times that a handler has raised.
         self.failed = 0
         self._handler: Handler | None = None
@@ -189,7 +192,7 @@ class Sink(Waiting):
             self._closer = task
 
     async def finish(self, timeout: float = MOMENT) -> None:
-        """Before the goodbye: let go of what comes again, and wait for what is in hand."""
+        """Before the goodbye: wait for what is in hand, and for what nobody else will get."""
         loop = asyncio.get_running_loop()
         if self._until is None:
             self._until = loop.time() + timeout
@@ -206,7 +209,8 @@ class Sink(Waiting):
     def _finish(self) -> None:
         """Nothing is in hand."""
         self._reader = None
-        if self._finished is not None and not self._finished.done():
+        over = self._refuses or not self
+        if over and self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
     async def close(self, timeout: float = MOMENT) -> None:

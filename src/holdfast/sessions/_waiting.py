@@ -29,6 +29,7 @@ class Waiting:
 
     :param limit: how many may wait; as many again of those that have an acknowledgement.
     :param returns: whether the server may send again what was not acknowledged.
+    :param outlives: whether it may do so for the next session as well.
     """
 
     __slots__ = (
@@ -43,14 +44,18 @@ class Waiting:
         "_told",
         "dropped",
         "limit",
+        "outlives",
         "returned",
         "returns",
     )
 
-    def __init__(self, profile: str, limit: int = 1000, *, returns: bool = False) -> None:
+    def __init__(
+        self, profile: str, limit: int = 1000, *, returns: bool = False, outlives: bool = False
+    ) -> None:
         self._profile = profile
         self.limit = limit
         self.returns = returns
+        self.outlives = returns and outlives
         #: Events that there was no room for.
         self.dropped = 0
         #: Events that were let go of because the server still has them.
@@ -122,7 +127,9 @@ class Waiting:
             self._aside = owed
         else:
             # That link was never ready, so nobody has said yet what becomes of the ones before.
-            self.returned += len(owed)
+            room = self.limit - len(self._aside)
+            self._aside += owed[:room]
+            self.returned += len(owed[room:])
 
     def link_ready(self, *, again: bool) -> None:
         """There is a new link, over which what was put aside comes again, or does not."""
@@ -136,8 +143,8 @@ class Waiting:
             self._earlier += [(event, None) for event, _ in reversed(aside)]
 
     def refuse(self) -> None:
-        """From now on, let go of everything that the server will send again to the next one."""
-        if self.returns:
+        """From now on, let go of everything that the server will send to the next session."""
+        if self.outlives:
             self._refuses = True
             aside, self._aside = self._aside or [], None
             self.returned += len(aside) + len(self._take_out())

@@ -55,6 +55,21 @@ def test_what_the_server_still_has_is_not_asked_for_again() -> None:
     assert isinstance(hear(lost, connack())[0], Greeting), "the server has forgotten it"
 
 
+def test_who_has_forgotten_says_so_until_a_link_was_ready() -> None:
+    protocol = Mqtt("mqtt://broker")
+    memory = protocol.remember()
+    link(protocol, memory)
+    cut = protocol.begin("alice", None, memory)
+    assert isinstance(hear(cut, connack())[0], Greeting)
+    # That link made a new session, which the server knows; of the one before it knows nothing.
+    after = protocol.begin("alice", None, memory)
+    assert isinstance(hear(after, connack(session_present=True))[0], Greeting)
+    answer = bytes.fromhex("90 04") + memory.last.to_bytes(2, "big") + bytes.fromhex("00 01")
+    assert hear(after, answer) == [Ready(False, 1024)]
+    again = protocol.begin("alice", None, memory)
+    assert hear(again, connack(session_present=True)) == [Ready(True, 1024)]
+
+
 def test_refused_subscriptions_are_told_without_addresses_and_asked_for_again() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=("{profile}", "news/{profile}"))
     memory = protocol.remember()

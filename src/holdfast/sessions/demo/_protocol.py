@@ -277,6 +277,7 @@ class Demo(Protocol):
     name = "demo"
     features = frozenset(Feature)
     redelivers = "always"
+    outlives = True
 
     def __init__(
         self,

@@ -67,6 +67,7 @@ class MqttDialogue(Dialogue):
         "_memory",
         "_phase",
         "_plan",
+        "_present",
         "_ready",
         "_retain",
         "_window",
@@ -84,6 +85,8 @@ class MqttDialogue(Dialogue):
         # The SUBSCRIBE that waits for its answer: packet id, and what it asks for.
         self._asked: tuple[int, list[tuple[str, str]]] = (0, [])
         self._ready = Ready()
+        # Whether the server knew the session.
+        self._present = False
         # Unacknowledged publishes of the last link that the receive maximum keeps back.
         self._held: list[int] = []
         # What came and is not acknowledged yet, in order: packet id -> QoS, negative once handled.
@@ -249,13 +252,15 @@ class MqttDialogue(Dialogue):
         memory.client_id = options.get("assigned_client_identifier", memory.client_id)
         if not present:
             memory.forget()
+            memory.lapsed = True
+        self._present = present
         self._window = min(self._plan.window, options.get("receive_maximum", 0xFFFF))
         self._largest = options.get("maximum_packet_size", packets.LARGEST)
         self._retain = bool(options.get("retain_available", 1))
         # To ask more often than the server wants is always allowed.
         told = options.get("server_keep_alive") or math.inf
         keepalive = float(told) if told < (self._plan.keepalive or math.inf) else None
-        self._ready = Ready(present, self._window, keepalive)
+        self._ready = Ready(not memory.lapsed, self._window, keepalive)
         self._subscribe(options, events)
 
     def _subscribe(self, options: Any, events: list[Incoming]) -> None:
@@ -299,6 +304,7 @@ class MqttDialogue(Dialogue):
 
     def _open(self, events: list[Incoming]) -> None:
         self._phase = "open"
+        self._memory.lapsed = False
         self._asked = (0, [])
         events.append(self._ready)
 
@@ -369,7 +375,7 @@ class MqttDialogue(Dialogue):
                 raise broken(0x82, "a packet id that is in use")
             events.append(Greeting(packets.answer(packets.PUBREC, number)))
             return
-        most = self._plan.receive_maximum + (OVERRUN if self._ready.resumed else 0)
+        most = self._plan.receive_maximum + (OVERRUN if self._present else 0)
         if len(arrived) + len(self._memory.received) >= most:
             raise broken(0x93, f"more than {most} unacknowledged messages")
         arrived[number] = qos

@@ -12,7 +12,7 @@ _NONE: frozenset[str] = frozenset()
 class Memory:
     """The client's half of one MQTT session."""
 
-    __slots__ = ("begun", "client_id", "inflight", "last", "received", "subscribed")
+    __slots__ = ("begun", "client_id", "inflight", "lapsed", "last", "received", "subscribed")
 
     def __init__(self) -> None:
         #: Whether a server has answered before: only the first link may ask for a clean start.
@@ -26,6 +26,9 @@ class Memory:
         self.received: dict[int, None] = {}
         #: The filters that the server has granted.
         self.subscribed: frozenset[str] = _NONE
+        #: Whether a server has forgotten the session, and no link was ready since: it knows the
+        #: session by now, and nothing of what the last link that was ready had left with it.
+        self.lapsed = False
         #: The packet id that was given last.
         self.last = 0
 

@@ -92,6 +92,7 @@ class Mqtt(Protocol):
         self.patience = patience
         self.resumes = session_expiry > 0
         self.redelivers = "resumed" if self.resumes else "never"
+        self.outlives = self.resumes and bool(client_id) and not clean_start
         self._client_id = client_id
         self._topic = topic
         self._filters = (subscribe,) if isinstance(subscribe, str) else tuple(subscribe)
