@@ -351,3 +351,45 @@ def test_in_the_middle_of_the_start_it_is_refused(
     monkeypatch.setattr(threading.Thread, "start", nested)
     assert loop_thread.run(_nothing(), LIMIT) is None
     assert loop_thread.is_current is False
+
+
+def test_on_its_own_thread_before_there_is_a_loop_it_is_refused(
+    loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = asyncio.Runner.__enter__
+    refusals: list[str] = []
+
+    def nested(runner: asyncio.Runner) -> asyncio.Runner:
+        if loop_thread.is_current:
+            with pytest.raises(RuntimeError, match="about to start") as caught:
+                loop_thread.submit(_nothing())
+            refusals.append(str(caught.value))
+        return enter(runner)
+
+    monkeypatch.setattr(asyncio.Runner, "__enter__", nested)
+    done: list[None] = []
+    user = threading.Thread(target=lambda: done.append(loop_thread.run(_nothing())), daemon=True)
+    user.start()
+    user.join(LIMIT)
+    if not done:
+        loop_thread._lock = threading.RLock()  # so that the fixture can end
+        loop_thread._pid = 0
+    assert done == [None], "they wait for each other"
+    assert len(refusals) == 1
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(
+    loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            loop_thread.submit(_nothing())
+    done: list[None] = []
+    user = threading.Thread(target=lambda: done.append(loop_thread.run(_nothing())), daemon=True)
+    user.start()
+    user.join(LIMIT)
+    assert done == [None], "it waits for a thread that is not there"

@@ -14,16 +14,19 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import pytest
 
 from holdfast.rpc import (
+    AsyncRegularStrategy,
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
     ManagerClosed,
+    RegularStrategy,
 )
 from holdfast.testing import base_seed, scaled
 
@@ -115,6 +118,58 @@ async def test_one_that_is_asleep_is_forgotten_with_who_holds_it(
             return not len(side.manager._book.asleep)
 
         await holds(forgotten, LIMIT)
+
+
+@both
+async def test_one_that_is_asleep_can_be_given_back_for_good(kind: Kind, echo: EchoServer) -> None:
+    async with kind(linger=0.2) as side:
+        shared = await side.get(config_of(echo), timeout=LIMIT)
+        own = await side.get(config_of(echo), dedicated=True, client=Client(), timeout=LIMIT)
+        await side.run(shared.close)
+        await asleep(side)
+        for _ in range(2):
+            await side.run(own.close)
+            await side.run(shared.close)
+        with pytest.raises(ManagerClosed, match="get_or_create"):
+            await side.call(own, ECHO)
+        assert list(side.manager._book.asleep.values()) == [shared]
+        assert await side.call(shared, ECHO, b"hi") == b"hi", "others may hold it"
+
+
+@both
+async def test_to_wake_where_it_fell_asleep_is_not_to_move(kind: Kind, echo: EchoServer) -> None:
+    async with kind(linger=0.2, fetch_topology=lambda: [echo.uri]) as side:
+        orders = ConnectionConfig.from_uri("http://orders.example.com")
+        channel = await side.get(orders, timeout=LIMIT)
+        await side.run(channel.close)
+        await asleep(side)
+        assert await side.call(channel, ECHO, b"hi") == b"hi"
+        assert channel.generation == 2
+        assert side.manager.get_stats()["counters"]["moves"] == 0
+
+
+@both
+async def test_one_whose_strategy_cannot_be_made_stays_asleep(kind: Kind, echo: EchoServer) -> None:
+    failures: list[Exception] = []
+
+    def strategy(config: ConnectionConfig) -> Any:
+        if failures:
+            raise failures.pop()
+        return AsyncRegularStrategy() if kind is Aio else RegularStrategy()
+
+    async with kind(linger=0.2, strategy=strategy) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        await side.run(channel.close)
+        await asleep(side)
+        failures.append(OSError("nobody knows where it is"))
+        with pytest.raises(ConnectFailed, match="nobody knows where it is"):
+            await side.call(channel, ECHO)
+        assert await side.call(channel, ECHO, b"hi") == b"hi"
+        await asleep(side)
+        failures.append(OSError("nobody knows where it is"))
+        with pytest.raises(OSError, match="nobody knows"):
+            await side.get(config_of(echo), timeout=LIMIT)
+        assert await side.get(config_of(echo), timeout=LIMIT) is channel
 
 
 async def test_whoever_waits_for_it_to_be_ready_wakes_it(echo: EchoServer) -> None:

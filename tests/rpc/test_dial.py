@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -84,6 +86,30 @@ def test_the_users_own_options_go_before_ours(kind: Any) -> None:
 def test_a_file_that_is_not_there_is_named() -> None:
     config = ConnectionConfig.from_uri("https://db:1", ca=Path("/nowhere/ca.pem"))
     with pytest.raises(ConfigError, match=r"option ca .*nowhere"):
+        make_channel(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EMFILE, OSError),
+        (errno.ESTALE, OSError),
+        (errno.EIO, OSError),
+        (errno.EACCES, ConfigError),
+        (errno.EISDIR, ConfigError),
+        (errno.ENOTDIR, ConfigError),
+        (errno.ENAMETOOLONG, ConfigError),
+    ],
+)
+def test_a_file_that_may_be_readable_later_is_no_mistake(
+    number: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    config = ConnectionConfig.from_uri("https://db:1", ca=Path("/somewhere/ca.pem"))
+    with pytest.raises(kind, match="somewhere"):
         make_channel(config, 1)
 
 

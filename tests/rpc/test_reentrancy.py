@@ -7,7 +7,9 @@ is asked there, clients that were forgotten are collected.
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -311,6 +313,91 @@ def test_to_give_it_back_is_not_to_wait(echo: EchoServer, monkeypatch: pytest.Mo
         assert not ended.wait(0.2)
         numbers.cancel()
         assert ended.wait(SOON)
+
+
+# -- where threads end, and begin anew -------------------------------------------------------------
+
+
+def run_script(script: str, uri: str) -> list[str]:
+    """In a process of its own, because this one must neither fork nor end."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), uri],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+EXIT = """
+    import sys
+    from holdfast.rpc import ConnectionConfig, ConnectionManager
+
+    class Client:
+        def __init__(self):
+            manager = ConnectionManager.get_instance()
+            config = ConnectionConfig.from_uri(sys.argv[1])
+            self.channel = manager.get_or_create(config, dedicated=True)
+            self.ending, self.tell = sys.is_finalizing, sys.stdout.write
+
+        def __del__(self):
+            self.tell(f"finalizing: {self.ending()}\\n")
+            self.channel.close()
+
+    client = Client()
+"""
+
+
+def test_it_is_given_back_while_the_interpreter_ends(echo: EchoServer) -> None:
+    assert run_script(EXIT, echo.uri) == ["finalizing: True"]
+
+
+FORK = """
+    import gc, os, sys
+    from holdfast.kernel import LoopThread
+    from holdfast.rpc import ConnectionConfig, ConnectionManager
+
+    class Client:
+        def __init__(self, channel):
+            self.me, self.channel = self, channel
+
+        def __del__(self):
+            self.channel.close()
+
+    gc.disable()
+    manager, config = ConnectionManager(), ConnectionConfig.from_uri(sys.argv[1])
+    channel = manager.get_or_create(config)
+    own = manager.get_or_create(config, dedicated=True)
+    Client(own)
+    begin = manager._begin
+
+    def collected():
+        gc.collect()
+        begin()
+
+    manager._begin = collected
+
+    async def nothing():
+        pass
+
+    child = os.fork()
+    if child == 0:
+        try:
+            LoopThread.shared().run(nothing(), 5)
+            assert manager.get_or_create(config, timeout=5) is channel
+            dedicated = manager.get_stats()["dedicated_connections"]
+            print("child:", channel.generation, dedicated, flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    print("parent:", channel.generation, flush=True)
+    manager.close()
+"""
+
+
+def test_it_is_given_back_in_a_child_that_has_just_begun(echo: EchoServer) -> None:
+    assert run_script(FORK, echo.uri) == ["child: 2 0", "parent: 1"]
 
 
 # -- wherever it happens ---------------------------------------------------------------------------

@@ -39,6 +39,8 @@ from holdfast.rpc import (
     retry_on_rpc_failure,
 )
 from holdfast.rpc._dial import make_aio_channel, make_channel
+from holdfast.rpc._errors import TopologyRefused
+from holdfast.rpc._secrets import KEPT, Sent, alike, harmless, secrets_of, words
 from holdfast.rpc.prometheus import RpcCollector
 
 from .handlers import ECHO, FAIL, METADATA
@@ -507,6 +509,168 @@ async def test_a_topology_function_and_a_probe_that_repeat_it(
         search.add_manager(side.manager)
         told = [str(event.because) for event in side.manager.recorder.events()]
         assert any("nothing for ***" in each for each in told), told
+
+
+class Countless:
+    """New credentials for each call."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"{TOKEN}-{next(self.numbers)}-of-them")]
+
+
+@both
+async def test_a_server_that_repeats_one_of_many(search: Search, kind: Kind) -> None:
+    """Others were made for the calls that came after it."""
+    credentials = Countless()
+    with parrot() as (handler, address):
+        async with kind(credentials=lambda config: credentials) as side:
+            channel = await side.get(config_of("provider", address))
+            handler.may_answer.clear()
+            calling = asyncio.create_task(side.call(channel, ECHO))
+            await asyncio.to_thread(handler.asked.wait, LIMIT)
+            for _ in range(10):
+                with suppress(grpc.RpcError):
+                    await side.call(channel, "/grpc.health.v1.Health/Nothing")
+            handler.may_answer.set()
+            with pytest.raises(grpc.RpcError, match="-0-of-them"):
+                await calling
+            search.add_manager(side.manager)
+            told = [str(event.because) for event in side.manager.recorder.events()]
+            assert any("no backend for ***, ***" in each for each in told), told
+
+
+def test_what_is_remembered_of_calls() -> None:
+    sent, theirs = Sent(), [("a", "first")]
+    for _ in range(3):
+        sent.add(theirs)
+        sent.add((("a", "other"),))
+    theirs[0] = ("a", "second")
+    sent.add(theirs)
+    assert sent.lately == ((("a", "first"),), (("a", "other"),), (("a", "second"),))
+    for number in range(KEPT):
+        sent.add((("a", str(number)),))
+    assert len(sent.lately) == KEPT
+    assert sent.lately[0] == (("a", "0"),)
+
+
+# -- hiding must not stop anything -----------------------------------------------------------------
+
+
+class Fickle:
+    """Credentials of which some cannot be sent."""
+
+    token: Any = None
+
+    def metadata(self) -> list[tuple[str, Any]]:
+        return [("authorization", self.token)]
+
+
+@pytest.mark.parametrize("odd", [None, 7, "\ud800 and more"])
+@both
+async def test_credentials_that_are_none_do_not_end_recovery(kind: Kind, odd: Any) -> None:
+    credentials = Fickle()
+    with EchoServer() as server:
+        async with kind(credentials=lambda config: credentials, connect_timeout=LIMIT) as side:
+            channel = await side.get(config_of("provider", server.address))
+            credentials.token = odd
+            with suppress(Exception):  # what it raises is gRPC's own affair
+                await side.call(channel, ECHO)
+            credentials.token = "good"
+            assert await side.call(channel, ECHO, b"a") == b"a"
+            server.kill()
+            with pytest.raises(grpc.RpcError):
+                await side.call(channel, ECHO)
+            server.start()
+            assert await side.call(channel, ECHO, b"b") == b"b"
+            assert channel.generation == 2, "it is not gRPC that has mended it"
+
+
+class Odd(Exception):
+    """It means something else by `details`."""
+
+    def details(self, language: str) -> str:
+        return language
+
+
+class Mute(Exception):
+    """It has no text at all."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("error", [Odd("away"), Mute()], ids=["odd", "mute"])
+@both
+async def test_errors_that_cannot_be_read_do_not_end_recovery(
+    kind: Kind, error: Exception, echo: EchoServer
+) -> None:
+    make = make_channel if kind is Threads else make_aio_channel
+    failures = [error, error]
+
+    def factory(config: ConnectionConfig) -> Any:
+        if failures:
+            raise failures.pop()
+        return make(config, 1)
+
+    async with kind(handler_factory=factory, connect_timeout=LIMIT) as side:
+        channel = await side.get(config_of("token", echo.address))
+        assert await side.call(channel, ECHO, b"a") == b"a"
+        told = str([event.because for event in side.manager.recorder.events()])
+        assert ("away" if isinstance(error, Odd) else "Mute") in told
+
+
+class Losing:
+    """Its refresh takes the token away, and fails."""
+
+    def __init__(self) -> None:
+        self.token: str | None = TOKEN
+
+    def metadata(self) -> list[tuple[str, Any]]:
+        return [("authorization", self.token)]
+
+    def refresh(self) -> None:
+        old, self.token = self.token, None
+        raise OSError(f"nothing new for {old}")
+
+
+@both
+async def test_a_refresh_that_leaves_nothing_is_over(search: Search, kind: Kind) -> None:
+    with EchoServer() as server:
+        async with kind(credentials=lambda config: Losing()) as side:
+            channel = await side.get(config_of("provider", server.address))
+            with pytest.raises(grpc.RpcError):
+                await side.call(channel, FAIL, b"UNAUTHENTICATED")
+            async with asyncio.timeout(LIMIT):
+                while channel._refusals.refreshing:  # noqa: ASYNC110 - nothing tells
+                    await asyncio.sleep(0.01)
+            assert channel._refusals.refused
+            search.add_manager(side.manager)
+            assert "nothing new for ***" in side.manager.recorder.explain(f"rpc.{server.address}")
+
+
+def test_what_is_no_metadata_has_no_secrets() -> None:
+    odd: list[Any] = [None, 7, ["ab"], [("a",), ("a", None), ("a", "word-a", 1), ("a", b"word-b")]]
+    assert {"word-b"} <= set(secrets_of("", *odd))
+    assert not any("word-a" in each for each in secrets_of("", *odd))
+    assert secrets_of("\ud800\ud801 token")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, TopologyRefused, TopologyError])
+def test_the_kind_of_an_error_is_kept(kind: type[Exception]) -> None:
+    class Own(kind):  # type: ignore[misc, valid-type]
+        pass
+
+    for made in (kind, Own):
+        found = harmless(made(f"nothing for {TOKEN}"), secrets_of(TOKEN))
+        assert (type(found), str(found)) == (kind, "nothing for ***")
+    assert type(alike(OSError(), "text")) is ConnectFailed
+    assert "Mute" in words(Mute(), [])
+    assert type(harmless(Mute(), ["secret"])) is ConnectFailed
 
 
 # -- what cannot be read at all --------------------------------------------------------------------

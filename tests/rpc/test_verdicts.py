@@ -22,8 +22,9 @@ from holdfast.rpc import (
 )
 from holdfast.rpc._config import ConnectionConfig as Config
 from holdfast.rpc._dial import make_aio_channel, make_channel
+from holdfast.rpc._errors import TopologyRefused
 from holdfast.rpc._retry import AsyncRetryInterceptor
-from holdfast.rpc._verdicts import Verdict, judge
+from holdfast.rpc._verdicts import Verdict, judge, raised
 
 from .handlers import ECHO
 from .servers import EchoServer
@@ -86,6 +87,48 @@ async def until(holds: Callable[[], bool]) -> None:
 )
 def test_what_is_worth_another_attempt(error: Exception, made: bool, verdict: Verdict) -> None:
     assert judge(error, made=made) is verdict
+
+
+class Own(ConfigError):
+    """One that cannot be made from its arguments."""
+
+    def __init__(self, part: str, why: str) -> None:
+        super().__init__(f"{part}: {why}")
+
+
+class Other(ConfigError):
+    """One that would be another, made from its arguments."""
+
+    def __init__(self, part: str, why: str = "wrong") -> None:
+        super().__init__(f"{part}: {why}")
+
+
+class Rich(ConfigError):
+    """One with more than its arguments."""
+
+    part = ""
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind"),
+    [
+        (Own("vault", "closed"), ConfigError),
+        (Other("vault"), ConfigError),
+        (Rich("vault"), Rich),
+        (ConfigError("vault"), ConfigError),
+        (TopologyRefused("vault"), TopologyRefused),
+    ],
+)
+def test_each_who_waits_has_an_error_of_its_own(
+    verdict: ConfigError, kind: type[Exception]
+) -> None:
+    verdict.__cause__ = OSError("why")
+    if isinstance(verdict, Rich):
+        verdict.part = "lock"
+    told = raised(verdict, "host:1")
+    assert told is not verdict
+    assert (type(told), str(told), told.__cause__) == (kind, str(verdict), verdict.__cause__)
+    assert getattr(told, "part", "") == getattr(verdict, "part", "")
 
 
 # -- at the first creation -------------------------------------------------------------------------
@@ -254,6 +297,21 @@ async def test_a_refused_token_is_told_at_once_and_sent_again_rarely(
                     else:
                         break
             assert await side.call(channel, ECHO, b"hello") == b"hello"
+
+
+@both
+async def test_a_token_that_stands_in_the_url_is_refused_as_any_other(
+    kind: Kind, echo: EchoServer
+) -> None:
+    with TopologyServer(body_of(1, ("one", echo.uri, 3))) as server:
+        server.reply = server.status(401)
+        config = ConnectionConfig.from_uri(f"{server.url}/global-cluster", token="topology:wrong")
+        async with kind(connect_timeout=PATIENT) as side:
+            begun = time.monotonic()
+            with pytest.raises(TopologyRefused, match=r"\*\*\* does not accept the token"):
+                await side.get(config)
+            assert time.monotonic() - begun < SOON
+            assert len(server.requests) == 1
 
 
 @both

@@ -125,6 +125,7 @@ class LoopThread:
         """
         try:
             self._refuse_other_process()
+            self._refuse_unready()
             # Within the lock, so that no work can slip in behind the end of the loop.
             with self._lock:
                 future = asyncio.run_coroutine_threadsafe(work, self._running())
@@ -204,13 +205,23 @@ class LoopThread:
                 "threads do not survive a fork: take LoopThread.shared() again"
             )
 
+    def _refuse_unready(self) -> None:
+        """On its own thread, before there is a loop: whoever starts it has the lock, and waits."""
+        if self._ready.is_set() or (thread := self._thread) is None:
+            return
+        if thread.ident == threading.get_ident():  # it has that before it is the current one
+            raise self._unready()
+
+    def _unready(self) -> RuntimeError:
+        return RuntimeError(f"{self.name} is about to start, and a finalizer cannot wait for it")
+
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._stopped:
             raise RuntimeError(f"{self.name} has been stopped: take LoopThread.shared() again")
         if self._thread is None:
             self._start()
         if self._starting:
-            raise RuntimeError(f"{self.name} is about to start, and a finalizer cannot wait for it")
+            raise self._unready()
         self._ready.wait()
         if self._loop is None:
             raise RuntimeError(
@@ -225,6 +236,9 @@ class LoopThread:
             self._thread, self._starting = thread, True
             try:
                 thread.start()
+            except Exception:
+                self._thread = None  # the next one may have more luck
+                raise
             finally:
                 self._starting = False
 

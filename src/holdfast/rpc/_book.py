@@ -37,7 +37,8 @@ class Book:
         return self.ledger.of(address, lambda: {each.config.address for each in self})
 
     def add(self, managed: Managed) -> None:
-        """Write it down."""
+        """Write it down; it is awake."""
+        self.asleep.pop(managed.key, None)
         self.entries[managed.key] = managed
         self._by_handler[id(managed.handler)] = managed
 
@@ -58,7 +59,14 @@ class Book:
         self.remove(managed)
         managed.handler = heir
         self.asleep[managed.key] = handler
+        handler._own_key = managed.key if managed.dedicated else None
         return True
+
+    def end_asleep(self, handler: Any) -> None:
+        """Somebody gives back one that is asleep: if it was dedicated, that is its end."""
+        if handler._asleep is not None and handler._own_key is not None:
+            self.asleep.pop(handler._own_key, None)
+            handler._shut()
 
     def of(self, handler: object) -> Managed | None:
         """The connection of a handler."""

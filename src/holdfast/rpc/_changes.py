@@ -5,10 +5,14 @@ likes: in the middle of another change of the same thread, or in a thread that h
 another one waits for while it has this one. So a change does not insist. The lock is reentrant, but
 nothing is changed within a change: what cannot be changed now is left to the loop thread. And what
 follows from a change is always done there, so that nobody waits for it.
+
+While the interpreter ends there are no threads any more, and none can be started: then nothing is
+done, as the process takes all connections with it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +50,8 @@ class Changes:
 
     def make(self, change: Callable[[], Work]) -> None:
         """Change something under the lock: now, if that can be."""
+        if sys.is_finalizing():
+            return
         if self.under_way():
             self._make_later(change)
             return
@@ -66,7 +72,7 @@ class Changes:
         async def do() -> None:
             self._carry_out(work)
 
-        if any(actions for _, actions in work):
+        if any(actions for _, actions in work) and not sys.is_finalizing():
             self.posted = True
             LoopThread.shared().submit(do())
 

@@ -9,6 +9,7 @@ then ours to choose.
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -54,6 +55,17 @@ DEFAULTS: dict[str, int] = {
     # channel, and by default with pauses that grow to two minutes.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,
+}
+
+#: A file that cannot be read for one of these will not be readable later; for others, it may.
+_NO_FILE = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
 }
 
 #: Any method will do to be answered: with "there is no such method", if need be.
@@ -193,6 +205,8 @@ def _pem(config: ConnectionConfig, name: str) -> bytes | None:
     try:
         return Path(value).read_bytes()
     except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
         raise ConfigError(f"the option {name} cannot be read: {error}") from error
 
 

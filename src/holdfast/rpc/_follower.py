@@ -221,8 +221,8 @@ class Follower(TopologyMixin):
         kept = harmless(error, self._secrets)
         if isinstance(error, TopologyRefused) and self.topology is not None:
             log.warning("%s: the old topology is kept: %s", self._name, kept)
-        if kept is error and isinstance(error, (TopologyError, ConfigError)):
-            return error
+        if isinstance(kept, (TopologyError, ConfigError)):
+            return kept
         failure = TopologyError(f"{source!r} failed: {describe(kept)}")
         failure.__cause__ = kept
         return failure

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -56,8 +57,10 @@ Later = Callable[[float, Callable[[], None]], Callable[[], object]]
 def call_later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
     """Do it in a while, on the loop thread, or at once, in a thread of its own, where it may block.
 
-    Returns what calls it off.
+    Returns what calls it off. While the interpreter ends, nothing is done: no thread can start.
     """
+    if sys.is_finalizing():
+        return _nothing
     if delay <= 0:
         start_thread(act, name="holdfast-rpc-close")
         return _nothing
@@ -116,6 +119,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         self._closed = False
         #: While it has no connection, as nobody seemed to have it: the last generation before.
         self._asleep: int | None = None
+        #: And if nobody shares it, its key.
+        self._own_key: str | None = None
         # Set by its manager: told of calls that were not sent, and of credentials that the server
         # has refused, as what decides about those says.
         self._on_unsent: Callable[[BaseException], object] | None = None

@@ -74,6 +74,7 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         self._sent = Sent()
         self._closed = False
         self._asleep: int | None = None
+        self._own_key: str | None = None
         self._retiring: dict[Live, asyncio.TimerHandle | None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         # Replaced with each change, so that a wait for the next one needs no look at the last.

@@ -7,6 +7,7 @@ cannot be used it tells the reason to its own log only.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ._config import ConnectionConfig
@@ -45,5 +46,7 @@ def unusable(details: str) -> ConfigError | None:
 
 def _details(error: Any) -> str:
     """gRPC's own words; those of its errors are long otherwise."""
-    found = error.details() if callable(getattr(error, "details", None)) else error
+    found = error
+    with suppress(Exception):  # others may mean something else by this name
+        found = error.details() if callable(getattr(error, "details", None)) else error
     return str(found or "")

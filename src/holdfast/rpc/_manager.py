@@ -234,7 +234,7 @@ class ConnectionManager:
         key = self._book.dedicated_key(config.key) if dedicated else config.key
         # A caller in a hurry must not leave those who come after it with attempts too short.
         limit = max(timeout or 0.0, self._policy.connect_timeout)
-        found = self._book.asleep.pop(key, None)
+        found = self._book.asleep.get(key)
         return self._manage(found or self._new_handler(config), config, key, dedicated, limit)
 
     def _new_handler(self, config: ConnectionConfig) -> Handler:
@@ -265,7 +265,9 @@ class ConnectionManager:
             created_at=self._clock.monotonic(),
             connect_timeout=limit,
         )
+        self._give_strategy(managed)  # first: it may fail
         if handler._asleep is not None:
+            managed.address = handler.address
             managed.core.inherited(handler._asleep, "somebody holds the channel, and wants it")
             handler._asleep = None
         managed.part = lambda: self._part(managed)
@@ -274,7 +276,6 @@ class ConnectionManager:
         handler._on_close = lambda: self.release(handler)
         handler._on_unsent = lambda error: self._unsent(managed, error)
         handler._on_refused = lambda: self._refused(managed)
-        self._give_strategy(managed)
         self._book.add(managed)
         return managed
 
@@ -294,6 +295,7 @@ class ConnectionManager:
     def _give_back(self, handler: Handler, client: object | None) -> Work:
         managed = self._book.of(handler)
         if managed is None:
+            self._book.end_asleep(handler)
             return []
         managed.given_back(client)
         over = managed.dedicated and managed.deserted
@@ -348,9 +350,12 @@ class ConnectionManager:
 
     def _wake(self, handler: Handler, known: Managed) -> Managed:
         """Open a connection for one that was closed because nobody seemed to have it."""
-        self._book.asleep.pop(known.key, None)
         limit = known.connect_timeout
-        return self._manage(handler, known.config, known.key, known.dedicated, limit)
+        try:
+            return self._manage(handler, known.config, known.key, known.dedicated, limit)
+        except Exception as error:
+            handler._fail_waiting(error)
+            raise
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -408,12 +413,16 @@ class ConnectionManager:
 
     def _after_fork_in_child(self) -> None:
         """Nothing that was open belongs to this process: whoever calls opens it anew."""
-        _fork.keep(self._works)
+        lock, held, works = self._lock, self._held, self._works
+        self._begin()
+        _fork.keep(works)
         # Somebody may have been in the middle of it, who is not here.
         ConnectionManager._making = threading.RLock()
-        self._begin()
         for handler in self._handlers:
             handler.reset()
+        if held:
+            # A finalizer may have left a change to the loop thread of this process: it waits here.
+            lock.release()
         for managed in self._book:
             self._inherit(managed)
 

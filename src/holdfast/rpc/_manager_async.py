@@ -116,6 +116,7 @@ class AsyncConnectionManager:
         """The client does not need it any more; others who share it are not touched."""
         managed = self._book.of(handler)
         if managed is None:
+            self._book.end_asleep(handler)
             return
         managed.given_back(client)
         if managed.dedicated and managed.deserted:
@@ -208,7 +209,7 @@ class AsyncConnectionManager:
         key = self._book.dedicated_key(config.key) if dedicated else config.key
         # A caller in a hurry must not leave those who come after it with attempts too short.
         limit = max(timeout or 0.0, self._policy.connect_timeout)
-        found = self._book.asleep.pop(key, None)
+        found = self._book.asleep.get(key)
         return self._manage(found or self._new_handler(config), config, key, dedicated, limit)
 
     def _new_handler(self, config: ConnectionConfig) -> AsyncHandler:
@@ -245,6 +246,7 @@ class AsyncConnectionManager:
             connect_timeout=limit,
         )
         if handler._asleep is not None:
+            managed.address = handler.address
             managed.core.inherited(handler._asleep, "somebody holds the channel, and wants it")
             handler._asleep = None
         managed.part = lambda: self._book.part(managed)
@@ -286,9 +288,12 @@ class AsyncConnectionManager:
 
     def _wake(self, handler: AsyncHandler, known: Managed) -> Managed:
         """Open a connection for one that was closed because nobody seemed to have it."""
-        self._book.asleep.pop(known.key, None)
         limit = known.connect_timeout
-        return self._manage(handler, known.config, known.key, known.dedicated, limit)
+        try:
+            return self._manage(handler, known.config, known.key, known.dedicated, limit)
+        except Exception as error:
+            handler._fail_waiting(error)
+            raise
 
     # -- errors --------------------------------------------------------------------------------
 

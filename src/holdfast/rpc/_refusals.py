@@ -10,11 +10,12 @@ What holds:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from holdfast.kernel import Backoff, describe
+from holdfast.kernel import Backoff
 
-from ._secrets import hidden, secrets_of
+from ._secrets import secrets_of, words
 
 __all__ = ["Refusals", "explained"]
 
@@ -71,14 +72,18 @@ class Refusals:
         return f"<Refusals: credential {self.number}, {state}>"
 
 
-def explained(error: BaseException, credentials: Any, token: str) -> str:
-    """Why a refresh failed, without the secrets that are known; what it raises may repeat them."""
+def explained(error: BaseException, credentials: Any, token: str, *sent: Any) -> str:
+    """Why a refresh failed, without the secrets that are known; what it raises may repeat them.
+
+    :param sent: what calls were made with before.
+    """
     try:
         known = credentials.metadata()
     except Exception:
         known = None
     if not isinstance(known, (tuple, list)):
-        if hasattr(known, "close"):  # a coroutine, which nobody awaits
-            known.close()
+        with suppress(Exception):
+            if hasattr(known, "close"):  # a coroutine, which nobody awaits
+                known.close()
         return type(error).__name__
-    return hidden(describe(error), secrets_of(token, known))
+    return words(error, secrets_of(token, known, *sent))

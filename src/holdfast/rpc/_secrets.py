@@ -7,57 +7,86 @@ errors that this package raises later, goes through this.
 from __future__ import annotations
 
 import base64
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
 from holdfast.kernel import describe
 
 from ._config import HIDDEN
-from ._errors import ConnectFailed
+from ._errors import ChannelError, ConfigError, ConnectFailed, TopologyError, TopologyRefused
 
-__all__ = ["Sent", "harmless", "hidden", "secrets_of"]
+__all__ = ["Sent", "alike", "harmless", "hidden", "secrets_of", "words"]
 
 #: Shorter words are no secrets, and stand in many texts.
 SHORTEST = 4
-#: So many sets of credentials are remembered: a call may have begun before they were replaced.
-KEPT = 3
-
-Metadata = Iterable[tuple[str, str | bytes]]
+#: So many sets of credentials are remembered: a call may have begun before they were replaced, and
+#: some have new ones for each call.
+KEPT = 256
+#: What is decided by the kind of an error; the nearest first.
+KINDS = (ConfigError, TopologyRefused, TopologyError)
 
 
 class Sent:
     """What calls were lately made with."""
 
-    __slots__ = ("lately",)
+    __slots__ = ("_last", "_sets")
 
     def __init__(self) -> None:
-        self.lately: tuple[Any, ...] = ((),)
+        self._last: Any = ()
+        self._sets: deque[Any] = deque(maxlen=KEPT)
 
     def add(self, metadata: Any) -> None:
-        """A call is made with this; it is called for each, so it is short."""
-        if metadata != self.lately[0]:
-            self.lately = (metadata, *self.lately[: KEPT - 1])
+        """A call is made with this; it is called for each, in any thread, so it is short."""
+        if metadata == self._last:
+            return
+        if isinstance(metadata, list):
+            metadata = tuple(metadata)  # theirs may change
+        if metadata not in self.lately:
+            self._sets.append(metadata)
+        self._last = metadata
+
+    @property
+    def lately(self) -> tuple[Any, ...]:
+        """All that are remembered, each once."""
+        return tuple(self._sets)
 
 
-def secrets_of(token: str, *sent: Metadata) -> list[str]:
-    """The words that must not be shown, in the forms in which they may come back."""
+def secrets_of(token: str, *sent: Any) -> list[str]:
+    """The words that must not be shown, in the forms in which they may come back.
+
+    :param sent: metadata, as somebody's program has given it: what is none is passed over.
+    """
     found = {token, *token.split(":")}
     for metadata in sent:
-        for _, value in metadata:
-            text = value if isinstance(value, str) else value.decode("latin-1")
+        for text in _values(metadata):
             found.update((text, *text.split()))
     forms = {form for word in found if len(word) >= SHORTEST for form in _forms(word)}
     # A secret may be a part of another.
     return sorted(forms, key=len, reverse=True)
 
 
+def _values(metadata: Any) -> Iterator[str]:
+    pairs: list[Any] = []
+    with suppress(Exception):
+        pairs = list(metadata)
+    for pair in pairs:
+        match pair:
+            case (_, str() as text):
+                yield text
+            case (_, bytes() as raw):
+                yield raw.decode("latin-1")
+
+
 def _forms(word: str) -> Iterator[str]:
+    raw = word.encode(errors="replace")
     yield word
-    yield quote(word)
-    yield quote(word, safe="")
+    yield (quoted := quote(raw))
+    yield quoted.replace("/", "%2F")
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
-        yield encode(word.encode()).decode().rstrip("=")
+        yield encode(raw).decode().rstrip("=")
 
 
 def hidden(text: str, secrets: Iterable[str]) -> str:
@@ -69,13 +98,34 @@ def hidden(text: str, secrets: Iterable[str]) -> str:
 
 def harmless(error: BaseException, secrets: list[str]) -> BaseException:
     """The error; or, if it shows a secret anywhere, another that says the same without it."""
-    if not any(secret in text for text in _told(error) for secret in secrets):
-        return error
+    try:
+        if not any(secret in text for text in _told(error) for secret in secrets):
+            return error
+    except Exception:  # it cannot even be shown
+        return alike(error, words(error, secrets))
+    if isinstance(error, KINDS):
+        return alike(error, hidden(str(error), secrets))
     return ConnectFailed(hidden(describe(error), secrets))
 
 
+def alike(error: BaseException, text: str) -> ChannelError:
+    """Another error with this text, for which the same is done."""
+    return next((kind for kind in KINDS if isinstance(error, kind)), ConnectFailed)(text)
+
+
+def words(error: BaseException, secrets: Iterable[str]) -> str:
+    """The error in one line, without the secrets; its kind, if it fails to tell more."""
+    try:
+        return hidden(describe(error), secrets)
+    except Exception:
+        return type(error).__name__
+
+
 def _told(error: BaseException) -> Iterator[str]:
-    """All that can be read of an error, and of those that it came from."""
+    """All that can be read of an error, and of those that it came from.
+
+    It raises what their own texts raise.
+    """
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -85,6 +135,9 @@ def _told(error: BaseException) -> Iterator[str]:
         seen.add(id(found))
         yield f"{found} {found!r} {found.args!r} {getattr(found, '__notes__', '')}"
         for name in ("details", "debug_error_string"):
-            if callable(tell := getattr(found, name, None)):
-                yield str(tell())
+            told = ""
+            with suppress(Exception):  # others may mean something else by these names
+                if callable(tell := getattr(found, name, None)):
+                    told = str(tell())
+            yield told
         todo += [found.__cause__, found.__context__]

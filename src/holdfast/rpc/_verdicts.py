@@ -6,12 +6,14 @@ of when the time is over.
 
 from __future__ import annotations
 
+import copy
 import traceback
 from enum import Enum
 
 from holdfast.kernel import describe
 
 from ._errors import ChannelError, ConfigError, TopologyRefused
+from ._secrets import alike
 
 __all__ = ["Verdict", "judge", "raised", "where"]
 
@@ -48,12 +50,24 @@ def judge(error: BaseException, *, made: bool) -> Verdict:
 def raised(verdict: BaseException, address: str) -> ChannelError:
     """What to raise to one of those who wait; each has its own."""
     if isinstance(verdict, (ConfigError, TopologyRefused)):
-        told: ChannelError = type(verdict)(*verdict.args)
+        told: ChannelError = _another(verdict)
         told.__cause__ = verdict.__cause__
     else:
         told = ConfigError(f"no channel to {address} can be made: {describe(verdict)}")
         told.__cause__ = verdict
     return told
+
+
+def _another(verdict: ChannelError) -> ChannelError:
+    """The same once more; one of a user's own may not be made from its arguments."""
+    text = str(verdict)
+    try:
+        told = copy.copy(verdict)
+        if told is not verdict and type(told) is type(verdict) and str(told) == text:
+            return told
+    except Exception:
+        pass
+    return alike(verdict, text)
 
 
 def where(error: BaseException, verdict: Verdict) -> str:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from holdfast.kernel import Clock, Recorder, describe, forget_frames
+from holdfast.kernel import Clock, Recorder, forget_frames
 
 from ._book import Book
 from ._core import Act, Actions
@@ -24,7 +24,7 @@ from ._managed import ManagedConnection
 from ._policy import Policy
 from ._refusals import explained
 from ._running import close_unused, run
-from ._secrets import harmless, hidden, secrets_of
+from ._secrets import alike, harmless, hidden, secrets_of, words
 from ._topology import Advice, TopologyMixin
 from ._verdicts import Verdict, judge, raised, where
 
@@ -219,16 +219,25 @@ class Works:
 
     async def _discard(self, channel: Any) -> None:
         """Close a channel that nobody has used; to the end, also if this is given up meanwhile."""
-        await asyncio.shield(self._spawn(self._channels.close(channel)))
+        try:
+            await asyncio.shield(self._spawn(self._channels.close(channel)))
+        except Exception as error:  # what comes after it must come
+            log.info("a channel that nobody has used: closing: %s", type(error).__name__)
 
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
         """A generation is broken; under the lock. Calls wait for the next one from now on."""
-        if isinstance(cause, BaseException) and generation == managed.generation:
+        if isinstance(cause, BaseException) and self._is_news(managed, generation):
             cause = harmless(cause, _secrets(managed))
         actions = managed.core.broken(generation, cause, self._clock.monotonic())
         if managed.strategy.always_recovers:
             self._lose(managed, cause if isinstance(cause, BaseException) else None)
         return actions
+
+    def _is_news(self, managed: Managed, generation: int) -> bool:
+        """Whether the cause is kept: of many calls that fail together, that of the first is."""
+        if managed.core.machine.phase == "recovering":
+            return managed.strategy.always_recovers and managed.handler._live is not None
+        return generation == managed.generation
 
     def _lose(self, managed: Managed, cause: BaseException | None) -> None:
         if managed.core.machine.phase == "recovering" and managed.handler._live is not None:
@@ -276,9 +285,7 @@ class Works:
 
     async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
         verdict = judge(error, made=channel is not None)
-        secrets = _secrets(managed)
-        kept = harmless(hinted(managed.config, error), secrets)
-        told = hidden(where(error, verdict) or describe(kept), secrets)
+        kept, told = _put(managed, error, verdict)
         level = logging.INFO if verdict is Verdict.RETRY else logging.WARNING
         log.log(level, "%s: %s", managed.address, told)
         if channel is not None:
@@ -298,7 +305,7 @@ class Works:
                 async with asyncio.timeout(PROBE_TIMEOUT):
                     healthy = await self._channels.probe(managed, live)
             except Exception as error:
-                told = hidden(describe(error), _secrets(managed))
+                told = words(error, _secrets(managed))
                 log.info("%s: the probe failed: %s", managed.address, told)
         self._tell(managed, managed.core.probed, generation, healthy)
 
@@ -314,12 +321,15 @@ class Works:
         except BaseException as error:
             with self._lock:
                 counters.credential_refresh_failures += 1
-            why = explained(error, handler._credentials, managed.config.token)
-            self._recorder.record(
-                name, "the credentials were not refreshed", kind="failure", cause=why
-            )
-            log.warning("%s: the credentials were not refreshed: %s", managed.address, why)
-            handler._renewed(error)
+            try:
+                sent = handler._sent.lately
+                why = explained(error, handler._credentials, managed.config.token, *sent)
+                self._recorder.record(
+                    name, "the credentials were not refreshed", kind="failure", cause=why
+                )
+                log.warning("%s: the credentials were not refreshed: %s", managed.address, why)
+            finally:
+                handler._renewed(error)
             if not isinstance(error, Exception):
                 raise
         else:
@@ -386,7 +396,7 @@ class Works:
             await run(managed.strategy.close_async, managed)
             await run(managed.handler._wait_closed)
         except Exception as error:
-            told = hidden(describe(error), _secrets(managed))
+            told = words(error, _secrets(managed))
             log.warning("%s: closing: %s", managed.address, told)
         finally:
             self._closings.pop(managed, None)
@@ -415,3 +425,14 @@ class Works:
 def _secrets(managed: Managed) -> list[str]:
     """What must not be shown of it."""
     return secrets_of(managed.config.token, *managed.handler._sent.lately)
+
+
+def _put(managed: Managed, error: Exception, verdict: Verdict) -> tuple[BaseException, str]:
+    """What to keep of a failure, and what to log; whatever the error is, there is something."""
+    try:
+        secrets = _secrets(managed)
+        kept = harmless(hinted(managed.config, error), secrets)
+        return kept, hidden(where(error, verdict), secrets) or words(kept, secrets)
+    except Exception:
+        kind = type(error).__name__
+        return alike(error, kind), kind
