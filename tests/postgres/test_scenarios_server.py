@@ -237,11 +237,16 @@ async def test_asleep_there_is_nothing_of_it_and_awake_it_has_what_it_missed(
         await sql.execute("insert into orders values (1, 'meanwhile')")
         await asyncio.sleep(0.5)
         assert await one(sql, ROWS) == 0
+        before = times_ready(pg)  # on a busy machine it may fall asleep before it was ready
         await asyncio.gather(*(ask(pg) for _ in range(10)))
-        assert [event.name for event in pg.last_events].count("ready") == 2
+        assert times_ready(pg) == before + 1
         assert ids(await following(changes)) == [1]
         await pg.monitor.wait_until(lambda status: status.health is Health.SLEEPING, LIMIT)
         assert await one(sql, ROWS) == 0
+
+
+def times_ready(pg: Postgres) -> int:
+    return [event.name for event in pg.last_events].count("ready")
 
 
 async def ask(pg: Postgres) -> None:
