@@ -185,7 +185,7 @@ async def test_three_processes_share_a_limit_and_outlive_one(
         await until(lambda: len(census.present) == limit, "the others have what it had")
         # Its leases were renewed a third of the ttl before, at the latest.
         assert time.monotonic() - killed > ttl / 2
-        assert census.most == limit
+        assert census.most <= limit
     assert gate.excess(rate=rate, burst=burst + round(rate * LATE)) is None
 
 
