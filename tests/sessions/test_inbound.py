@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
 from holdfast.sessions import Event, Session, Sessions, Text
 from holdfast.sessions._sink import MOMENT, Sink
 from holdfast.sessions._waiting import Waiting
@@ -20,17 +18,6 @@ from holdfast.testing import Sim, simulate
 
 #: Three times what a session has for its end.
 AT_MOST = 3 * MOMENT
-
-
-@pytest.fixture
-def server() -> DemoServer:
-    return DemoServer()
-
-
-@pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
-    async with Sessions(backoff=Backoff(0.01, 0.05)) as opened:
-        yield opened
 
 
 # -- the pure part ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from tests.leases.virtual import in_virtual_time
@@ -33,17 +33,6 @@ from holdfast.testing import Sim
 PATIENCE = 5.0
 #: Longer than any test.
 LONG = 300.0
-
-
-@pytest.fixture
-def server() -> DemoServer:
-    return DemoServer()
-
-
-@pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
-    async with Sessions(backoff=Backoff(0.01, 0.05)) as found:
-        yield found
 
 
 async def hang(event: Event) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,6 @@ from holdfast.testing import session_sandbox
 
 #: Longer than any test: whoever needs it was not told otherwise.
 LONG = 300.0
-
-
-@pytest.fixture
-def server() -> DemoServer:
-    return DemoServer()
-
-
-@pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
-    async with Sessions(backoff=Backoff(0.01, 0.05)) as sessions:
-        yield sessions
 
 
 # -- steps -----------------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sessions.support import until
+from tests.sessions.support import collect, until
 
 from holdfast.kernel import Backoff
 from holdfast.sessions import (
@@ -39,24 +39,6 @@ from holdfast.sessions import (
     Unsupported,
 )
 from holdfast.sessions.demo import Demo, DemoServer
-
-
-@pytest.fixture
-def server() -> DemoServer:
-    return DemoServer()
-
-
-@pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
-    async with Sessions(backoff=Backoff(0.01, 0.05)) as found:
-        yield found
-
-
-def collect(session: Session) -> list[Event]:
-    events: list[Event] = []
-    session.attach(events.append)
-    return events
-
 
 # -- outcomes -----------------------------------------------------------------------------------
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, assert_type
 
 import pytest
-from tests.sessions.support import until
+from tests.sessions.support import collect, until
 
 from holdfast.kernel import Backoff
 from holdfast.leases import LeaseLost, connect
@@ -48,23 +47,6 @@ from holdfast.sessions.mqtt import Mqtt
 from holdfast.testing import session_sandbox
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def server() -> DemoServer:
-    return DemoServer()
-
-
-@pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
-    async with Sessions(backoff=Backoff(0.01, 0.05)) as found:
-        yield found
-
-
-def collect(session: Session) -> list[Event]:
-    events: list[Event] = []
-    session.attach(events.append)
-    return events
 
 
 # -- timeouts -----------------------------------------------------------------------------------

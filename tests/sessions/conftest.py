@@ -1,0 +1,23 @@
+"""What tests of sessions share: a server that misbehaves on request, and sessions in a hurry."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast.kernel import Backoff
+from holdfast.sessions import Sessions
+from holdfast.sessions.demo import DemoServer
+
+
+@pytest.fixture
+def server() -> DemoServer:
+    return DemoServer()
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    """They come back at once, so that tests need not wait."""
+    async with Sessions(backoff=Backoff(0.01, 0.05)) as opened:
+        yield opened
