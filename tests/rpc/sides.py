@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
+
 from holdfast.kernel import in_thread
 from holdfast.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
 
-__all__ = ["LIMIT", "SIDES", "Aio", "Threads"]
+from .servers import EchoServer
+
+__all__ = ["LIMIT", "SIDES", "Aio", "Client", "Kind", "Threads", "both", "config_of"]
 
 LIMIT = 30.0
 
@@ -72,6 +76,20 @@ class Aio:
 
 
 SIDES = (Threads, Aio)
+
+Kind = type[Threads] | type[Aio]
+
+#: For a test that is made once with each.
+both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
+
+
+class Client:
+    """Somebody who says who it is."""
+
+
+def config_of(server: EchoServer) -> ConnectionConfig:
+    """How to reach a server."""
+    return ConnectionConfig.from_uri(server.uri)
 
 
 async def _elsewhere(call: Any, *given: Any, **named: Any) -> Any:

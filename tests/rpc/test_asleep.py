@@ -32,19 +32,7 @@ from holdfast.testing import base_seed, scaled
 
 from .handlers import ECHO, eventually
 from .servers import EchoServer
-from .sides import LIMIT, SIDES, Aio, Threads
-
-Kind = type[Threads] | type[Aio]
-
-both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
-
-
-class Client:
-    """Somebody who says who it is."""
-
-
-def config_of(server: EchoServer) -> ConnectionConfig:
-    return ConnectionConfig.from_uri(server.uri)
+from .sides import LIMIT, Aio, Client, Kind, Threads, both, config_of
 
 
 async def holds(condition: Callable[[], bool], limit: float) -> None:

@@ -21,21 +21,9 @@ from holdfast.testing import FaultProxy
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
-from .sides import LIMIT, SIDES, Aio, Threads
+from .sides import LIMIT, Aio, Client, Kind, Threads, both, config_of
 from .test_cycles import Leaping
 from .test_leftovers import Door
-
-Kind = type[Threads] | type[Aio]
-
-both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
-
-
-class Client:
-    """Somebody who says who it is."""
-
-
-def config_of(server: EchoServer) -> ConnectionConfig:
-    return ConnectionConfig.from_uri(server.uri)
 
 
 async def first(side: Threads | Aio, stream: Any) -> bytes:
