@@ -244,7 +244,7 @@ class Session(Sending):
 
     async def _before_dial(self) -> None:
         """What must be so before a link is made."""
-        await self._owner._renew_lease(self)
+        await self._owner._leasing.renew(self)
         await self._owner._may_dial()
         try:
             async with asyncio.timeout(self._connect_timeout):

@@ -237,7 +237,7 @@ class Sessions:
         under_way = self._starts[profile] = asyncio.get_running_loop().create_future()
         try:
             await self._storage.new(profile)
-            await self._renew_lease(session)
+            await self._leasing.renew(session)
             # The one before may have freed its profile and not quite be gone.
             await self._root.stop_child(name)
             session._tree = await self._root.start_child(self._tree(session, name))
@@ -423,10 +423,6 @@ class Sessions:
         """Whether this process may change what is stored for a profile."""
         session = self._starting.get(profile)
         return session is not None and session._lease is not None and session._lease.live
-
-    async def _renew_lease(self, session: Session) -> None:
-        """See to it that the session has its lease, if it needs one."""
-        await self._leasing.renew(session)
 
     async def _may_dial(self) -> None:
         """Not too many at once."""
