@@ -39,7 +39,7 @@ async def test_everything_is_counted_by_protocol_and_outlives_its_session() -> N
         server.reject("very-secret-recipient", 463)
         await ann.send("very-secret-recipient", b"", outcome=True)
         server.cut("very-secret-ann")
-        await until(lambda: ann.state != "online")
+        await until(lambda: ann.generation == 2)
         await ann.online(30)
         server.deliver("very-secret-ann", Text("very secret"))
         await until(lambda: ann.status()["received"])

@@ -367,7 +367,7 @@ async def test_an_old_loss_is_not_the_reason_of_a_later_end(
     updates = []
     alice = await sessions.connect("alice", Demo(server), on_event=lambda e: updates.append(e.data))
     server.cut("alice")
-    await until(lambda: alice.state != "online")
+    await until(lambda: alice.generation == 2)
     await alice.online(30)
     await alice.disconnect()
     with pytest.raises(SendNotSent, match="is offline/resting: the user disconnected it"):
@@ -389,7 +389,7 @@ async def test_a_session_without_a_server_never_gets_one(
     await bot.connect()
     assert bot._connection is not None
     bot._connection._crash(RuntimeError("a defect"))
-    await until(lambda: bot.state == "connecting/waiting")
+    await until(lambda: bot.status()["crashes"] == 1)
     await bot.online(30)
     assert await bot.send("bob", b"hello")
     assert server.accepted_links == 0

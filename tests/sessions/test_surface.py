@@ -364,7 +364,7 @@ async def test_the_log_tells_of_a_loss_and_of_the_return(
     alice = await sessions.connect("alice", Demo(server))
     await alice.send("very-secret-recipient", b"very-secret-content")
     server.cut("alice")
-    await until(lambda: alice.state != "online")
+    await until(lambda: alice.generation == 2)
     await alice.online(30)
     found = lines(caplog, "INFO")
     assert found[0] == found[-1] == "sessions/alice is online"
