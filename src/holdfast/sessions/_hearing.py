@@ -215,25 +215,28 @@ class Hearing(ABC):
                 done(True)
         else:
             told = Event(EVENTS.get(tag, tag), data, session.profile)
-            if not session._sink.put(told, done) and done is not None:
+            put = session._sink.put(told, done, event.key, again=event.again)
+            if not put and done is not None:
                 done(False)
 
-    def _acknowledge(self, link: Link, token: Any, handled: bool) -> None:
+    def _acknowledge(self, link: Link, token: Any, handled: bool) -> bool:
+        """Tell the server; says whether this link is still there to do it."""
         # Over another link the server would not know what is meant: it sends it again instead.
         if link is not self._link or self._dialogue is None:
-            return
+            return False
         try:
             if handled:
                 self._say(self._dialogue.acknowledge(token))
-                return
+                return True
             if not self._session.protocol.acknowledges_in_order:
-                return
+                return True
             self._say(self._dialogue.goodbye())
         except Exception as error:
             self._crash(error)
-            return
+            return False
         # Nothing after it could be acknowledged any more, until the server sends it again.
         self._close(CloseClass.TRANSIENT, "something was not handled: a new link brings it again")
+        return True
 
     def _on_closing(self, event: Closing) -> None:
         self._say(event.farewell)

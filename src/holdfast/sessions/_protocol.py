@@ -159,6 +159,11 @@ class Happening:
     frame: Any = field(repr=False)
     #: Given to `Dialogue.acknowledge` when the user's handler has returned; None for no need.
     token: Any = None
+    #: What two copies of one message have in common, and nothing else ever has. With it, a message
+    #: that was handled when its link was gone is not handled again: its copy is acknowledged.
+    key: object = None
+    #: Whether the server may have sent it before, and this is such a copy.
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,19 @@ class Sink(Waiting):
 
     # -- events come ---------------------------------------------------------------------------
 
-    def put(self, event: Event, done: Done | None = None) -> bool:
+    def put(
+        self,
+        event: Event,
+        done: Done | None = None,
+        key: object = None,
+        *,
+        again: bool = False,
+    ) -> bool:
         """Something happened; says whether there was room for it."""
         if self._closed:
             self.dropped += 1
             return False
-        if not self.add(event, done):
+        if not self.add(event, done, key, again=again):
             return False
         self._wake()
         return True
@@ -112,7 +119,7 @@ class Sink(Waiting):
         assert task is not None
         try:
             while self._consumer is task and (taken := self.take()) is not None:
-                (event, done), era = taken, self._era
+                event, era = taken.event, self._era
                 try:
                     outcome = handler(event)
                     if inspect.isawaitable(outcome):
@@ -130,11 +137,10 @@ class Sink(Waiting):
                         event.type,
                         exc_info=True,
                     )
-                    handled = False
+                    if taken.done is not None:
+                        taken.done(False)
                 else:
-                    handled = True
-                if done is not None:
-                    done(handled)
+                    self.handled(taken)
                 if self._consumer is task:
                     self._finish()
         finally:
@@ -150,14 +156,13 @@ class Sink(Waiting):
         try:
             while self._waiter is token:
                 if (taken := self.take()) is not None:
-                    event, done = taken
-                    if done is None:
-                        yield event
+                    if taken.done is None:
+                        yield taken.event
                         continue
                     in_hand, self._reader = (taken, self._era), asyncio.current_task()
-                    yield event
+                    yield taken.event
                     in_hand = None
-                    done(True)
+                    self.handled(taken)
                     if self._waiter is token:
                         self._finish()
                     continue

@@ -7,21 +7,36 @@ what becomes of it:
 - the server sends it again: it is let go of, or each message would be handled once for each link;
 - the server has forgotten it: there is no other copy, so it is given out, with nobody to tell.
 
-What has begun goes on. If it comes back unfinished, it goes the same way as the others.
+What has begun goes on. If it comes back unfinished, it goes the same way as the others. If it is
+finished after its link has ended, its acknowledgement is given to the copy that the server sends:
+otherwise a handler that takes longer than its links live would never be done with one message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ._content import Event
 
 __all__ = ["Done", "Taken", "Waiting"]
 
-#: Told whether it was handled.
-Done: TypeAlias = Callable[[bool], None]
-Taken: TypeAlias = tuple[Event, Done | None]
+#: Told whether it was handled; says whether the server can be told over this link.
+Done: TypeAlias = Callable[[bool], bool | None]
+#: So many messages may be finished whose copies have not come yet. (One or two, as a rule: what is
+#: in hand when a link ends.)
+MOST_LATE = 8
+
+
+class Taken(NamedTuple):
+    """An event, and whom to tell that it was handled."""
+
+    event: Event
+    done: Done | None = None
+    #: What it has in common with its copies alone.
+    key: object = None
+    #: Whether it is such a copy.
+    again: bool = False
 
 
 class Waiting:
@@ -38,6 +53,7 @@ class Waiting:
         "_earlier",
         "_era",
         "_forgotten",
+        "_late",
         "_owed",
         "_profile",
         "_refuses",
@@ -73,9 +89,23 @@ class Waiting:
         self._era = 0
         self._forgotten = 0
         self._refuses = False
+        # The keys of what was finished when its link was gone, the oldest first.
+        self._late: list[object] | None = None
 
-    def add(self, event: Event, done: Done | None = None) -> bool:
+    def add(
+        self,
+        event: Event,
+        done: Done | None = None,
+        key: object = None,
+        *,
+        again: bool = False,
+    ) -> bool:
         """One more; says whether there was room for it."""
+        if self._late and key in self._late:
+            self._late.remove(key)
+            if again and done is not None:
+                done(True)
+                return True
         if done is not None and self._refuses:
             self.returned += 1
             return True
@@ -84,7 +114,7 @@ class Waiting:
             self.dropped += 1
             return False
         self._owed += done is not None
-        self._buffer.append((event, done))
+        self._buffer.append(Taken(event, done, key, again))
         return True
 
     def take(self) -> Taken | None:
@@ -93,17 +123,34 @@ class Waiting:
             return None
         if self.dropped > self._told:
             lost, self._told = self.dropped - self._told, self.dropped
-            return Event("events_dropped", lost, self._profile), None
+            return Taken(Event("events_dropped", lost, self._profile))
         if not self._earlier:
             self._buffer.reverse()
             self._earlier, self._buffer = self._buffer, []
         taken = self._earlier.pop()
-        self._owed -= taken[1] is not None
+        self._owed -= taken.done is not None
         return taken
+
+    def handled(self, taken: Taken) -> None:
+        """It is finished: tell the server, over its own link or with the copy of another one."""
+        if taken.done is None or taken.done(True) or taken.key is None:
+            return
+        for waiting in (self._earlier, self._buffer, self._aside or []):
+            for place, copy in enumerate(waiting):
+                if copy.again and copy.key == taken.key:
+                    del waiting[place]
+                    if copy.done is None:
+                        return
+                    if waiting is not self._aside:
+                        self._owed -= 1
+                    if copy.done(True):
+                        return
+                    break
+        self._late = [*(self._late or ()), taken.key][-MOST_LATE:]
 
     def put_back(self, taken: Taken, era: int) -> None:
         """Whoever took it, in that era, is not done with it."""
-        event, done = taken
+        done = taken.done
         if done is not None and (self._refuses or era != self._era):
             if self._aside is not None and era == self._era - 1:
                 self._aside.insert(0, taken)
@@ -113,7 +160,7 @@ class Waiting:
                 return
             done = None
         self._owed += done is not None
-        self._earlier.append((event, done))
+        self._earlier.append(taken._replace(done=done))
 
     # -- links ---------------------------------------------------------------------------------
 
@@ -140,7 +187,7 @@ class Waiting:
             self.returned += len(aside)
         else:
             self._forgotten = self._era
-            self._earlier += [(event, None) for event, _ in reversed(aside)]
+            self._earlier += [each._replace(done=None) for each in reversed(aside)]
 
     def refuse(self) -> None:
         """From now on, let go of everything that the server will send to the next session."""
@@ -155,8 +202,8 @@ class Waiting:
             return []
         everything = [*reversed(self._earlier), *self._buffer]
         self._earlier, self._owed = [], 0
-        self._buffer = [each for each in everything if each[1] is None]
-        return [each for each in everything if each[1] is not None]
+        self._buffer = [each for each in everything if each.done is None]
+        return [each for each in everything if each.done is not None]
 
     def __len__(self) -> int:
         """How many can be taken."""

@@ -221,9 +221,9 @@ class DemoDialogue(Dialogue):
         yield Answered(text_of(frame, "id"), frame.get("value"), frame.get("code"))
 
     def _message(self, frame: Frame) -> Iterator[Incoming]:
-        text_of(frame, "id")
+        id, number = text_of(frame, "id"), count_of(frame, "n")
         text_of(frame, "from")
-        yield Happening(frame, count_of(frame, "n"))
+        yield Happening(frame, number, (id, number), again=True)
 
     def _happening(self, frame: Frame) -> Iterator[Incoming]:
         yield Happening(frame)

@@ -379,7 +379,12 @@ class MqttDialogue(Dialogue):
         if len(arrived) + len(self._memory.received) >= most:
             raise broken(0x93, f"more than {most} unacknowledged messages")
         arrived[number] = qos
-        events.append(Happening(publication, number))
+        key = None
+        if "message_expiry_interval" not in publication.properties:
+            # The server may not give its packet id to another one before we acknowledge it.
+            life, content = self._memory.life, (publication.topic, publication.payload)
+            key = (life, number, content, publication.id)
+        events.append(Happening(publication, number, key, again=publication.duplicate))
 
     def _pubrel(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
         number, _, _ = packets.read_verdict(data, at, end)

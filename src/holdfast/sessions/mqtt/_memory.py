@@ -12,7 +12,16 @@ _NONE: frozenset[str] = frozenset()
 class Memory:
     """The client's half of one MQTT session."""
 
-    __slots__ = ("begun", "client_id", "inflight", "lapsed", "last", "received", "subscribed")
+    __slots__ = (
+        "begun",
+        "client_id",
+        "inflight",
+        "lapsed",
+        "last",
+        "life",
+        "received",
+        "subscribed",
+    )
 
     def __init__(self) -> None:
         #: Whether a server has answered before: only the first link may ask for a clean start.
@@ -31,6 +40,8 @@ class Memory:
         self.lapsed = False
         #: The packet id that was given last.
         self.last = 0
+        #: How often a server has begun a new session: its packet ids mean something else then.
+        self.life = 0
 
     def take(self) -> int:
         """A packet id that is not in use; there is one as long as not all are in flight."""
@@ -46,6 +57,7 @@ class Memory:
         self.inflight.clear()
         self.received.clear()
         self.subscribed = _NONE
+        self.life += 1
 
     def __repr__(self) -> str:
         return f"<Memory: {len(self.inflight)} in flight, {len(self.subscribed)} subscriptions>"
