@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
+from tests.sessions.mqtt.peers import connack
+from tests.sessions.mqtt.peers import publish as published
 from tests.sessions.peers import peer
 from tests.sessions.support import until
 
 from holdfast.kernel import Backoff
-from holdfast.sessions import Event, Msg, Sessions
+from holdfast.sessions import Event, Msg, Sessions, Unknown
 from holdfast.sessions.mqtt import Mqtt
 from holdfast.testing import FaultProxy
 
@@ -22,6 +25,8 @@ from holdfast.testing import FaultProxy
 WINDOW, MESSAGES = 4, 12
 #: Messages that all wait for a handler at once, and how long it takes for one.
 MANY, SLOWLY = 60, 0.01
+#: Longer than any test.
+LONG = 3600.0
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +259,44 @@ async def test_a_handler_that_is_replaced_while_there_is_no_link_leaves_nothing_
     await until(lambda: second.handled == sent)
     assert first.heard == sent[:1]
     assert bot.status()["events_returned"] == MESSAGES
+
+
+# -- a broker that keeps nothing -------------------------------------------------------------------
+
+
+async def test_what_a_broker_does_not_keep_is_settled_with_its_link_and_handled_at_a_stop() -> None:
+    links: list[asyncio.StreamWriter] = []
+
+    async def forgetful(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        links.append(writer)
+        await reader.read(1)
+        writer.write(connack(session_expiry_interval=0))
+        for number in range(1, MESSAGES + 1):
+            writer.write(published(number, payload=b"%d" % number))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+
+    slow = Slow()
+    slow.may_go_on.clear()
+    listening = await asyncio.start_server(forgetful, "127.0.0.1", 0)
+    async with listening, Sessions(backoff=Backoff(LONG, LONG)) as sessions:
+        port = listening.sockets[0].getsockname()[1]
+        protocol = Mqtt(f"mqtt://127.0.0.1:{port}", subscribe=())
+        alice = await sessions.connect("alice", protocol, on_event=slow)
+        sending = asyncio.create_task(alice.send("bob", b"hello", outcome=True, timeout=LONG))
+        await until(lambda: alice.status()["sending"] and slow.heard)
+        links[0].transport.abort()
+        # There is no next link that could tell more.
+        assert isinstance(await asyncio.wait_for(sending, 30), Unknown)
+        await alice.connect()
+        await until(lambda: alice.status()["received"] == 2 * MESSAGES)
+        stopping = asyncio.create_task(alice.stop())
+        slow.may_go_on.set()
+        await stopping
+        for each in links:
+            each.close()
+    assert slow.handled == [b"%d" % number for number in [*range(1, MESSAGES + 1)] * 2]
 
 
 # -- a stop ----------------------------------------------------------------------------------------

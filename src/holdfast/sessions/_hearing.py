@@ -61,7 +61,7 @@ EVENTS = {
 class Hearing(ABC):
     """The half of a connection that listens."""
 
-    __slots__ = ("_answers",)
+    __slots__ = ("_answers", "_keeps")
 
     _session: Session
     _loop: asyncio.AbstractEventLoop
@@ -72,6 +72,7 @@ class Hearing(ABC):
     _recent: RetryCache | None
     _window: Window
     _answers: int
+    _keeps: bool
     queries: Queries
 
     # -- what the other half does --------------------------------------------------------------
@@ -132,6 +133,7 @@ class Hearing(ABC):
         if not session._core.ready(link.generation, session._clock.monotonic()):
             return
         self._window.resize(event.window)
+        self._keeps = event.keeps
         if event.resumed:
             self._resume(link.generation)
         else:
@@ -141,7 +143,7 @@ class Hearing(ABC):
         session._changed()
         # After the news: what was put aside may take all the room that there is.
         again = event.resumed or session.protocol.redelivers == "always"
-        session._sink.link_ready(again=again)
+        session._sink.link_ready(again=again, keeps=event.keeps)
         self.flush()
 
     def _resume(self, generation: int) -> None:

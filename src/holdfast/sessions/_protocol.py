@@ -97,6 +97,9 @@ class Ready:
     window: int | None = None
     #: Seconds of silence that this server allows, if it has its own mind about them; 0 for any.
     keepalive: float | None = None
+    #: Whether the server keeps the state of this link when it ends, as the protocol promises. With
+    #: False, its unacknowledged sends are settled at once when it does.
+    keeps: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,9 @@ class Sink(Waiting):
         self._wake()
         return True
 
-    def link_ready(self, *, again: bool) -> None:
+    def link_ready(self, *, again: bool, keeps: bool = True) -> None:
         """There is a new link, over which what was put aside comes again, or does not."""
-        super().link_ready(again=again)
+        super().link_ready(again=again, keeps=keeps)
         self._wake()
 
     def _wake(self) -> None:

@@ -53,6 +53,7 @@ class Waiting:
         "_earlier",
         "_era",
         "_forgotten",
+        "_keeps",
         "_late",
         "_owed",
         "_profile",
@@ -89,6 +90,7 @@ class Waiting:
         self._era = 0
         self._forgotten = 0
         self._refuses = False
+        self._keeps = True
         # The keys of what was finished when its link was gone, the oldest first.
         self._late: list[object] | None = None
 
@@ -178,8 +180,12 @@ class Waiting:
             self._aside += owed[:room]
             self.returned += len(owed[room:])
 
-    def link_ready(self, *, again: bool) -> None:
-        """There is a new link, over which what was put aside comes again, or does not."""
+    def link_ready(self, *, again: bool, keeps: bool = True) -> None:
+        """There is a new link, over which what was put aside comes again, or does not.
+
+        :param keeps: whether the server keeps what this link leaves, for the next session as well.
+        """
+        self._keeps = keeps
         aside, self._aside = self._aside, None
         if aside is None:
             return
@@ -191,7 +197,7 @@ class Waiting:
 
     def refuse(self) -> None:
         """From now on, let go of everything that the server will send to the next session."""
-        if self.outlives:
+        if self.outlives and self._keeps:
             self._refuses = True
             aside, self._aside = self._aside or [], None
             self.returned += len(aside) + len(self._take_out())

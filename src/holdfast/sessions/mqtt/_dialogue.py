@@ -260,7 +260,8 @@ class MqttDialogue(Dialogue):
         # To ask more often than the server wants is always allowed.
         told = options.get("server_keep_alive") or math.inf
         keepalive = float(told) if told < (self._plan.keepalive or math.inf) else None
-        self._ready = Ready(not memory.lapsed, self._window, keepalive)
+        keeps = options.get("session_expiry_interval") != 0
+        self._ready = Ready(not memory.lapsed, self._window, keepalive, keeps)
         self._subscribe(options, events)
 
     def _subscribe(self, options: Any, events: list[Incoming]) -> None:
