@@ -19,6 +19,7 @@ from tests.sessions.support import until
 from holdfast.kernel import Backoff
 from holdfast.sessions import Event, Msg, Sessions, Unknown
 from holdfast.sessions.mqtt import Mqtt
+from holdfast.sessions.mqtt._dialogue import OVERRUN
 from holdfast.testing import FaultProxy
 
 #: More than may be unacknowledged at once, so that a lost acknowledgement is felt.
@@ -297,6 +298,41 @@ async def test_what_a_broker_does_not_keep_is_settled_with_its_link_and_handled_
         for each in links:
             each.close()
     assert slow.handled == [b"%d" % number for number in [*range(1, MESSAGES + 1)] * 2]
+
+
+async def test_more_than_there_is_room_for_comes_over_several_links(sessions: Sessions) -> None:
+    kept = dict.fromkeys(range(1, 2 * OVERRUN))
+    links = 0
+
+    async def pushy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal links
+        links += 1
+        await reader.read(1)
+        writer.write(connack(session_present=links > 1))
+        if links > 1:
+            for number in kept:
+                writer.write(published(number, payload=b"%d" % number, duplicate=True))
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            while more := await reader.read(65536):
+                said += more
+                while (at := said.find(b"\x40\x02")) >= 0 and len(said) >= at + 4:
+                    kept.pop(int.from_bytes(said[at + 2 : at + 4], "big"), None)
+                    said = said[at + 4 :]
+        writer.close()
+
+    log = Log()
+    listening = await asyncio.start_server(pushy, "127.0.0.1", 0)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        protocol = Mqtt(f"mqtt://127.0.0.1:{port}", subscribe=())
+        alice = await sessions.connect("alice", protocol, on_event=log)
+        await alice.disconnect()
+        await alice.connect()
+        await until(lambda: not kept)
+        await alice.stop()
+    assert log.heard == [b"%d" % number for number in range(1, 2 * OVERRUN)]
+    assert links == 3
 
 
 # -- a stop ----------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class Connection(Hearing):
         self._window = Window()
         # Bytes of answers since the server was last seen to take everything.
         self._answers = 0
+        # Whether the server keeps what this link leaves unacknowledged.
+        self._keeps = True
 
     # -- its life ------------------------------------------------------------------------------
 
@@ -115,6 +117,7 @@ class Connection(Hearing):
         except BaseException as error:
             self._end_link(abort=True)
             session._crashed(error)
+            self.queries.lost(f"the session has crashed: {describe(error)}")
             raise
         finally:
             if self._dialling is not None:
@@ -371,7 +374,7 @@ class Connection(Hearing):
         if final:
             session._table.over(reason)
         else:
-            session._table.lost(reason, resumes=session.protocol.resumes)
+            session._table.lost(reason, resumes=session.protocol.resumes and self._keeps)
         if session._outbox:
             session._sweep()
         self.queries.lost(str(reason))

@@ -233,6 +233,10 @@ class Hearing(ABC):
             if not self._session.protocol.acknowledges_in_order:
                 return True
             self._say(self._dialogue.goodbye())
+        except ProtocolError as error:
+            self._say(error.farewell)
+            self._close(CloseClass.TRANSIENT, str(error))
+            return True
         except Exception as error:
             self._crash(error)
             return False

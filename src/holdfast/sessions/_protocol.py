@@ -284,7 +284,10 @@ class Dialogue(ABC):
         return b""
 
     def acknowledge(self, token: Any) -> bytes:
-        """What tells the server that something it sent was handled; empty for nothing."""
+        """What tells the server that something it sent was handled; empty for nothing.
+
+        `ProtocolError` ends the link, after its farewell, for a new one.
+        """
         return b""
 
     def login(self, answer: Any) -> bytes:

@@ -21,6 +21,7 @@ from holdfast.sessions._protocol import (
     Unhandled,
 )
 from holdfast.sessions.mqtt import Message, Mqtt, Publication
+from holdfast.sessions.mqtt._dialogue import OVERRUN
 
 # -- the handshake -----------------------------------------------------------------------------
 
@@ -328,6 +329,25 @@ def test_a_server_that_sends_more_than_it_may() -> None:
     with pytest.raises(ProtocolError, match="more than 2 unacknowledged") as caught:
         hear(dialogue, publish(3))
     assert caught.value.farewell == b"\xe0\x01\x93"
+
+
+def test_what_is_too_much_of_a_resumed_session_is_left_to_the_next_link() -> None:
+    protocol = Mqtt("mqtt://broker", subscribe=(), receive_maximum=2)
+    memory = protocol.remember()
+    link(protocol, memory)
+    dialogue, _ = link(protocol, memory, session_present=True)
+    most = 2 + OVERRUN
+    for number in range(1, most + 1):
+        assert hear(dialogue, publish(number, duplicate=True)), number
+    assert hear(dialogue, publish(most + 1, duplicate=True)) == []
+    for number in range(1, most):
+        assert dialogue.acknowledge(number) == puback(number)
+    # There is room again, but it is behind one that was left.
+    assert hear(dialogue, publish(most + 2)) == []
+    with pytest.raises(ProtocolError, match="a new link brings the rest") as caught:
+        dialogue.acknowledge(most)
+    assert caught.value.farewell == puback(most) + b"\xe0\x00"
+    assert hear(dialogue, publish(most + 3)) == []
 
 
 def test_signs_of_life_and_leave() -> None:

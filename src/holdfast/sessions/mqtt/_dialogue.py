@@ -51,7 +51,8 @@ __all__ = ["MqttDialogue"]
 
 PROGRESS: Final = Progress()
 #: By so much may a server that resumes exceed our receive maximum: Mosquitto does not count what it
-#: sends again. To close the link for it would only make it send all of them again.
+#: sends again. To close the link for it would only make it send all of them again. What is beyond
+#: even that is left to the next link, which we ask for when all before it is acknowledged.
 OVERRUN: Final = 900
 
 
@@ -64,6 +65,7 @@ class MqttDialogue(Dialogue):
         "_frames",
         "_held",
         "_largest",
+        "_left",
         "_memory",
         "_phase",
         "_plan",
@@ -91,6 +93,8 @@ class MqttDialogue(Dialogue):
         self._held: list[int] = []
         # What came and is not acknowledged yet, in order: packet id -> QoS, negative once handled.
         self._arrived: dict[int, int] = {}
+        # Whether more came than there is room for.
+        self._left = False
 
     @property
     def room(self) -> int:
@@ -179,7 +183,14 @@ class MqttDialogue(Dialogue):
             if qos > 0:
                 break
             ready.append(number)
-        return b"".join([self._settle(number) for number in ready])
+        data = b"".join([self._settle(number) for number in ready])
+        if self._left and not arrived:
+            self._phase = "closed"
+            farewell = data + packets.disconnect()
+            raise ProtocolError(
+                "more came than there was room for: a new link brings the rest", farewell
+            )
+        return data
 
     def _settle(self, number: int) -> bytes:
         if self._arrived.pop(number) == -1:
@@ -376,9 +387,14 @@ class MqttDialogue(Dialogue):
                 raise broken(0x82, "a packet id that is in use")
             events.append(Greeting(packets.answer(packets.PUBREC, number)))
             return
-        most = self._plan.receive_maximum + (OVERRUN if self._present else 0)
-        if len(arrived) + len(self._memory.received) >= most:
+        room = self._plan.receive_maximum - len(arrived) - len(self._memory.received)
+        full = room <= (-OVERRUN if self._present else 0)
+        if full and not (self._present and arrived):
+            most = self._plan.receive_maximum
             raise broken(0x93, f"more than {most} unacknowledged messages")
+        if full or self._left:
+            self._left = True
+            return
         arrived[number] = qos
         key = None
         if "message_expiry_interval" not in publication.properties:
