@@ -213,8 +213,8 @@ async def test_a_call_that_waits_inside_its_channel_has_short_pauses(kind: Kind)
             method = channel.unary_unary(ECHO)
             begin = method if kind is Aio else method.future
             call = begin(b"", wait_for_ready=True, timeout=LIMIT)
-            # gRPC's own pauses would have let it come twice or three times.
-            await holds(lambda: door.knocks >= 5, 3.0)
+            # gRPC's own pauses would have let it come four times or five.
+            await holds(lambda: door.knocks >= 8, 9.0)
             call.cancel()
 
 

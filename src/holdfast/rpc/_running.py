@@ -34,12 +34,19 @@ async def run(
     """Call what may be written either way; a plain function may block, so it gets a thread."""
     if inspect.iscoroutinefunction(call):
         return await call(*given)
-    future = in_thread(partial(call, *given), name="holdfast-rpc", unwanted=unwanted)
+
+    def dispose(outcome: Any) -> None:
+        if inspect.iscoroutine(outcome):
+            outcome.close()
+        elif unwanted is not None:
+            unwanted(outcome)
+
+    future = in_thread(partial(call, *given), name="holdfast-rpc", unwanted=dispose)
     try:
         outcome = await future
     except asyncio.CancelledError:
         # It may have come in the very moment in which it was given up.
-        if unwanted is not None and not future.cancelled() and future.exception() is None:
-            unwanted(future.result())
+        if not future.cancelled() and future.exception() is None:
+            dispose(future.result())
         raise
     return await outcome if inspect.isawaitable(outcome) else outcome
