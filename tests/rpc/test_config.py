@@ -148,7 +148,7 @@ def test_https_is_encrypted_unless_it_is_said_otherwise(
         ("", "URI is empty"),
         ("   ", "URI is empty"),
         (None, "URI is empty"),
-        (5, "URI is empty"),
+        (5, "URI must be a text, not int"),
         ("localhost:19530", "has no scheme: write it as in http://localhost:19530"),
         ("localhost", "has no scheme"),
         ("://localhost", "has no scheme"),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 
 from holdfast.kernel import Clock, IllegalMove, LoopThread
@@ -236,6 +237,25 @@ def test_changes_within_a_change_are_noticed(trapped: Trapped, complaints: list[
         within(SOON, lambda: close_everything(trapped, 1.0))
 
 
+def test_a_call_in_the_middle_of_a_change_does_not_wait_for_its_end(
+    trapped: Trapped, complaints: list[Any]
+) -> None:
+    """There is no connection, and none can come before the change has ended."""
+    ended: list[grpc.RpcError] = []
+
+    def part(me: Client) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            trapped.channel.unary_unary(ECHO)(b"bye", timeout=2 * SOON)
+        ended.append(caught.value)
+
+    trapped.channel._lose()
+    trapped.trap.set(Client(part), 0)
+    within(SOON, lambda: look(trapped))
+    assert [error.code() for error in ended] == [grpc.StatusCode.UNAVAILABLE]
+    assert "by a finalizer in the middle of a change" in ended[0].details()
+    assert not complaints
+
+
 # -- locks of others -------------------------------------------------------------------------------
 
 
@@ -348,9 +368,16 @@ EXIT = """
     client = Client()
 """
 
+#: The same, with one who owns the manager.
+EXIT_OF_ALL = EXIT.replace("self.channel.close()", "self.manager.close()").replace(
+    "            manager = ConnectionManager.get_instance()",
+    "            manager = self.manager = ConnectionManager()",
+)
 
-def test_it_is_given_back_while_the_interpreter_ends(echo: EchoServer) -> None:
-    assert run_script(EXIT, echo.uri) == ["finalizing: True"]
+
+@pytest.mark.parametrize("script", [EXIT, EXIT_OF_ALL], ids=["channel", "manager"])
+def test_it_is_given_back_while_the_interpreter_ends(echo: EchoServer, script: str) -> None:
+    assert run_script(script, echo.uri) == ["finalizing: True"]
 
 
 FORK = """

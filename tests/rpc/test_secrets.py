@@ -26,6 +26,7 @@ from tests.servers import free_port
 
 from holdfast.rpc import (
     AsyncConnectionManager,
+    AsyncRegularStrategy,
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
@@ -33,6 +34,7 @@ from holdfast.rpc import (
     HttpTopology,
     ManagerClosed,
     Member,
+    RegularStrategy,
     TokenCredentials,
     Topology,
     TopologyError,
@@ -416,6 +418,24 @@ async def test_a_server_that_repeats_it(search: Search, kind: Kind, source: str)
 
 
 @both
+async def test_a_server_that_repeats_it_to_who_cannot_read_it(search: Search, kind: Kind) -> None:
+    """What decides about errors has a mistake in it: that is logged, and where it is."""
+
+    def classify(error: BaseException) -> bool:
+        raise LookupError(f"what is this? {error}")
+
+    with parrot() as (_, address):
+        async with kind(classify=classify) as side:
+            channel = await side.get(config_of("token", address))
+            with pytest.raises(grpc.RpcError):
+                await side.call(channel, ECHO)
+            search.add_manager(side.manager)
+            told = [line for line in search.ears.lines if "LookupError: what is this?" in line]
+            assert told
+            assert all("***" in line and "in classify" in line for line in told)
+
+
+@both
 async def test_a_server_that_repeats_it_and_goes(search: Search, kind: Kind) -> None:
     """Who calls next is told the last failure."""
     with parrot() as (_, address):
@@ -478,6 +498,32 @@ async def test_a_factory_that_repeats_it(
     async with kind(handler_factory=factory) as side:
         with failing(search, "a factory", expected):
             await side.get(config_of("token", "127.0.0.1:1"), timeout=0.5)
+        search.add_manager(side.manager)
+
+
+@both
+async def test_a_strategy_that_repeats_it_when_somebody_comes_back(
+    search: Search, kind: Kind, echo: EchoServer
+) -> None:
+    """Its connection was closed, as nobody had it; a call wants the next one."""
+    failing_now = threading.Event()
+
+    def strategy(config: ConnectionConfig) -> Any:
+        if failing_now.is_set():
+            raise OSError(f"nobody knows {config.token}")
+        return AsyncRegularStrategy() if kind is Aio else RegularStrategy()
+
+    async with kind(linger=0.2, strategy=strategy) as side:
+        channel = await side.get(config_of("token", echo.address), timeout=LIMIT)
+        await side.call(channel, ECHO)
+        await side.run(channel.close)
+        async with asyncio.timeout(LIMIT):
+            while side.manager.get_stats()["total_connections"]:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+        failing_now.set()
+        with failing(search, "asleep", ConnectFailed) as caught:
+            await side.call(channel, ECHO)
+        assert "nobody knows ***" in str(caught.value)
         search.add_manager(side.manager)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import ConfigError, ConnectFailed, ConnectionConfig
+from holdfast.rpc import ConfigError, ConnectFailed, ConnectionConfig, TopologyError
+from holdfast.rpc._hints import hinted
 
 from .handlers import ECHO, METADATA, PID
 from .servers import EchoServer, make_authority, make_certificate
@@ -93,7 +94,7 @@ async def test_a_wrong_name_is_named_as_what_is_wrong(
 ) -> None:
     async with kind() as side:
         wanted = config(running, authority / "ca.pem", server_name="other.test")
-        with pytest.raises(ConnectFailed, match=r"(?i)name|peer"):
+        with pytest.raises(ConnectFailed, match="give that with the option server_name"):
             await side.get(wanted, timeout=1.0)
 
 
@@ -102,8 +103,23 @@ async def test_who_speaks_no_tls_is_not_reached(
     kind: Kind, authority: Path, running: EchoServer
 ) -> None:
     async with kind() as side:
-        with pytest.raises(ConnectFailed, match=running.address):
+        with pytest.raises(ConnectFailed, match="write https:// for http://") as caught:
             await side.get(ConnectionConfig.from_uri(running.uri), timeout=1.0)
+        assert running.address in str(caught.value)
+
+
+@both
+async def test_a_server_that_speaks_no_tls_is_told(kind: Kind, echo: EchoServer) -> None:
+    async with kind() as side:
+        with pytest.raises(ConnectFailed, match="write http:// for https://"):
+            await side.get(config(echo, None), timeout=1.0)
+
+
+@both
+async def test_a_server_of_an_unknown_authority_is_told(kind: Kind, running: EchoServer) -> None:
+    async with kind() as side:
+        with pytest.raises(ConnectFailed, match="the option ca"):
+            await side.get(config(running, None), timeout=1.0)
 
 
 @both
@@ -126,6 +142,18 @@ async def test_with_and_without_tls_are_two_connections(
                 ConnectionConfig.from_uri(f"http://opensesame@{running.address}"), timeout=0.5
             )
         assert await side.call(secure, ECHO, b"hi") == b"hi"
+
+
+@pytest.mark.parametrize("uri", ["http://localhost", "https://localhost"])
+def test_who_keeps_the_topology_has_a_certificate_of_its_own(uri: str) -> None:
+    for words in ("Socket closed", "CERTIFICATE_VERIFY_FAILED"):
+        error = TopologyError(f"<HttpTopology> failed: {words}")
+        assert hinted(ConnectionConfig.from_uri(uri), error) is error
+
+
+def test_a_server_that_was_there_speaks_as_it_did() -> None:
+    error = ConnectFailed("Socket closed")
+    assert hinted(ConnectionConfig.from_uri("http://localhost"), error, known=True) is error
 
 
 # -- both sides have a certificate -----------------------------------------------------------------

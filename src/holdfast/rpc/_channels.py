@@ -15,6 +15,7 @@ from holdfast.kernel import in_thread
 
 from ._channel_pool import lanes_of
 from ._dial import Asked, close_channel, ready
+from ._errors import ConfigError
 from ._fork import inside
 from ._live import Live
 from ._managed import ManagedConnection
@@ -36,6 +37,10 @@ _SILENT = (
 
 
 class _Channels:
+    #: What is wanted, by its name, and what is for the other manager.
+    wanted: str
+    other: type
+
     def __init__(self, policy: Policy) -> None:
         self._probe = policy.probe
 
@@ -44,6 +49,11 @@ class _Channels:
         await _all([self._ready(lane) for lane in lanes_of(channel)])
 
     async def _ready(self, channel: Any) -> None:
+        if channel is None or isinstance(channel, self.other):
+            raise ConfigError(
+                f"this manager needs a {self.wanted}, and what handler_factory or the strategy has "
+                f"made is {'None' if channel is None else 'for the other kind of manager'}"
+            )
         if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
             await ready(channel)
         elif (wait := getattr(channel, "channel_ready", None)) is not None:
@@ -67,6 +77,8 @@ class _Channels:
 class ThreadChannels(_Channels):
     """For channels of threads: what blocks does so elsewhere."""
 
+    wanted, other = "grpc.Channel", grpc.aio.Channel
+
     async def _answers(self, channel: Any) -> bool:
         if self._probe is None:
             return await _ask(channel)
@@ -76,6 +88,8 @@ class ThreadChannels(_Channels):
 
 class AioChannels(_Channels):
     """For channels of asyncio."""
+
+    wanted, other = "grpc.aio.Channel", grpc.Channel
 
     async def _answers(self, channel: Any) -> bool:
         outcome = (self._probe or _ask_aio)(channel)

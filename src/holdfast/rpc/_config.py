@@ -86,7 +86,9 @@ class ConnectionConfig:
         for name, value in (("token", token), ("db_name", db_name)):
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a text, not {type(value).__name__}")
-        if not isinstance(uri, str) or not uri.strip():
+        if uri is not None and not isinstance(uri, str):
+            raise ConfigError(f"the URI must be a text, not {type(uri).__name__}")
+        if uri is None or not uri.strip():
             raise ConfigError("the URI is empty: write it as in http://localhost:19530")
         uri = uri.strip()
         if uri[:5].lower() == "unix:":

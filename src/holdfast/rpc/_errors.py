@@ -23,6 +23,9 @@ __all__ = [
     "TopologyError",
     "TopologyRefused",
     "closed",
+    "no_channel",
+    "no_config",
+    "uncopied",
 ]
 
 
@@ -55,4 +58,28 @@ def closed(address: str) -> ManagerClosed:
     return ManagerClosed(
         f"the connection to {address} is closed, as it was released, or its manager was closed: "
         "take one with get_or_create"
+    )
+
+
+def no_config(given: object) -> ConfigError:
+    """For what is given as a configuration, and is none: a URI, most likely."""
+    return ConfigError(
+        f"get_or_create takes a ConnectionConfig, not {type(given).__name__}: make one with "
+        "ConnectionConfig.from_uri"
+    )
+
+
+def no_channel(given: object) -> ConfigError:
+    """For what is given back, and was never handed out: an intercepted channel, most likely."""
+    return ConfigError(
+        f"{type(given).__name__} is not what get_or_create has returned: keep that beside what is "
+        "made of it, and give that one back"
+    )
+
+
+def uncopied(thing: object) -> TypeError:
+    """For who copies or pickles what stays in its process, and there is once."""
+    return TypeError(
+        f"{type(thing).__name__} cannot be copied or pickled: pass the ConnectionConfig, and take "
+        "a channel with get_or_create where it is used"
     )

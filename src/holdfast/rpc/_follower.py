@@ -296,4 +296,9 @@ class Follower(TopologyMixin):
 
 def source_of(given: FetchTopology) -> TopologySource:
     """A source that may be asked by many."""
+    if not isinstance(given, TopologySource) and not callable(given):
+        raise ConfigError(
+            "fetch_topology must be a function or a source, as HttpTopology is, not "
+            f"{type(given).__name__}"
+        )
     return given if isinstance(given, TopologySource) else CallableTopology(given)

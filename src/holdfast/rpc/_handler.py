@@ -23,20 +23,20 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 
 from holdfast.kernel import LoopThread, start_thread
 
 from ._dial import CredentialProvider
-from ._errors import ConfigError, closed
+from ._errors import ConfigError, closed, uncopied
 from ._fork import inside, is_watched, refuse_broken
 from ._live import Live
 from ._methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
 from ._refusals import Refusals
-from ._secrets import Sent
-from ._unsent import CallUnsent, hopeless, unsent
+from ._secrets import Sent, secrets_of, trace
+from ._unsent import CallUnsent, hopeless, in_vain, unsent
 
 __all__ = ["Handler", "call_later"]
 
@@ -126,6 +126,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         self._on_unsent: Callable[[BaseException], object] | None = None
         self._on_refused: Callable[[], object] | None = None
         self._refusals: Refusals | None = None
+        # Whether this thread has a lock without which no connection can come: to wait is in vain.
+        self._is_in_vain: Callable[[], bool] | None = None
         #: Which credentials a call is made with.
         self._credential = 0
         # While the gate is shut, the current generation stands here.
@@ -366,6 +368,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         began = monotonic()
         deadline = began + (self._wait_limit if timeout is None else timeout)
         verdicts = self._verdicts
+        if self._is_in_vain is not None and self._is_in_vain():
+            raise CallUnsent(*in_vain(self._address))
         self._waiting(+1)
         try:
             while True:
@@ -377,7 +381,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 live.leave()
         except CallUnsent as error:
             if self._on_unsent is not None:
-                _safely(self._on_unsent, error)
+                _safely(self._sent, self._on_unsent, error)
             raise
         finally:
             self._waiting(-1)
@@ -406,20 +410,20 @@ class Handler(grpc.Channel):  # type: ignore[misc]
 
     def _waiting(self, change: int) -> None:
         if self._on_waiting is not None:
-            _safely(self._on_waiting, change)
+            _safely(self._sent, self._on_waiting, change)
 
     def _failed(self, error: grpc.RpcError, live: Live, credential: int) -> None:
         if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
             self._refused(credential)
         if self._on_rpc_error is not None:
-            _safely(self._on_rpc_error, error, live.number)
+            _safely(self._sent, self._on_rpc_error, error, live.number)
 
     def _refused(self, credential: int) -> None:
         assert self._refusals is not None
         with self._changed:
             refresh = self._refusals.refuse(credential, self._now())
         if refresh and self._on_refused is not None:
-            _safely(self._on_refused)
+            _safely(self._sent, self._on_refused)
 
     def _renewed(self, error: BaseException | None) -> None:
         """The credentials were refreshed, or could not be."""
@@ -512,6 +516,9 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 self._retiring.pop(live, None)
                 self._changed.notify_all()
 
+    def __reduce__(self) -> NoReturn:
+        raise uncopied(self)
+
     def __repr__(self) -> str:
         live = self._live or self._parked
         state = "no connection" if live is None else f"generation {live.number}"
@@ -524,9 +531,10 @@ def _nothing() -> None:
     pass
 
 
-def _safely(tell: Callable[..., object], *given: Any) -> None:
+def _safely(sent: Sent, tell: Callable[..., object], *given: Any) -> None:
     """A defect of who is told must not change what a caller sees."""
     try:
         tell(*given)
-    except Exception:
-        log.exception("telling of a call")
+    except Exception as error:
+        # Not with the call's own error, while which is handled: it may repeat the token.
+        log.error("telling of a call\n%s", trace(error, secrets_of("", *sent.lately)))

@@ -11,13 +11,13 @@ import inspect
 import logging
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 from ._dial import CredentialProvider
-from ._errors import ManagerClosed, closed
+from ._errors import ManagerClosed, closed, uncopied
 from ._handler import _INHERITED, GRACE, WAIT_LIMIT, _safely
 from ._live import Live
 from ._methods_async import StreamStream, StreamUnary, UnaryStream, UnaryUnary
@@ -340,11 +340,11 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
 
     def _waiting(self, change: int) -> None:
         if self._on_waiting is not None:
-            _safely(self._on_waiting, change)
+            _safely(self._sent, self._on_waiting, change)
 
     def _unsent(self, error: AsyncCallUnsent) -> None:
         if self._on_unsent is not None:
-            _safely(self._on_unsent, error)
+            _safely(self._sent, self._on_unsent, error)
 
     def _counts_out(self, live: Live, credential: int) -> Callable[[Any], None]:
         """What is called when a call of this generation, made with these credentials, is over.
@@ -374,12 +374,12 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
             self._refused(credential)
         if self._on_rpc_error is not None:
-            _safely(self._on_rpc_error, error, live.number)
+            _safely(self._sent, self._on_rpc_error, error, live.number)
 
     def _refused(self, credential: int) -> None:
         assert self._refusals is not None
         if self._refusals.refuse(credential, self._now()) and self._on_refused is not None:
-            _safely(self._on_refused)
+            _safely(self._sent, self._on_refused)
 
     def _renewed(self, error: BaseException | None) -> None:
         """The credentials were refreshed, or could not be."""
@@ -446,6 +446,9 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         finally:
             self._retiring.pop(live, None)
             self._tell_change()
+
+    def __reduce__(self) -> NoReturn:
+        raise uncopied(self)
 
     def __repr__(self) -> str:
         state = "no connection" if self._live is None else f"generation {self._live.number}"

@@ -1,4 +1,4 @@
-"""What may be behind a failure of TLS that gRPC does not explain.
+"""What may be behind a failure of TLS that gRPC does not explain, and what to do about it.
 
 A server that wants a certificate of its clients hangs up on one that has none, when that one takes
 the handshake for done: all that gRPC tells is "Socket closed". And of certificates and keys that
@@ -11,27 +11,48 @@ from contextlib import suppress
 from typing import Any
 
 from ._config import ConnectionConfig
-from ._errors import ConfigError, ConnectFailed
+from ._errors import ConfigError, ConnectFailed, TopologyError
 
 __all__ = ["hinted", "unusable"]
 
 _HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
+#: What BoringSSL and gRPC say, and what is to be done.
+_HINTS = {
+    "WRONG_VERSION_NUMBER": "perhaps the server speaks no TLS: then write http:// for https://",
+    "CERTIFICATE_VERIFY_FAILED": "give the authority of its certificate with the option ca",
+    "Hostname Verification Check failed": (
+        "if its certificate is for another name, give that with the option server_name"
+    ),
+}
 _UNUSABLE = "Failed to create security handshaker"
 
 
-def hinted(config: ConnectionConfig, error: Exception) -> Exception:
-    """The same error; if the server may have hung up for want of a certificate, one that says so.
+def hinted(config: ConnectionConfig, error: Exception, *, known: bool = False) -> Exception:
+    """The same error; if what may be behind it is known, one that says so.
 
     :param error: of an attempt to connect.
+    :param known: whether there was a connection before.
     """
+    if isinstance(error, (ConfigError, TopologyError)):
+        return error  # of another connection, or of none
     told = _details(error)
-    if not config.secure or not any(words in told for words in _HUNG_UP):
+    if (hint := _hint(config, told, known)) is None:
         return error
+    # The hint first: what gRPC says is long, and may be cut.
+    return ConnectFailed(f"{hint} ({told})")
+
+
+def _hint(config: ConnectionConfig, told: str, known: bool) -> str | None:
+    hung_up = any(words in told for words in _HUNG_UP)
+    if not config.secure:
+        if known:
+            return None  # it goes, or restarts
+        return "perhaps the server wants TLS: then write https:// for http://" if hung_up else None
+    if not hung_up:
+        return next((hint for words, hint in _HINTS.items() if words in told), None)
     if config.options.get("certificate") is None:
-        hint = "perhaps it wants a certificate: give the options certificate and private_key"
-    else:
-        hint = "perhaps it does not accept what the option certificate holds"
-    return ConnectFailed(f"{told}; {hint}")
+        return "perhaps it wants a certificate: give the options certificate and private_key"
+    return "perhaps it does not accept what the option certificate holds"
 
 
 def unusable(details: str) -> ConfigError | None:

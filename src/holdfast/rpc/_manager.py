@@ -9,12 +9,13 @@ anywhere: all that these change is changed with `Changes`.
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import grpc  # type: ignore[import-untyped]
 
@@ -27,7 +28,7 @@ from ._channels import ThreadChannels
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._core import Act, Action, Actions
-from ._errors import ConfigError, ConnectFailed, ManagerClosed
+from ._errors import ConfigError, ConnectFailed, ManagerClosed, no_channel, no_config, uncopied
 from ._handler import Handler
 from ._managed import ManagedConnection
 from ._manager_async import unreached
@@ -55,7 +56,7 @@ class ConnectionManager:
     _making: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, **options: Any) -> None:
-        self._policy = policy = Policy(**options)
+        self._policy = policy = Policy.of(options)
         self._clock = policy.clock or Clock.system()
         self.recorder = policy.recorder or Recorder(clock=self._clock)
         self._book = Book()
@@ -104,6 +105,8 @@ class ConnectionManager:
             while.
         :param timeout: how long to wait for it.
         """
+        if not isinstance(config, ConnectionConfig):
+            raise no_config(config)
         if not dedicated:
             # The common case, first: it is there, and was used lately.
             found: Managed | None = self._book.entries.get(config.key)
@@ -113,6 +116,12 @@ class ConnectionManager:
                         return found.handler
         if client is not None:
             refuse_unreferable(client)
+        if self._changes.under_way():
+            # What opens a connection would wait for this change to end.
+            raise ConfigError(
+                "get_or_create was called in the middle of a change of its own manager: what the "
+                "options credentials and strategy name must not use it, nor may a finalizer"
+            )
         limit = self._policy.connect_timeout if timeout is None else timeout
         deadline = Deadline.after(limit, self._clock)
         managed: Managed | None = None
@@ -159,6 +168,8 @@ class ConnectionManager:
         """
         managed: Managed | None = self._book.of(handler)
         if managed is None:
+            if not isinstance(handler, Handler):
+                raise no_channel(handler)
             # A call over one that is asleep opens a connection.
             return handler._asleep is not None and self._policy.classify(error)
         limit = managed.connect_timeout if timeout is None else timeout
@@ -188,9 +199,12 @@ class ConnectionManager:
     def close_all(self) -> None:
         """Close all connections, when the calls over them have ended, and wait for that.
 
-        Not in `__del__`, though, if the garbage collector has called it in the middle of a change.
+        Not in `__del__`, though, if the garbage collector has called it in the middle of a change,
+        or while the interpreter ends.
         """
         self._changes.make(self._end_all)
+        if sys.is_finalizing():
+            return
         if self._changes.posted and not self._changes.under_way():
             loop = LoopThread.shared()
             if not loop.is_current:
@@ -276,6 +290,7 @@ class ConnectionManager:
         handler._on_close = lambda: self.release(handler)
         handler._on_unsent = lambda error: self._unsent(managed, error)
         handler._on_refused = lambda: self._refused(managed)
+        handler._is_in_vain = lambda: self._changes.under_way()
         self._book.add(managed)
         return managed
 
@@ -295,6 +310,8 @@ class ConnectionManager:
     def _give_back(self, handler: Handler, client: object | None) -> Work:
         managed = self._book.of(handler)
         if managed is None:
+            if not isinstance(handler, Handler):
+                raise no_channel(handler)
             self._book.end_asleep(handler)
             return []
         managed.given_back(client)
@@ -354,7 +371,7 @@ class ConnectionManager:
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
         except Exception as error:
-            handler._fail_waiting(error)
+            handler._fail_waiting(self._works.harmless(known, error))
             raise
 
     # -- errors --------------------------------------------------------------------------------
@@ -441,6 +458,9 @@ class ConnectionManager:
         # One that follows a topology does so on a loop that is not here.
         _fork.keep(managed.strategy)
         self._give_strategy(managed)
+
+    def __reduce__(self) -> NoReturn:
+        raise uncopied(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else counted(len(self._book), "connection")

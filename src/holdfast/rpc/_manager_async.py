@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import weakref
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import grpc  # type: ignore[import-untyped]
 
@@ -17,7 +17,15 @@ from ._channels import AioChannels
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._core import Act, Action, Actions
-from ._errors import ChannelError, ConfigError, ConnectFailed, ManagerClosed
+from ._errors import (
+    ChannelError,
+    ConfigError,
+    ConnectFailed,
+    ManagerClosed,
+    no_channel,
+    no_config,
+    uncopied,
+)
 from ._fork import refuse_broken
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
@@ -43,7 +51,7 @@ class AsyncConnectionManager:
     )
 
     def __init__(self, **options: Any) -> None:
-        self._policy = policy = Policy(**options)
+        self._policy = policy = Policy.of(options)
         self._clock = policy.clock or Clock.current()
         self.recorder = policy.recorder or Recorder(clock=self._clock)
         self._loop = weakref.ref(asyncio.get_running_loop())
@@ -90,6 +98,8 @@ class AsyncConnectionManager:
                 "this manager belongs to another event loop: make one on this loop, or use "
                 "get_instance(), which gives each loop its own"
             )
+        if not isinstance(config, ConnectionConfig):
+            raise no_config(config)
         if not dedicated:
             # The common case, first: it is there, and was used lately.
             found: Managed | None = self._book.entries.get(config.key)
@@ -116,6 +126,8 @@ class AsyncConnectionManager:
         """The client does not need it any more; others who share it are not touched."""
         managed = self._book.of(handler)
         if managed is None:
+            if not isinstance(handler, AsyncHandler):
+                raise no_channel(handler)
             self._book.end_asleep(handler)
             return
         managed.given_back(client)
@@ -142,6 +154,8 @@ class AsyncConnectionManager:
         """
         managed: Managed | None = self._book.of(handler)
         if managed is None:
+            if not isinstance(handler, AsyncHandler):
+                raise no_channel(handler)
             # A call over one that is asleep opens a connection.
             return handler._asleep is not None and self._policy.classify(error)
         limit = managed.connect_timeout if timeout is None else timeout
@@ -292,7 +306,7 @@ class AsyncConnectionManager:
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
         except Exception as error:
-            handler._fail_waiting(error)
+            handler._fail_waiting(self._works.harmless(known, error))
             raise
 
     # -- errors --------------------------------------------------------------------------------
@@ -318,6 +332,9 @@ class AsyncConnectionManager:
     def _carry_out(self, managed: Managed, actions: Actions) -> None:
         if actions:
             self._works.carry_out(managed, actions)
+
+    def __reduce__(self) -> NoReturn:
+        raise uncopied(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else counted(len(self._book), "connection")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -42,6 +43,7 @@ class Policy:
     """The options of both managers."""
 
     #: Makes the strategy of a connection; regular or global, as its URI says, if it is not given.
+    #: It must not wait, nor use the manager: it is asked in the middle of a change of that.
     strategy: Callable[[ConnectionConfig], Any] | None = None
     #: Makes a channel; gRPC's own, if it is not given. With more `channels` than one, it is called
     #: for each: gRPC's own with equal arguments would share a connection.
@@ -57,7 +59,8 @@ class Policy:
     #: Whether a new connection may help against an error.
     classify: Callable[[BaseException], bool] = unavailable
     #: As whom calls are made; with the token of the configuration, if it is not given. Credentials
-    #: that know how to `refresh` are refreshed when the server refuses them.
+    #: that know how to `refresh` are refreshed when the server refuses them. This must not wait,
+    #: nor use the manager, either: what is slow belongs into the provider's own methods.
     credentials: Callable[[ConnectionConfig], CredentialProvider | None] = _tokens
     #: For so long a shared connection stays open after the last client has gone.
     linger: float = 60.0
@@ -73,14 +76,33 @@ class Policy:
     clock: Clock | None = None
     recorder: Recorder | None = None
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Policy:
+        """From what a manager was given."""
+        known = [each.name for each in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"ConnectionManager: the option {name!r} is not known: there are "
+                    f"{', '.join(sorted(known))}"
+                )
+        return cls(**options)
+
     def __post_init__(self) -> None:
         numbers = ("linger", "idle", "connect_timeout", "max_age", "grace")
         mistakes = [
             f"{name}={value!r} must be more than 0 seconds"
             for name in numbers
-            if (value := getattr(self, name)) is not None and not value > 0
+            if not ((value := getattr(self, name)) is None and name == "max_age")
+            and not (isinstance(value, Real) and float(value) > 0)
         ]
-        if self.channels < 1:
+        functions = ("strategy", "handler_factory", "probe", "classify", "credentials")
+        mistakes += [
+            f"{name} must be a function, not {type(value).__name__}"
+            for name in functions
+            if (value := getattr(self, name)) is not None and not callable(value)
+        ]
+        if not isinstance(self.channels, int) or self.channels < 1:
             mistakes.append(f"channels={self.channels!r} must be at least 1")
         elif self.channels > 1 and self.strategy is not None:
             mistakes.append(f"channels={self.channels!r} must be given to the strategy instead")

@@ -85,7 +85,8 @@ class _Try:
 
     def pause(self, error: BaseException) -> float | None:
         """How long to wait before the next try; None if there is none."""
-        if not isinstance(error, grpc.RpcError) or error.code() in self._never:
+        code = getattr(error, "code", None)  # a bare RpcError, of somebody's own, has none
+        if not isinstance(error, grpc.RpcError) or not callable(code) or code() in self._never:
             return None
         left = self.left()
         if left is None:

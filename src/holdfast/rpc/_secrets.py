@@ -7,6 +7,7 @@ errors that this package raises later, goes through this.
 from __future__ import annotations
 
 import base64
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from holdfast.kernel import describe
 from ._config import HIDDEN
 from ._errors import ChannelError, ConfigError, ConnectFailed, TopologyError, TopologyRefused
 
-__all__ = ["Sent", "alike", "harmless", "hidden", "secrets_of", "words"]
+__all__ = ["Sent", "alike", "harmless", "hidden", "secrets_of", "trace", "words"]
 
 #: Shorter words are no secrets, and stand in many texts.
 SHORTEST = 4
@@ -117,6 +118,14 @@ def words(error: BaseException, secrets: Iterable[str]) -> str:
     """The error in one line, without the secrets; its kind, if it fails to tell more."""
     try:
         return hidden(describe(error), secrets)
+    except Exception:
+        return type(error).__name__
+
+
+def trace(error: BaseException, secrets: Iterable[str]) -> str:
+    """Where the error comes from, without the secrets, and without those that it came from."""
+    try:
+        return hidden("".join(traceback.format_exception(error, chain=False)), secrets)
     except Exception:
         return type(error).__name__
 

@@ -19,7 +19,7 @@ from holdfast.kernel import describe, duration
 
 from ._errors import ConnectFailed
 
-__all__ = ["AsyncCallUnsent", "CallUnsent", "hopeless", "unsent"]
+__all__ = ["AsyncCallUnsent", "CallUnsent", "hopeless", "in_vain", "unsent"]
 
 
 def unsent(
@@ -38,6 +38,12 @@ def hopeless(address: str, verdict: BaseException) -> tuple[grpc.StatusCode, str
     """The code and the text for a call that need not wait any longer."""
     text = f"not sent: there is no connection to {address or 'the server'}: {describe(verdict)}"
     return grpc.StatusCode.FAILED_PRECONDITION, text
+
+
+def in_vain(address: str) -> tuple[grpc.StatusCode, str]:
+    """The code and the text for a call that nothing could come for while it waits."""
+    where = "it was made by a finalizer in the middle of a change of the manager, which cannot wait"
+    return grpc.StatusCode.UNAVAILABLE, f"not sent: no connection to {address}, and {where}"
 
 
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]

@@ -188,8 +188,9 @@ class Works:
         if before is not None:
             await asyncio.wait({before})
         channel = None
+        limit = asyncio.timeout(managed.connect_timeout)
         try:
-            async with asyncio.timeout(managed.connect_timeout):
+            async with limit:
                 # One that is only old is not unavailable: nobody need be asked about it.
                 recovers = managed.core.machine.phase == "recovering"
                 if recovers and not await self._wants_recovery(managed):
@@ -200,11 +201,12 @@ class Works:
                     managed.strategy.create_handler, managed.config, unwanted=close_unused
                 )
                 await self._channels.ready(channel)
-        except TimeoutError:
+        except TimeoutError as error:
             silent = ConnectFailed(
                 f"{managed.config.address} has not answered for {managed.connect_timeout:g} s"
             )
-            await self._fail(managed, attempt, channel, silent)
+            # It may be that of what makes the channel, and say something else.
+            await self._fail(managed, attempt, channel, silent if limit.expired() else error)
         except asyncio.CancelledError as given_up:
             if channel is not None:
                 await self._discard(channel)
@@ -227,11 +229,15 @@ class Works:
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
         """A generation is broken; under the lock. Calls wait for the next one from now on."""
         if isinstance(cause, BaseException) and self._is_news(managed, generation):
-            cause = harmless(cause, _secrets(managed))
+            cause = self.harmless(managed, cause)
         actions = managed.core.broken(generation, cause, self._clock.monotonic())
         if managed.strategy.always_recovers:
             self._lose(managed, cause if isinstance(cause, BaseException) else None)
         return actions
+
+    def harmless(self, managed: Managed, error: BaseException) -> BaseException:
+        """The error, without the secrets of this connection."""
+        return harmless(error, _secrets(managed))
 
     def _is_news(self, managed: Managed, generation: int) -> bool:
         """Whether the cause is kept: of many calls that fail together, that of the first is."""
@@ -431,7 +437,8 @@ def _put(managed: Managed, error: Exception, verdict: Verdict) -> tuple[BaseExce
     """What to keep of a failure, and what to log; whatever the error is, there is something."""
     try:
         secrets = _secrets(managed)
-        kept = harmless(hinted(managed.config, error), secrets)
+        known = managed.generation > 0
+        kept = harmless(hinted(managed.config, error, known=known), secrets)
         return kept, hidden(where(error, verdict), secrets) or words(kept, secrets)
     except Exception:
         kind = type(error).__name__
