@@ -68,6 +68,15 @@ def test_what_the_server_has_forgotten_is_there_again_in_its_order_and_for_good(
     assert box.waiting.returned == 1
 
 
+def test_what_was_put_aside_is_given_out_at_a_stop_if_no_other_session_gets_it() -> None:
+    box = Box(1, 2, 100)
+    box.waiting.outlives = False
+    box.waiting.link_lost()
+    box.waiting.refuse()
+    assert box.rest() == [1, 2, 100]
+    assert box.waiting.returned == 0
+
+
 def test_what_never_comes_again_stays() -> None:
     box = Box(1, 2, 100, returns=False)
     box.waiting.link_lost()

@@ -382,6 +382,24 @@ async def test_a_stop_leaves_nothing_to_a_session_that_will_not_get_it(
     assert slow.handled == sent
 
 
+@pytest.mark.parametrize("option", [{"clean_start": True}, {"client_id": ""}])
+async def test_a_stop_without_a_link_leaves_nothing_to_a_session_that_will_not_get_it(
+    option: dict[str, Any],
+) -> None:
+    slow = Slow()
+    broker = Mosquitto(require_server("mosquitto"))
+    async with Sessions(backoff=Backoff(LONG, LONG)) as sessions:
+        with broker:
+            bot = await sessions.connect("last", Mqtt(broker.url(), **option), on_event=slow)
+            slow.may_go_on.clear()
+            sent = await publish(broker, "last", range(MESSAGES))
+            await until(lambda: bot.status()["received"] == MESSAGES and slow.heard)
+        await until(lambda: bot.state == "connecting/waiting")
+        slow.may_go_on.set()
+        await bot.stop()
+    assert slow.handled == sent
+
+
 async def test_what_is_in_hand_at_a_stop_may_still_send(broker: Mosquitto) -> None:
     asked = asyncio.Event()
 

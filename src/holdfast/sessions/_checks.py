@@ -2,7 +2,52 @@
 
 from __future__ import annotations
 
-__all__ = ["check_texts", "check_timeout"]
+import asyncio
+from collections.abc import Iterable
+
+from ._errors import SessionError
+from ._protocol import Protocol
+
+__all__ = [
+    "check_handler",
+    "check_loop",
+    "check_protocol",
+    "check_steps",
+    "check_texts",
+    "check_timeout",
+]
+
+
+def check_handler(handler: object) -> None:
+    """Raise for what cannot take events: each of them would fail, and come again."""
+    if handler is not None and not callable(handler) and not isinstance(handler, asyncio.Queue):
+        found = type(handler).__name__
+        raise TypeError(f"events go to a function, an asyncio.Queue or None, and not to {found}")
+
+
+def check_loop(loop: asyncio.AbstractEventLoop, home: asyncio.AbstractEventLoop | None) -> None:
+    """Raise for a call from another event loop: it would do harm, and wait in vain."""
+    if loop is not home:
+        raise SessionError(
+            "these sessions live on another event loop: call them there, from another thread with "
+            "asyncio.run_coroutine_threadsafe, or open Sessions on this loop"
+        )
+
+
+def check_protocol(protocol: object) -> None:
+    """Raise for what is no protocol, such as an address, of which nothing is shown."""
+    if not isinstance(protocol, Protocol):
+        found = type(protocol).__name__
+        raise TypeError(f"protocol must be a Protocol, such as Mqtt(uri), and not {found}")
+
+
+def check_steps(steps: Iterable[object]) -> None:
+    """Raise for what are no steps: each send would fail."""
+    for step in steps:
+        match step:
+            case (str(), function) if callable(function):
+                continue
+        raise TypeError('steps are pairs of a name and a function: steps=[("sign", sign)]')
 
 
 def check_texts(**texts: object) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.kernel import Context, KeyedWorkers, QueueFull
 
 from ._acks import Parked
-from ._errors import StepFailed
+from ._errors import NotConnected, StepFailed
 from ._protocol import Outgoing, Step
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ __all__ = ["LIMIT", "Senders"]
 
 #: How many sends of a session may be under way at once, to all recipients or to one.
 LIMIT = 10_000
+#: What fails one send, and is no defect: what a step says, and that it cannot ask without a link.
+FAILURES = (StepFailed, NotConnected)
 #: A send, the step that it has come to, and what that step has not finished yet.
 Work = tuple[Parked, int, Awaitable[Any] | None]
 
@@ -63,7 +65,7 @@ class Senders:
             parked.stage, step = steps[index]
             try:
                 outcome = step(parked.outgoing, self._session)
-            except StepFailed as error:
+            except FAILURES as error:
                 self._session._table.failed(parked, error)
                 return
             except asyncio.CancelledError as error:
@@ -109,7 +111,7 @@ class Senders:
                         # No longer than its send: those behind it would wait for ever.
                         async with asyncio.timeout_at(parked.deadline) as limit:
                             outcome = await outcome
-                except StepFailed as error:
+                except FAILURES as error:
                     table.failed(parked, error)
                     return
                 except TimeoutError:

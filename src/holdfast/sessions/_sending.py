@@ -8,7 +8,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ._acks import AckTable, Parked
-from ._checks import check_texts, check_timeout
+from ._checks import check_loop, check_texts, check_timeout
 from ._core import SessionCore
 from ._counts import Counts
 from ._errors import NotConnected, SessionStopped
@@ -20,6 +20,7 @@ from ._senders import LIMIT, Senders
 if TYPE_CHECKING:
     from ._connection import Connection
     from ._offline import Offline
+    from ._sessions import Sessions
 
 __all__ = ["Sending"]
 
@@ -34,6 +35,7 @@ class Sending(Features):
     _counts: Counts
     _offline: Offline | None
     _outbox: list[Parked]
+    _owner: Sessions
     _senders: Senders
     _table: AckTable
     _timer: asyncio.TimerHandle | None
@@ -124,6 +126,7 @@ class Sending(Features):
         check_texts(recipient=recipient, id=id or "")
         check_timeout(timeout)
         loop = asyncio.get_running_loop()
+        check_loop(loop, self._owner._loop)
         now = loop.time()
         parked = Parked(
             Outgoing(id or uuid.uuid4().hex, recipient, content),

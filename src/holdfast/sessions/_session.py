@@ -22,7 +22,7 @@ from holdfast.kernel import (
 from holdfast.leases import Lease
 
 from ._acks import AckTable, Parked
-from ._checks import check_timeout
+from ._checks import check_handler, check_loop, check_timeout
 from ._content import ConnectionUpdate, Event, SenderCrash
 from ._core import CHART, SessionCore
 from ._counts import Counts
@@ -57,6 +57,7 @@ class Session(Sending):
         "_core",
         "_counts",
         "_credentials",
+        "_given_under",
         "_lease",
         "_memory",
         "_name",
@@ -114,8 +115,9 @@ class Session(Sending):
         self._outbox: list[Parked] = []
         self._memory = protocol.remember()
         self._credentials: bytes | None = None
-        # Whether the storage does not have them, not yet or because it could not take them.
+        # Whether the storage does not have them (yet), and the lease that they were given under.
         self._unsaved = False
+        self._given_under: Lease | None = None
         self._saving: asyncio.Task[None] | None = None
         self._lease: Lease | None = None
         self._connection: Connection | None = None
@@ -136,6 +138,7 @@ class Session(Sending):
 
     async def _ask(self, question: Any, timeout: float = 20.0) -> Any:
         check_timeout(timeout)
+        check_loop(asyncio.get_running_loop(), self._owner._loop)
         if self._offline is not None:
             return self._offline.answer(question)
         if self._connection is None:
@@ -158,6 +161,7 @@ class Session(Sending):
 
     def attach(self, handler: Handler | asyncio.Queue[Event] | None) -> None:
         """Give every event to this handler or queue from now on, and those that waited first."""
+        check_handler(handler)
         self._sink.attach(handler)
 
     def events(self) -> AsyncIterator[Event]:
@@ -246,6 +250,8 @@ class Session(Sending):
         """What must be so before a link is made."""
         await self._owner._leasing.renew(self)
         await self._owner._may_dial()
+        if self._unsaved and self._given_under is self._lease:  # otherwise they may be old
+            self._save_soon()
         try:
             async with asyncio.timeout(self._connect_timeout):
                 if (saving := self._saving) is not None:
@@ -258,11 +264,14 @@ class Session(Sending):
             ) from error
 
     def _keep_credentials(self, credentials: bytes) -> None:
-        self._credentials = credentials
+        self._credentials, self._given_under = credentials, self._lease
         self._unsaved = True
         if self._owner._forgetful:
             self._owner._forgetful = False
             log_forgetful(self._name)
+        self._save_soon()
+
+    def _save_soon(self) -> None:
         if self._saving is None:
             self._saving = asyncio.get_running_loop().create_task(self._save())
 

@@ -34,6 +34,7 @@ from holdfast.kernel import (
 from holdfast.leases import LeaseRefused, Leases
 from holdfast.leases import connect as connect_leases
 
+from ._checks import check_loop, check_protocol, check_steps, check_texts
 from ._connection import Connection
 from ._content import Event
 from ._errors import AlreadyRunning, SessionError, SessionStopped
@@ -127,6 +128,8 @@ class Sessions:
         # What the sessions that are over have counted.
         self._past: dict[str, Counter[str]] = {}
         self._state = "new"
+        # Where all of it happens, once it is open.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -135,6 +138,7 @@ class Sessions:
         if self._state != "new":
             raise SessionError(f"{self!r} has been opened before: make a new one")
         self._state = "open"
+        self._loop = asyncio.get_running_loop()
         try:
             await self._storage.open()
             await self._rates.open()
@@ -202,6 +206,10 @@ class Sessions:
         """
         if self._state != "open":
             raise SessionError(f"{self!r} is not open: use it with async with")
+        check_loop(asyncio.get_running_loop(), self._loop)
+        check_texts(profile=profile)
+        check_protocol(protocol)
+        check_steps(steps)
         if not profile:
             raise SessionError("a profile must have a name")
         if (current := self._starting.get(profile)) is not None:
@@ -281,6 +289,7 @@ class Sessions:
         found = self._starting.get(profile)
         if found is None or (type(session) is Session and found is not session):
             return
+        check_loop(asyncio.get_running_loop(), self._loop)
         end = self._end(found, "it was stopped", asyncio.current_task())
         ending = asyncio.get_running_loop().create_task(end)
         self._tasks.add(ending)

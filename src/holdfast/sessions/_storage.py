@@ -144,8 +144,10 @@ def _adapter(where: str | os.PathLike[str]) -> Storage:
         return FileStorage(Path(rest))
     mistake = _mistake(where, scheme, rest if colon else "")
     if mistake:
+        # Of an address nothing more is shown: it may have a password in it.
+        shown = f"{scheme}://…" if rest.startswith("//") else where
         raise StorageError(
-            f"storage {where!r}: {mistake}. Write the path of a SQLite database, as in "
+            f"storage {shown!r}: {mistake}. Write the path of a SQLite database, as in "
             "'accounts.db', 'files:DIR' for a directory of files, or 'memory:'"
         )
     return _adapter(Path(where))

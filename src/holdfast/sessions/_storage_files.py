@@ -202,6 +202,8 @@ class FileStorage(Storage):
         lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             owner = os.read(lock, 20).decode(errors="replace").strip() or "unknown"
             os.close(lock)
@@ -209,8 +211,9 @@ class FileStorage(Storage):
                 f"{self.path} is in use by the process {owner}: stop it, choose another directory, "
                 "or share a SQLite database instead"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            os.close(lock)  # a full disk takes not even a number
+            raise
         self._lock = lock
 
     def _clean(self) -> None:

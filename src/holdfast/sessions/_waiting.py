@@ -201,6 +201,9 @@ class Waiting:
             self._refuses = True
             aside, self._aside = self._aside or [], None
             self.returned += len(aside) + len(self._take_out())
+        elif self._aside is not None:
+            # There is no link, and the next session gets nothing of the last one: it is for ours.
+            self.link_ready(again=False, keeps=self._keeps)
 
     def _take_out(self) -> list[Taken]:
         """Those with an acknowledgement, in their order; they do not wait here any more."""

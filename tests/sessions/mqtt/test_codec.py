@@ -22,9 +22,11 @@ from holdfast.testing import scaled
 SOME = settings(max_examples=scaled(300, least=30), deadline=None)
 EVERY = frozenset(PROPERTIES)
 
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn"]), max_size=40)
 topics = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\0+#"), min_size=1, max_size=40
+    st.characters(exclude_categories=["Cs", "Cc", "Cn"], exclude_characters="+#"),
+    min_size=1,
+    max_size=40,
 )
 packet_ids = st.integers(1, 0xFFFF)
 pairs = st.lists(st.tuples(texts, texts), max_size=3)
@@ -200,6 +202,24 @@ def test_what_cannot_be_written() -> None:
         _packets.publish(b"a", 1, "a\0", b"")
     with pytest.raises(TypeError, match="int is not bytes"):
         _packets.as_bytes(5)
+
+
+def test_what_a_server_may_close_the_link_for_is_not_written() -> None:
+    points = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    refused = set()
+    for point in points:
+        try:
+            _codec.check_characters(chr(point), "it")
+        except ValueError:
+            refused.add(point)
+    controls = {*range(0x20), *range(0x7F, 0xA0)}
+    last_two = {plane << 16 | low for plane in range(17) for low in (0xFFFE, 0xFFFF)}
+    assert refused == controls | last_two | set(range(0xFDD0, 0xFDF0))
+    for topic, id in ((b"a\nb", "1"), (b"a", "1\t")):
+        with pytest.raises(ValueError, match="control character"):
+            _packets.publish(topic, 1, id, b"")
+    with pytest.raises(ValueError, match="control character"):
+        _codec.bare_properties({"content_type": "a\n"})
 
 
 # -- against an independent codec --------------------------------------------------------------

@@ -10,6 +10,7 @@ The names of properties are those of the standard, in lower case; `user_property
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from struct import Struct
@@ -21,6 +22,7 @@ __all__ = [
     "LIMIT",
     "bare_properties",
     "broken",
+    "check_characters",
     "data_field",
     "malformed",
     "number",
@@ -35,6 +37,13 @@ TWO: Final = Struct(">H")
 FOUR: Final = Struct(">I")
 #: The largest number that a variable byte integer can hold.
 LIMIT: Final = 268_435_455
+#: Control characters, and code points that are no characters. The standard lets a server close the
+#: link for them, as Mosquitto does; a send that is resumed would close every link anew.
+_UNFIT: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef"
+    + "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
+    + "]"
+)
 
 
 def broken(code: int, text: str) -> ProtocolError:
@@ -70,9 +79,21 @@ def text_field(value: str) -> bytes:
         encoded = value.encode()
     except UnicodeEncodeError as error:
         raise ValueError("it has half a surrogate pair, which UTF-8 cannot hold") from error
-    if "\0" in value:
-        raise ValueError("it has a NUL character, which MQTT does not allow")
+    check_characters(value, "it")
     return data_field(encoded)
+
+
+def check_characters(text: str, what: str) -> None:
+    """Raise for a text that a server may close the link for."""
+    # What is printable, as nearly all of them are, has none of these.
+    if text.isprintable() or not _UNFIT.search(text):
+        return
+    if "\0" in text:
+        raise ValueError(f"{what} has a NUL character, which MQTT does not allow")
+    raise ValueError(
+        f"{what} has a control character, such as a line feed, or a code point that is no "
+        "character: a server may close the link for it"
+    )
 
 
 def data_field(value: bytes) -> bytes:

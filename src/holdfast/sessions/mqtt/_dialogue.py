@@ -54,6 +54,8 @@ PROGRESS: Final = Progress()
 #: sends again. To close the link for it would only make it send all of them again. What is beyond
 #: even that is left to the next link, which we ask for when all before it is acknowledged.
 OVERRUN: Final = 900
+#: A server that ends a link with one of these does so for something that it was sent.
+BLAMES: Final = frozenset((0x81, 0x82, 0x90, 0x95, 0x99))
 
 
 class MqttDialogue(Dialogue):
@@ -322,6 +324,8 @@ class MqttDialogue(Dialogue):
 
     def _disconnect(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
         _, code, options = packets.read_disconnect(data, at, end)
+        if code in BLAMES:
+            self._blame()
         self._end(code, options, events)
 
     def _end(self, code: int, options: Any, events: list[Incoming], farewell: bytes = b"") -> None:
@@ -330,6 +334,16 @@ class MqttDialogue(Dialogue):
             reason += f": {more[:200]}" if more else ""
         self._phase = "closed"
         events.append(Closing(close_class(code), code, reason, farewell=farewell))
+
+    def _blame(self) -> None:
+        """What has ended two links is not sent again: it would end every link that resumes."""
+        memory = self._memory
+        # The one: what was sent before it has been acknowledged before the server came to it.
+        oldest = next(iter(memory.inflight), 0)
+        if oldest and oldest == memory.blamed:
+            del memory.inflight[oldest]
+            oldest = 0
+        memory.blamed = oldest
 
     def _pong(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
         if at != end:

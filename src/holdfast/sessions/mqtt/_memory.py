@@ -14,6 +14,7 @@ class Memory:
 
     __slots__ = (
         "begun",
+        "blamed",
         "client_id",
         "inflight",
         "lapsed",
@@ -26,6 +27,8 @@ class Memory:
     def __init__(self) -> None:
         #: Whether a server has answered before: only the first link may ask for a clean start.
         self.begun = False
+        #: The oldest unacknowledged publish when a server last ended a link for what we had sent.
+        self.blamed = 0
         #: The client id that the server has chosen, if it was left to it.
         self.client_id: str | None = None
         #: Unacknowledged publishes in their order: packet id -> id of the send, and the packet.

@@ -15,6 +15,7 @@ from ._codec import (
     TWO,
     bare_properties,
     broken,
+    check_characters,
     data_field,
     malformed,
     number,
@@ -146,8 +147,8 @@ def as_bytes(payload: Any) -> tuple[bytes, bool]:
 
 def publish(topic: bytes, packet_id: int, id: str, payload: bytes, more: bytes = b"") -> bytes:
     """PUBLISH with QoS 1; `more` are further properties."""
-    if "\0" in id:
-        raise ValueError("its id has a NUL character, which MQTT does not allow")
+    check_characters(topic.decode(), "the topic")
+    check_characters(id, "its id")
     name = id.encode()
     size = 15 + len(name) + len(more)
     length = 5 + len(topic) + size + len(payload)
