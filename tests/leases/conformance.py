@@ -276,12 +276,14 @@ class StoreConformance:
         assert len(await store.held("db")) == 1
 
     async def test_a_renewal_keeps_it_alive(self, store: Store) -> None:
-        wanted = request(ttl=self.ttl)
+        # Long enough for a machine that stalls between two renewals.
+        wanted = request(ttl=self.ttl + 1.5)
         await store.acquire(wanted)
         for _ in range(3):
-            await self.pass_time(self.ttl * 0.5)
+            await self.pass_time(wanted.ttl * 0.4)
             assert list(await store.renew([wanted])) == [True]
         assert await store.acquire(request(ttl=self.ttl)) is None
+        assert list(await store.renew([replace(wanted, ttl=self.ttl)])) == [True]
         await self.expire()
         assert list(await store.renew([wanted])) == [False]
 
