@@ -388,7 +388,7 @@ async def test_too_many_crashes_end_one_session_with_a_reason_and_no_other(
     outcome = await alice.send("bob", b"", outcome=True)
     assert isinstance(outcome, NotSent)
     assert bob.state == "online"
-    assert events[-1].data.state == "stopped"
+    await until(lambda: getattr(events[-1].data, "state", "") == "stopped")
     assert await sessions.connect("alice", Demo(server))
 
 
