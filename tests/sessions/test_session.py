@@ -416,7 +416,7 @@ async def test_what_is_final_stops_the_session_with_an_event_and_is_not_retried(
     break_it(server)
     assert isinstance(await asyncio.wait_for(sending, 30), Unknown)
     await until(lambda: alice.state == "offline/refused")
-    await until(lambda: events)
+    await until(lambda: events and events[-1].data.state == "offline/refused")
     assert events[-1].data.kind is kind
     links = server.accepted_links
     await asyncio.sleep(0.2)  # the longest pause is 0.05 s: a retry would be seen
