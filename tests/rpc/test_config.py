@@ -299,20 +299,22 @@ def test_whatever_changes_the_wire_is_another_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "root"),
+    ("path", "root", "database"),
     [
-        ("", ""),
-        ("/global-cluster", ""),
-        ("/global-cluster/db", ""),
-        ("/one/global-cluster", "/one"),
-        ("//one//two%20x/Global-Cluster/db/", "/one/two%20x"),
-        ("/my-global-cluster/db", ""),
-        ("/db", ""),
+        ("", "", ""),
+        ("/global-cluster", "", ""),
+        ("/global-cluster/my%20db/more", "", "my db"),
+        ("/one/global-cluster", "/one", ""),
+        ("//one//two%20x/Global-Cluster/db/", "/one/two%20x", "db"),
+        ("/my-global-cluster/db", "", "my-global-cluster"),
+        ("/db", "", "db"),
     ],
 )
-def test_under_which_path_the_topology_is_asked_for(path: str, root: str) -> None:
-    config = ConnectionConfig.from_uri(f"https://global-cluster:pass@host{path}")
-    assert config.topology_root == root
+def test_what_a_path_says_around_a_global_cluster(path: str, root: str, database: str) -> None:
+    uri = f"https://global-cluster:pass@host{path}"
+    config = ConnectionConfig.from_uri(uri)
+    assert (config.topology_root, config.db_name) == (root, database)
+    assert ConnectionConfig.from_uri(uri, db_name="other").db_name == "other"
 
 
 def test_who_asks_elsewhere_is_connected_elsewhere() -> None:

@@ -376,12 +376,8 @@ async def test_clients_follow_the_primary(
     with MilvusServer(tmp_path / "other") as other, TopologyServer() as topology:
         topology.body = body_of(1, ("a", other.uri, 3), ("b", milvus.uri, 1))
         uri = f"{topology.url}/global-cluster"
-        client = await asyncio.to_thread(
-            MilvusClient, uri, token="root:Milvus", db_name="default", manager=manager
-        )
-        async with AsyncMilvusClient(
-            uri, token="root:Milvus", db_name="default", manager=async_manager
-        ) as coroutines:
+        client = await asyncio.to_thread(MilvusClient, uri, token="root:Milvus", manager=manager)
+        async with AsyncMilvusClient(uri, token="root:Milvus", manager=async_manager) as coroutines:
             await asyncio.to_thread(client.create_collection, name, dimension=4)
             assert await coroutines.has_collection(name)
             for each in (manager, async_manager):

@@ -11,7 +11,13 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import AsyncConnectionManager, AsyncHandler, ConnectionConfig, Topology
+from holdfast.rpc import (
+    AsyncConnectionManager,
+    AsyncHandler,
+    ConnectionConfig,
+    Topology,
+    TopologyError,
+)
 from holdfast.rpc._inquiry import Inquiry
 from holdfast.rpc._sources import TopologySource
 from holdfast.rpc._topology import Advice, TopologyMixin
@@ -96,6 +102,31 @@ def test_in_an_outage_the_topology_is_asked_for_once_a_second() -> None:
     simulate(long_outage, seeds=scaled(100, least=20))
 
 
+class Closed(Directory):
+    """Says at once that it tells nothing."""
+
+    async def fetch_async(self, timeout: float | None = None) -> Topology:
+        await super().fetch_async()
+        raise TopologyError("not today")
+
+
+async def nobody_tells(sim: Sim) -> None:
+    """The first connection is wanted, and a source that fails is asked once a second, too."""
+    world = World(sim.rng)
+    directory = Closed(world)
+    async with AsyncConnectionManager(
+        handler_factory=world.channel, credentials=world.credentials, fetch_topology=directory
+    ) as manager:
+        wanted = [manager.get_or_create(each, timeout=20.0) for each in configs(3)]
+        for error in await asyncio.gather(*wanted, return_exceptions=True):
+            assert "not today" in str(error)
+        assert 0.7 * sim.now <= len(directory.times) <= sim.now + 3, directory.times
+
+
+def test_a_source_that_fails_at_once_is_asked_once_a_second() -> None:
+    simulate(nobody_tells, seeds=scaled(100, least=20))
+
+
 async def moves_late(sim: Sim) -> None:
     """The primary moves at any time after it has failed: it is found within about a second."""
     async with outage(sim) as day:
@@ -159,6 +190,10 @@ def asks_each_time(self: Inquiry, pace: float, now: float) -> float:
     return 0.0
 
 
+def never_pauses(self: Inquiry, pace: float, now: float) -> float:
+    return 0.0
+
+
 def never_asks_twice(self: Inquiry, pace: float, now: float) -> float:
     return max(0.0, self.answered_at + pace - now)
 
@@ -171,6 +206,7 @@ def does_not_know_the_news(self: TopologyMixin, in_use: str) -> Advice:
     ("scenario", "owner", "name", "replacement"),
     [
         (long_outage, Inquiry, "rest", asks_each_time),
+        (nobody_tells, Inquiry, "pause", never_pauses),
         (error_first, Inquiry, "rest", never_asks_twice),
         (news, TopologyMixin, "advise", does_not_know_the_news),
     ],

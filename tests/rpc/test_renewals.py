@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import AsyncConnectionManager, ConnectionConfig
+from holdfast.rpc import (
+    AsyncConnectionManager,
+    AsyncGlobalStrategy,
+    ConnectionConfig,
+    StaticTopology,
+)
+from holdfast.rpc._follower import Follower
 from holdfast.rpc._works import Works
 from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate
 
@@ -58,3 +66,36 @@ _set_age_timer = Works._set_age_timer
 def test_a_whole_age_of_waiting_is_noticed() -> None:
     planted = mutant(Works, "_set_age_timer", _waits_for_a_whole_age, name="a whole age")
     assert_caught(renewals_that_fail, planted, within=50, clean=3)
+
+
+async def renewals_of_a_replica(sim: Sim) -> None:
+    """The nearest replica is well: each new channel leads there, too, however young the last."""
+    world = World(sim.rng)
+    near = {ADDRESSES[1]: 0.001, ADDRESSES[0]: 0.1}
+    strategy = AsyncGlobalStrategy(
+        role="any",
+        handler_factory=world.channel,
+        fetch_topology=StaticTopology([f"http://{each}" for each in ADDRESSES]),
+        latencies=lambda: near,
+    )
+    async with AsyncConnectionManager(
+        strategy=lambda config: strategy, credentials=world.credentials, max_age=AGE
+    ) as manager:
+        handler = await manager.get_or_create(ConnectionConfig.from_uri("http://replicas"))
+        while handler.generation < 5:
+            assert handler.address == ADDRESSES[1]
+            await asyncio.sleep(0.1)
+        # One that fails is left all the same.
+        world.fall(ADDRESSES[1])
+        while handler.address != ADDRESSES[0]:
+            with contextlib.suppress(grpc.RpcError):
+                await handler.unary_unary("/test.Echo/Echo")(b"", timeout=5.0)
+
+
+def test_a_renewal_stays_at_the_nearest_replica() -> None:
+    simulate(renewals_of_a_replica, seeds=scaled(20, least=5))
+
+
+def test_a_replica_that_is_avoided_for_nothing_is_noticed() -> None:
+    planted = mutant(Follower, "arrived", lambda self, address: None, name="avoided for nothing")
+    assert_caught(renewals_of_a_replica, planted, within=5, clean=3)

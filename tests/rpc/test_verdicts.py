@@ -344,3 +344,16 @@ async def test_a_ca_that_cannot_be_read_is_told_at_once_by_a_topology(
         with pytest.raises(ConfigError, match="the option ca cannot be used"):
             await side.get(ConnectionConfig.from_uri(echo.uri))
         assert time.monotonic() - begun < SOON
+
+
+@both
+async def test_what_is_wrong_with_the_topology_is_told_while_it_is_asked_for(kind: Kind) -> None:
+    """Their time is over, or that of the attempt, while the next request is still to come."""
+    with TopologyServer() as server:
+        server.reply = server.status(500)
+        config = ConnectionConfig.from_uri(f"{server.url}/global-cluster")
+        async with kind(connect_timeout=1.0) as side:
+            both = (side.get(config, timeout=1.0), side.get(config, timeout=2.0))
+            for error in await asyncio.gather(*both, return_exceptions=True):
+                assert isinstance(error, ConnectFailed)
+                assert "in time: the topology could not be had so far: HTTP 500" in str(error)

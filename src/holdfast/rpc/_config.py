@@ -95,12 +95,12 @@ class ConnectionConfig:
             address = _unix(uri)
             return cls(uri, address, _sendable(token or ""), db_name or "", options)
         parts = split_uri(uri)
-        found, path = _userinfo(parts), parts.path.strip("/")
+        _, path = _around_global(parts.path)
         return cls(
             uri,
             _address(parts, uri),
-            _sendable(token or found),
-            db_name or unquote(path.partition("/")[0]),
+            _sendable(token or _userinfo(parts)),
+            db_name or (unquote(path[0]) if path else ""),
             options,
         )
 
@@ -113,15 +113,11 @@ class ConnectionConfig:
     def topology_root(self) -> str:
         """Under which path the topology of such a cluster is asked for; "" is the root.
 
-        It is what stands before the part `global-cluster` of the path. Elsewhere a path names a
-        database.
+        It is what stands before the part `global-cluster` of the path. What stands after that, or
+        in a path without it, names a database.
         """
-        path = urlsplit(_without_account(self.uri)).path
-        parts = [part for part in path.split("/") if part]
-        for number, part in enumerate(parts):
-            if part.lower() == GLOBAL:
-                return "".join(f"/{each}" for each in parts[:number])
-        return ""
+        root, _ = _around_global(urlsplit(_without_account(self.uri)).path)
+        return "".join(f"/{each}" for each in root)
 
     @property
     def secure(self) -> bool:
@@ -208,6 +204,15 @@ def _userinfo(parts: SplitResult) -> str:
         return ""
     user = unquote(parts.username)
     return user if parts.password is None else f"{user}:{unquote(parts.password)}"
+
+
+def _around_global(path: str) -> tuple[list[str], list[str]]:
+    """The parts of a path before `global-cluster`, and those after it; all, if it is not there."""
+    parts = [part for part in path.split("/") if part]
+    for number, part in enumerate(parts):
+        if part.lower() == GLOBAL:
+            return parts[:number], parts[number + 1 :]
+    return [], parts
 
 
 def _address(parts: SplitResult, uri: str) -> str:

@@ -108,6 +108,7 @@ class TokenCredentials:
         self._encode = encode
         self._metadata: Metadata = ()
         self._fetch = fetch
+        self._first = token
         self.replace(token)
 
     @property
@@ -134,6 +135,11 @@ class TokenCredentials:
                 "ASCII (a line end, perhaps)"
             )
         self._metadata = (("authorization", sent),) if sent else ()
+        self._token = token
+
+    def token_for(self, config: ConnectionConfig) -> str:
+        """What the configuration's token is by now; one that was never this one stays as it is."""
+        return self._token if config.token in ("", self._first) else config.token
 
     def metadata(self) -> Metadata:
         """The one pair, or nothing without a token."""

@@ -11,11 +11,13 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from holdfast.kernel import Clock, Recorder, describe, refuse
 
 from ._config import ConnectionConfig
+from ._dial import CredentialProvider, TokenCredentials
 from ._errors import ConfigError, TopologyError, TopologyRefused
 from ._inquiry import PACE, Inquiry
 from ._refresher import EVERY, Refresher
@@ -90,9 +92,14 @@ class Follower(TopologyMixin):
         #: Called, on the loop, when a newer topology replaces another: `advise` with the address
         #: in use says whether to move.
         self.on_change: Callable[[Topology], object] | None = None
+        #: As whom calls are made, and who is told that the topology was refused; a manager gives
+        #: its own. They mean nothing to a source that was given.
+        self.credentials: CredentialProvider | None = None
+        self.on_refused: Callable[[], object] | None = None
         self._factory = handler_factory
         self._channels = channels
         self._source = None if fetch_topology is None else source_of(fetch_topology)
+        self._is_own = False
         self._latencies = latencies
         self._refresh_every = refresh_every
         self._patience = patience
@@ -101,7 +108,7 @@ class Follower(TopologyMixin):
         self._inquiry: Inquiry | None = None
         # Who looks at the topology more often than that has said so.
         self._pace = min(PACE, refresh_every)
-        self._secrets: list[str] = []
+        self._tokens: tuple[Callable[[], str], ...] = ()
         self._name = "rpc.topology"
         self._tried: set[str] = set()
         self._tried_at = float("-inf")
@@ -110,15 +117,24 @@ class Follower(TopologyMixin):
         # Counted up at the end, so that what began before it does not start anything after it.
         self._closings = 0
 
+    @property
+    def trouble(self) -> str:
+        """Why there is no topology so far; "" if nothing is known to be wrong."""
+        if self.topology is not None or self._source is None or not self._source.trouble:
+            return ""
+        return f"the topology could not be had so far: {self._source.trouble}"
+
     # -- where to ------------------------------------------------------------------------------
 
     async def _locate(self, config: ConnectionConfig) -> ConnectionConfig:
         """Where a channel that is made now should lead."""
         closings = self._closings
+        token = partial(_token, self.credentials, config)
         if self._source is None:
-            self._source = HttpTopology.of(config, clock=self._clock)
+            self._source = HttpTopology.of(config, clock=self._clock, token=token)
+            self._is_own = True
         self._name = f"rpc.{config.address}.topology"
-        self._secrets = secrets_of(config.token)
+        self._tokens = (token, lambda: config.token)
         if self.topology is None:
             await self._learn(self._source)
         if closings == self._closings:
@@ -140,6 +156,10 @@ class Follower(TopologyMixin):
             self._tried.clear()
         self._tried.add(address)
         return chosen
+
+    def arrived(self, address: str) -> None:
+        """The channel to this member is connected: it need not be avoided, unless it fails."""
+        self._tried.discard(address)
 
     def _forget(self) -> None:
         """What was tried long ago may well work by now."""
@@ -166,7 +186,7 @@ class Follower(TopologyMixin):
             self._take_quietly(inquiry.last)
             if self.advise(in_use) is Advice.MOVE:
                 return  # these are the news that brought us here
-        if inquiry.refused(now):
+        if inquiry.refused(now) and not source.renewed:
             return
         if inquiry.distrusted(now) or inquiry.rest(self._pace, now) > 0:
             self._hurry_refresher()
@@ -199,8 +219,10 @@ class Follower(TopologyMixin):
         inquiry = self._inquired(source)
         if inquiry.last is not None and inquiry.rest(self._pace, self._now()) > 0:
             self._take(inquiry.last)
-        else:
-            self._take(await inquiry.ask(lambda: self._ask(source, inquiry)))
+            return
+        if (pause := inquiry.pause(self._pace, self._now())) > 0 and not source.renewed:
+            await asyncio.sleep(pause)
+        self._take(await inquiry.ask(lambda: self._ask(source, inquiry)))
 
     async def _ask(self, source: TopologySource, inquiry: Inquiry) -> Topology:
         try:
@@ -209,6 +231,8 @@ class Follower(TopologyMixin):
             self.counters.topology_fetch_failures += 1
             inquiry.failed(error, self._now())
             failure = self._failure(source, error)
+            if isinstance(error, TopologyRefused) and self._is_own and self.on_refused is not None:
+                self.on_refused()
         else:
             self.counters.topology_fetches += 1
             inquiry.answered(found, self._pace, self._now())
@@ -218,7 +242,7 @@ class Follower(TopologyMixin):
 
     def _failure(self, source: TopologySource, error: Exception) -> Exception:
         """What to say of it, without the token."""
-        kept = harmless(error, self._secrets)
+        kept = harmless(error, [form for tell in self._tokens for form in secrets_of(tell())])
         if isinstance(error, TopologyRefused) and self.topology is not None:
             log.warning("%s: the old topology is kept: %s", self._name, kept)
         if isinstance(kept, (TopologyError, ConfigError)):
@@ -270,7 +294,7 @@ class Follower(TopologyMixin):
 
     async def _refresh(self, source: TopologySource) -> None:
         inquiry, now = self._inquired(source), self._now()
-        if inquiry.refused(now):
+        if inquiry.refused(now) and not source.renewed:
             return
         if (rest := inquiry.rest(self._pace, now)) > 0:
             await asyncio.sleep(rest)
@@ -292,6 +316,12 @@ class Follower(TopologyMixin):
         known = self.topology
         state = "no topology yet" if known is None else f"version {known.version}"
         return f"<{type(self).__name__} to {self.role}: {state}, at {self.address or 'nobody'}>"
+
+
+def _token(credentials: CredentialProvider | None, config: ConnectionConfig) -> str:
+    if isinstance(credentials, TokenCredentials):
+        return credentials.token_for(config)
+    return config.token
 
 
 def source_of(given: FetchTopology) -> TopologySource:

@@ -418,6 +418,11 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         if self._on_rpc_error is not None:
             _safely(self._sent, self._on_rpc_error, error, live.number)
 
+    def _refused_elsewhere(self) -> None:
+        """The credentials were refused, but not by a call."""
+        if self._refusals is not None:
+            self._refused(self._credential)
+
     def _refused(self, credential: int) -> None:
         assert self._refusals is not None
         with self._changed:

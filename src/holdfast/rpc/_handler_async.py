@@ -376,6 +376,11 @@ class AsyncHandler(grpc.aio.Channel):  # type: ignore[misc]
         if self._on_rpc_error is not None:
             _safely(self._sent, self._on_rpc_error, error, live.number)
 
+    def _refused_elsewhere(self) -> None:
+        """The credentials were refused, but not by a call."""
+        if self._refusals is not None:
+            self._refused(self._credential)
+
     def _refused(self, credential: int) -> None:
         assert self._refusals is not None
         if self._refusals.refuse(credential, self._now()) and self._on_refused is not None:

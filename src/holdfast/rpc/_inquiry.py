@@ -43,7 +43,7 @@ class Inquiry:
         self.answered_at = float("-inf")
         self._flight = SingleFlight()
         self._left = BURST
-        self._distrusted_until = self._refused_until = float("-inf")
+        self._failed_at = self._distrusted_until = self._refused_until = float("-inf")
         self._refusals = Backoff(DISTRUST, REFUSED, jitter=0.25, clock=clock)
 
     @classmethod
@@ -71,6 +71,7 @@ class Inquiry:
 
     def failed(self, error: Exception | None, now: float) -> None:
         """It has not; without an error, it was too slow."""
+        self._failed_at = now
         self._distrusted_until = now + DISTRUST
         if isinstance(error, TopologyRefused):
             self._refused_until = self._distrusted_until = now + self._refusals.fail()
@@ -80,6 +81,10 @@ class Inquiry:
     def rest(self, pace: float, now: float) -> float:
         """Seconds until it may be asked again."""
         return max(0.0, (1.0 - self._tokens(pace, now)) * pace)
+
+    def pause(self, pace: float, now: float) -> float:
+        """Seconds until one that has just failed may be asked again."""
+        return max(0.0, self._failed_at + pace - now)
 
     def distrusted(self, now: float) -> bool:
         """Whether it has failed lately, so that it is no use to wait for it."""

@@ -80,6 +80,11 @@ class ManagedConnection(Generic[H]):
         return self.core.generation
 
     @property
+    def trouble(self) -> str:
+        """What keeps an attempt that goes on from going further; "" if nobody knows."""
+        return str(getattr(self.strategy, "trouble", ""))
+
+    @property
     def last_used_at(self) -> float:
         """When it was last handed out, or a call made over it."""
         return max(self.core.last_used_at, self.called_at)

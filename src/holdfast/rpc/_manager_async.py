@@ -344,5 +344,5 @@ class AsyncConnectionManager:
 def unreached(managed: ManagedConnection[Any]) -> ConnectFailed:
     """What to tell a caller whose time is over."""
     last = managed.core.last_error
-    why = f": {describe(last)}" if last is not None else ": it does not answer"
-    return ConnectFailed(f"no connection to {managed.config.address} in time{why}")
+    why = describe(last) if last is not None else managed.trouble or "it does not answer"
+    return ConnectFailed(f"no connection to {managed.config.address} in time: {why}")

@@ -17,17 +17,19 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from holdfast.kernel import Clock, LoopThread, describe, start_thread
 
-from ._config import HIDDEN, ConnectionConfig, redacted, split_uri
+from ._config import ConnectionConfig, redacted, split_uri
 from ._errors import ConfigError, TopologyError, TopologyRefused
 from ._http import Answer, Get, NoAnswer, place_of
+from ._secrets import hidden
 from ._topology import Capability, Member, Topology, parse_topology
 
 __all__ = [
@@ -45,6 +47,8 @@ TIMEOUT = 10.0
 ATTEMPTS = 3
 #: The waits between attempts: the first, the longest, and how much chance is added.
 FIRST_DELAY, MAX_DELAY, JITTER = 1.0, 10.0, 0.1
+#: So many tokens are remembered, to be hidden where a server repeats them.
+KEPT = 8
 
 #: What a function of the user's may return: a topology, or who is there now.
 Found: TypeAlias = Topology | Iterable[Member | str]
@@ -57,6 +61,10 @@ class TopologySource(ABC):
 
     #: Whether it is worth asking again.
     changes = True
+    #: Whether it has another token by now than the one that was refused last.
+    renewed = False
+    #: Why it could not be had so far, while it is being asked for.
+    trouble = ""
 
     @abstractmethod
     def fetch(self, timeout: float | None = None) -> Topology:
@@ -78,7 +86,8 @@ class HttpTopology(TopologySource):
     to no other.
 
     :param uri: of the service; https, if it does not say. A name and password in it are not used.
-    :param token: sent as `Authorization: Bearer`; none is sent if it is empty.
+    :param token: sent as `Authorization: Bearer`; none is sent if it is empty. One that changes is
+        given as a function, which is called for each request and must not wait.
     :param timeout: how long one attempt may take.
     :param ca: the authorities to trust, as PEM or the path of a file, if not the system's.
     :param sleep: how a thread waits between attempts, for tests; `sleep_async` likewise.
@@ -87,7 +96,7 @@ class HttpTopology(TopologySource):
     def __init__(
         self,
         uri: str,
-        token: str = "",
+        token: str | Callable[[], str] = "",
         timeout: float = TIMEOUT,
         *,
         attempts: int = ATTEMPTS,
@@ -96,10 +105,14 @@ class HttpTopology(TopologySource):
         sleep: Callable[[float], object] = time.sleep,
         sleep_async: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        if _CONTROL.search(token):
-            raise ConfigError("the token has a control character in it (a line end, perhaps)")
+        self._token_now = token if callable(token) else partial(_sendable, token)
+        if not callable(token):
+            _sendable(token)
         self._place = place_of(_url(uri))
-        self._token = token
+        # What was sent: last, and lately; and what was refused.
+        self._last = ""
+        self._sent: deque[str] = deque(maxlen=KEPT)
+        self._refused: str | None = None
         self._timeout = timeout
         self._attempts = attempts
         self._ca = ca
@@ -116,11 +129,18 @@ class HttpTopology(TopologySource):
         """
         parts = split_uri(config.uri)
         origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        return cls(
-            origin + config.topology_root,
-            config.token,
-            **{"ca": config.options.get("ca"), **options},
-        )
+        given = {"token": config.token, "ca": config.options.get("ca"), **options}
+        return cls(origin + config.topology_root, **given)
+
+    @property
+    def renewed(self) -> bool:  # type: ignore[override]
+        """Whether it has another token by now than the one that was refused last."""
+        if self._refused is None:
+            return False
+        try:
+            return self._token_now() != self._refused
+        except Exception:  # who asks is told
+            return False
 
     def fetch(self, timeout: float | None = None) -> Topology:
         """Ask, and wait here."""
@@ -154,8 +174,11 @@ class HttpTopology(TopologySource):
 
     def _get(self) -> Get:
         headers = {"Accept": b"application/json"}
-        if self._token:
-            headers["Authorization"] = b"Bearer " + self._token.encode()
+        if token := _sendable(self._token_now()):
+            headers["Authorization"] = b"Bearer " + token.encode()
+            if token not in self._sent:
+                self._sent.append(token)
+        self._last = token
         # Made in the thread: to load the authorities takes a while.
         return Get(self._place, headers, timeout=self._timeout, context=lambda: self._context)
 
@@ -173,6 +196,7 @@ class HttpTopology(TopologySource):
 
     def _read(self, answer: Answer) -> Topology:
         if answer.status in (401, 403):
+            self._refused = self._last
             raise TopologyRefused(
                 f"{answer.place} does not accept the token (HTTP {answer.status}): give a valid one"
             )
@@ -191,7 +215,7 @@ class HttpTopology(TopologySource):
 
     def _hidden(self, text: str) -> str:
         """A server may repeat what it was sent."""
-        return text.replace(self._token, HIDDEN) if self._token else text
+        return hidden(text, tuple(self._sent))
 
     def __repr__(self) -> str:
         return f"<HttpTopology {self._place}>"
@@ -204,6 +228,7 @@ class _Rounds:
         self._source = source
         self._clock = source._clock or Clock.current()
         self._failures: list[str] = []
+        source.trouble = ""
         self._ends_at = None if timeout is None else self._clock.monotonic() + timeout
 
     def begin(self) -> float:
@@ -214,6 +239,7 @@ class _Rounds:
     def failed(self, reason: str) -> float:
         """An attempt has failed: how long to wait before the next; raises if it was the last."""
         self._failures.append(self._source._hidden(reason))
+        self._source.trouble = self._failures[-1]
         if len(self._failures) >= self._source._attempts:
             raise self._error()
         delay = min(FIRST_DELAY * 2.0 ** (len(self._failures) - 1), MAX_DELAY)
@@ -231,6 +257,12 @@ class _Rounds:
             f"the topology could not be fetched from {self._source._place} in {count} "
             f"attempt{'s' if count > 1 else ''}: {'; '.join(dict.fromkeys(self._failures))}"
         )
+
+
+def _sendable(token: str) -> str:
+    if _CONTROL.search(token):
+        raise ConfigError("the token has a control character in it (a line end, perhaps)")
+    return token
 
 
 def _url(uri: str) -> str:

@@ -18,6 +18,7 @@ from holdfast.kernel import Clock, Recorder, forget_frames
 from ._book import Book
 from ._core import Act, Actions
 from ._errors import ConnectFailed
+from ._follower import Follower
 from ._hints import hinted
 from ._live import Live
 from ._managed import ManagedConnection
@@ -168,6 +169,9 @@ class Works:
         key, before = managed.key, self._dials.get(managed.key)
         if isinstance(managed.strategy, TopologyMixin):
             managed.strategy.counters = managed.core.counters
+        if isinstance(managed.strategy, Follower):
+            managed.strategy.credentials = managed.handler._credentials
+            managed.strategy.on_refused = managed.handler._refused_elsewhere
         managed.dial = task = self._spawn(self._dial(managed, attempt, before))
         self._dials[key] = task
 
@@ -203,7 +207,8 @@ class Works:
                 await self._channels.ready(channel)
         except TimeoutError as error:
             silent = ConnectFailed(
-                f"{managed.config.address} has not answered for {managed.connect_timeout:g} s"
+                managed.trouble
+                or f"{managed.config.address} has not answered for {managed.connect_timeout:g} s"
             )
             # It may be that of what makes the channel, and say something else.
             await self._fail(managed, attempt, channel, silent if limit.expired() else error)
@@ -273,6 +278,8 @@ class Works:
             if swap:
                 self._count_move(managed, address)
                 managed.address = address
+                if isinstance(managed.strategy, Follower):
+                    managed.strategy.arrived(address)
                 managed.handler._swap(Live(managed.generation, channel, address))
                 # While it was dialled, the primary may have moved on.
                 actions += self._outdated(managed)
