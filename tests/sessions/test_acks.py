@@ -157,6 +157,18 @@ def test_time_ends_what_waits_and_says_what_for(table: AckTable, told: Told) -> 
     assert table.next_deadline() == 9.0
 
 
+def test_what_is_written_once_more_counts_once_more(table: AckTable, told: Told) -> None:
+    table.linked(cumulative=True)
+    table.written(park(table, "old"), 1)
+    table.confirmed_up_to(1, 1)
+    table.repeated("old")
+    table.written(park(table, "new"), 1)
+    table.confirmed_up_to(1, 1)
+    assert set(told.outcomes) == {"old"}, "the server has not confirmed the new one"
+    table.confirmed_up_to(1, 1)
+    assert told.outcomes["new"] == Acked("new", None)
+
+
 def test_cumulative_confirmations_resolve_in_the_order_of_writing(
     table: AckTable, told: Told
 ) -> None:

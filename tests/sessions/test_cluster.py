@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,16 @@ from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.support import until
 
 from holdfast.kernel import Backoff, Clock
-from holdfast.leases import LeaseLost, Leases, StoreUnavailable, connect
+from holdfast.leases import (
+    Grant,
+    Held,
+    LeaseLost,
+    Leases,
+    MemoryStore,
+    Request,
+    StoreUnavailable,
+    connect,
+)
 from holdfast.sessions import (
     Acked,
     AlreadyRunning,
@@ -32,8 +41,10 @@ from holdfast.sessions import (
     Outcome,
     Session,
     Sessions,
+    Tcp,
     Unknown,
 )
+from holdfast.sessions._transport import Transport
 from holdfast.sessions.demo import Demo, DemoServer
 from holdfast.sessions.mqtt import Mqtt
 from holdfast.testing import FaultProxy
@@ -331,6 +342,61 @@ async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> N
         assert isinstance(await alice.send("bob", b""), Acked)
 
 
+async def free(leases: Leases) -> None:
+    """Wait until nobody has a lease."""
+    async with asyncio.timeout(30):
+        while await leases.held():  # noqa: ASYNC110 (a store tells nobody)
+            await asyncio.sleep(0.001)
+
+
+class Slow(MemoryStore):
+    """A store that does not say that it has given the first lease, and is slow to take it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = asyncio.Event()
+        self.may_take = asyncio.Event()
+
+    async def acquire(self, request: Request) -> Grant | None:
+        granted = await super().acquire(request)
+        if not self.given.is_set():
+            self.given.set()
+            await self.may_take.wait()
+        return granted
+
+    async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
+        await self.may_take.wait()
+        return await super().release(requests)
+
+
+async def test_a_start_that_was_given_up_is_not_running() -> None:
+    store = Slow()
+    async with Leases(store) as leases, Sessions(leases=leases) as sessions:
+        given_up = asyncio.create_task(sessions.start("alice", Demo(DemoServer())))
+        await store.given.wait()
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        with pytest.raises(StoreUnavailable, match="its own last lease"):
+            await sessions.start("alice", Demo(DemoServer()))
+        store.may_take.set()
+        await free(leases)
+        await sessions.start("alice", Demo(DemoServer()))
+
+
+async def test_a_lease_that_is_free_again_when_it_is_looked_at_is_taken() -> None:
+    class Hasty(MemoryStore):
+        async def held(self, key: str | None = None) -> Sequence[Held]:
+            await other.release()
+            return await super().held(key)
+
+    async with Leases(Hasty()) as leases, Sessions(leases=leases) as sessions:
+        found = await leases.acquire("sessions/alice", limit=1, owner="somebody")
+        assert found is not None
+        other = found
+        await sessions.connect("alice", Demo(DemoServer()))
+
+
 async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> None:
     server = DemoServer()
     now = [0.0]
@@ -446,6 +512,64 @@ async def test_credentials_of_the_next_owner_are_not_ignored(tmp_path: Path) -> 
             assert second.state == "online"
         await first.connect()
         assert first.state == "online"
+
+
+# -- a server that is slow to take what is left ------------------------------------------------
+
+
+async def overloaded(session: Session, proxy: FaultProxy) -> None:
+    """Give it more to send than it gets rid of."""
+    proxy.stall()
+    body = b"x" * 100_000
+    for _ in range(60):
+        await session.send("bob", body, wait=False)
+    await until(lambda: link_of(session).pending > 1_000_000)
+
+
+def link_of(session: Session) -> Transport:
+    assert session._connection is not None
+    assert session._connection._link is not None
+    transport = session._connection._link.transport
+    assert transport is not None
+    return transport
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+async def test_a_lease_is_given_back_when_nothing_more_can_be_sent(takes_it: bool) -> None:
+    async with (
+        DemoServer() as server,
+        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
+        connect("memory://") as leases,
+        Sessions(leases=leases) as sessions,
+    ):
+        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
+        await overloaded(alice, proxy)
+        link = link_of(alice)
+        stopping = asyncio.create_task(alice.stop())
+        await until(lambda: alice.state == "stopped")
+        assert link.pending
+        if takes_it:
+            proxy.resume()
+        await free(leases)
+        assert not link.pending
+        await stopping
+
+
+async def test_a_lost_lease_ends_a_link_that_was_closed_before() -> None:
+    async with (
+        DemoServer() as server,
+        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
+        connect("memory://") as leases,
+        Sessions(leases=leases) as sessions,
+    ):
+        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
+        await overloaded(alice, proxy)
+        link = link_of(alice)
+        await alice.disconnect()
+        assert link.pending
+        await revoked(leases, alice)
+        await learns_of_it(alice)
+        assert not link.pending
 
 
 # -- a store that is away at the start ---------------------------------------------------------

@@ -240,3 +240,51 @@ def test_the_next_attempt_has_a_time_only_in_a_pause(core: SessionCore) -> None:
     core.dialled(2)
     core.ready(2, 9.0)
     assert core.next_attempt_in(9.0) is None
+
+
+def test_who_does_not_want_to_try_for_ever_gives_up_in_order(core: SessionCore) -> None:
+    core.backoff.max_attempts = 2
+    online(core)
+    assert core.lost(1, CloseClass.TRANSIENT, "reset", 0.0)
+    assert core.next(1.0) == Dial(2)
+    assert core.lost(2, CloseClass.TRANSIENT, "refused", 1.0)
+    assert str(core.machine.state) == "offline/refused"
+    assert core.why == (CloseClass.TRANSIENT, "given up after attempt 2: refused")
+    assert core.next(99.0) == Idle()
+    # Somebody who asks for it begins from the start.
+    core.connect()
+    assert core.next(99.0) == Dial(3)
+    assert core.lost(3, CloseClass.TRANSIENT, "refused", 99.0)
+    assert core.next(99.0) == Wait(100.0)
+    core.crashed("a defect", 99.0)
+    assert core.next(100.0) == Dial(5)
+    core.crashed("a defect", 100.0)
+    assert str(core.machine.state) == "offline/refused"
+
+
+def test_a_crash_after_a_link_that_has_lasted_has_a_short_pause(core: SessionCore) -> None:
+    online(core)
+    for generation in range(1, 6):
+        core.lost(generation, CloseClass.TRANSIENT, "reset", 0.0)
+        core.connect()
+        core.next(0.0)
+    core.dialled(6)
+    core.ready(6, 0.0)
+    core.crashed("a defect", PROVEN)
+    assert core.next(PROVEN) == Wait(PROVEN + 1.0)
+
+
+def test_a_new_beginning_by_the_user_has_short_pauses(core: SessionCore) -> None:
+    generation = online(core)
+    for _ in range(5):
+        core.lost(generation, CloseClass.TRANSIENT, "reset", 0.0)
+        core.connect()
+        what = core.next(0.0)
+        assert isinstance(what, Dial)
+        generation = what.generation
+    core.disconnect()
+    core.connect()
+    what = core.next(0.0)
+    assert isinstance(what, Dial)
+    core.lost(what.generation, CloseClass.TRANSIENT, "reset", 0.0)
+    assert core.next(0.0) == Wait(1.0)

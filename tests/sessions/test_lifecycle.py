@@ -14,6 +14,7 @@ from tests.sessions.support import until
 from holdfast.kernel import Backoff
 from holdfast.leases import Leases, MemoryStore, Request, StoreMisconfigured, connect
 from holdfast.sessions import (
+    Acked,
     AlreadyRunning,
     CloseClass,
     Event,
@@ -23,6 +24,7 @@ from holdfast.sessions import (
     Sessions,
     SessionStopped,
     Text,
+    Unknown,
 )
 from holdfast.sessions._sessions import CLOSING
 from holdfast.sessions._storage_memory import MemoryStorage
@@ -355,6 +357,55 @@ async def test_connect_in_a_pause_waits_on_when_the_attempt_fails(server: DemoSe
             await alice.connect(1.0)
         assert alice.generation == generation + 1
         assert alice.state == "connecting/waiting"
+
+
+# -- credentials that come at the end --------------------------------------------------------------
+
+
+class SlowToKeep(MemoryStorage):
+    """A storage that takes a while to write."""
+
+    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+        await asyncio.sleep(1.0)
+        await super().put(profile, namespace, key, value)
+
+
+@in_virtual_time
+async def test_the_last_credentials_are_kept_before_the_profile_is_free(sim: Sim) -> None:
+    storage = SlowToKeep()
+    async with Sessions(storage=storage) as sessions:
+        alice = await sessions.connect("alice", Demo(DemoServer()))
+        alice._keep_credentials(b"first")
+        await asyncio.sleep(0.5)
+        alice._keep_credentials(b"second")  # while the first ones are being written
+        await alice.stop()
+        assert await storage.get("alice", "creds", "creds") == b"second"
+
+
+# -- attempts that are counted ---------------------------------------------------------------------
+
+
+async def test_pauses_that_end_leave_a_session_that_can_be_connected(server: DemoServer) -> None:
+    events: list[Event] = []
+    async with Sessions(backoff=Backoff(0.01, 0.01, max_attempts=3)) as sessions:
+        alice = await sessions.connect("alice", Demo(server), on_event=events.append)
+        server.drop_acks = 1
+        sent = asyncio.create_task(alice.send("bob", b"", outcome=True, idempotent=True))
+        await until(lambda: server.dropped_acks)
+        held = asyncio.create_task(alice.send("bob", b"", outcome=True, hold=True))
+        server.refusing = True
+        server.cut("alice")
+        # Both wait for a link: when there will be none, they are told.
+        async with asyncio.timeout(10):
+            assert isinstance(await sent, Unknown)
+            await held
+        await until(lambda: alice.state == "offline/refused")
+        assert "given up after attempt 3" in alice.status()["reason"]
+        await until(lambda: events[-1].data.state == "offline/refused")
+        assert "session_crashed" not in {event.type for event in events}
+        server.refusing = False
+        await alice.connect(10)
+        assert isinstance(await alice.send("bob", b""), Acked)
 
 
 # -- what its status says --------------------------------------------------------------------------

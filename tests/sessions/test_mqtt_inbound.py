@@ -15,6 +15,8 @@ from tests.sessions.mqtt.peers import connack
 from tests.sessions.mqtt.peers import publish as published
 from tests.sessions.peers import peer
 from tests.sessions.support import until
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.typing import Subprotocol
 
 from holdfast.kernel import Backoff
 from holdfast.sessions import Event, Msg, Sessions, Unknown
@@ -418,3 +420,42 @@ async def test_what_is_in_hand_at_a_stop_may_still_send(broker: Mosquitto) -> No
         async with asyncio.timeout(30):
             assert (await anext(aiter(client.messages))).payload == b"hello"
         assert sessions.totals()["mqtt"]["handler_failures"] == 0
+
+
+# -- signs of life ---------------------------------------------------------------------------------
+
+
+@pytest.mark.serial
+async def test_a_message_that_takes_long_to_come_is_a_sign_of_life(
+    sessions: Sessions, broker: Mosquitto
+) -> None:
+    log = Log()
+    async with FaultProxy("127.0.0.1", broker.ports["ws"]) as proxy:
+        protocol = Mqtt(f"ws://127.0.0.1:{proxy.port}", keepalive=3, patience=1)
+        bot = await sessions.connect("slow", protocol, on_event=log)
+        # It takes longer than a server may be silent.
+        proxy.throttle(20_000, "down")
+        async with peer(broker) as client:
+            await client.publish("slow", bytes(110_000), qos=1)
+            await until(lambda: log.heard)
+        assert bot.generation == 1
+        proxy.heal()
+
+
+async def test_the_pings_of_a_websocket_are_no_sign_of_life_of_the_broker_behind(
+    sessions: Sessions,
+) -> None:
+    async def proxy(connection: ServerConnection) -> None:
+        await connection.recv()
+        await connection.send(connack())
+        # The broker is gone; whatever was between lives on.
+        while True:
+            await connection.ping()
+            await asyncio.sleep(0.1)
+
+    subprotocols = [Subprotocol("mqtt")]
+    async with serve(proxy, "127.0.0.1", 0, subprotocols=subprotocols) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        protocol = Mqtt(f"ws://127.0.0.1:{port}", keepalive=1, patience=1, subscribe=())
+        bot = await sessions.connect("behind", protocol)
+        await until(lambda: "no sign of life" in bot.status()["reason"])

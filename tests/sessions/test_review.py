@@ -432,6 +432,25 @@ def test_a_server_that_takes_nothing_is_lost() -> None:
     assert keepalive.look(35.0, 1000) == (Verdict.LOST, 35.0)
 
 
+def test_a_server_hears_from_us_while_we_wait_for_its_answer() -> None:
+    keepalive = Keepalive(2.0, 5.0, 0.0)
+    assert keepalive.look(2.0) == (Verdict.ASK, 4.0)
+    assert keepalive.look(4.0) == (Verdict.ASK, 6.0)
+    keepalive.said_at = 5.0
+    assert keepalive.look(6.0) == (Verdict.WAIT, 7.0)
+    assert keepalive.look(7.0) == (Verdict.LOST, 7.0)
+
+
+def test_an_answer_ends_the_wait_and_the_next_question_is_in_time() -> None:
+    keepalive = Keepalive(2.0, 5.0, 0.0)
+    assert keepalive.look(2.0) == (Verdict.ASK, 4.0)
+    keepalive.heard_at = 2.1
+    assert keepalive.look(4.0) == (Verdict.ASK, 6.0)
+    keepalive.heard_at = 4.1
+    keepalive.said_at = 5.0
+    assert keepalive.look(6.0) == (Verdict.WAIT, 6.1)
+
+
 # -- leases ----------------------------------------------------------------------------------------
 
 

@@ -34,11 +34,13 @@ from holdfast.sessions import (
     Sessions,
     SessionStopped,
     StepFailed,
+    Tcp,
     Text,
     Unknown,
     Unsupported,
 )
 from holdfast.sessions.demo import Demo, DemoServer
+from holdfast.testing import FaultProxy
 
 # -- outcomes -----------------------------------------------------------------------------------
 
@@ -235,6 +237,26 @@ async def test_a_peer_may_ask_for_a_recent_send_again(
     assert alice._connection is not None
     alice._connection._on_repeat(Repeat("1"))
     assert alice.status()["not_repeated"] == 2
+
+
+async def test_a_peer_that_asks_and_asks_does_not_fill_the_memory(sessions: Sessions) -> None:
+    class Repeating(Demo):
+        repeats = True
+
+    async with (
+        DemoServer() as server,
+        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
+    ):
+        alice = await sessions.connect("alice", Repeating(Tcp("127.0.0.1", proxy.port)))
+        await alice.send("bob", bytes(150_000), id="1")
+        connection = alice._connection
+        assert connection is not None
+        proxy.stall()
+        for _ in range(200):
+            connection._on_repeat(Repeat("1"))
+        assert alice.status()["not_repeated"] > 100
+        assert connection._unsent() < 1_000_000
+        proxy.resume()
 
 
 # -- steps and senders --------------------------------------------------------------------------

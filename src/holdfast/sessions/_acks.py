@@ -254,6 +254,11 @@ class AckTable:
                 # It is settled, but was written again: the server counts it all the same.
                 self._line.append(id)
 
+    def repeated(self, id: str) -> None:
+        """It was written once more, because somebody asked for it: the server counts it again."""
+        if self._line is not None:
+            self._line.append(id)
+
     def forgotten(self, reason: BaseException | str) -> list[Parked]:
         """What became of the old link's sends will never be told; returns those to write again."""
         repeat = []

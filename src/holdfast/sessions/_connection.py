@@ -258,6 +258,11 @@ class Connection(Hearing):
             self._keepalive.said_at = self._loop.time()
         link.transport.write(out[0] if len(out) == 1 else b"".join(out))
 
+    def _unsent(self) -> int:
+        self._push()
+        link = self._link
+        return 0 if link is None or link.transport is None else link.transport.pending
+
     async def ask(self, question: Any, timeout: float) -> Any:
         """Ask the server something, and wait for its answer."""
         session, link = self._session, self._link
@@ -365,13 +370,17 @@ class Connection(Hearing):
             self._timer.cancel()
             self._timer = None
         if link is not None and link.transport is not None:
-            link.transport.abort() if abort else link.transport.close()
+            if abort:
+                link.transport.abort()
+            else:
+                link.transport.close()
+                self._session._parting.closed(link)
         self._greet(True)
 
     def _settle(self, reason: LinkLost, *, final: bool = False) -> None:
         """Everybody who waits for the link is told."""
         session = self._session
-        if final:
+        if final or session._core.machine.phase == "offline":
             session._table.over(reason)
         else:
             session._table.lost(reason, resumes=session.protocol.resumes and self._keeps)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.kernel import Backoff, Chart, Machine
+from holdfast.kernel import Backoff, BackoffExhausted, Chart, Machine
 
 from ._protocol import CloseClass
 
@@ -114,6 +114,7 @@ class SessionCore:
         """Have a link from now on; somebody asks for it, so a pause is over."""
         if self.machine.phase == "offline":
             self._restarts = 0
+            self.backoff.succeed()  # what failed before is another story
             self._dial(cause)
         elif self.machine.step == "waiting":
             self._dial(cause)
@@ -183,20 +184,14 @@ class SessionCore:
         if self.machine.step == "waiting" or self._is_due:
             return False
         self._note(kind, reason)
-        proven = self._online_at is not None and now - self._online_at >= PROVEN
-        self._online_at = None
-        if proven:
-            self.backoff.succeed()
-            self._restarts = 0
+        self._link_ended(now)
         if kind.final:
             self.machine.move("offline/refused", cause=f"{kind.value}: {reason}")
         elif kind is CloseClass.RESTART and self._restarts < RESTARTS:
             self._restarts += 1
             self._dial(f"the server wants a new link: {reason}")
         else:
-            pause = max(self.backoff.fail(), retry_after or 0.0)
-            self._due_at = now + pause
-            self.machine.move("connecting/waiting", cause=reason)
+            self._pause(now, retry_after or 0.0)
         return True
 
     def refuse(self, kind: CloseClass, reason: str) -> None:
@@ -210,11 +205,29 @@ class SessionCore:
         """The connection has crashed and will be started again: it connects by itself."""
         if self.machine.phase in ("connecting", "online"):
             self._note(CloseClass.TRANSIENT, reason)
-            self._online_at = None
+            self._link_ended(now)
             self.generation += 1  # whatever the old link still says is old
             if self.machine.step != "waiting":
-                self._due_at = now + self.backoff.fail()
-                self.machine.move("connecting/waiting", cause=reason)
+                self._pause(now)
+
+    def _link_ended(self, now: float) -> None:
+        proven = self._online_at is not None and now - self._online_at >= PROVEN
+        self._online_at = None
+        if proven:
+            self.backoff.succeed()
+            self._restarts = 0
+
+    def _pause(self, now: float, least: float = 0.0) -> None:
+        """Wait for the next attempt, if there is one."""
+        reason = self.last_reason
+        try:
+            self._due_at = now + max(self.backoff.fail(), least)
+        except BackoffExhausted:
+            # Only a user's own Backoff can be: by default nothing is given up.
+            self._note(self.last_kind, f"given up after attempt {self.backoff.attempts}: {reason}")
+            self.machine.move("offline/refused", cause=self.last_reason)
+        else:
+            self.machine.move("connecting/waiting", cause=reason)
 
     def _dial(self, cause: str) -> None:
         self._begun = False

@@ -82,6 +82,10 @@ class Hearing(ABC):
         """Send bytes."""
 
     @abstractmethod
+    def _unsent(self) -> int:
+        """How many bytes the server has not taken yet."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Write what waits for its turn."""
 
@@ -120,9 +124,15 @@ class Hearing(ABC):
         except Exception as error:
             self._crash(error)
 
+    def heard(self, link: Link) -> None:
+        """A part of something has come in over a link: it lives."""
+        if link is self._link and self._keepalive is not None:
+            self._keepalive.heard_at = self._loop.time()
+
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is over."""
         if link is not self._link:
+            self._session._parting.lost(link)
             return
         why = "the server has closed it" if error is None else describe(error)
         self._close(CloseClass.TRANSIENT, why)
@@ -267,7 +277,8 @@ class Hearing(ABC):
 
     def _on_repeat(self, event: Repeat) -> None:
         found = None if self._recent is None else self._recent.get(event.id)
-        if found is None or self._dialogue is None:
+        # Who asks may be anybody: one small question has a large answer, again and again.
+        if found is None or self._unsent() > MOST_ANSWERS or self._dialogue is None:
             self._session._counts.not_repeated += 1
             return
         try:
@@ -276,6 +287,7 @@ class Hearing(ABC):
             self._session._counts.not_repeated += 1
             return
         self._session._counts.repeated += 1
+        self._session._table.repeated(event.id)
         self._say(data)
 
     def _on_unhandled(self, event: Unhandled) -> None:

@@ -33,7 +33,7 @@ class Keepalive:
         self._every = every
         self._patience = patience
         self._asked_at: float | None = None
-        # How many bytes were to be sent when it was looked at last.
+        # How many bytes were to be sent then.
         self._pending = 0
         #: When something came in, and when something went out.
         self.heard_at = now
@@ -41,19 +41,21 @@ class Keepalive:
 
     def look(self, now: float, pending: int = 0) -> tuple[Verdict, float]:
         """What to do now, with so many bytes still to be sent, and when to look again."""
-        before, self._pending = self._pending, pending
-        if self._asked_at is not None:
-            if self.heard_at >= self._asked_at:
-                self._asked_at = None
-            elif now >= self._asked_at + self._patience:
-                if pending >= before:
+        if self._asked_at is not None and self.heard_at >= self._asked_at:
+            self._asked_at = None
+        if self._asked_at is None:
+            due = min(self.heard_at, self.said_at) + self._every
+            if now < due:
+                return Verdict.WAIT, due
+            self._asked_at, self._pending = now, pending
+        else:
+            if now >= self._asked_at + self._patience:
+                if pending >= self._pending:
                     return Verdict.LOST, now
-                self._asked_at = now
-                return Verdict.WAIT, now + self._patience
-            else:
-                return Verdict.WAIT, self._asked_at + self._patience
-        due = min(self.heard_at, self.said_at) + self._every
-        if now < due:
-            return Verdict.WAIT, due
-        self._asked_at = self.said_at = now
-        return Verdict.ASK, now + self._patience
+                self._asked_at, self._pending = now, pending
+            # The patience may be the longer of the two: the server must hear from us meanwhile.
+            due = self.said_at + self._every
+            if now < due:
+                return Verdict.WAIT, min(due, self._asked_at + self._patience)
+        self.said_at = now
+        return Verdict.ASK, min(now + self._every, self._asked_at + self._patience)

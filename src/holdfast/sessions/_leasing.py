@@ -65,12 +65,14 @@ class Leasing:
         try:
             lease = session._lease = await exclusive.acquire()
         except LeaseRefused as error:
-            if before is None:
+            held = await self._client.held(key)
+            if any(each.holder.owner != owner for each in held):
                 raise
-            if any(each.holder.owner != owner for each in await self._client.held(key)):
-                raise
-            # It was asked for and not answered, or lost because the store could not be reached.
-            raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
+            if held or before is not None:
+                # It was asked for and not answered, or nobody waited for the answer, or it was
+                # lost because the store could not be reached. Nobody else has it.
+                raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
+            lease = session._lease = await exclusive.acquire()  # whoever had it is gone
         lease.on_lost(lambda error: session._fenced() if session._lease is lease else None)
         if before is not None:
             # Whoever had it since has said other things, and may have other credentials. What the

@@ -19,6 +19,9 @@ class Listener(Protocol):
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is over."""
 
+    def heard(self, link: Link) -> None:
+        """A part of something has come in over a link."""
+
 
 class Link:
     """One socket, from its dial to its end: what it says is told to its listener."""
@@ -45,6 +48,11 @@ class Link:
             self._listener.lost(self, error)
         else:
             self._early.append(lambda: self._listener.lost(self, error))
+
+    def heard(self) -> None:
+        """A part of something has come in, and the rest is still on its way."""
+        if self._early is None:
+            self._listener.heard(self)
 
     def listen(self) -> None:
         """From now on it is heard."""

@@ -29,6 +29,7 @@ from ._counts import Counts
 from ._errors import NotConnected, SessionError, SessionStopped, StorageError
 from ._logs import log_change, log_end, log_forgetful, log_not_kept, log_sender
 from ._offline import Offline
+from ._parting import Parting
 from ._protocol import CloseClass, Feature, Notice, Protocol, Step
 from ._senders import Senders
 from ._sending import Sending
@@ -63,6 +64,7 @@ class Session(Sending):
         "_name",
         "_offline",
         "_owner",
+        "_parting",
         "_recorder",
         "_records",
         "_saving",
@@ -121,6 +123,7 @@ class Session(Sending):
         self._saving: asyncio.Task[None] | None = None
         self._lease: Lease | None = None
         self._connection: Connection | None = None
+        self._parting = Parting()
         self._tree: Supervisor | None = None
         # Whether somebody wanted it to end, before it did so by itself.
         self._stop_asked = False
@@ -295,6 +298,7 @@ class Session(Sending):
         core = self._core
         if core.lost(core.generation, CloseClass.TRANSIENT, reason, self._clock.monotonic()):
             self._record(reason, kind="failure")
+        self._parting.abort()
         if self._connection is not None:
             self._connection.abandon(reason)
 

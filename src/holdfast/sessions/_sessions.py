@@ -403,8 +403,13 @@ class Sessions:
         session._ended(reason)
         try:
             # Before the profile is free: whoever has it next must find what was changed last.
-            await session._records.close(CLOSING)
+            until = asyncio.get_running_loop().time() + CLOSING
+            if (saving := session._saving) is not None:
+                await asyncio.wait((saving,), timeout=CLOSING)
+            await session._records.close(max(0.0, until - asyncio.get_running_loop().time()))
+            await session._parting.gone(CLOSING)
         finally:
+            session._parting.abort()
             try:
                 lease, session._lease = session._lease, None
                 if lease is not None:

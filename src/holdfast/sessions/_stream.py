@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -37,6 +38,9 @@ _OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     )
     if hasattr(socket, name)
 ]
+
+# Closing drops what is left, and tells the peer so (RST).
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 _buffers: WeakKeyDictionary[asyncio.AbstractEventLoop, memoryview] = WeakKeyDictionary()
 
@@ -138,9 +142,17 @@ class Stream(asyncio.BufferedProtocol):
             self._timer = loop.call_later(_CLOSING_TIME, self.abort)
 
     def abort(self) -> None:
-        """End now."""
-        if self._transport is not None:
-            self._transport.abort()
+        """End now: what the system was given and has not sent is not sent either."""
+        transport = self._transport
+        if transport is None:
+            return
+        sock = transport.get_extra_info("socket")
+        try:
+            if sock is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        except OSError:
+            pass  # it is gone already
+        transport.abort()
 
     def __repr__(self) -> str:
         if self._transport is None:

@@ -17,6 +17,7 @@ from websockets.protocol import State
 from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
+from ._link import Link
 from ._stream import Layer
 from ._transport import Receiver
 
@@ -106,6 +107,8 @@ class WebSocketLink(Layer):
         for event in events:
             if isinstance(event, Frame) and not self._closed:
                 self._take(event)
+        if not events:
+            self._partly()
         if core.writes:
             self._flush()
         if core.state is State.CLOSING:
@@ -115,7 +118,9 @@ class WebSocketLink(Layer):
         opcode = frame.opcode
         if opcode is Opcode.CONT:
             assert self._fragments is not None  # the core sees to that
-            self._fragments.append(bytes(frame.data))
+            if frame.data:  # of those without, there may be any number
+                self._fragments.append(bytes(frame.data))
+                self._partly()
             if frame.fin:
                 whole, self._fragments = b"".join(self._fragments), None
                 self._give(whole)
@@ -124,9 +129,18 @@ class WebSocketLink(Layer):
                 self._give(bytes(frame.data))
             else:
                 self._fragments = [bytes(frame.data)]
+                self._partly()
         elif opcode is Opcode.TEXT or opcode is Opcode.BINARY:
             self._core.fail(1003, f"only {self._kind.name.lower()} frames are understood")
             self._error = WebSocketClosed(f"the server sent a {opcode.name.lower()} frame", 1003)
+
+    def _partly(self) -> None:
+        """A message comes in parts, and may take longer than its server may be silent.
+
+        (Not so a ping: of whatever is between here and the server, that may be all that lives.)
+        """
+        if self._opening is None and isinstance(self._receiver, Link):
+            self._receiver.heard()
 
     def _ending(self) -> None:
         """One side has said goodbye, or has broken the rules."""
