@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.sessions._errors import CorruptRecord, StorageError
+from holdfast.sessions._records import Corruption, Records
 from holdfast.sessions._storage import Storage, open_storage
 from holdfast.sessions._storage_files import FileStorage
 from holdfast.sessions._storage_sqlite import SqliteStorage
@@ -48,6 +49,24 @@ async def test_one_that_cannot_be_written_does_not_fail_the_others(tmp_path: Pat
         assert [n for n, outcome in enumerate(outcomes) if outcome is not None] == [7]
         assert isinstance(outcomes[7], StorageError)
         assert len(await storage.keys("p", "creds")) == 19
+
+
+@pytest.mark.parametrize("value", ["a text", 5, 0.5])
+async def test_what_another_tool_has_made_of_a_record_is_a_miss(
+    tmp_path: Path, value: object
+) -> None:
+    path = tmp_path / "accounts.db"
+    found: list[Corruption] = []
+    async with open_storage(str(path)) as storage:
+        records = Records(storage, "alice", on_corrupt=found.append)
+        await records.put("creds", "me", b"old")
+        with sqlite3.connect(path) as other:
+            other.execute("update records set value = ? where key = ?", (value, b"me"))
+        other.close()
+        assert await records.get("creds", "me") is None
+        assert [(each.namespace, each.key) for each in found] == [("creds", "me")]
+        await records.put("creds", "me", b"new")
+        assert await records.get("creds", "me") == b"new"
 
 
 async def test_a_database_that_somebody_else_has_locked(tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ class SqliteStorage(Storage):
     async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
         """The record, or None."""
         names = _raw(profile, namespace, key)
-        query = "select value from records where profile = ? and namespace = ? and key = ?"
+        # Another tool may have left a text there: it is damaged, and still bytes.
+        value = "cast(value as blob)"
+        query = f"select {value} from records where profile = ? and namespace = ? and key = ?"
         rows = await self._rows(query, *names)
         return bytes(rows[0]) if rows else None
 
