@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import aiomqtt
 import pytest
@@ -19,7 +19,7 @@ from tests.leases.redis_server import RedisServer
 from tests.servers import require_server
 from tests.sessions import account
 from tests.sessions.mosquitto import Mosquitto
-from tests.sessions.support import until
+from tests.sessions.support import LIMIT, until
 
 from holdfast.kernel import Backoff, Clock
 from holdfast.leases import (
@@ -44,6 +44,8 @@ from holdfast.sessions import (
     Tcp,
     Unknown,
 )
+from holdfast.sessions._link import Link
+from holdfast.sessions._parting import Parting
 from holdfast.sessions._transport import Transport
 from holdfast.sessions.demo import Demo, DemoServer
 from holdfast.sessions.mqtt import Mqtt
@@ -553,6 +555,46 @@ async def test_a_lease_is_given_back_when_nothing_more_can_be_sent(takes_it: boo
         await free(leases)
         assert not link.pending
         await stopping
+
+
+async def test_a_new_link_ends_one_that_was_closed_before() -> None:
+    async with (
+        DemoServer() as server,
+        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
+        Sessions() as sessions,
+    ):
+        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
+        await overloaded(alice, proxy)
+        link = link_of(alice)
+        await alice.disconnect()
+        assert link.pending
+        connecting = asyncio.create_task(alice.connect())
+        # Long before the time is over that a closed link has.
+        await until(lambda: not link.pending, 3.0)
+        proxy.resume()
+        await connecting
+
+
+async def test_a_link_that_is_gone_is_not_waited_for() -> None:
+    class Backlog:
+        """A transport that has lost its socket, and still has something to send."""
+
+        pending = 5
+
+        def write(self, data: bytes) -> None:
+            raise AssertionError("it is closed")
+
+        def close(self) -> None:
+            raise AssertionError("it is closed")
+
+        abort = close
+
+    parting = Parting()
+    link = Link(cast(Any, None), 1)
+    link.transport = Backlog()
+    link.lost(None)
+    parting.closed(link)
+    await asyncio.wait_for(parting.gone(2 * LIMIT), LIMIT)
 
 
 async def test_a_lost_lease_ends_a_link_that_was_closed_before() -> None:

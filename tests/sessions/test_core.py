@@ -78,6 +78,17 @@ def test_only_a_link_that_has_lasted_ends_the_growth(core: SessionCore) -> None:
     assert core.next(15.0) == Wait(16.0)
 
 
+def test_a_link_that_has_done_its_part_need_not_last(core: SessionCore) -> None:
+    pauses = []
+    for _ in range(3):
+        generation = online(core, 0.0)
+        core.proven()
+        core.lost(generation, CloseClass.TRANSIENT, "more is to come", 0.1)
+        pauses.append(core.next_attempt_in(0.1))
+        core.connect()
+    assert len(set(pauses)) == 1
+
+
 def test_a_restart_is_made_at_once_and_not_counted(core: SessionCore) -> None:
     online(core)
     assert core.lost(1, CloseClass.RESTART, "515", 0.0)

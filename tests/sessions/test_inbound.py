@@ -99,6 +99,19 @@ def test_links_that_never_were_ready_pile_up_no_more_than_may_wait() -> None:
     assert box.rest() == [1, 2, 3, 4, 3]
 
 
+def test_what_comes_back_to_a_full_place_makes_no_room_for_more() -> None:
+    box = Box(1, 2, 3, 4, 5)
+    taken, era = box.waiting.take(), box.waiting._era
+    assert taken is not None
+    box.add(6)
+    box.waiting.link_lost()
+    box.waiting.put_back(taken, era)
+    box.add(1, 2, 3, 4, 5)
+    box.waiting.link_lost()
+    box.waiting.link_ready(again=False)
+    assert box.rest() == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("links", "rest", "returned"),
     [
@@ -262,6 +275,71 @@ def test_what_is_finished_late_is_remembered_within_limits() -> None:
         box.cut()
         box.waiting.handled(in_hand)
     assert box.waiting._late == [chr(number + 100) for number in range(100 - MOST_LATE, 100)]
+
+
+async def test_a_loop_whose_place_was_taken_settles_nothing_that_only_looks_alike() -> None:
+    box = Letters()
+    sink = box.waiting = Sink("alice", 5, returns=True, outlives=True)
+    first, second = sink.iterate(), sink.iterate()
+    box.come("a", again=False)
+    assert (await anext(first)).data == "a"
+    box.cut()
+    box.come("a")
+    assert (await anext(second)).data == "a"
+    waits = asyncio.ensure_future(anext(second))
+    await until(lambda: box.acknowledged == [("a", 2)])
+    # The first one has not noticed any of that, and now it is done, too.
+    with pytest.raises(StopAsyncIteration):
+        await anext(first)
+    # Another message by now, whose first copy was lost with its link.
+    box.cut()
+    assert sink.put(Event("letter", "a", "alice"), partial(box._done, "a", 3), "a", again=True)
+    assert (await asyncio.wait_for(waits, 30)).data == "a"
+    await second.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_handler_whose_place_was_taken_settles_nothing_that_only_looks_alike() -> None:
+    box, heard, may_go_on = Letters(), list[str](), asyncio.Event()
+    sink = box.waiting = Sink("alice", 5, returns=True, outlives=True)
+
+    async def stubborn(event: Event) -> None:
+        heard.append("stubborn")
+        while not may_go_on.is_set():
+            try:
+                await may_go_on.wait()
+            except asyncio.CancelledError:
+                heard.append("goes on")
+        heard.append("done")
+
+    sink.attach(stubborn)
+    assert sink.put(Event("letter", "a", "alice"), partial(box._done, "a", 1), "a")
+    await until(lambda: heard)
+    sink.attach(None)
+    await until(lambda: heard[1:])
+    box.cut()
+    # Another message by now, whose first copy was lost with its link.
+    box.come("a")
+    may_go_on.set()
+    await until(lambda: heard[2:])
+    await asyncio.sleep(0)
+    assert box.acknowledged == []
+    assert box.finish() == "a"
+
+
+def test_what_comes_back_from_a_link_that_never_was_ready_is_forgotten_with_it() -> None:
+    box = Box()
+    waiting = box.waiting
+    waiting.link_lost()
+    box.add(1)
+    taken, era = waiting.take(), waiting._era
+    assert taken is not None
+    waiting.link_lost()
+    waiting.put_back(taken, era)
+    waiting.link_ready(again=False)
+    # Nobody has another copy of it: no other link takes it away.
+    waiting.link_lost()
+    waiting.link_ready(again=True)
+    assert box.rest() == [1]
 
 
 def test_what_comes_back_between_links_is_the_first_again() -> None:

@@ -85,6 +85,8 @@ class Connection(Hearing):
         self._window = Window()
         # Bytes of answers since the server was last seen to take everything.
         self._answers = 0
+        # Whether something came over this link that there was no room for.
+        self._full = False
         # Whether the server keeps what this link leaves unacknowledged.
         self._keeps = True
 
@@ -172,6 +174,8 @@ class Connection(Hearing):
             session._offline.open(generation)
             self._greet(True)
             return
+        # It has had its time, and there is never more than one.
+        session._parting.abort()
         link = Link(self, generation)
         dialogue = session.protocol.begin(session.profile, session._credentials, session._memory)
         transport = await session.protocol.endpoint.dial(link)
@@ -183,6 +187,7 @@ class Connection(Hearing):
         self._link, self._dialogue = link, dialogue
         self._window.reset()
         self._answers = 0
+        self._full = False
         session._table.linked(cumulative=session.protocol.cumulative)
         self._say(dialogue.hello())
         link.listen()

@@ -13,6 +13,7 @@ What is told to it is told with the generation that it comes from; an old one ch
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from holdfast.kernel import Backoff, BackoffExhausted, Chart, Machine
@@ -209,6 +210,11 @@ class SessionCore:
             self.generation += 1  # whatever the old link still says is old
             if self.machine.step != "waiting":
                 self._pause(now)
+
+    def proven(self) -> None:
+        """The link has done its part, however short it was: what failed before it is over."""
+        if self._online_at is not None:
+            self._online_at = -math.inf
 
     def _link_ended(self, now: float) -> None:
         proven = self._online_at is not None and now - self._online_at >= PROVEN

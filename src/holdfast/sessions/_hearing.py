@@ -61,7 +61,7 @@ EVENTS = {
 class Hearing(ABC):
     """The half of a connection that listens."""
 
-    __slots__ = ("_answers", "_keeps")
+    __slots__ = ("_answers", "_full", "_keeps")
 
     _session: Session
     _loop: asyncio.AbstractEventLoop
@@ -72,6 +72,7 @@ class Hearing(ABC):
     _recent: RetryCache | None
     _window: Window
     _answers: int
+    _full: bool
     _keeps: bool
     queries: Queries
 
@@ -225,10 +226,15 @@ class Hearing(ABC):
         if data is None:
             if done is not None:
                 done(True)
-        else:
+        elif done is None or not self._full:
             told = Event(EVENTS.get(tag, tag), data, session.profile)
             put = session._sink.put(told, done, event.key, again=event.again)
-            if not put and done is not None:
+            if put or done is None:
+                return
+            if session.protocol.acknowledges_in_order and not session._sink._closed:
+                # It comes again over the next link; first, all that has room is handled.
+                self._full = True
+            else:
                 done(False)
 
     def _acknowledge(self, link: Link, token: Any, handled: bool) -> bool:
@@ -239,19 +245,24 @@ class Hearing(ABC):
         try:
             if handled:
                 self._say(self._dialogue.acknowledge(token))
-                return True
-            if not self._session.protocol.acknowledges_in_order:
+                if not self._full or self._session._sink._owed:
+                    return True
+            elif not self._session.protocol.acknowledges_in_order:
                 return True
             self._say(self._dialogue.goodbye())
         except ProtocolError as error:
             self._say(error.farewell)
+            self._session._core.proven()
             self._close(CloseClass.TRANSIENT, str(error))
             return True
         except Exception as error:
             self._crash(error)
             return False
         # Nothing after it could be acknowledged any more, until the server sends it again.
-        self._close(CloseClass.TRANSIENT, "something was not handled: a new link brings it again")
+        if handled:
+            self._session._core.proven()
+        why = "more came than there was room for" if handled else "something was not handled"
+        self._close(CloseClass.TRANSIENT, f"{why}: a new link brings it again")
         return True
 
     def _on_closing(self, event: Closing) -> None:

@@ -26,7 +26,7 @@ class Listener(Protocol):
 class Link:
     """One socket, from its dial to its end: what it says is told to its listener."""
 
-    __slots__ = ("_early", "_listener", "generation", "transport")
+    __slots__ = ("_early", "_listener", "generation", "over", "transport")
 
     def __init__(self, listener: Listener, generation: int) -> None:
         self._listener = listener
@@ -34,6 +34,8 @@ class Link:
         self._early: list[Callable[[], None]] | None = []
         self.generation = generation
         self.transport: Transport | None = None
+        #: Whether the socket is gone.
+        self.over = False
 
     def received(self, data: bytes) -> None:
         """Bytes have come in."""
@@ -44,6 +46,7 @@ class Link:
 
     def lost(self, error: BaseException | None) -> None:
         """It is over."""
+        self.over = True
         if self._early is None:
             self._listener.lost(self, error)
         else:

@@ -24,7 +24,7 @@ class Parting:
 
     def closed(self, link: Link) -> None:
         """A link has been closed."""
-        if link.transport is not None and link.transport.pending:
+        if link.transport is not None and not link.over and link.transport.pending:
             self._links = self._links or {}
             self._links[link] = asyncio.get_running_loop().create_future()
 

@@ -140,7 +140,7 @@ class Sink(Waiting):
                     if taken.done is not None:
                         taken.done(False)
                 else:
-                    self.handled(taken)
+                    self.handled(taken, current=self._consumer is task)
                 if self._consumer is task:
                     self._finish()
         finally:
@@ -162,7 +162,7 @@ class Sink(Waiting):
                     in_hand, self._reader = (taken, self._era), asyncio.current_task()
                     yield taken.event
                     in_hand = None
-                    self.handled(taken)
+                    self.handled(taken, current=self._waiter is token)
                     if self._waiter is token:
                         self._finish()
                     continue

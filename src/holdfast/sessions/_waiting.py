@@ -58,6 +58,7 @@ class Waiting:
         "_owed",
         "_profile",
         "_refuses",
+        "_since",
         "_told",
         "dropped",
         "limit",
@@ -86,8 +87,10 @@ class Waiting:
         self._owed = 0
         # Those of the last link, in their order, until the next one says what becomes of them.
         self._aside: list[Taken] | None = None
-        # How many links have ended, and how many had when the server had last forgotten one.
+        # How many links have ended; and how many had when there was one that was ready, and when
+        # the server had last forgotten one.
         self._era = 0
+        self._since = 0
         self._forgotten = 0
         self._refuses = False
         self._keeps = True
@@ -133,9 +136,13 @@ class Waiting:
         self._owed -= taken.done is not None
         return taken
 
-    def handled(self, taken: Taken) -> None:
-        """It is finished: tell the server, over its own link or with the copy of another one."""
-        if taken.done is None or taken.done(True) or taken.key is None:
+    def handled(self, taken: Taken, *, current: bool = True) -> None:
+        """It is finished: tell the server, over its own link or with the copy of another one.
+
+        :param current: whether nobody has taken the place of whoever had it. Otherwise that one may
+            have had the copy: what is like it now, or will be, can be another message.
+        """
+        if taken.done is None or taken.done(True) or taken.key is None or not current:
             return
         for waiting in (self._earlier, self._buffer, self._aside or []):
             for place, copy in enumerate(waiting):
@@ -154,7 +161,7 @@ class Waiting:
         """Whoever took it, in that era, is not done with it."""
         done = taken.done
         if done is not None and (self._refuses or era != self._era):
-            if self._aside is not None and era == self._era - 1:
+            if self._aside is not None and era >= self._since:
                 self._aside.insert(0, taken)
                 return
             if self._refuses or era >= self._forgotten:
@@ -171,12 +178,12 @@ class Waiting:
         if not self.returns:
             return
         owed = self._take_out()
+        self._era += 1
         if self._aside is None:
-            self._era += 1
             self._aside = owed
         else:
             # That link was never ready, so nobody has said yet what becomes of the ones before.
-            room = self.limit - len(self._aside)
+            room = max(0, self.limit - len(self._aside))
             self._aside += owed[:room]
             self.returned += len(owed[room:])
 
@@ -186,6 +193,7 @@ class Waiting:
         :param keeps: whether the server keeps what this link leaves, for the next session as well.
         """
         self._keeps = keeps
+        self._since = self._era
         aside, self._aside = self._aside, None
         if aside is None:
             return
