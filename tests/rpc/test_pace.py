@@ -110,10 +110,16 @@ class Closed(Directory):
         raise TopologyError("not today")
 
 
+class Renewed(Closed):
+    """Has had another token since it was refused, long ago."""
+
+    renewed = True
+
+
 async def nobody_tells(sim: Sim) -> None:
     """The first connection is wanted, and a source that fails is asked once a second, too."""
     world = World(sim.rng)
-    directory = Closed(world)
+    directory = sim.rng.choice((Closed, Renewed))(world)
     async with AsyncConnectionManager(
         handler_factory=world.channel, credentials=world.credentials, fetch_topology=directory
     ) as manager:
@@ -125,6 +131,15 @@ async def nobody_tells(sim: Sim) -> None:
 
 def test_a_source_that_fails_at_once_is_asked_once_a_second() -> None:
     simulate(nobody_tells, seeds=scaled(100, least=20))
+
+
+def test_one_that_has_answered_since_is_asked_at_once() -> None:
+    """It was too slow for one, and in time for another."""
+    inquiry = Inquiry()
+    inquiry.failed(None, 1.0)
+    assert inquiry.pause(1.0, 1.1) == pytest.approx(0.9)
+    inquiry.answered(Topology(1, ()), 1.0, 1.1)
+    assert inquiry.pause(1.0, 1.2) == 0.0
 
 
 async def moves_late(sim: Sim) -> None:

@@ -19,11 +19,17 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 
 from holdfast.kernel import Clock, IllegalMove, LoopThread
-from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Handler
+from holdfast.rpc import (
+    ConnectFailed,
+    ConnectionConfig,
+    ConnectionManager,
+    Handler,
+    retry_on_rpc_failure,
+)
 from holdfast.rpc._changes import Changes, Work
 from holdfast.testing import mutant, scaled
 
-from .handlers import ECHO, ENDLESS, eventually
+from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
 
 LIMIT = 30.0
@@ -251,8 +257,34 @@ def test_a_call_in_the_middle_of_a_change_does_not_wait_for_its_end(
     trapped.channel._lose()
     trapped.trap.set(Client(part), 0)
     within(SOON, lambda: look(trapped))
-    assert [error.code() for error in ended] == [grpc.StatusCode.UNAVAILABLE]
+    assert [error.code() for error in ended] == [grpc.StatusCode.FAILED_PRECONDITION]
     assert "by a finalizer in the middle of a change" in ended[0].details()
+    assert not complaints
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "live"])
+def test_nor_is_it_repeated_there(trapped: Trapped, complaints: list[Any], lost: bool) -> None:
+    """Nobody else gets the lock while a finalizer waits for another try."""
+    ended: list[Any] = []
+    channel = trapped.channel
+
+    @retry_on_rpc_failure(handler=channel)
+    def bye() -> bytes:
+        answer: bytes = channel.unary_unary(FAIL)(b"UNAVAILABLE")
+        return answer
+
+    def part(me: Client) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            bye()
+        ended.append(caught.value.code())
+        ended.append(trapped.manager.handle_error(channel, Refused(), timeout=2 * SOON))
+
+    if lost:
+        channel._lose()
+    trapped.trap.set(Client(part), 0)
+    within(SOON, lambda: look(trapped))
+    codes = grpc.StatusCode
+    assert ended == [codes.FAILED_PRECONDITION if lost else codes.UNAVAILABLE, False]
     assert not complaints
 
 
@@ -378,6 +410,40 @@ EXIT_OF_ALL = EXIT.replace("self.channel.close()", "self.manager.close()").repla
 @pytest.mark.parametrize("script", [EXIT, EXIT_OF_ALL], ids=["channel", "manager"])
 def test_it_is_given_back_while_the_interpreter_ends(echo: EchoServer, script: str) -> None:
     assert run_script(script, echo.uri) == ["finalizing: True"]
+
+
+#: One who wants another connection then, and makes a call over what has lost its own.
+EXIT_OF_ONE_WHO_WAITS = (
+    EXIT.replace(
+        "            self.channel.close()",
+        """            for wait in self.waits:
+                began = self.now()
+                try:
+                    wait()
+                except Exception as error:
+                    self.tell(f"{type(error).__name__}, at once: {self.now() - began < 3}\\n")""",
+    )
+    .replace(
+        "            self.ending,",
+        """            self.channel._lose()
+            self.waits = (
+                lambda: manager.get_or_create(config, dedicated=True),
+                lambda: self.channel.unary_unary("/test/Echo")(b"bye"),
+            )
+            self.now = time.monotonic
+            self.ending,""",
+    )
+    .replace("import sys", "import sys, time")
+)
+
+
+def test_nobody_waits_while_the_interpreter_ends(echo: EchoServer) -> None:
+    """There are no threads any more that could open a connection."""
+    assert run_script(EXIT_OF_ONE_WHO_WAITS, echo.uri) == [
+        "finalizing: True",
+        "ManagerClosed, at once: True",
+        "CallUnsent, at once: True",
+    ]
 
 
 FORK = """

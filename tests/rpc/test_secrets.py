@@ -502,8 +502,9 @@ async def test_a_factory_that_repeats_it(
 
 
 @both
+@pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
 async def test_a_strategy_that_repeats_it_when_somebody_comes_back(
-    search: Search, kind: Kind, echo: EchoServer
+    search: Search, kind: Kind, used: bool, echo: EchoServer
 ) -> None:
     """Its connection was closed, as nobody had it; a call wants the next one."""
     failing_now = threading.Event()
@@ -515,7 +516,8 @@ async def test_a_strategy_that_repeats_it_when_somebody_comes_back(
 
     async with kind(linger=0.2, strategy=strategy) as side:
         channel = await side.get(config_of("token", echo.address), timeout=LIMIT)
-        await side.call(channel, ECHO)
+        if used:
+            await side.call(channel, ECHO)
         await side.run(channel.close)
         async with asyncio.timeout(LIMIT):
             while side.manager.get_stats()["total_connections"]:  # noqa: ASYNC110 - nothing tells

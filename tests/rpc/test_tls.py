@@ -151,6 +151,36 @@ def test_who_keeps_the_topology_has_a_certificate_of_its_own(uri: str) -> None:
         assert hinted(ConnectionConfig.from_uri(uri), error) is error
 
 
+@pytest.mark.parametrize(
+    ("why", "options", "told"),
+    [
+        ("certificate has expired: OK", {"ca": b"-----BEGIN"}, "its certificate has expired"),
+        ("certificate is not yet valid: OK", {}, "perhaps a clock is wrong"),
+        ("unable to get local issuer certificate", {}, "with the option ca"),
+        ("self signed certificate", {"ca": b"-----BEGIN"}, "does not hold its authority"),
+    ],
+)
+def test_what_is_wrong_with_a_certificate_is_told(
+    why: str, options: dict[str, Any], told: str
+) -> None:
+    wanted = ConnectionConfig.from_uri("https://localhost", **options)
+    error = ConnectFailed(f"SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: {why}")
+    assert told in str(hinted(wanted, error))
+
+
+@both
+async def test_what_fails_before_there_is_a_channel_is_not_the_server(
+    kind: Kind, echo: EchoServer
+) -> None:
+    def ask_elsewhere(config: ConnectionConfig) -> Any:
+        raise ConnectionResetError("Connection reset by peer")
+
+    async with kind(handler_factory=ask_elsewhere) as side:
+        with pytest.raises(ConnectFailed, match="Connection reset by peer") as caught:
+            await side.get(ConnectionConfig.from_uri(echo.uri), timeout=0.5)
+        assert "TLS" not in str(caught.value)
+
+
 def test_a_server_that_was_there_speaks_as_it_did() -> None:
     error = ConnectFailed("Socket closed")
     assert hinted(ConnectionConfig.from_uri("http://localhost"), error, known=True) is error

@@ -48,6 +48,10 @@ class Changes:
         """Whether this thread is in the middle of one, as `threading.Condition` finds out."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
+    def is_in_vain(self) -> bool:
+        """Whether nothing can come while this thread waits: it changes something, or all ends."""
+        return self.under_way() or sys.is_finalizing()
+
     def make(self, change: Callable[[], Work]) -> None:
         """Change something under the lock: now, if that can be."""
         if sys.is_finalizing():

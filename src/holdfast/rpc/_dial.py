@@ -137,9 +137,13 @@ class TokenCredentials:
         self._metadata = (("authorization", sent),) if sent else ()
         self._token = token
 
+    def stands_for(self, config: ConnectionConfig) -> bool:
+        """Whether the configuration's token is this one, or was when it began, or there is none."""
+        return config.token in ("", self._first)
+
     def token_for(self, config: ConnectionConfig) -> str:
         """What the configuration's token is by now; one that was never this one stays as it is."""
-        return self._token if config.token in ("", self._first) else config.token
+        return self._token if self.stands_for(config) else config.token
 
     def metadata(self) -> Metadata:
         """The one pair, or nothing without a token."""

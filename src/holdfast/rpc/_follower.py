@@ -99,7 +99,8 @@ class Follower(TopologyMixin):
         self._factory = handler_factory
         self._channels = channels
         self._source = None if fetch_topology is None else source_of(fetch_topology)
-        self._is_own = False
+        # Whether the source is asked with the token of the credentials.
+        self._follows_token = False
         self._latencies = latencies
         self._refresh_every = refresh_every
         self._patience = patience
@@ -132,7 +133,7 @@ class Follower(TopologyMixin):
         token = partial(_token, self.credentials, config)
         if self._source is None:
             self._source = HttpTopology.of(config, clock=self._clock, token=token)
-            self._is_own = True
+            self._follows_token = _stands_for(self.credentials, config)
         self._name = f"rpc.{config.address}.topology"
         self._tokens = (token, lambda: config.token)
         if self.topology is None:
@@ -220,7 +221,9 @@ class Follower(TopologyMixin):
         if inquiry.last is not None and inquiry.rest(self._pace, self._now()) > 0:
             self._take(inquiry.last)
             return
-        if (pause := inquiry.pause(self._pace, self._now())) > 0 and not source.renewed:
+        now = self._now()
+        renewed = inquiry.refused(now) and source.renewed
+        if (pause := inquiry.pause(self._pace, now)) > 0 and not renewed:
             await asyncio.sleep(pause)
         self._take(await inquiry.ask(lambda: self._ask(source, inquiry)))
 
@@ -231,14 +234,18 @@ class Follower(TopologyMixin):
             self.counters.topology_fetch_failures += 1
             inquiry.failed(error, self._now())
             failure = self._failure(source, error)
-            if isinstance(error, TopologyRefused) and self._is_own and self.on_refused is not None:
-                self.on_refused()
+            if isinstance(error, TopologyRefused) and self._follows_token and not source.renewed:
+                self._tell_refused()
         else:
             self.counters.topology_fetches += 1
             inquiry.answered(found, self._pace, self._now())
             return found
         # Not in the handler: the error that it handles may repeat the token.
         raise failure
+
+    def _tell_refused(self) -> None:
+        if self.on_refused is not None:
+            self.on_refused()
 
     def _failure(self, source: TopologySource, error: Exception) -> Exception:
         """What to say of it, without the token."""
@@ -322,6 +329,10 @@ def _token(credentials: CredentialProvider | None, config: ConnectionConfig) -> 
     if isinstance(credentials, TokenCredentials):
         return credentials.token_for(config)
     return config.token
+
+
+def _stands_for(credentials: CredentialProvider | None, config: ConnectionConfig) -> bool:
+    return isinstance(credentials, TokenCredentials) and credentials.stands_for(config)
 
 
 def source_of(given: FetchTopology) -> TopologySource:

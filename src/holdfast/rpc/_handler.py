@@ -126,7 +126,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         self._on_unsent: Callable[[BaseException], object] | None = None
         self._on_refused: Callable[[], object] | None = None
         self._refusals: Refusals | None = None
-        # Whether this thread has a lock without which no connection can come: to wait is in vain.
+        # Whether no connection can come while this thread waits: it has a lock that is needed.
         self._is_in_vain: Callable[[], bool] | None = None
         #: Which credentials a call is made with.
         self._credential = 0
@@ -368,7 +368,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         began = monotonic()
         deadline = began + (self._wait_limit if timeout is None else timeout)
         verdicts = self._verdicts
-        if self._is_in_vain is not None and self._is_in_vain():
+        if self._in_vain():
             raise CallUnsent(*in_vain(self._address))
         self._waiting(+1)
         try:
@@ -385,6 +385,9 @@ class Handler(grpc.Channel):  # type: ignore[misc]
             raise
         finally:
             self._waiting(-1)
+
+    def _in_vain(self) -> bool:
+        return self._is_in_vain is not None and self._is_in_vain()
 
     def _next(self, began: float, deadline: float, own: bool, verdicts: int) -> Live:
         with self._changed:
@@ -440,6 +443,8 @@ class Handler(grpc.Channel):  # type: ignore[misc]
 
     def _await_credentials(self, timeout: float | None) -> bool:
         """Wait for a refresh that is under way; says whether a refused call may be made again."""
+        if self._in_vain():
+            return False
         with self._changed:
             if (refusals := self._refusals) is None:
                 return False

@@ -16,10 +16,16 @@ from ._errors import ConfigError, ConnectFailed, TopologyError
 __all__ = ["hinted", "unusable"]
 
 _HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
-#: What BoringSSL and gRPC say, and what is to be done.
+_AUTHORITY = "give the authority of its certificate with the option ca"
+_OTHER_AUTHORITY = "the option ca does not hold its authority"
+#: What BoringSSL and gRPC say, and what is to be done; the first that fits.
 _HINTS = {
     "WRONG_VERSION_NUMBER": "perhaps the server speaks no TLS: then write http:// for https://",
-    "CERTIFICATE_VERIFY_FAILED": "give the authority of its certificate with the option ca",
+    "CERTIFICATE_VERIFY_FAILED: certificate has expired": "its certificate has expired",
+    "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid": (
+        "its certificate is not valid yet: perhaps a clock is wrong"
+    ),
+    "CERTIFICATE_VERIFY_FAILED": _AUTHORITY,
     "Hostname Verification Check failed": (
         "if its certificate is for another name, give that with the option server_name"
     ),
@@ -49,7 +55,8 @@ def _hint(config: ConnectionConfig, told: str, known: bool) -> str | None:
             return None  # it goes, or restarts
         return "perhaps the server wants TLS: then write https:// for http://" if hung_up else None
     if not hung_up:
-        return next((hint for words, hint in _HINTS.items() if words in told), None)
+        hint = next((hint for words, hint in _HINTS.items() if words in told), None)
+        return _OTHER_AUTHORITY if hint is _AUTHORITY and config.options.get("ca") else hint
     if config.options.get("certificate") is None:
         return "perhaps it wants a certificate: give the options certificate and private_key"
     return "perhaps it does not accept what the option certificate holds"

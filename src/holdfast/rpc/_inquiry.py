@@ -66,7 +66,7 @@ class Inquiry:
         """It has told."""
         self._left = self._tokens(pace, now) - 1.0
         self.last, self.answered_at = found, now
-        self._distrusted_until = self._refused_until = float("-inf")
+        self._failed_at = self._distrusted_until = self._refused_until = float("-inf")
         self._refusals.succeed()
 
     def failed(self, error: Exception | None, now: float) -> None:

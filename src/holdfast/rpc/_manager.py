@@ -122,6 +122,8 @@ class ConnectionManager:
                 "get_or_create was called in the middle of a change of its own manager: what the "
                 "options credentials and strategy name must not use it, nor may a finalizer"
             )
+        if sys.is_finalizing():
+            raise ManagerClosed("the interpreter ends: no connection can be opened any more")
         limit = self._policy.connect_timeout if timeout is None else timeout
         deadline = Deadline.after(limit, self._clock)
         managed: Managed | None = None
@@ -180,6 +182,8 @@ class ConnectionManager:
         if generation is not None or not isinstance(error, grpc.RpcError):
             # Those of gRPC were told by the handler, with the generation that they came from.
             self._broken(managed, error, generation)
+        if self._changes.is_in_vain():
+            return False  # a finalizer
         deadline = Deadline.after(limit, self._clock)
         while True:
             with self._lock:
@@ -290,7 +294,7 @@ class ConnectionManager:
         handler._on_close = lambda: self.release(handler)
         handler._on_unsent = lambda error: self._unsent(managed, error)
         handler._on_refused = lambda: self._refused(managed)
-        handler._is_in_vain = lambda: self._changes.under_way()
+        handler._is_in_vain = lambda: self._changes.is_in_vain()
         self._book.add(managed)
         return managed
 
@@ -371,8 +375,10 @@ class ConnectionManager:
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
         except Exception as error:
-            handler._fail_waiting(self._works.harmless(known, error))
-            raise
+            told = self._works.harmless(known, error).with_traceback(error.__traceback__)
+        # Not in the handler: the error that it handles may repeat the token.
+        handler._fail_waiting(told)
+        raise told
 
     # -- errors --------------------------------------------------------------------------------
 

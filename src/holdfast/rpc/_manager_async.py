@@ -306,8 +306,10 @@ class AsyncConnectionManager:
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
         except Exception as error:
-            handler._fail_waiting(self._works.harmless(known, error))
-            raise
+            told = self._works.harmless(known, error).with_traceback(error.__traceback__)
+        # Not in the handler: the error that it handles may repeat the token.
+        handler._fail_waiting(told)
+        raise told
 
     # -- errors --------------------------------------------------------------------------------
 

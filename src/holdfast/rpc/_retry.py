@@ -98,6 +98,8 @@ class _Try:
     def again(self, error: BaseException) -> bool:
         """Wait for as long as it makes sense; says whether there is another try."""
         handler = self.handler
+        if isinstance(handler, Handler) and handler._in_vain():
+            return False  # a finalizer, which holds up all others
         if isinstance(handler, Handler) and self._refused(error):
             return handler._await_credentials(self.left())
         if (pause := self.pause(error)) is None:

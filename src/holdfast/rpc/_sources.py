@@ -109,8 +109,7 @@ class HttpTopology(TopologySource):
         if not callable(token):
             _sendable(token)
         self._place = place_of(_url(uri))
-        # What was sent: last, and lately; and what was refused.
-        self._last = ""
+        # What was sent lately, and what was refused.
         self._sent: deque[str] = deque(maxlen=KEPT)
         self._refused: str | None = None
         self._timeout = timeout
@@ -146,9 +145,10 @@ class HttpTopology(TopologySource):
         """Ask, and wait here."""
         rounds = _Rounds(self, timeout)
         while True:
-            limit, get = rounds.begin(), self._get()
+            limit, token = rounds.begin(), self._token()
+            get = self._get(token)
             try:
-                return self._read(get.future.result(limit))
+                return self._read(get.future.result(limit), token)
             except TimeoutError:
                 delay = rounds.failed(f"no answer within {limit:.1f} s")
             except NoAnswer as error:
@@ -161,9 +161,10 @@ class HttpTopology(TopologySource):
         """Ask, without blocking the loop."""
         rounds = _Rounds(self, timeout)
         while True:
-            limit, get = rounds.begin(), self._get()
+            limit, token = rounds.begin(), self._token()
+            get = self._get(token)
             try:
-                return self._read(await _awaited(get.future, limit))
+                return self._read(await _awaited(get.future, limit), token)
             except TimeoutError:
                 delay = rounds.failed(f"no answer within {limit:.1f} s")
             except NoAnswer as error:
@@ -172,13 +173,17 @@ class HttpTopology(TopologySource):
                 get.give_up()
             await self._sleep_async(delay)
 
-    def _get(self) -> Get:
+    def _token(self) -> str:
+        """What to send now."""
+        token = _sendable(self._token_now())
+        if token and token not in self._sent:
+            self._sent.append(token)
+        return token
+
+    def _get(self, token: str) -> Get:
         headers = {"Accept": b"application/json"}
-        if token := _sendable(self._token_now()):
+        if token:
             headers["Authorization"] = b"Bearer " + token.encode()
-            if token not in self._sent:
-                self._sent.append(token)
-        self._last = token
         # Made in the thread: to load the authorities takes a while.
         return Get(self._place, headers, timeout=self._timeout, context=lambda: self._context)
 
@@ -194,9 +199,9 @@ class HttpTopology(TopologySource):
         except (OSError, ValueError) as error:
             raise ConfigError(f"the option ca cannot be used: {describe(error)}") from error
 
-    def _read(self, answer: Answer) -> Topology:
+    def _read(self, answer: Answer, token: str) -> Topology:
         if answer.status in (401, 403):
-            self._refused = self._last
+            self._refused = token
             raise TopologyRefused(
                 f"{answer.place} does not accept the token (HTTP {answer.status}): give a valid one"
             )
@@ -259,7 +264,11 @@ class _Rounds:
         )
 
 
-def _sendable(token: str) -> str:
+def _sendable(token: object) -> str:
+    if not isinstance(token, str):
+        if inspect.iscoroutine(token):
+            token.close()
+        raise ConfigError(f"the token must be a text, not {type(token).__name__}")
     if _CONTROL.search(token):
         raise ConfigError("the token has a control character in it (a line end, perhaps)")
     return token

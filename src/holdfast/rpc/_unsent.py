@@ -3,7 +3,7 @@
 It is what gRPC raises for a call (`code()` and `details()` are there), and a `ConnectFailed` as
 well. DEADLINE_EXCEEDED says that the call's own time was over; UNAVAILABLE, that it had no limit
 and has waited for as long as a call without one may; FAILED_PRECONDITION, that to wait does not
-help, as what the connection is made from is wrong.
+help, as what the connection is made from is wrong, or as nothing can come while it waits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ def hopeless(address: str, verdict: BaseException) -> tuple[grpc.StatusCode, str
 
 def in_vain(address: str) -> tuple[grpc.StatusCode, str]:
     """The code and the text for a call that nothing could come for while it waits."""
-    where = "it was made by a finalizer in the middle of a change of the manager, which cannot wait"
-    return grpc.StatusCode.UNAVAILABLE, f"not sent: no connection to {address}, and {where}"
+    where = (
+        "it was made by a finalizer in the middle of a change of the manager, or at the end of the "
+        "interpreter: none can come while it waits"
+    )
+    # Not UNAVAILABLE: who repeats the call would do so in vain, too, while all others wait for it.
+    return grpc.StatusCode.FAILED_PRECONDITION, f"not sent: no connection to {address}, and {where}"
 
 
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]

@@ -298,7 +298,7 @@ class Works:
 
     async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
         verdict = judge(error, made=channel is not None)
-        kept, told = _put(managed, error, verdict)
+        kept, told = _put(managed, error, verdict, made=channel is not None)
         level = logging.INFO if verdict is Verdict.RETRY else logging.WARNING
         log.log(level, "%s: %s", managed.address, told)
         if channel is not None:
@@ -440,12 +440,15 @@ def _secrets(managed: Managed) -> list[str]:
     return secrets_of(managed.config.token, *managed.handler._sent.lately)
 
 
-def _put(managed: Managed, error: Exception, verdict: Verdict) -> tuple[BaseException, str]:
+def _put(
+    managed: Managed, error: Exception, verdict: Verdict, *, made: bool
+) -> tuple[BaseException, str]:
     """What to keep of a failure, and what to log; whatever the error is, there is something."""
     try:
         secrets = _secrets(managed)
-        known = managed.generation > 0
-        kept = harmless(hinted(managed.config, error, known=known), secrets)
+        # What fails before there is a channel is the user's own program, and not the server.
+        found = hinted(managed.config, error, known=managed.generation > 0) if made else error
+        kept = harmless(found, secrets)
         return kept, hidden(where(error, verdict), secrets) or words(kept, secrets)
     except Exception:
         kind = type(error).__name__
