@@ -333,6 +333,19 @@ async def test_close_ends_in_time_although_a_connection_does_not(
     await asyncio.wait_for(ended.wait(), PATIENCE)  # it is not left for ever
 
 
+@pytest.mark.parametrize("closed", [False, True])
+async def test_one_that_comes_back_broken_is_a_warning_while_the_pool_is_open(
+    pool: Pool, caplog: pytest.LogCaptureFixture, closed: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with pool.connection() as conn:
+        if closed:
+            await pool.close(timeout=0.0)
+        await conn.close()
+    (record,) = [each for each in caplog.records if "that came back broken" in each.message]
+    assert record.levelno == (logging.INFO if closed else logging.WARNING)
+
+
 async def test_a_pool_may_be_closed_by_its_own_callback() -> None:
     closed = asyncio.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import threading
@@ -368,6 +369,19 @@ def test_close_ends_in_time_although_a_connection_does_not(
     assert "shop: 1 connection did not close within 1 s" in caplog.text
     go_on.set()
     eventually(lambda: conn.closed)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_one_that_comes_back_broken_is_a_warning_while_the_pool_is_open(
+    pool: Pool, caplog: pytest.LogCaptureFixture, closed: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    with pool.connection() as conn:
+        if closed:
+            pool.close(timeout=0.0)
+        conn.close()
+    (record,) = [each for each in caplog.records if "that came back broken" in each.message]
+    assert record.levelno == (logging.INFO if closed else logging.WARNING)
 
 
 def test_a_pool_may_be_closed_by_its_own_callback() -> None:

@@ -333,6 +333,11 @@ class Pool(Generic[C]):
         if self.reservoir.recipe.driver.knows_state:
             log.warning("%s: rolling back a connection left in a transaction: %r", self.name, conn)
 
+    def _tell_unclean(self, state: State) -> None:
+        # When all are closed, nobody need care how one comes back.
+        level = logging.INFO if self.closed else logging.WARNING
+        log.log(level, "%s: closing a connection that came back %s", self.name, state.value)
+
     def _warn_reset(self, state: State) -> None:
         log.warning("%s: the reset callback left a connection %s", self.name, state.value)
 

@@ -317,7 +317,7 @@ class ConnectionPool(Pool[C]):
                 return False
             state = self._state_of(conn, settled=True)
         if state is not State.IDLE:
-            log.warning("%s: closing a connection that came back %s", self.name, state.value)
+            self._tell_unclean(state)
             return False
         if doubt is not None and driver.suspects(conn, doubt):
             try:
