@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.sessions import StorageError
 from holdfast.sessions._seal import Seal
 from holdfast.sessions._sealed import Sealed
 from holdfast.sessions._storage import Storage, open_storage
@@ -11,7 +12,7 @@ from holdfast.sessions._storage_files import FileStorage
 from holdfast.sessions._storage_memory import MemoryStorage
 from holdfast.sessions._storage_sqlite import SqliteStorage
 
-__all__ = ["KEY", "KINDS", "KINDS_ON_DISK", "make"]
+__all__ = ["KEY", "KINDS", "KINDS_ON_DISK", "Full", "make"]
 
 KEY = bytes(range(32))
 KINDS_ON_DISK = ("sqlite", "files", "checked sqlite", "encrypted sqlite", "encrypted files")
@@ -36,3 +37,15 @@ def make(kind: str, place: Path) -> Storage:
         case "encrypted files":
             return Sealed(FileStorage(place / "accounts"), Seal(KEY))
     raise ValueError(kind)
+
+
+class Full(MemoryStorage):
+    """A storage that has no room for a while."""
+
+    durable = True
+    full = True
+
+    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+        if self.full:
+            raise StorageError("no room")
+        await super().put(profile, namespace, key, value)

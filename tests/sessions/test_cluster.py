@@ -519,13 +519,21 @@ async def test_credentials_of_the_next_owner_are_not_ignored(tmp_path: Path) -> 
 # -- a server that is slow to take what is left ------------------------------------------------
 
 
-async def overloaded(session: Session, proxy: FaultProxy) -> None:
-    """Give it more to send than it gets rid of."""
-    proxy.stall()
-    body = b"x" * 100_000
-    for _ in range(60):
-        await session.send("bob", body, wait=False)
-    await until(lambda: link_of(session).pending > 1_000_000)
+@contextlib.asynccontextmanager
+async def overloaded(leases: Leases | None = None) -> AsyncIterator[tuple[Session, FaultProxy]]:
+    """A session that has more to send than it gets rid of."""
+    async with (
+        DemoServer() as server,
+        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
+        Sessions(leases=leases) as sessions,
+    ):
+        session = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
+        proxy.stall()
+        body = b"x" * 100_000
+        for _ in range(60):
+            await session.send("bob", body, wait=False)
+        await until(lambda: link_of(session).pending > 1_000_000)
+        yield session, proxy
 
 
 def link_of(session: Session) -> Transport:
@@ -538,14 +546,7 @@ def link_of(session: Session) -> Transport:
 
 @pytest.mark.parametrize("takes_it", [True, False])
 async def test_a_lease_is_given_back_when_nothing_more_can_be_sent(takes_it: bool) -> None:
-    async with (
-        DemoServer() as server,
-        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
-        connect("memory://") as leases,
-        Sessions(leases=leases) as sessions,
-    ):
-        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
-        await overloaded(alice, proxy)
+    async with connect("memory://") as leases, overloaded(leases) as (alice, proxy):
         link = link_of(alice)
         stopping = asyncio.create_task(alice.stop())
         await until(lambda: alice.state == "stopped")
@@ -558,13 +559,7 @@ async def test_a_lease_is_given_back_when_nothing_more_can_be_sent(takes_it: boo
 
 
 async def test_a_new_link_ends_one_that_was_closed_before() -> None:
-    async with (
-        DemoServer() as server,
-        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
-        Sessions() as sessions,
-    ):
-        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
-        await overloaded(alice, proxy)
+    async with overloaded() as (alice, proxy):
         link = link_of(alice)
         await alice.disconnect()
         assert link.pending
@@ -598,14 +593,7 @@ async def test_a_link_that_is_gone_is_not_waited_for() -> None:
 
 
 async def test_a_lost_lease_ends_a_link_that_was_closed_before() -> None:
-    async with (
-        DemoServer() as server,
-        FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
-        connect("memory://") as leases,
-        Sessions(leases=leases) as sessions,
-    ):
-        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", proxy.port)))
-        await overloaded(alice, proxy)
+    async with connect("memory://") as leases, overloaded(leases) as (alice, _):
         link = link_of(alice)
         await alice.disconnect()
         assert link.pending

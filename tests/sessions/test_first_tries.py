@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
+from tests.sessions.storages import Full
 from tests.sessions.support import LIMIT, collect, until
 
 from holdfast.kernel import Backoff
@@ -29,7 +30,6 @@ from holdfast.sessions import (
     open_storage,
 )
 from holdfast.sessions._session import CREDENTIALS
-from holdfast.sessions._storage_memory import MemoryStorage
 from holdfast.sessions.demo import Demo, DemoServer
 from holdfast.sessions.mqtt import Message, Mqtt
 
@@ -161,18 +161,6 @@ def _open_files() -> Iterator[str]:
             yield os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:
             pass  # that of the listing
-
-
-class Full(MemoryStorage):
-    """A storage that has no room for a while."""
-
-    durable = True
-    full = True
-
-    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
-        if self.full:
-            raise StorageError("no room")
-        await super().put(profile, namespace, key, value)
 
 
 async def test_credentials_that_could_not_be_kept_are_kept_before_a_later_link() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import pytest
+from tests.sessions.storages import Full
 from tests.sessions.support import collect, until
 
 from holdfast.kernel import Backoff
@@ -33,7 +34,6 @@ from holdfast.sessions import (
     SessionStopped,
     SessionVia,
     StepFailed,
-    StorageError,
     Tcp,
     Text,
     Unknown,
@@ -504,18 +504,6 @@ async def test_credentials_that_are_kept_are_not_warned_of(
     async with Sessions(storage=tmp_path / "a.db", backoff=Backoff(0.01, 0.05)) as sessions:
         await pair(sessions, server, "alice")
     assert lines(caplog, "WARNING") == []
-
-
-class Full(MemoryStorage):
-    """A storage that has no room for a while."""
-
-    durable = True
-    full = True
-
-    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
-        if self.full:
-            raise StorageError("no room")
-        await super().put(profile, namespace, key, value)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["not kept", "kept"])
