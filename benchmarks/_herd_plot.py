@@ -10,7 +10,7 @@ LOOKS = {
     "sqlalchemy": ("SQLAlchemy", "#c2a33a"),
     "asyncpg": ("asyncpg", "#c0504d"),
     "psycopg_pool": ("psycopg_pool", "#8064a2"),
-    "ours": ("Holdfast", "#1f6f8b"),
+    "ours": ("Moored", "#1f6f8b"),
 }
 INK = "#333333"
 STYLE: dict[Any, Any] = {

@@ -13,7 +13,7 @@ import psycopg_pool
 from sqlalchemy import event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from holdfast.reservoir import AsyncConnectionPool, ReservoirConfig
+from moored.reservoir import AsyncConnectionPool, ReservoirConfig
 
 SIZE = 50
 RATE = 20.0

@@ -14,7 +14,7 @@ import psycopg_pool
 from sqlalchemy import URL, create_engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool
+from moored.reservoir import AsyncConnectionPool, ConnectionPool
 
 SIZE = 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from holdfast.postgres import Postgres, Transaction
+from moored.postgres import Postgres, Transaction
 
 CONSUMER = "bench"
 TABLE = "changes"

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from _replication_data import PUBLICATION, START, Log
-from holdfast.postgres import Postgres, Transaction
+from moored.postgres import Postgres, Transaction
 
 __all__ = ["big_txn_rss"]
 

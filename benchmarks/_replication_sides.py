@@ -23,7 +23,7 @@ import psycopg2
 import psycopg2.extras
 
 from _replication_data import OPTIONS, PUBLICATION, START, Log, Sum
-from holdfast.postgres import Changes, Postgres, Reset, Transaction
+from moored.postgres import Changes, Postgres, Reset, Transaction
 
 __all__ = [
     "Recvlogical",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _rpc_echo import PROTO
-from holdfast.embedded._ports import choose_port
+from moored.embedded._ports import choose_port
 
 __all__ = ["Echo", "echo_server", "milvus_server", "silent_server", "slow_topology"]
 

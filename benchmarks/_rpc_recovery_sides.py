@@ -18,7 +18,7 @@ from pymilvus.client.connection_manager import (  # type: ignore[import-untyped]
     ConnectionManager,
 )
 
-from holdfast.rpc.milvus import AsyncMilvusClient, AsyncMilvusManager, MilvusClient, MilvusManager
+from moored.rpc.milvus import AsyncMilvusClient, AsyncMilvusManager, MilvusClient, MilvusManager
 
 __all__ = ["Outage", "Seen", "Side", "in_coroutines", "in_threads", "prepare", "written"]
 

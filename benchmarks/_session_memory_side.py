@@ -14,8 +14,8 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from holdfast.sessions import Acked, Outgoing, Protocol, Session, Sessions, Tcp
-from holdfast.sessions.demo import Demo, DemoServer
+from moored.sessions import Acked, Outgoing, Protocol, Session, Sessions, Tcp
+from moored.sessions.demo import Demo, DemoServer
 
 #: Made before the first look, so that what is needed once is not counted.
 WARM_UP = 20
@@ -37,7 +37,7 @@ class Nobody:
 
 def protocol_to(where: str) -> Protocol:
     if where.startswith("mqtt:"):
-        from holdfast.sessions.mqtt import Mqtt
+        from moored.sessions.mqtt import Mqtt
 
         return Mqtt(where, subscribe=())
     return Demo(Tcp("127.0.0.1", int(where)))

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 
 import aiomqtt
 
-from holdfast.sessions import Outgoing, Sessions, Unknown
-from holdfast.sessions._protocol import Confirmed, Greeting, Ready
-from holdfast.sessions.mqtt import Mqtt, MqttDialogue
+from moored.sessions import Outgoing, Sessions, Unknown
+from moored.sessions._protocol import Confirmed, Greeting, Ready
+from moored.sessions.mqtt import Mqtt, MqttDialogue
 
 PAYLOAD = b"x" * 100
 #: What aiomqtt is given for one publish; its callers wait for all of it.

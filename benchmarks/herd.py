@@ -37,7 +37,7 @@ from _harness import Figure, Report, main
 from _herd_plot import Lines, draw
 from _herd_pools import LIFETIME, POOLS, RATE, SIZE
 from _herd_side import HOLD, THINK, WORKERS, Tally
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 
 HERE = Path(__file__).parent
 SECONDS = 20
@@ -125,7 +125,7 @@ def run(name: str, server: SyncEmbeddedPostgres, seconds: int) -> Run:
     """Fill a pool, begin to limit, and let the workers loose."""
     behind = make_url(server.url)
     where = f"{behind.host}:{behind.port}"
-    with program("-m", "holdfast.testing.proxy", where, "--answer", "53400") as proxy:
+    with program("-m", "moored.testing.proxy", where, "--answer", "53400") as proxy:
         port = int(proxy.hear().split(",")[0].rpartition(":")[2])
         through = behind.set(host="127.0.0.1", port=port).update_query_dict({"sslmode": "disable"})
         url = through.render_as_string(hide_password=False)

@@ -10,8 +10,8 @@ import tracemalloc
 from collections.abc import Awaitable, Callable, Iterable
 
 from _harness import Figure, Report, main, paired, repeated
-from holdfast.kernel import Child, Context, KeyedWorkers, Recorder, Registry, Supervisor
-from holdfast.testing import Sim, run_one
+from moored.kernel import Child, Context, KeyedWorkers, Recorder, Registry, Supervisor
+from moored.testing import Sim, run_one
 
 DISTINCT_KEYS = 50_000
 HOT_KEYS = 100
@@ -152,7 +152,7 @@ def restarts_per_s() -> float:
                 raise AssertionError("the supervisor lost restarts")
         return count / seconds
 
-    logging.getLogger("holdfast.supervisor").setLevel(logging.CRITICAL)
+    logging.getLogger("moored.supervisor").setLevel(logging.CRITICAL)
     return asyncio.run(run())
 
 

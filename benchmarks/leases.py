@@ -14,8 +14,8 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from _harness import Figure, Report, main, paired
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.leases import Leases, connect
+from moored.embedded import SyncEmbeddedPostgres
+from moored.leases import Leases, connect
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

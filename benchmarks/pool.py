@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from _harness import Figure, Report, main
 from _pool_sides import SIZE, Floor, Side, async_sides, thread_sides
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 
 TASKS = 50
 THREADS = 4

@@ -29,10 +29,10 @@ from psycopg.conninfo import conninfo_to_dict
 
 from _harness import Figure, Report, main
 from _recovery_side import CONSUMER, TABLE
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.postgres import Changes, Postgres, Transaction
-from holdfast.postgres._postgres import BACKOFF
-from holdfast.testing import FaultProxy
+from moored.embedded import EmbeddedPostgres
+from moored.postgres import Changes, Postgres, Transaction
+from moored.postgres._postgres import BACKOFF
+from moored.testing import FaultProxy
 
 LIMIT = 60.0
 _SIDE = Path(__file__).with_name("_recovery_side.py")
@@ -58,7 +58,7 @@ class Place:
             for text in (
                 f"drop table if exists {TABLE}",
                 f"create table {TABLE} (id int primary key)",
-                "drop publication if exists holdfast_publication_default",
+                "drop publication if exists moored_publication_default",
                 "select pg_drop_replication_slot(slot_name) from pg_replication_slots",
             ):
                 await conn.execute(text.encode())

@@ -45,8 +45,8 @@ from _replication_sides import (
     psycopg3_raw,
     stream,
 )
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.postgres import Postgres, Transaction
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import Postgres, Transaction
 
 #: Rows per transaction, and how many transactions, in a quick run and in a long one.
 CASES = {1: (30_000, 100_000), 100: (2_000, 6_000), 10_000: (20, 60)}

@@ -36,7 +36,7 @@ from pymilvus.client import connection_manager as pymilvus  # type: ignore[impor
 
 from _harness import Figure, Report, main
 from _rpc_checkout_sides import Echo, echo_server, milvus_server, silent_server, slow_topology
-from holdfast.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
+from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
 
 #: Checkouts and calls in a burst: some 5 ms of either.
 CHECKOUTS, CALLS = 2000, 20

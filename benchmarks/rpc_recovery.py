@@ -32,8 +32,8 @@ from tests.rpc.milvus_server import MilvusServer
 
 from _harness import Figure, Report, main
 from _rpc_recovery_sides import Outage, Seen, Side, in_coroutines, in_threads, prepare, written
-from holdfast.rpc.milvus import MilvusClient, MilvusManager
-from holdfast.testing import FaultProxy
+from moored.rpc.milvus import MilvusClient, MilvusManager
+from moored.testing import FaultProxy
 
 CALLERS = 20
 QUICK = (2.0, 2.0, 6.0)

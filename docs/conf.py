@@ -6,10 +6,10 @@ from typing import Any
 
 from pygments.lexers.special import TextLexer
 
-from holdfast import __version__
+from moored import __version__
 
-project = "Holdfast"
-author = "The Holdfast authors"
+project = "Moored"
+author = "The Moored authors"
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
@@ -22,7 +22,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 html_theme = "furo"
-html_title = f"Holdfast {version}"
+html_title = f"Moored {version}"
 html_static_path: list[str] = []
 
 

@@ -16,8 +16,8 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.postgres import Postgres, Transaction
+from moored.embedded import EmbeddedPostgres
+from moored.postgres import Postgres, Transaction
 
 
 def apply(ledger: sqlite3.Connection, txn: Transaction) -> tuple[int, int]:

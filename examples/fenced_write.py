@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.leases import FenceRejected, connect
+from moored.leases import FenceRejected, connect
 
 STORE = "memory://example"
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.postgres import Delete, Insert, Postgres, Transaction, Update
+from moored.embedded import EmbeddedPostgres
+from moored.postgres import Delete, Insert, Postgres, Transaction, Update
 
 STATEMENTS = (
     "insert into orders values (1, 'tea')",

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.sessions import Acked, NotSent, Outcome, Rejected, Sessions, Unknown
-from holdfast.sessions.demo import Demo, DemoServer
+from moored.sessions import Acked, NotSent, Outcome, Rejected, Sessions, Unknown
+from moored.sessions.demo import Demo, DemoServer
 
 
 def words(outcome: Outcome) -> str:

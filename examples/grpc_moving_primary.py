@@ -20,7 +20,7 @@ import asyncio
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     AsyncGlobalStrategy,
     AsyncHandler,

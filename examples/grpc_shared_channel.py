@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc  # type: ignore[import-untyped]
 
-from holdfast.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
+from moored.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
 
 GREET = "/example.Greeter/Greet"
 

@@ -16,8 +16,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from holdfast.rpc.milvus import MilvusClient, MilvusManager, milvus_config
-from holdfast.testing import FaultProxy
+from moored.rpc.milvus import MilvusClient, MilvusManager, milvus_config
+from moored.testing import FaultProxy
 
 
 def row(number: int) -> dict[str, Any]:

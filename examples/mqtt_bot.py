@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import sys
 
-from holdfast.sessions import ConnectionUpdate, Msg, Sessions
-from holdfast.sessions.mqtt import Mqtt
+from moored.sessions import ConnectionUpdate, Msg, Sessions
+from moored.sessions.mqtt import Mqtt
 
 
 async def main(broker: str) -> None:

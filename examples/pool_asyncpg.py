@@ -18,8 +18,8 @@ import sys
 
 import asyncpg
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.reservoir import AsyncConnectionPool, CachedTokens
+from moored.embedded import EmbeddedPostgres
+from moored.reservoir import AsyncConnectionPool, CachedTokens
 
 vault = {"app": "monday"}
 

@@ -17,8 +17,8 @@ import logging
 import pg8000.dbapi  # type: ignore[import-untyped]
 import psycopg
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import ConnectionPool, ReservoirEmpty
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import ConnectionPool, ReservoirEmpty
 
 
 def main(options: dict[str, object]) -> None:

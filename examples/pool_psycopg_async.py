@@ -13,8 +13,8 @@ Expected output:
 
 import asyncio
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.reservoir import AsyncConnectionPool
+from moored.embedded import EmbeddedPostgres
+from moored.reservoir import AsyncConnectionPool
 
 
 async def work(pool: AsyncConnectionPool, errors: list[Exception]) -> None:

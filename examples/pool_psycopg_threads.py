@@ -14,8 +14,8 @@ from threading import Barrier, Thread
 
 import psycopg
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import ConnectionPool, retry_transaction
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import ConnectionPool, retry_transaction
 
 SERIALIZABLE = {"options": "-c default_transaction_isolation=serializable"}
 both_have_read = Barrier(2)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from holdfast.kernel import Clock, LoopThread
+from moored.kernel import Clock, LoopThread
 
 T = TypeVar("T")
 

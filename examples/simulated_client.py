@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.kernel import Backoff
-from holdfast.testing import Sim, assert_caught, mutant, simulate
+from moored.kernel import Backoff
+from moored.testing import Sim, assert_caught, mutant, simulate
 
 
 class Client:

@@ -16,9 +16,9 @@ import time
 from sqlalchemy import select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import ReservoirConfig
-from holdfast.reservoir.sqlalchemy import create_engine, reservoir_of
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import ReservoirConfig
+from moored.reservoir.sqlalchemy import create_engine, reservoir_of
 
 SHORT = ReservoirConfig(max_size=1, base_lifetime=3.0, lifetime_jitter=0.0, guard_window=1.0)
 

@@ -13,7 +13,7 @@ Expected output:
 import asyncio
 import logging
 
-from holdfast.kernel import Child, Context, Supervisor
+from moored.kernel import Child, Context, Supervisor
 
 second_link = asyncio.Event()
 

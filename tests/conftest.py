@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 
 _numbers = itertools.count(1)
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from tools import servers
 
-from holdfast.embedded._ports import choose_port
+from moored.embedded._ports import choose_port
 
 __all__ = ["free_port", "require_server"]
 

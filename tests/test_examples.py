@@ -52,7 +52,7 @@ def test_an_example_prints_what_it_promises(example: Path) -> None:
         timeout=SECONDS,
         cwd=ROOT,
         # As somebody runs it who has read the docs: with the schedules that it has by itself.
-        env={name: value for name, value in os.environ.items() if name != "HOLDFAST_SEED"},
+        env={name: value for name, value in os.environ.items() if name != "MOORED_SEED"},
     )
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.rstrip("\n").splitlines()

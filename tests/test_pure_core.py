@@ -10,7 +10,7 @@ from examples.pure_core import AsyncGate, Gate, ThreadGate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate, stress_threads
+from moored.testing import Sim, assert_caught, mutant, scaled, simulate, stress_threads
 
 PERIOD = 0.5
 

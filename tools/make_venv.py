@@ -23,7 +23,7 @@ def main() -> int:
     if not has_ensurepip():
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
             print(
-                f"holdfast: {sys.executable} cannot make virtual environments; "
+                f"moored: {sys.executable} cannot make virtual environments; "
                 f"install {package} first (as root: apt-get install {package})",
                 file=sys.stderr,
             )

@@ -12,17 +12,17 @@ import pkgutil
 import sys
 from pathlib import Path
 
-import holdfast
+import moored
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 #: Rooms whose users are not programmers: their reference is a page about the command.
-WITHOUT_API = {"holdfast.cli"}
+WITHOUT_API = {"moored.cli"}
 
 
 def packages() -> list[str]:
     """The rooms of the house, and their public modules."""
     found = []
-    for room in pkgutil.iter_modules(holdfast.__path__, "holdfast."):
+    for room in pkgutil.iter_modules(moored.__path__, "moored."):
         found.append(room.name)
         package = importlib.import_module(room.name)
         if room.ispkg:

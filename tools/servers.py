@@ -85,11 +85,11 @@ def main() -> int:
         try:
             install(wanted)
         except (subprocess.CalledProcessError, OSError) as error:
-            print(f"holdfast: the packages could not be installed: {error}", file=sys.stderr)
+            print(f"moored: the packages could not be installed: {error}", file=sys.stderr)
         wanted = missing()
     for server in wanted:
         print(
-            f"holdfast: {server.name} is not installed, so the tests of {server.purpose} "
+            f"moored: {server.name} is not installed, so the tests of {server.purpose} "
             f"cannot run (as root: apt-get install {server.package})",
             file=sys.stderr,
         )

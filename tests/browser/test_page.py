@@ -10,7 +10,7 @@ import pytest
 from tests.browser.chromium import Page
 from tests.service.support import Running, running
 
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 
 STATUS = "document.querySelector('#status')?.textContent"
 
@@ -32,16 +32,16 @@ def test_it_shows_the_conditions_the_tree_the_machines_and_the_events(
     assert "met" in page.text("#conditions")
     paths = "[...document.querySelectorAll('#tree [data-path]')].map(node => node.dataset.path)"
     assert page.evaluate(paths) == [
-        "holdfast",
-        "holdfast/postgres",
-        "holdfast/postgres/manager",
-        "holdfast/postgres/manager/persistent",
-        "holdfast/postgres/manager/connection",
-        "holdfast/postgres/manager/connection/restarter",
-        "holdfast/postgres/manager/connection/manager",
-        "holdfast/postgres/manager/connection/manager/resolver",
-        "holdfast/postgres/manager/connection/manager/manager",
-        "holdfast/http",
+        "moored",
+        "moored/postgres",
+        "moored/postgres/manager",
+        "moored/postgres/manager/persistent",
+        "moored/postgres/manager/connection",
+        "moored/postgres/manager/connection/restarter",
+        "moored/postgres/manager/connection/manager",
+        "moored/postgres/manager/connection/manager/resolver",
+        "moored/postgres/manager/connection/manager/manager",
+        "moored/http",
     ]
     assert "running / streaming" in page.text("#machines")
     assert "snapshot pool" in page.text("#stream")
@@ -63,7 +63,7 @@ def test_it_changes_live_when_postgres_is_killed_and_comes_back(tmp_path: Path, 
         service.postgres().kill()
         page.until("seen.length > 1 && seen.at(-1) === 'active'")
         assert set(page.evaluate("seen")) <= {"degraded", "waiting", "starting", "active"}
-        server = "[...document.querySelectorAll('[data-path=\"holdfast/postgres/server\"]')][0]"
+        server = "[...document.querySelectorAll('[data-path=\"moored/postgres/server\"]')][0]"
         assert "restarted once" in page.evaluate(f"{server}.innerText")
         assert "SIGKILL" in page.evaluate(f"{server}.innerText")
         assert "by SIGKILL" in page.text("#events")
@@ -88,7 +88,7 @@ def test_it_says_when_the_service_is_gone_and_finds_the_next_one(
 
 
 def test_with_a_token_it_asks_for_it_and_remembers(postgres_url: str, page: Page) -> None:
-    environ = {"HOLDFAST_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
+    environ = {"MOORED_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
     with running(environ=environ) as service:
         service.wait_active()
         page.open(service.url)

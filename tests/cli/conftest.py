@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.service.support import Running, drop_slots, running
 
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def postgres_url(postgres_url: str) -> Iterator[str]:
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A working directory and an environment that configure nothing."""
     for name in list(os.environ):
-        if name.startswith("HOLDFAST_") or name == "DATABASE_URL":
+        if name.startswith("MOORED_") or name == "DATABASE_URL":
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")

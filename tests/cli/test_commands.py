@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.service.support import Running, running
 
-import holdfast
-from holdfast.cli import main
+import moored
+from moored.cli import main
 
 Output = pytest.CaptureFixture[str]
 
@@ -21,7 +21,7 @@ def refused(capsys: Output, *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith("holdfast: ")
+    assert line.startswith("moored: ")
     return line
 
 
@@ -31,7 +31,7 @@ def test_status_shows_the_conditions_and_the_tree(
     assert main(["status", "--url", service.url]) == 0
     out = capsys.readouterr().out
     first = out.splitlines()[0]
-    assert first.startswith(f"holdfast {holdfast.__version__} at {service.url} is active, up ")
+    assert first.startswith(f"moored {moored.__version__} at {service.url} is active, up ")
     assert first.endswith(f"pid {service.process.pid}")
     assert "postgres_ready" in out
     assert "└─ http" in out
@@ -58,7 +58,7 @@ def test_status_exits_with_1_while_it_is_starting(bare: Path, capsys: Output) ->
 def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output) -> None:
     assert main(["tree", "--url", service.url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["holdfast", "├─", *"│││││││", "└─"]
+    assert [line.split()[0] for line in lines] == ["moored", "├─", *"│││││││", "└─"]
     assert "restarter" in lines[5]
     assert main(["tree", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["children"][1]["name"] == "http"
@@ -71,15 +71,15 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
     assert state.startswith("active, at streaming for ")
     assert cause.startswith("  because  it streams, and everything up to ")
     assert so == "  so       there is nothing to do"
-    assert main(["explain", "holdfast/postgres", "--url", service.url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["component"] == "holdfast/postgres"
+    assert main(["explain", "moored/postgres", "--url", service.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["component"] == "moored/postgres"
 
 
 def test_explain_lists_what_there_is(service: Running, bare: Path, capsys: Output) -> None:
     line = refused(capsys, "explain", "database", "--url", service.url)
     assert line.startswith(
-        "holdfast: there is no component 'database'; there is: holdfast, holdfast/http, "
-        "holdfast/postgres, holdfast/postgres/manager, holdfast/status, postgres, "
+        "moored: there is no component 'database'; there is: moored, moored/http, "
+        "moored/postgres, moored/postgres/manager, moored/status, postgres, "
     )
 
 
@@ -87,11 +87,11 @@ def test_the_service_is_found_by_the_configuration(
     service: Running, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = service.url.rpartition(":")[2]
-    (bare / "holdfast.toml").write_text(f"port = {port}\n")
+    (bare / "moored.toml").write_text(f"port = {port}\n")
     assert main(["tree"]) == 0
-    monkeypatch.setenv("HOLDFAST_PORT", "9")
+    monkeypatch.setenv("MOORED_PORT", "9")
     assert main(["tree"]) == 2
-    monkeypatch.setenv("HOLDFAST_URL", service.url)
+    monkeypatch.setenv("MOORED_URL", service.url)
     assert main(["tree"]) == 0
     capsys.readouterr()
 
@@ -102,8 +102,8 @@ def test_no_answer_is_one_line(bare: Path, capsys: Output) -> None:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         for command in (["status"], ["tree"], ["explain", "x"]):
             assert refused(capsys, *command, "--url", url) == (
-                f"holdfast: no service answers at {url} (Connection refused). "
-                "Start one with `holdfast serve`, or name another with --url."
+                f"moored: no service answers at {url} (Connection refused). "
+                "Start one with `moored serve`, or name another with --url."
             )
 
 
@@ -119,17 +119,17 @@ def test_somebody_else_at_that_address_is_one_line(
 def test_a_token_is_asked_for_and_sent(
     postgres_url: str, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environ = {"HOLDFAST_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
+    environ = {"MOORED_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
     with running(environ=environ) as service:
         service.wait_active()
         line = refused(capsys, "status", "--url", service.url)
-        assert line.endswith("set HOLDFAST_ADMIN_TOKEN, or use --admin-token")
+        assert line.endswith("set MOORED_ADMIN_TOKEN, or use --admin-token")
         assert main(["tree", "--url", service.url, "--admin-token", "t0ken"]) == 0
-        monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", "t0ken")
+        monkeypatch.setenv("MOORED_ADMIN_TOKEN", "t0ken")
         assert main(["tree", "--url", service.url]) == 0
-        monkeypatch.delenv("HOLDFAST_ADMIN_TOKEN")
+        monkeypatch.delenv("MOORED_ADMIN_TOKEN")
         port = service.url.rpartition(":")[2]
-        (bare / "holdfast.toml").write_text(f'port = {port}\nadmin_token = "t0ken"\n')
+        (bare / "moored.toml").write_text(f'port = {port}\nadmin_token = "t0ken"\n')
         assert main(["tree"]) == 0
         capsys.readouterr()
 
@@ -138,31 +138,31 @@ def test_config_shows_each_value_and_its_source(
     bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://app:hunter2@db/orders")
-    (bare / "holdfast.toml").write_text('admin_token = "hunter2"\n')
+    (bare / "moored.toml").write_text('admin_token = "hunter2"\n')
     assert main(["config", "--port", "9000"]) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
     assert rows["port"] == ["9000", "--port"]
     assert rows["database_url"] == ["postgresql://app:********@db/orders", "DATABASE_URL"]
-    assert rows["admin_token"] == ["********", "holdfast.toml"]
+    assert rows["admin_token"] == ["********", "moored.toml"]
     assert rows["log_level"] == ["info", "default"]
     assert "hunter2" not in out
     assert main(["config", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["port"] == {"value": 8089, "from": "default"}
-    assert told["admin_token"] == {"value": "********", "from": "holdfast.toml"}
+    assert told["admin_token"] == {"value": "********", "from": "moored.toml"}
 
 
 def test_config_shows_where_the_data_will_be(bare: Path, capsys: Output) -> None:
     assert main(["config", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["data_dir"]["value"].endswith("holdfast/postgres")
+    assert told["data_dir"]["value"].endswith("moored/postgres")
     assert told["data_dir"]["from"] == "default"
 
 
 def test_a_named_file_must_be_there(bare: Path, capsys: Output) -> None:
     assert refused(capsys, "config", "--config", "no.toml") == (
-        "holdfast: --config: there is no file no.toml"
+        "moored: --config: there is no file no.toml"
     )
     (bare / "bad.toml").write_bytes(b"\xff\xfe")
     assert "bad.toml: it cannot be read" in refused(capsys, "serve", "--config", "bad.toml")
@@ -199,4 +199,4 @@ def test_a_bad_option_is_one_line_that_points_to_the_help(
     line = refused(capsys, *arguments)
     assert said in line
     assert line.endswith(" --help.")
-    assert "See holdfast" in line
+    assert "See moored" in line

@@ -1,4 +1,4 @@
-"""`holdfast leases`, against leases in a real PostgreSQL."""
+"""`moored leases`, against leases in a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main
-from holdfast.leases import sync
+from moored.cli import main
+from moored.leases import sync
 
 Output = pytest.CaptureFixture[str]
 
@@ -26,7 +26,7 @@ def refused(capsys: Output, *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith("holdfast: ")
+    assert line.startswith("moored: ")
     return line
 
 
@@ -53,7 +53,7 @@ def test_list_for_programs(
     holder: sync.Leases, postgres_url: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = held(holder, "db/orders")
-    monkeypatch.setenv("HOLDFAST_LEASES_STORE", postgres_url)
+    monkeypatch.setenv("MOORED_LEASES_STORE", postgres_url)
     assert main(["leases", "list", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["id"] == lease.id
@@ -96,9 +96,9 @@ def test_what_cannot_be_released(holder: sync.Leases, postgres_url: str, capsys:
     held(holder, "db")
     store = ("--store", postgres_url)
     line = refused(capsys, "release", *store, "zz")
-    assert line == "holdfast: no live lease has an id that begins with 'zz'"
+    assert line == "moored: no live lease has an id that begins with 'zz'"
     line = refused(capsys, "release", *store, "")
-    assert line == "holdfast: 2 leases have ids that begin with '': write more of it"
+    assert line == "moored: 2 leases have ids that begin with '': write more of it"
     assert "name the leases by their ids" in refused(capsys, "release", *store)
     assert "--all goes with --key" in refused(capsys, "release", *store, "--all")
     assert "--all goes with --key" in refused(capsys, "release", *store, "x", "--key", "a", "--all")

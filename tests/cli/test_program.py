@@ -7,25 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.service.support import holdfast
+from tests.service.support import moored
 
-import holdfast as package
-from holdfast.cli import main
-from holdfast.service import knobs
+import moored as package
+from moored.cli import main
+from moored.service import knobs
 
 Output = pytest.CaptureFixture[str]
 
 WITHOUT = """
 import sys
 sys.modules[{missing!r}] = None  # as if it were not installed
-from holdfast.cli import main
+from moored.cli import main
 sys.exit(main(["serve"]))
 """
 
 
 def test_the_version(capsys: Output) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"holdfast {package.__version__}\n"
+    assert capsys.readouterr().out == f"moored {package.__version__}\n"
 
 
 def test_alone_it_shows_its_help(bare: Path, capsys: Output) -> None:
@@ -58,9 +58,9 @@ def test_every_knob_is_an_option_with_its_variable(
 def test_there_is_completion_for_shells(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # By itself it asks which shell runs it, and a test may be run by none.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    shown = holdfast("--show-completion", shell)
+    shown = moored("--show-completion", shell)
     assert shown.returncode == 0
-    assert "_HOLDFAST_COMPLETE" in shown.stdout
+    assert "_MOORED_COMPLETE" in shown.stdout
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "uvicorn", "starlette", "structlog"])
@@ -72,8 +72,8 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == (
-        f"holdfast: {missing} is not installed, and the command needs it: "
-        "pip install 'holdfast[service]'\n"
+        f"moored: {missing} is not installed, and the command needs it: "
+        "pip install 'moored[service]'\n"
     )
 
 
@@ -90,7 +90,7 @@ def test_a_missing_module_that_is_not_of_the_extra_is_a_defect() -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_told_nothing_more() -> None:
-    command = [sys.executable, "-m", "holdfast.cli", "config", "--json"]
+    command = [sys.executable, "-m", "moored.cli", "config", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -18,11 +18,11 @@ import psutil
 import pytest
 from tests.embedded.support import as_root, sql
 
-import holdfast
-from holdfast.embedded import BinariesNotFound, EmbeddedError, SyncEmbeddedPostgres, _reach
-from holdfast.embedded._account import Account
-from holdfast.embedded._binaries import Binaries
-from holdfast.embedded._directory import Directory
+import moored
+from moored.embedded import BinariesNotFound, EmbeddedError, SyncEmbeddedPostgres, _reach
+from moored.embedded._account import Account
+from moored.embedded._binaries import Binaries
+from moored.embedded._directory import Directory
 
 NOBODY = 65534
 OTHER = "daemon"  # the second user that every system has
@@ -31,7 +31,7 @@ OTHER = "daemon"  # the second user that every system has
 @pytest.fixture
 def outside() -> Iterator[Path]:
     """A directory that everybody may enter, which root's tmp_path is not."""
-    place = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    place = Path(tempfile.mkdtemp(prefix="moored-test-"))
     place.chmod(0o755)
     yield place
     shutil.rmtree(place)
@@ -134,10 +134,10 @@ def test_binaries_below_a_closed_directory(closed: Path, caches: tuple[Path, Pat
 
 @as_root
 def test_an_environment_below_a_closed_directory(closed: Path, outside: Path) -> None:
-    shutil.copytree(Path(holdfast.__file__).parent, closed / "holdfast")
+    shutil.copytree(Path(moored.__file__).parent, closed / "moored")
     program = """
 import sys
-from holdfast.embedded import SyncEmbeddedPostgres, _reach
+from moored.embedded import SyncEmbeddedPostgres, _reach
 from pathlib import Path
 _reach.CACHES = (Path(sys.argv[1]),)
 with SyncEmbeddedPostgres() as pg:
@@ -241,11 +241,11 @@ def python_for_everybody() -> str:
 
 AS_NOBODY = """
 import json, os, sys
-from holdfast.embedded import EmbeddedError, SyncEmbeddedPostgres, default_data_dir
+from moored.embedded import EmbeddedError, SyncEmbeddedPostgres, default_data_dir
 os.environ["XDG_STATE_HOME"] = sys.argv[2] + "/state"
 report = {"uid": os.geteuid()}
 try:
-    SyncEmbeddedPostgres("/holdfast-nobody", bin_dir=sys.argv[1]).start()
+    SyncEmbeddedPostgres("/moored-nobody", bin_dir=sys.argv[1]).start()
 except EmbeddedError as error:
     report["not writable"] = str(error)
 os.mkdir(sys.argv[2] + "/readonly", 0o500)
@@ -266,7 +266,7 @@ print(json.dumps(report))
 @as_root
 def test_an_unprivileged_user_needs_nothing(outside: Path) -> None:
     python = python_for_everybody()
-    shutil.copytree(Path(holdfast.__file__).parent, outside / "source" / "holdfast")
+    shutil.copytree(Path(moored.__file__).parent, outside / "source" / "moored")
     home = outside / "home"
     home.mkdir()
     os.chown(home, NOBODY, NOBODY)
@@ -285,8 +285,8 @@ def test_an_unprivileged_user_needs_nothing(outside: Path) -> None:
     assert done.stderr == ""
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["uid"] == NOBODY
-    assert "/holdfast-nobody cannot be made: Permission denied" in report["not writable"]
+    assert "/moored-nobody cannot be made: Permission denied" in report["not writable"]
     assert "/readonly cannot be written to: Permission denied" in report["read-only"]
-    place = f"{home}/state/holdfast/postgres"
+    place = f"{home}/state/moored/postgres"
     assert report["run 1"] == report["run 2"] == [NOBODY, place]
     assert report["left"] == ["data", "lock", "pgpass", "postgres.log"]

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from tests.embedded.support import as_root, owner, sql
 
-from holdfast.embedded import (
+from moored.embedded import (
     DataDirectoryInUse,
     EmbeddedError,
     EmbeddedPostgres,
@@ -23,7 +23,7 @@ from holdfast.embedded import (
     VersionMismatch,
     default_data_dir,
 )
-from holdfast.embedded._pgpass import pgpass_line, pgpass_passwords
+from moored.embedded._pgpass import pgpass_line, pgpass_passwords
 
 # Data that stays is synced to disk, which is slow on a machine that does much else.
 Kept = functools.partial(SyncEmbeddedPostgres, options={"fsync": "off"})
@@ -129,7 +129,7 @@ def test_an_empty_data_directory_is_used(place: Path) -> None:
         assert sql(pg.url, "select 1") == [(1,)]
 
 
-@pytest.mark.parametrize("name", ["holdfast.conf", "postgresql.conf", "../postgres.log", "../lock"])
+@pytest.mark.parametrize("name", ["moored.conf", "postgresql.conf", "../postgres.log", "../lock"])
 def test_links_are_not_followed(place: Path, tmp_path: Path, name: str) -> None:
     with Kept(place):
         pass
@@ -137,7 +137,7 @@ def test_links_are_not_followed(place: Path, tmp_path: Path, name: str) -> None:
     victim.write_text("precious")
     (place / "data" / name).unlink()
     (place / "data" / name).symlink_to(victim)
-    if name == "holdfast.conf":
+    if name == "moored.conf":
         with Kept(place):
             pass
     else:
@@ -175,7 +175,7 @@ def test_two_in_one_process(place: Path) -> None:
 def test_two_processes(place: Path) -> None:
     program = """
 import sys
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 with SyncEmbeddedPostgres(sys.argv[1], options={"fsync": "off"}):
     print("up", flush=True)
     sys.stdin.read()
@@ -195,7 +195,7 @@ with SyncEmbeddedPostgres(sys.argv[1], options={"fsync": "off"}):
 def test_many_processes_at_once_are_one_server(place: Path) -> None:
     program = """
 import sys
-from holdfast.embedded import DataDirectoryInUse, SyncEmbeddedPostgres
+from moored.embedded import DataDirectoryInUse, SyncEmbeddedPostgres
 pg = SyncEmbeddedPostgres(sys.argv[1], options={"fsync": "off"})
 try:
     pg.start()
@@ -270,13 +270,13 @@ def test_a_long_log_is_put_aside(place: Path) -> None:
 
 def test_where_data_goes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert default_data_dir() == Path("/var/lib/holdfast/postgres")
+    assert default_data_dir() == Path("/var/lib/moored/postgres")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert default_data_dir() == Path("/state/holdfast/postgres")
+    assert default_data_dir() == Path("/state/moored/postgres")
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert default_data_dir() == Path("/home/somebody/.local/state/holdfast/postgres")
+    assert default_data_dir() == Path("/home/somebody/.local/state/moored/postgres")
 
 
 @as_root

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from tests.embedded.support import LIMIT, family, gone, owner, running, sql, until
 
-from holdfast.embedded import EmbeddedError, Ended, SyncEmbeddedPostgres
+from moored.embedded import EmbeddedError, Ended, SyncEmbeddedPostgres
 
 OWNER = """
 import json, sys
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 with SyncEmbeddedPostgres(*sys.argv[1:], options={"fsync": "off"}) as pg:
     print(json.dumps([pg.guard_pid, pg.pid, pg.url, str(pg.data_dir)]), flush=True)
     sys.stdin.read()
@@ -46,7 +46,7 @@ def test_a_killed_owner_leaves_nothing(number: signal.Signals) -> None:
 def test_an_owner_that_just_ends_leaves_nothing() -> None:
     program = """
 import json, sys
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 pg = SyncEmbeddedPostgres()
 pg.start()
 print(json.dumps([pg.guard_pid, pg.pid, pg.url, str(pg.data_dir)]), flush=True)
@@ -63,7 +63,7 @@ sys.stdin.read()
 
 def test_a_forgotten_directory_is_removed_at_the_end() -> None:
     program = """
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 pg = SyncEmbeddedPostgres()
 pg.start()
 pg.kill()
@@ -78,7 +78,7 @@ print(pg.data_dir, flush=True)
 def test_a_killed_owner_during_initdb_leaves_nothing(tmp_path: Path) -> None:
     program = """
 import sys
-from holdfast.embedded import SyncEmbeddedPostgres
+from moored.embedded import SyncEmbeddedPostgres
 def told(text):
     print(text, flush=True)
 SyncEmbeddedPostgres(sys.argv[1], on_progress=told).start()

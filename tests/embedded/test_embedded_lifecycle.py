@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from tests.embedded.support import family, gone, running, sql, until
 
-from holdfast.embedded import (
+from moored.embedded import (
     EmbeddedError,
     EmbeddedPostgres,
     Ended,

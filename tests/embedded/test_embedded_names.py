@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import holdfast.embedded as embedded
-from holdfast.kernel import HoldfastError
+import moored.embedded as embedded
+from moored.kernel import MooredError
 
 
 def test_the_public_names() -> None:
@@ -34,6 +34,6 @@ def test_both_faces_can_do_the_same(face: type) -> None:
 
 
 def test_the_error_tree() -> None:
-    assert issubclass(embedded.EmbeddedError, HoldfastError)
+    assert issubclass(embedded.EmbeddedError, MooredError)
     for name in ("BinariesNotFound", "DataDirectoryInUse", "PortInUse", "VersionMismatch"):
         assert issubclass(getattr(embedded, name), embedded.EmbeddedError)

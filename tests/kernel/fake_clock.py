@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from holdfast.kernel import Clock
+from moored.kernel import Clock
 
 #: 2026-11-15 12:00:00 UTC.
 NOON = 1794744000.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from holdfast.kernel import Child, Context
-from holdfast.testing import run_one
+from moored.kernel import Child, Context
+from moored.testing import run_one
 
 
 class Stage:

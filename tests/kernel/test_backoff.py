@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kernel.fake_clock import FakeClock
 
-from holdfast.kernel import Backoff, BackoffExhausted
-from holdfast.kernel._backoff import Jitter
+from moored.kernel import Backoff, BackoffExhausted
+from moored.kernel._backoff import Jitter
 
 seconds = st.floats(0.001, 1000)
 factors = st.floats(1, 10)

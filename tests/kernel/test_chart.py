@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from holdfast.kernel import Chart, State
-from holdfast.kernel._state import Moves
+from moored.kernel import Chart, State
+from moored.kernel._state import Moves
 
 PHASES = {"starting": ["dial", "login"], "active": (), "closing": ["flush", "bye"], "closed": ()}
 LINK = Chart(

@@ -8,7 +8,7 @@ import math
 import pytest
 from tests.kernel.fake_clock import FakeClock
 
-from holdfast.kernel import Deadline, DeadlineExceeded, HoldfastError
+from moored.kernel import Deadline, DeadlineExceeded, MooredError
 
 
 def test_time_left() -> None:
@@ -90,7 +90,7 @@ async def test_a_timeout_from_within_passes_through() -> None:
     with pytest.raises(TimeoutError) as caught:
         async with Deadline.after(60).enforce():
             raise TimeoutError("of the driver")
-    assert not isinstance(caught.value, HoldfastError)
+    assert not isinstance(caught.value, MooredError)
 
 
 async def test_the_blocks_own_timeout_is_kept_even_when_the_deadline_fired_too() -> None:

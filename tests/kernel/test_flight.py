@@ -8,7 +8,7 @@ import gc
 
 import pytest
 
-from holdfast.kernel import FlightCancelled, SingleFlight
+from moored.kernel import FlightCancelled, SingleFlight
 
 
 class Attempts:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from holdfast.kernel import Generation, StaleGeneration
+from moored.kernel import Generation, StaleGeneration
 
 
 def test_only_the_newest_token_is_current() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernel import (
+from moored.kernel import (
     KeyedStatistics,
     KeyedWorkError,
     KeyedWorkers,

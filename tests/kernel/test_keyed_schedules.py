@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from holdfast.kernel import (
+from moored.kernel import (
     KeyedStatistics,
     KeyedWorkers,
     QueueFull,
     WorkCancelled,
     WorkerCrashed,
 )
-from holdfast.testing import Sim, scaled, simulate
+from moored.testing import Sim, scaled, simulate
 
 KEYS = "abc"
 

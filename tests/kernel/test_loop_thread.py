@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from holdfast.kernel import DeadlineExceeded, HoldfastError, LoopThread
+from moored.kernel import DeadlineExceeded, MooredError, LoopThread
 
 LIMIT = 10.0
 
@@ -93,7 +93,7 @@ def test_a_timeout_of_the_work_itself_is_passed_on(loop_thread: LoopThread) -> N
 
     with pytest.raises(TimeoutError, match="of the driver") as caught:
         loop_thread.run(driver(), LIMIT)
-    assert not isinstance(caught.value, HoldfastError)
+    assert not isinstance(caught.value, MooredError)
 
 
 def test_from_its_own_thread_it_refuses_to_wait_for_itself(loop_thread: LoopThread) -> None:
@@ -126,7 +126,7 @@ def test_work_whose_future_is_dropped_is_not_collected(loop_thread: LoopThread) 
 def test_spawned_work_that_fails_is_logged(
     loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, "holdfast.kernel"):
+    with caplog.at_level(logging.ERROR, "moored.kernel"):
         future = loop_thread.spawn(fails(), name="refiller")
         assert isinstance(future.exception(LIMIT), LookupError)
     assert "background work 'refiller' failed" in caplog.text
@@ -240,13 +240,13 @@ def test_the_shared_one_is_one_per_process() -> None:
     shared.stop()
     fresh = LoopThread.shared()
     assert fresh is not shared
-    assert fresh.run(where(), LIMIT)[0] == "holdfast-loop"
+    assert fresh.run(where(), LIMIT)[0] == "moored-loop"
     fresh.stop()
 
 
 FORK = """
     import asyncio, os, sys, warnings
-    from holdfast.kernel import LoopThread
+    from moored.kernel import LoopThread
 
     async def pid():
         return os.getpid()
@@ -278,7 +278,7 @@ FORK = """
 
 EXIT = """
     import asyncio
-    from holdfast.kernel import LoopThread
+    from moored.kernel import LoopThread
 
     started = asyncio.Event()
 

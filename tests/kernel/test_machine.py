@@ -8,7 +8,7 @@ import logging
 import pytest
 from tests.kernel.fake_clock import NOON, FakeClock
 
-from holdfast.kernel import Chart, IllegalMove, Machine, Move, Recorder, State
+from moored.kernel import Chart, IllegalMove, Machine, Move, Recorder, State
 
 LINK = Chart(
     phases={"starting": ["dial", "login"], "active": (), "closed": ()},
@@ -134,7 +134,7 @@ def test_an_observer_that_raises_is_reported_once_and_breaks_nothing(
 
     machine.observe(broken)
     machine.observe(seen.append)
-    with caplog.at_level(logging.ERROR, "holdfast.kernel"):
+    with caplog.at_level(logging.ERROR, "moored.kernel"):
         machine.move("starting", cause="one")
         machine.move("starting", cause="two")
     assert [move.cause for move in seen] == ["one", "two"]

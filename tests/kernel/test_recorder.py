@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from tests.kernel.fake_clock import NOON, FakeClock
 
-from holdfast.kernel import Event, Recorder
+from moored.kernel import Event, Recorder
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_a_sink_that_raises_is_counted_and_reported_once(
 
     recorder.subscribe(broken)
     recorder.subscribe(lambda event: seen.append(event.text))
-    with caplog.at_level(logging.ERROR, "holdfast.kernel"):
+    with caplog.at_level(logging.ERROR, "moored.kernel"):
         recorder.record("link", "one")
         recorder.record("link", "two")
     assert seen == ["one", "two"]

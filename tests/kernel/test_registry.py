@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from holdfast.kernel import (
+from moored.kernel import (
     AlreadyRegistered,
     Child,
     Context,
@@ -17,7 +17,7 @@ from holdfast.kernel import (
     Registry,
     Supervisor,
 )
-from holdfast.testing import run_one, scaled
+from moored.testing import run_one, scaled
 
 
 async def test_a_key_has_one_owner_and_the_error_carries_the_current_value() -> None:

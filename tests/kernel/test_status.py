@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.kernel.fake_clock import FakeClock
 
-from holdfast.kernel import Condition, Recorder, StatusChange, StatusMonitor, WaitTimeout
-from holdfast.kernel._ownership import _owned
+from moored.kernel import Condition, Recorder, StatusChange, StatusMonitor, WaitTimeout
+from moored.kernel._ownership import _owned
 
 
 class Level(Enum):
@@ -325,7 +325,7 @@ async def test_a_broken_status_function_does_not_stop_an_owners_end(
     monitor = StatusMonitor(["a"], status)
     holder = await Holder(monitor, "a").begin()
     status.broken = True
-    with caplog.at_level(logging.ERROR, "holdfast.kernel"):
+    with caplog.at_level(logging.ERROR, "moored.kernel"):
         await holder.end()
     assert not monitor.conditions()["a"].met
     assert "cannot be computed" in caplog.text

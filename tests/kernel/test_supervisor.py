@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from tests.kernel.stage import Stage, settle, virtual
 
-from holdfast.kernel import (
+from moored.kernel import (
     Backoff,
     Child,
     Context,
@@ -21,7 +21,7 @@ from holdfast.kernel import (
     SupervisionError,
     Supervisor,
 )
-from holdfast.testing import run_one
+from moored.testing import run_one
 
 
 def test_children_start_in_order_and_stop_in_reverse() -> None:

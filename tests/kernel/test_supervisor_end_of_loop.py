@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from holdfast.kernel import Child, Context, Supervisor
+from moored.kernel import Child, Context, Supervisor
 
 
 async def work(ctx: Context) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from holdfast.kernel import (
+from moored.kernel import (
     Child,
     Context,
     RestartIntensityExceeded,
@@ -27,7 +27,7 @@ from holdfast.kernel import (
     Supervisor,
     _supervisor,
 )
-from holdfast.testing import base_seed, mutant, run_one, scaled
+from moored.testing import base_seed, mutant, run_one, scaled
 
 PERIOD = 250.0
 STEP = 100.0  # virtual seconds between two actions, so that the intensity window matters

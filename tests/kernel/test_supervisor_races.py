@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from tests.kernel.stage import Stage, settle, virtual
 
-from holdfast.kernel import (
+from moored.kernel import (
     Backoff,
     Child,
     Context,
@@ -20,13 +20,13 @@ from holdfast.kernel import (
     SupervisionError,
     Supervisor,
 )
-from holdfast.testing import Sim, run_one, scaled
+from moored.testing import Sim, run_one, scaled
 
 
 def test_a_failure_does_not_keep_what_the_failed_code_held(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "holdfast.supervisor")  # the captured log would keep it
+    caplog.set_level(logging.CRITICAL, "moored.supervisor")  # the captured log would keep it
 
     class Socket:
         pass

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.kernel import in_thread, start_thread
+from moored.kernel import in_thread, start_thread
 
 
 async def test_a_result_comes_from_another_thread() -> None:
@@ -145,7 +145,7 @@ def test_what_has_begun_cannot_be_called_off() -> None:
 
 PROGRAM = """
 import asyncio, threading
-from holdfast.kernel import in_thread
+from moored.kernel import in_thread
 
 async def main():
     in_thread(threading.Event().wait, name="stuck")

@@ -6,7 +6,7 @@ from enum import Enum
 
 import pytest
 
-from holdfast.kernel._words import MAX_TEXT, causes_of, describe, duration, refuse
+from moored.kernel._words import MAX_TEXT, causes_of, describe, duration, refuse
 
 
 class AdminShutdown(Exception):

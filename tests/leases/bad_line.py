@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from holdfast.leases import Grant, Held, MemoryStore, Request, StoreUnavailable, Taken
-from holdfast.testing import Sim
+from moored.leases import Grant, Held, MemoryStore, Request, StoreUnavailable, Taken
+from moored.testing import Sim
 
 __all__ = ["BadLine", "Weather"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from tests.leases.bad_line import BadLine, Weather
 from tests.leases.model import Model
 
-from holdfast.leases import Leases, MemoryStore, Policy, StoreUnavailable
-from holdfast.testing import Host, Sim
+from moored.leases import Leases, MemoryStore, Policy, StoreUnavailable
+from moored.testing import Host, Sim
 
 __all__ = ["LIMIT", "REFUSE", "TROUBLE_UNTIL", "TTL", "Cluster"]
 

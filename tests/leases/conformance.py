@@ -27,7 +27,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.leases import Grant, Holder, Request, Store, Taken
+from moored.leases import Grant, Holder, Request, Store, Taken
 
 __all__ = ["OpenStore", "StoreConformance", "opening", "request"]
 

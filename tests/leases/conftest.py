@@ -16,7 +16,7 @@ _numbers = itertools.count(1)
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """No log of the leases: thousands of simulated outages are many lines."""
-    with silent("holdfast.leases"):
+    with silent("moored.leases"):
         yield
 
 

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from tests.leases import observer
 
-from holdfast.leases import connect
+from moored.leases import connect
 
 __all__ = ["Fleet", "one_shot", "storm"]
 

@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from holdfast.leases import Lease, LeaseLost, MemoryStore
-from holdfast.testing import Host, Sim
-from holdfast.testing._hosts import Process
+from moored.leases import Lease, LeaseLost, MemoryStore
+from moored.testing import Host, Sim
+from moored.testing._hosts import Process
 
 __all__ = ["Claim", "Model"]
 

@@ -27,7 +27,7 @@ class RedisServer:
     def __init__(self, binary: str, *options: str) -> None:
         self._binary = binary
         self.options = options
-        self.directory = Path(tempfile.mkdtemp(prefix="holdfast-redis-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="moored-redis-"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 

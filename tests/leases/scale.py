@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from holdfast.testing import scaled
+from moored.testing import scaled
 
 __all__ = ["thorough"]
 

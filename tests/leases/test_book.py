@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.leases.conformance import request
 
-from holdfast.leases import Grant, Request
-from holdfast.leases._agenda import Agenda
-from holdfast.leases._book import Book, Entry
+from moored.leases import Grant, Request
+from moored.leases._agenda import Agenda
+from moored.leases._book import Book, Entry
 
 
 def book(**options: float) -> Book:

@@ -9,8 +9,8 @@ import os
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
-from holdfast.leases import Lease, LeaseError, LeaseLost, Leases, Policy, StoreMisconfigured
-from holdfast.testing import Sim
+from moored.leases import Lease, LeaseError, LeaseLost, Leases, Policy, StoreMisconfigured
+from moored.testing import Sim
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -525,7 +525,7 @@ def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> No
             store.error = None
             await asyncio.sleep(10.0)
 
-    caplog.set_level(logging.WARNING, "holdfast.leases")
+    caplog.set_level(logging.WARNING, "moored.leases")
     scenario()
     assert [record.message for record in caplog.records][:2] == [
         "the store: no answer, going on with limits of this process alone, and refusing exclusive "

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from holdfast.leases import MemoryStore, StoreMisconfigured, connect
-from holdfast.leases._connect import schemes
-from holdfast.leases._memory import _named
-from holdfast.leases._url import parse, redacted
+from moored.leases import MemoryStore, StoreMisconfigured, connect
+from moored.leases._connect import schemes
+from moored.leases._memory import _named
+from moored.leases._url import parse, redacted
 
 
 async def test_memory_by_url() -> None:
@@ -56,28 +56,28 @@ def test_urls_that_are_none(url: str, words: str) -> None:
 def test_a_missing_extra_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, url: str, module: str, line: str
 ) -> None:
-    ours = [name for name in sys.modules if name.startswith("holdfast.leases.")]
+    ours = [name for name in sys.modules if name.startswith("moored.leases.")]
     for name in [*ours, *(name for name in sys.modules if name.split(".")[0] == module)]:
-        if name.startswith("holdfast.leases.") and module not in name.replace("dynamodb", module):
+        if name.startswith("moored.leases.") and module not in name.replace("dynamodb", module):
             continue
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(StoreMisconfigured) as caught:
         connect(url)
     assert str(caught.value).startswith(line)
-    assert "pip install 'holdfast[" in str(caught.value)
+    assert "pip install 'moored[" in str(caught.value)
 
 
 def test_adapters_are_imported_when_they_are_asked_for() -> None:
     """In a new interpreter, because this one has them all."""
     import subprocess
 
-    code = "import sys, holdfast.leases as l; l.connect('memory://'); print(*sys.modules)"
+    code = "import sys, moored.leases as l; l.connect('memory://'); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     loaded = set(done.stdout.split())
-    assert "holdfast.leases" in loaded
+    assert "moored.leases" in loaded
     assert not loaded & {"redis", "psycopg", "aiobotocore", "botocore"}
 
 

@@ -9,8 +9,8 @@ import asyncio
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
-from holdfast.leases import LeaseLost, LeaseRefused, StoreUnavailable
-from holdfast.testing import Sim
+from moored.leases import LeaseLost, LeaseRefused, StoreUnavailable
+from moored.testing import Sim
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

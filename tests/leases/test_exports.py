@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import holdfast.leases
-from holdfast.leases import sync
+import moored.leases
+from moored.leases import sync
 
 
 def test_the_public_names() -> None:
-    assert holdfast.leases.__all__ == [
+    assert moored.leases.__all__ == [
         *("Exclusive", "Lease", "LeaseStatistics", "Leases", "Policy", "RateLimit", "connect"),
         *("Grant", "Held", "Holder", "MemoryStore", "Request", "Store", "Taken"),
         *("FenceRejected", "LeaseError", "LeaseLost", "LeaseRefused"),
         *("StoreMisconfigured", "StoreUnavailable"),
     ]
-    for name in holdfast.leases.__all__:
-        assert hasattr(holdfast.leases, name)
+    for name in moored.leases.__all__:
+        assert hasattr(moored.leases, name)
 
 
 def test_the_public_names_for_threads() -> None:

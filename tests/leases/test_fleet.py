@@ -13,7 +13,7 @@ from tests.leases.fleet import KEY, Fleet
 from tests.leases.redis_server import RedisServer
 from tests.leases.trials import FleetTrials
 
-from holdfast.leases.postgres import ddl
+from moored.leases.postgres import ddl
 
 
 class TestRedisFleet(FleetTrials):

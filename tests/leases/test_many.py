@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.leases.virtual import ScriptedStore, client
 
-from holdfast.testing import Sim, SimLoop, run_one
+from moored.testing import Sim, SimLoop, run_one
 
 MANY = 10_000
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.leases.conformance import OpenStore, StoreConformance, opening, request
 
-from holdfast.kernel import Clock
-from holdfast.leases import MemoryStore
-from holdfast.testing import stress_threads
+from moored.kernel import Clock
+from moored.leases import MemoryStore
+from moored.testing import stress_threads
 
 
 class Movable(Clock):
@@ -75,7 +75,7 @@ async def test_a_store_for_several_loops() -> None:
 def test_a_forked_child_does_not_share_a_named_store() -> None:
     code = """
 import asyncio, os, sys
-from holdfast.leases import connect
+from moored.leases import connect
 async def free():
     async with connect("memory://shared") as leases:
         return await leases.acquire("db", limit=1) is not None

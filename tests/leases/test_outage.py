@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
-from holdfast.leases import Lease, StoreMisconfigured, StoreUnavailable
-from holdfast.testing import Sim
+from moored.leases import Lease, StoreMisconfigured, StoreUnavailable
+from moored.testing import Sim
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

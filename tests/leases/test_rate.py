@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.leases.test_simulation_rate import most_over
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
-from holdfast.leases import Leases, StoreUnavailable, _gcra
-from holdfast.leases._rate import Purse
-from holdfast.testing import Sim
+from moored.leases import Leases, StoreUnavailable, _gcra
+from moored.leases._rate import Purse
+from moored.testing import Sim
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -16,10 +16,10 @@ from tests.leases.redis_server import RedisServer
 from tests.leases.scale import thorough
 from tests.servers import require_server
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.leases import Lease, LeaseLost, Leases, StoreUnavailable, connect
-from holdfast.testing import base_seed, scaled
-from holdfast.testing.proxy import FaultProxy
+from moored.embedded import SyncEmbeddedPostgres
+from moored.leases import Lease, LeaseLost, Leases, StoreUnavailable, connect
+from moored.testing import base_seed, scaled
+from moored.testing.proxy import FaultProxy
 
 pytestmark = pytest.mark.serial
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tests.leases.cluster import TROUBLE_UNTIL, Cluster
 
-from holdfast.leases import MemoryStore, Request
-from holdfast.leases._book import Book
-from holdfast.leases._keeper import Keeper
-from holdfast.leases._memory import _Room
-from holdfast.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
+from moored.leases import MemoryStore, Request
+from moored.leases._book import Book
+from moored.leases._keeper import Keeper
+from moored.leases._memory import _Room
+from moored.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

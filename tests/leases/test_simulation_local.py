@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from tests.leases.cluster import REFUSE, TROUBLE_UNTIL, Cluster
 
-from holdfast.leases._book import Book, Entry
-from holdfast.leases._keeper import Keeper
-from holdfast.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
+from moored.leases._book import Book, Entry
+from moored.leases._keeper import Keeper
+from moored.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

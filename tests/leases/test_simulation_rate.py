@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.leases.bad_line import BadLine, Weather
 
-from holdfast.kernel import Clock
-from holdfast.leases import Leases, MemoryStore, Policy, RateLimit, StoreUnavailable, Taken, _gcra
-from holdfast.leases._rate import Purse
-from holdfast.testing import Host, Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.kernel import Clock
+from moored.leases import Leases, MemoryStore, Policy, RateLimit, StoreUnavailable, Taken, _gcra
+from moored.leases._rate import Purse
+from moored.testing import Host, Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.leases import LeaseError, LeaseLost, LeaseRefused, sync
-from holdfast.leases._memory import _named
-from holdfast.testing import scaled, stress_threads
+from moored.leases import LeaseError, LeaseLost, LeaseRefused, sync
+from moored.leases._memory import _named
+from moored.testing import scaled, stress_threads
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def place() -> Iterator[str]:
 
 
 def test_the_same_names_as_without_threads() -> None:
-    from holdfast import leases as asynchronous
+    from moored import leases as asynchronous
 
     for name in ("Leases", "Lease", "RateLimit"):
         theirs = {n for n in vars(getattr(asynchronous, name)) if not n.startswith("_")}
@@ -177,7 +177,7 @@ def test_a_child_process_has_neither_the_client_nor_the_lease() -> None:
     """In a new interpreter: a fork of this one, with its many threads, would prove nothing."""
     code = """
 import os, sys, warnings
-from holdfast.leases import LeaseError, sync
+from moored.leases import LeaseError, sync
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
 with sync.connect("memory://") as leases:
     lease = leases.acquire("db", limit=1)

@@ -17,7 +17,7 @@ import pytest
 from tests.leases.fleet import Fleet, one_shot, storm
 from tests.leases.observer import beliefs, counts, excess, grants, overfull
 
-from holdfast.testing import base_seed, scaled
+from moored.testing import base_seed, scaled
 
 __all__ = ["FleetTrials", "takers"]
 

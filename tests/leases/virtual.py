@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from holdfast.kernel import Clock
-from holdfast.leases import (
+from moored.kernel import Clock
+from moored.leases import (
     Grant,
     Held,
     Leases,
@@ -18,7 +18,7 @@ from holdfast.leases import (
     StoreUnavailable,
     Taken,
 )
-from holdfast.testing import Sim, run_one
+from moored.testing import Sim, run_one
 
 __all__ = ["ScriptedStore", "client", "in_virtual_time"]
 

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.kernel import Clock
-from holdfast.leases import FenceRejected, Lease, Leases, StoreUnavailable, connect
-from holdfast.leases._connect import open_store
+from moored.kernel import Clock
+from moored.leases import FenceRejected, Lease, Leases, StoreUnavailable, connect
+from moored.leases._connect import open_store
 
 _PR_SET_PDEATHSIG = 1
 
@@ -137,7 +137,7 @@ async def own(leases: Leases, log: Log, order: dict[str, Any]) -> None:
 async def _write_postgres(target: str, key: str, fence: int) -> None:
     import psycopg
 
-    from holdfast.leases.postgres import fenced
+    from moored.leases.postgres import fenced
 
     connection = await psycopg.AsyncConnection.connect(target)
     async with connection, connection.transaction():
@@ -148,7 +148,7 @@ async def _write_postgres(target: str, key: str, fence: int) -> None:
 async def _write_redis(target: str, key: str, fence: int) -> None:
     from redis.asyncio import Redis
 
-    from holdfast.leases.redis import fenced
+    from moored.leases.redis import fenced
 
     async with Redis.from_url(target) as client:
         await fenced(client, key, fence, "RPUSH", key, fence)

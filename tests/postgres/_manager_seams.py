@@ -14,12 +14,12 @@ from unittest import mock
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from holdfast.kernel import Backoff, Context, IllegalMove, Machine, Move
-from holdfast.postgres import _admin, _manager, _postgres, _replication
-from holdfast.postgres._faults import Diagnosis
-from holdfast.postgres._manager import Manager, SubsystemFailed
-from holdfast.postgres._manager_core import Actions, ManagerCore, Role
-from holdfast.testing import Sim
+from moored.kernel import Backoff, Context, IllegalMove, Machine, Move
+from moored.postgres import _admin, _manager, _postgres, _replication
+from moored.postgres._faults import Diagnosis
+from moored.postgres._manager import Manager, SubsystemFailed
+from moored.postgres._manager_core import Actions, ManagerCore, Role
+from moored.testing import Sim
 
 from ._manager_world import Instance, KeptStore, World
 from .scripted_connections import Connection, Link, Pool

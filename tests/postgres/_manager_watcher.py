@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from holdfast.kernel import Condition, Move
-from holdfast.postgres._faults import Diagnosis, Verdict
-from holdfast.postgres._manager import Manager
-from holdfast.postgres._manager_core import Act, Actions
+from moored.kernel import Condition, Move
+from moored.postgres._faults import Diagnosis, Verdict
+from moored.postgres._manager import Manager
+from moored.postgres._manager_core import Act, Actions
 
 from .scripted_server import Session, Txn
 
@@ -234,7 +234,7 @@ class Watcher:
         tasks = [
             task.get_name()
             for task in instance.world.sim.loop.tasks()
-            if task.process is process and task.get_name().startswith(("pg-", "holdfast"))
+            if task.process is process and task.get_name().startswith(("pg-", "moored"))
         ]
         if tasks:
             self.world.violated(f"{instance.name}: {tasks} still run")

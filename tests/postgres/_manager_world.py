@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.kernel import WaitTimeout
-from holdfast.postgres import Changes, Postgres, Reset, Transaction
-from holdfast.postgres._errors import ConfigurationError, PostgresError
-from holdfast.postgres._store import StateStore
-from holdfast.testing import Host, Sim
+from moored.kernel import WaitTimeout
+from moored.postgres import Changes, Postgres, Reset, Transaction
+from moored.postgres._errors import ConfigurationError, PostgresError
+from moored.postgres._store import StateStore
+from moored.testing import Host, Sim
 
 from ._manager_watcher import Ledger, Seat, Watcher, brief
 from .scripted_server import Server, Session

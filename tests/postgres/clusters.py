@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.postgres import Changes, Reset
+from moored.embedded import EmbeddedPostgres
+from moored.postgres import Changes, Reset
 
 from .server import connected, ids, one, until
 
@@ -27,7 +27,7 @@ _QUICK = {"fsync": "off", "max_wal_senders": "6", "max_replication_slots": "6"}
 @contextmanager
 def _place() -> Iterator[Path]:
     """A directory that the user who runs the server may enter, whoever that is."""
-    path = Path(tempfile.mkdtemp(prefix="holdfast-cluster-"))
+    path = Path(tempfile.mkdtemp(prefix="moored-cluster-"))
     path.chmod(0o711)
     try:
         yield path

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from holdfast.postgres import Postgres
+from moored.postgres import Postgres
 
 _numbers = itertools.count(1)
 

@@ -20,13 +20,13 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-import holdfast.postgres._admin as _admin
-import holdfast.postgres._postgres as _postgres
-from holdfast.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Transaction
-from holdfast.postgres import Truncate as _Truncate
-from holdfast.postgres._hub import Hub
-from holdfast.postgres._integrity import Integrity
-from holdfast.postgres._store import StateStore
+import moored.postgres._admin as _admin
+import moored.postgres._postgres as _postgres
+from moored.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Transaction
+from moored.postgres import Truncate as _Truncate
+from moored.postgres._hub import Hub
+from moored.postgres._integrity import Integrity
+from moored.postgres._store import StateStore
 
 __all__ = ["LEDGER", "checksum", "line"]
 

@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 __all__ = ["NAME", "Name", "by_name", "name_service", "require_ipv6"]
 
 #: No name service knows it: what ends with .test never exists.
-NAME = "db.holdfast.test"
+NAME = "db.moored.test"
 
 Name = Callable[..., None]
 

@@ -12,10 +12,10 @@ from typing import Any, LiteralString, Self
 import psycopg
 from psycopg import sql
 
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._changes import Change, Emitted, Insert, Truncate
-from holdfast.postgres._setup import DISPLAY
-from holdfast.postgres._transaction import Committed
+from moored.postgres._assembler import Assembler
+from moored.postgres._changes import Change, Emitted, Insert, Truncate
+from moored.postgres._setup import DISPLAY
+from moored.postgres._transaction import Committed
 
 __all__ = [
     "Recorder",

@@ -10,10 +10,10 @@ from typing import Any, Self
 import psycopg
 from psycopg import errors
 
-from holdfast.postgres._errors import StreamEnded
-from holdfast.postgres._faults import Diagnosis, Verdict, diagnose
-from holdfast.postgres._manager_core import Role
-from holdfast.reservoir import PoolClosed
+from moored.postgres._errors import StreamEnded
+from moored.postgres._faults import Diagnosis, Verdict, diagnose
+from moored.postgres._manager_core import Role
+from moored.reservoir import PoolClosed
 
 from .scripted_server import Server, Session
 

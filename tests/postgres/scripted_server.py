@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 from psycopg import errors
 
-from holdfast.postgres._lsn import Lsn
+from moored.postgres._lsn import Lsn
 
 __all__ = ["Server", "Session", "Slot", "Txn"]
 
@@ -395,7 +395,7 @@ class Server:
         self._must_own(session, "stream")
         slot = self.slot
         if slot is None:
-            raise errors.UndefinedObject('replication slot "holdfast_slot_sim" does not exist')
+            raise errors.UndefinedObject('replication slot "moored_slot_sim" does not exist')
         if slot.lost:
             raise errors.ObjectNotInPrerequisiteState(
                 "can no longer get changes from replication slot"

@@ -15,8 +15,8 @@ from typing import Any, Self
 import psycopg
 import pytest
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.postgres import (
+from moored.embedded import EmbeddedPostgres
+from moored.postgres import (
     Changes,
     Postgres,
     Reset,
@@ -102,7 +102,7 @@ async def published(url: str, stream_id: str, *tables: str) -> None:
 
     async def there() -> bool:
         async with connected(url) as conn:
-            count = await one(conn, query, f"holdfast_publication_{stream_id}", names)
+            count = await one(conn, query, f"moored_publication_{stream_id}", names)
         return bool(count == len(names))
 
     await until(there)

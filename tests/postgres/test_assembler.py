@@ -25,12 +25,12 @@ from tests.postgres.recording import (
 )
 from tests.postgres.workload import Workload
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.postgres import Emitted, Insert, ProtocolError
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._body import Body, Shelf
-from holdfast.postgres._transaction import Committed
-from holdfast.testing import base_seed, scaled
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import Emitted, Insert, ProtocolError
+from moored.postgres._assembler import Assembler
+from moored.postgres._body import Body, Shelf
+from moored.postgres._transaction import Committed
+from moored.testing import base_seed, scaled
 
 T = relation([("id", 23)])
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.postgres.recording import begin, commit, feed_all, framed, insert, relation, texts
 
-from holdfast.postgres import Insert, Relation, ReplicaIdentity
-from holdfast.postgres import _body as body_module
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._body import SPILL_AFTER, Body, Shelf
-from holdfast.testing import scaled
+from moored.postgres import Insert, Relation, ReplicaIdentity
+from moored.postgres import _body as body_module
+from moored.postgres._assembler import Assembler
+from moored.postgres._body import SPILL_AFTER, Body, Shelf
+from moored.testing import scaled
 
 Entry = bytes | Relation
 

@@ -22,7 +22,7 @@ from tests.postgres.recording import (
     update,
 )
 
-from holdfast.postgres import (
+from moored.postgres import (
     UNCHANGED,
     Change,
     Delete,

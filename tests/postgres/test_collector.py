@@ -8,15 +8,15 @@ from pathlib import Path
 
 import psycopg
 
-from holdfast.kernel import Clock
-from holdfast.postgres import History, Lsn
-from holdfast.postgres._collector import LogCollector
-from holdfast.postgres._hub import Hub
-from holdfast.postgres._integrity import Integrity
-from holdfast.postgres._replication import ReplicationClient
-from holdfast.postgres._setup import Findings, Step, StreamOptions
-from holdfast.postgres._store import StateStore
-from holdfast.postgres._transaction import Committed
+from moored.kernel import Clock
+from moored.postgres import History, Lsn
+from moored.postgres._collector import LogCollector
+from moored.postgres._hub import Hub
+from moored.postgres._integrity import Integrity
+from moored.postgres._replication import ReplicationClient
+from moored.postgres._setup import Findings, Step, StreamOptions
+from moored.postgres._store import StateStore
+from moored.postgres._transaction import Committed
 
 from .conftest import Sql
 from .server import LIMIT, one, until

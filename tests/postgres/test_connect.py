@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from tests.silence import silence
 
-from holdfast.postgres._connect import connect
-from holdfast.postgres._link import Link
+from moored.postgres._connect import connect
+from moored.postgres._link import Link
 
 
 async def test_one_that_is_cancelled_hangs_up_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The pages about `holdfast.postgres` say what the code does today, and the tutorial runs."""
+"""The pages about `moored.postgres` say what the code does today, and the tutorial runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import holdfast.postgres
-from holdfast.postgres import Postgres
-from holdfast.postgres._faults import FAULTS, Fault, Verdict
-from holdfast.postgres._health import CONDITIONS, Connection, Health, Persistent
-from holdfast.postgres._phases import CHART
-from holdfast.postgres._pools import pool_sizes
+import moored.postgres
+from moored.postgres import Postgres
+from moored.postgres._faults import FAULTS, Fault, Verdict
+from moored.postgres._health import CONDITIONS, Connection, Health, Persistent
+from moored.postgres._phases import CHART
+from moored.postgres._pools import pool_sizes
 
 from .conftest import MakePostgres, Sql
 
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 MANAGER = (DOCS / "topics" / "postgres-manager.md").read_text()
 OPERATIONS = (DOCS / "operations" / "postgres.md").read_text()
 TUTORIAL = (DOCS / "tutorial" / "follow-a-table.md").read_text()
-SOURCE = Path(holdfast.postgres.__file__).parent
+SOURCE = Path(moored.postgres.__file__).parent
 LIMIT = 30.0
 
 

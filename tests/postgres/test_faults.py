@@ -8,9 +8,9 @@ import socket
 import psycopg
 import pytest
 
-from holdfast.postgres import ConfigurationError, ProtocolError, StreamEnded
-from holdfast.postgres._faults import FAULTS, Verdict, diagnose
-from holdfast.postgres._setup import SlotLost
+from moored.postgres import ConfigurationError, ProtocolError, StreamEnded
+from moored.postgres._faults import FAULTS, Verdict, diagnose
+from moored.postgres._setup import SlotLost
 
 RETRY, FATAL, DROP = Verdict.RETRY, Verdict.FATAL, Verdict.DROP_SLOT
 

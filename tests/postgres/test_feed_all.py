@@ -21,11 +21,11 @@ from tests.postgres.recording import (
     update,
 )
 
-from holdfast.postgres import ProtocolError
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._body import Body, Shelf
-from holdfast.postgres._transaction import Committed
-from holdfast.testing import scaled
+from moored.postgres import ProtocolError
+from moored.postgres._assembler import Assembler
+from moored.postgres._body import Body, Shelf
+from moored.postgres._transaction import Committed
+from moored.testing import scaled
 
 often = settings(max_examples=scaled(1_000, least=50), deadline=None)
 KEEPALIVE = struct.pack("!cQqB", b"k", 0x2000, 0, 0)

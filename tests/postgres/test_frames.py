@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.postgres import ProtocolError
-from holdfast.postgres._frames import Frames, framed
-from holdfast.testing import scaled
+from moored.postgres import ProtocolError
+from moored.postgres._frames import Frames, framed
+from moored.testing import scaled
 
 often = settings(max_examples=scaled(1_000, least=50), deadline=None)
 contents = st.lists(st.binary(max_size=300), max_size=20)

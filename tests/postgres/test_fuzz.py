@@ -27,11 +27,11 @@ from tests.postgres.recording import (
     update,
 )
 
-from holdfast.postgres import Change, ProtocolError, Relation
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._pgoutput import parse
-from holdfast.postgres._wire import read_keepalive, walk_to
-from holdfast.testing import base_seed, scaled
+from moored.postgres import Change, ProtocolError, Relation
+from moored.postgres._assembler import Assembler
+from moored.postgres._pgoutput import parse
+from moored.postgres._wire import read_keepalive, walk_to
+from moored.testing import base_seed, scaled
 
 often = settings(
     max_examples=scaled(3_000, least=100),

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from holdfast.kernel import Condition
-from holdfast.postgres._health import (
+from moored.kernel import Condition
+from moored.postgres._health import (
     CONDITIONS,
     Connection,
     Health,
@@ -15,7 +15,7 @@ from holdfast.postgres._health import (
     Status,
     status_of,
 )
-from holdfast.postgres._pools import pool_sizes
+from moored.postgres._pools import pool_sizes
 
 
 def conditions(*met: str) -> dict[str, Condition]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.postgres.recording import begin, commit, framed, insert, relation, text, texts
 
-from holdfast.kernel import Recorder
-from holdfast.postgres import (
+from moored.kernel import Recorder
+from moored.postgres import (
     Changes,
     Emitted,
     History,
@@ -23,12 +23,12 @@ from holdfast.postgres import (
     Reset,
     Transaction,
 )
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._body import Body, Shelf
-from holdfast.postgres._hub import Hub
-from holdfast.postgres._setup import Findings
-from holdfast.postgres._store import StateStore
-from holdfast.postgres._transaction import Committed
+from moored.postgres._assembler import Assembler
+from moored.postgres._body import Body, Shelf
+from moored.postgres._hub import Hub
+from moored.postgres._setup import Findings
+from moored.postgres._store import StateStore
+from moored.postgres._transaction import Committed
 
 HISTORY = History("1", 1)
 LIMIT = 30.0
@@ -143,7 +143,7 @@ async def test_what_was_given_before_the_end_can_be_acknowledged_after_it(hub: H
 async def test_an_acknowledgement_after_a_reset_does_not_count(
     hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "holdfast.postgres")
+    caplog.set_level(logging.DEBUG, "moored.postgres")
     changes = hub.attach("search")
     apply(hub, 1100)
     txn = await following(changes)

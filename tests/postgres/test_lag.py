@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.postgres._lag import EVERY, MOST, Lag
+from moored.postgres._lag import EVERY, MOST, Lag
 
 
 class Stream:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.postgres import Changes, Postgres, Transaction, _link
+from moored.postgres import Changes, Postgres, Transaction, _link
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, following, ids, one, published, until, walsender

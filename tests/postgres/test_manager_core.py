@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from holdfast.kernel import Backoff, Clock, Machine
-from holdfast.postgres._faults import Diagnosis, Verdict
-from holdfast.postgres._health import CONDITIONS
-from holdfast.postgres._manager_core import Act, Action, ManagerCore, Role, Timer
-from holdfast.postgres._phases import CHART
-from holdfast.postgres._setup import Step
+from moored.kernel import Backoff, Clock, Machine
+from moored.postgres._faults import Diagnosis, Verdict
+from moored.postgres._health import CONDITIONS
+from moored.postgres._manager_core import Act, Action, ManagerCore, Role, Timer
+from moored.postgres._phases import CHART
+from moored.postgres._setup import Step
 
 LOST = Diagnosis("connection_closed", Verdict.RETRY, "the connection was closed", "")
 WRONG = Diagnosis("invalid_username_or_password", Verdict.FATAL, "wrong password", "check it")

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 import pytest
 from tests.logs import silent
 
-from holdfast.kernel import StatusMonitor
-from holdfast.postgres._hub import Hub
-from holdfast.postgres._integrity import Integrity
-from holdfast.postgres._manager import Manager
-from holdfast.postgres._manager_core import Act, Action, Actions, ManagerCore, Timer
-from holdfast.postgres._positions import Positions
-from holdfast.postgres._progress import Progress
-from holdfast.postgres._setup import Setup, Step
-from holdfast.postgres._wire import Keepalive
-from holdfast.testing import Mutant, assert_caught, base_seed, mutant, run_one, scaled, simulate
+from moored.kernel import StatusMonitor
+from moored.postgres._hub import Hub
+from moored.postgres._integrity import Integrity
+from moored.postgres._manager import Manager
+from moored.postgres._manager_core import Act, Action, Actions, ManagerCore, Timer
+from moored.postgres._positions import Positions
+from moored.postgres._progress import Progress
+from moored.postgres._setup import Setup, Step
+from moored.postgres._wire import Keepalive
+from moored.testing import Mutant, assert_caught, base_seed, mutant, run_one, scaled, simulate
 
 from ._manager_seams import a_bad_day, seams
 from ._manager_watcher import STEPS
@@ -31,7 +31,7 @@ from ._manager_watcher import STEPS
 @pytest.fixture(autouse=True)
 def scripted() -> Iterator[None]:
     """The scripted server in the place of a real one, and no log: thousands of bad days."""
-    with silent("holdfast"), seams():
+    with silent("moored"), seams():
         yield
 
 

@@ -23,8 +23,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.testing import FaultProxy, base_seed, scaled
+from moored.embedded import EmbeddedPostgres
+from moored.testing import FaultProxy, base_seed, scaled
 
 from .consumer_program import LEDGER, checksum, line
 from .server import ConsumerProcess, connected, one, published, through, until

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.postgres.recording import begin, commit, relation, text
 
-from holdfast.postgres import Column, Lsn, ProtocolError, Relation, ReplicaIdentity
-from holdfast.postgres._pgoutput import (
+from moored.postgres import Column, Lsn, ProtocolError, Relation, ReplicaIdentity
+from moored.postgres._pgoutput import (
     Begin,
     BeginPrepare,
     Commit,

@@ -12,11 +12,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from holdfast.postgres import Lsn
-from holdfast.postgres._lsn import LAST
-from holdfast.postgres._positions import Positions
-from holdfast.postgres._wire import Keepalive
-from holdfast.testing import scaled
+from moored.postgres import Lsn
+from moored.postgres._lsn import LAST
+from moored.postgres._positions import Positions
+from moored.postgres._wire import Keepalive
+from moored.testing import scaled
 
 
 def keepalive(positions: Positions, end: int, *, inside: bool = False, reply: bool = False) -> bool:

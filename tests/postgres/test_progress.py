@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.postgres._progress import Progress
+from moored.postgres._progress import Progress
 
 
 def test_a_gap_holds_back_what_was_acknowledged_behind_it() -> None:

@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.postgres import Postgres, PostgresError
-from holdfast.postgres._explain import EXPLAINED, explain
-from holdfast.postgres._health import Health
-from holdfast.postgres._phases import CHART
-from holdfast.postgres.prometheus import COUNTERS, GAUGES, PREFIX, PostgresCollector
+from moored.postgres import Postgres, PostgresError
+from moored.postgres._explain import EXPLAINED, explain
+from moored.postgres._health import Health
+from moored.postgres._phases import CHART
+from moored.postgres.prometheus import COUNTERS, GAUGES, PREFIX, PostgresCollector
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, connected, following, quicken, until, walsender
@@ -228,7 +228,7 @@ def base(**more: Any) -> dict[str, Any]:
         "events": [],
         "consumers": {},
         "pools": {},
-        "slot": {"name": "holdfast_slot_default"},
+        "slot": {"name": "moored_slot_default"},
         "slot_blockers": [],
         "lock": {"held": False, "holder": None},
         **more,

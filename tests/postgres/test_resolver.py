@@ -14,11 +14,11 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from holdfast.postgres import ConfigurationError, Postgres, _resolver
-from holdfast.postgres._faults import Verdict, diagnose
-from holdfast.postgres._health import Health
-from holdfast.postgres._resolver import TRIAL, Resolver
-from holdfast.testing import FaultProxy
+from moored.postgres import ConfigurationError, Postgres, _resolver
+from moored.postgres._faults import Verdict, diagnose
+from moored.postgres._health import Health
+from moored.postgres._resolver import TRIAL, Resolver
+from moored.testing import FaultProxy
 
 from .conftest import MakePostgres, Sql
 from .names import NAME, Name, by_name, name_service, require_ipv6
@@ -92,7 +92,7 @@ async def test_the_first_address_does_not_answer(
     async with FaultProxy("127.0.0.1", port, listen_host="::1", listen_port=port) as hole:
         hole.black_hole()
         began = time.monotonic()
-        with caplog.at_level(logging.WARNING, "holdfast.postgres"):
+        with caplog.at_level(logging.WARNING, "moored.postgres"):
             async with Postgres(url, stream_id=stream_id, state_dir=tmp_path, pool_size=4) as pg:
                 await pg.wait_until_active(LIMIT)
                 assert time.monotonic() - began < 3 * SHORT + 5.0
@@ -248,7 +248,7 @@ async def test_a_server_that_hangs_up_when_it_is_asked_for_tls(
     sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with hanging_up(streamed_url) as (between, url):
-        with caplog.at_level(logging.WARNING, "holdfast.postgres"):
+        with caplog.at_level(logging.WARNING, "moored.postgres"):
             async with Postgres(url, stream_id=stream_id, state_dir=tmp_path, pool_size=4) as pg:
                 await pg.wait_until_active(LIMIT)
                 await streams(pg, sql, streamed_url, stream_id)

@@ -14,7 +14,7 @@ from psycopg import sql
 from tests.postgres.literals import OWN_TYPES, TYPES
 from tests.postgres.recording import Recorder
 
-from holdfast.testing import scaled
+from moored.testing import scaled
 
 Rows = list[dict[str, Any]]
 

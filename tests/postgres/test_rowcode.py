@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.postgres.recording import NULL, TOAST, Value, binary, row, texts
 
-from holdfast.postgres import UNCHANGED, Column, ProtocolError, Relation, ReplicaIdentity
-from holdfast.postgres import _rows as rows_module
-from holdfast.postgres._rowcode import MOST_COLUMNS
-from holdfast.testing import scaled
+from moored.postgres import UNCHANGED, Column, ProtocolError, Relation, ReplicaIdentity
+from moored.postgres import _rows as rows_module
+from moored.postgres._rowcode import MOST_COLUMNS
+from moored.testing import scaled
 
 often = settings(
     max_examples=scaled(1_000, least=50),

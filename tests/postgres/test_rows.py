@@ -17,10 +17,10 @@ from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 from tests.postgres.recording import NULL, TOAST, Recorder, Value, binary, row, texts
 
-from holdfast.postgres import UNCHANGED, Column, ProtocolError, Relation, ReplicaIdentity
-from holdfast.postgres import _texts as written
-from holdfast.postgres._checks import SIZES
-from holdfast.testing import scaled, stress_threads
+from moored.postgres import UNCHANGED, Column, ProtocolError, Relation, ReplicaIdentity
+from moored.postgres import _texts as written
+from moored.postgres._checks import SIZES
+from moored.testing import scaled, stress_threads
 
 INT4, INT8, TEXT, FLOAT8, NUMERIC, JSON, UUID = 23, 20, 25, 701, 1700, 114, 2950
 INT4S, TEXTS, INT4RANGE, INT4RANGES = 1007, 1009, 3904, 4451

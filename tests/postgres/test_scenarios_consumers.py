@@ -9,8 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from holdfast.kernel import Recorder
-from holdfast.postgres import (
+from moored.kernel import Recorder
+from moored.postgres import (
     Changes,
     History,
     Lsn,
@@ -19,10 +19,10 @@ from holdfast.postgres import (
     Reset,
     Transaction,
 )
-from holdfast.postgres._body import Body
-from holdfast.postgres._hub import Hub
-from holdfast.postgres._store import StateStore
-from holdfast.postgres._transaction import Committed
+from moored.postgres._body import Body
+from moored.postgres._hub import Hub
+from moored.postgres._store import StateStore
+from moored.postgres._transaction import Committed
 
 from .conftest import MakePostgres, Sql
 from .server import (
@@ -257,7 +257,7 @@ async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:
 async def test_a_reset_while_the_queue_is_full_lets_the_stream_go_on(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.postgres._replication.SILENCE", 0.3)
+    monkeypatch.setattr("moored.postgres._replication.SILENCE", 0.3)
     async with make() as pg:
         changes = pg.changes("slow", tables=["orders"])
         await published(streamed_url, stream_id)

@@ -7,8 +7,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from holdfast.postgres import ConfigurationError, Postgres, PostgresError, Reset, _manager
-from holdfast.postgres._health import Health
+from moored.postgres import ConfigurationError, Postgres, PostgresError, Reset, _manager
+from moored.postgres._health import Health
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, connected, following, ids, one, own_server, quicken, until

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.postgres import Postgres, StackEvent
-from holdfast.postgres._health import Health
+from moored.postgres import Postgres, StackEvent
+from moored.postgres._health import Health
 
 from .conftest import MakePostgres, Sql
 from .server import (

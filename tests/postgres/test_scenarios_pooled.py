@@ -10,8 +10,8 @@ import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import free_port, require_server
 
-from holdfast.postgres import Postgres
-from holdfast.postgres._health import Health
+from moored.postgres import Postgres
+from moored.postgres._health import Health
 
 from .conftest import Sql
 from .server import LIMIT, following, ids, one, published, quicken, through, until, walsender

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.postgres import Changes, ConfigurationError, Insert, _admin
+from moored.postgres import Changes, ConfigurationError, Insert, _admin
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, connected, following, ids, one, published, quicken
@@ -161,7 +161,7 @@ async def test_what_cannot_be_published(
 async def test_a_schema_that_is_published_whole(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    name = f"holdfast_publication_{stream_id}"
+    name = f"moored_publication_{stream_id}"
     await sql.execute(f"create publication {name} for tables in schema public".encode())
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
@@ -185,7 +185,7 @@ async def test_a_publication_that_tells_less_than_everything(
         changes = pg.changes(tables=["orders"])
         await published(streamed_url, stream_id)
         await changes.aclose()
-    name = f"holdfast_publication_{stream_id}"
+    name = f"moored_publication_{stream_id}"
     await sql.execute(f"alter publication {name} set (publish = 'insert, update')".encode())
     async with make() as pg:
         text = await refusal(pg.changes(tables=["orders"]))

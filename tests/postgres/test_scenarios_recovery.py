@@ -12,10 +12,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from holdfast.postgres import Postgres, _admin, _replication
-from holdfast.postgres._health import Health
-from holdfast.postgres._link import Link
-from holdfast.testing import FaultProxy
+from moored.postgres import Postgres, _admin, _replication
+from moored.postgres._health import Health
+from moored.postgres._link import Link
+from moored.testing import FaultProxy
 
 from .conftest import MakePostgres, Sql
 from .server import (
@@ -73,7 +73,7 @@ async def test_what_it_had_acknowledged_does_not(
     consumer = ConsumerProcess(streamed_url, "ids", tmp_path, stream_id=stream_id)
     query = (
         "select confirmed_flush_lsn >= %s from pg_replication_slots "
-        f"where slot_name = 'holdfast_slot_{stream_id}'"
+        f"where slot_name = 'moored_slot_{stream_id}'"
     )
     with consumer:
         await published(streamed_url, stream_id)
@@ -261,7 +261,7 @@ async def test_a_quiet_connection_is_kept(
     make: MakePostgres, sql: Sql, stream_id: str, streamed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is asked answers: also if the loop was busy for longer than a silence may last."""
-    monkeypatch.setattr("holdfast.postgres._replication.SILENCE", 0.4)
+    monkeypatch.setattr("moored.postgres._replication.SILENCE", 0.4)
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
         await published(streamed_url, stream_id)

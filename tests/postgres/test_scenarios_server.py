@@ -10,9 +10,9 @@ import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import require_server
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.postgres import ConfigurationError, Postgres, Reset
-from holdfast.postgres._health import Health
+from moored.embedded import EmbeddedPostgres
+from moored.postgres import ConfigurationError, Postgres, Reset
+from moored.postgres._health import Health
 
 from .conftest import MakePostgres, Sql
 from .server import (
@@ -50,7 +50,7 @@ async def test_a_server_that_does_not_write_what_is_needed(tmp_path: Path) -> No
             await asyncio.wait_for(anext(changes), LIMIT)
         assert pg.health is Health.FAILED
         async with connected(server.url) as conn:
-            query = "select count(*) from pg_stat_activity where application_name = 'holdfast'"
+            query = "select count(*) from pg_stat_activity where application_name = 'moored'"
             await until(lambda: is_zero(conn, query))
 
 
@@ -131,7 +131,7 @@ async def test_a_publication_that_was_dropped_while_nobody_was_there(
         changes = pg.changes(tables=["orders"])
         await published(streamed_url, stream_id)
         await pg.wait_until_active(LIMIT)
-    await sql.execute(f"drop publication holdfast_publication_{stream_id}".encode())
+    await sql.execute(f"drop publication moored_publication_{stream_id}".encode())
     await sql.execute("insert into orders values (1, 'to nobody')")
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
@@ -153,7 +153,7 @@ async def test_a_publication_that_was_dropped_under_the_stream(
         await until(lambda: walsender(sql, pg))
         await sql.execute("insert into orders values (1, 'x')")
         await (await following(changes)).ack()
-        await sql.execute(f"drop publication holdfast_publication_{stream_id}".encode())
+        await sql.execute(f"drop publication moored_publication_{stream_id}".encode())
         await sql.execute("insert into orders values (2, 'to nobody')")
         item = await asyncio.wait_for(anext(changes), LIMIT)
         assert isinstance(item, Reset)

@@ -10,9 +10,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.kernel import Recorder
-from holdfast.postgres import (
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Recorder
+from moored.postgres import (
     Changes,
     ConfigurationError,
     History,
@@ -23,11 +23,11 @@ from holdfast.postgres import (
     StreamEnded,
     Transaction,
 )
-from holdfast.postgres._body import Body
-from holdfast.postgres._health import Health
-from holdfast.postgres._hub import Hub
-from holdfast.postgres._store import StateStore
-from holdfast.postgres._transaction import Committed
+from moored.postgres._body import Body
+from moored.postgres._health import Health
+from moored.postgres._hub import Hub
+from moored.postgres._store import StateStore
+from moored.postgres._transaction import Committed
 
 from .clusters import Seen, cluster
 from .conftest import MakePostgres, Sql
@@ -101,7 +101,7 @@ async def test_a_process_that_is_killed_before_it_has_told_of_a_new_slot(
         await published(streamed_url, stream_id)
         await insert(sql, 1)
         await until(lambda: last_of(consumer, "1"))
-    await until(lambda: dropped(sql, f"holdfast_slot_{stream_id}"))
+    await until(lambda: dropped(sql, f"moored_slot_{stream_id}"))
     assert await consumer.run_to_its_end(dies=("before", "check")) == -signal.SIGKILL
     await insert(sql, 2)
     with consumer:
@@ -130,7 +130,7 @@ async def test_a_slot_of_that_name_that_is_not_ours_is_left_alone(
     make: MakePostgres, sql: Sql, stream_id: str, postgres: SyncEmbeddedPostgres, whose: str
 ) -> None:
     """Names are of the whole server: another database's service may have chosen the same."""
-    slot = f"holdfast_slot_{stream_id}"
+    slot = f"moored_slot_{stream_id}"
     elsewhere = sql if whose == "physical" else await psycopg.AsyncConnection.connect(postgres.url)
     await elsewhere.execute(
         "select pg_create_physical_replication_slot(%s)"
@@ -181,7 +181,7 @@ async def test_a_process_that_is_killed_while_it_gives_up_a_slot(tmp_path: Path)
             await published(db.url, "ids")
             await db.insert(1)
             await until(lambda: last_of(consumer, "1"))
-        slot = "holdfast_slot_ids"
+        slot = "moored_slot_ids"
         for place in (("before", "drop_slot"), ("after", "drop_slot"), ("after", "hub.reset")):
             if place[0] == "before":
                 await until(lambda: invalidated(db.url, slot))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.postgres import History, Lsn, Position, Postgres
-from holdfast.postgres._store import StateStore
+from moored.postgres import History, Lsn, Position, Postgres
+from moored.postgres._store import StateStore
 
 from .clusters import Seen, cluster, standby_of
 from .server import (

@@ -15,10 +15,10 @@ import psycopg
 import pytest
 from tests.servers import require_server
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.postgres import ConfigurationError, Postgres
-from holdfast.postgres._health import Health
-from holdfast.testing import scaled
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import ConfigurationError, Postgres
+from moored.postgres._health import Health
+from moored.testing import scaled
 
 from .certificates import Authority, Certificate
 from .conftest import Sql

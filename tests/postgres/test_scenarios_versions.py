@@ -16,10 +16,10 @@ import psycopg
 import pytest
 from tests.servers import require_server
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.postgres import ConfigurationError, Postgres
-from holdfast.postgres._health import Health
-from holdfast.testing import scaled
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import ConfigurationError, Postgres
+from moored.postgres._health import Health
+from moored.testing import scaled
 
 from .conftest import MakePostgres, Sql
 from .recording import Recorder, summary
@@ -114,7 +114,7 @@ async def test_it_starts_from_nothing_and_leaves_nothing(
         await pg.drop()
     assert await one(sql, "select count(*) from pg_publication") == 0
     assert await one(sql, "select count(*) from pg_replication_slots") == 0
-    query = "select count(*) from pg_stat_activity where application_name = 'holdfast'"
+    query = "select count(*) from pg_stat_activity where application_name = 'moored'"
     await until(lambda: equal(sql, query, 0))
 
 
@@ -360,7 +360,7 @@ async def test_a_publication_that_was_dropped_under_the_stream(
         await streaming(pg, sql, streamed_url)
         await sql.execute("insert into orders values (1, 'x')")
         await (await following(changes)).ack()
-        await sql.execute(f"drop publication holdfast_publication_{stream_id}".encode())
+        await sql.execute(f"drop publication moored_publication_{stream_id}".encode())
         await sql.execute("insert into orders values (2, 'to nobody')")
         await next_reset(changes)
         asking = asyncio.create_task(following(changes))

@@ -15,15 +15,15 @@ import psycopg
 import pytest
 from psycopg import errors, sql
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.postgres import ConfigurationError, Insert, Lsn, ProtocolError
-from holdfast.postgres._assembler import Assembler
-from holdfast.postgres._link import Link
-from holdfast.postgres._positions import Positions
-from holdfast.postgres._setup import Setup, SlotLost, Step, StreamOptions, literal, quoted
-from holdfast.postgres._wire import KEEPALIVE, read_keepalive
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import ConfigurationError, Insert, Lsn, ProtocolError
+from moored.postgres._assembler import Assembler
+from moored.postgres._link import Link
+from moored.postgres._positions import Positions
+from moored.postgres._setup import Setup, SlotLost, Step, StreamOptions, literal, quoted
+from moored.postgres._wire import KEEPALIVE, read_keepalive
 
-OPTIONS = StreamOptions(slot="holdfast_slot_default", publication="holdfast_publication_default")
+OPTIONS = StreamOptions(slot="moored_slot_default", publication="moored_publication_default")
 #: The order of the seed, and what it does not have.
 OURS_ALONE = ("check_publication", "identify_again")
 ORDER = [
@@ -36,7 +36,7 @@ IDENTIFIED = [("7300000000000000001", "3", "0/1500000", "shop")]
 #: While the lock was waited for, it became another one.
 PROMOTED = [("7300000000000000001", "4", "0/2345678", "shop")]
 LOCKED = [("",)]
-CREATED = [("holdfast_slot_default", "0/1600000", None, "pgoutput")]
+CREATED = [("moored_slot_default", "0/1600000", None, "pgoutput")]
 OURS = ("t", "logical pgoutput shop")
 STANDS = [("0/1234567", "reserved", *OURS)]
 
@@ -98,25 +98,25 @@ QUERY = (
     "SELECT current_setting('server_version_num'), pg_backend_pid(), (SELECT setting FROM "
     "pg_catalog.pg_settings WHERE name = 'wal_sender_timeout')",
 )
-LOCK = ("acquire_lock", "SELECT pg_advisory_lock(hashtext('holdfast_slot_default'))")
+LOCK = ("acquire_lock", "SELECT pg_advisory_lock(hashtext('moored_slot_default'))")
 PUBLISH = (
     "create_publication",
-    'CREATE PUBLICATION "holdfast_publication_default" WITH (publish_generated_columns = stored)',
+    'CREATE PUBLICATION "moored_publication_default" WITH (publish_generated_columns = stored)',
 )
 CHECK = (
     "check_publication",
     "SELECT pubinsert, pubupdate, pubdelete, pubtruncate FROM pg_catalog.pg_publication "
-    "WHERE pubname = 'holdfast_publication_default'",
+    "WHERE pubname = 'moored_publication_default'",
 )
 DROP = (
     "drop_slot",
     "SELECT pg_drop_replication_slot(slot_name) FROM pg_catalog.pg_replication_slots "
-    "WHERE slot_name = 'holdfast_slot_default' "
+    "WHERE slot_name = 'moored_slot_default' "
     "AND coalesce(database = current_database() AND plugin = 'pgoutput', false)",
 )
 CREATE = (
     "create_slot",
-    'CREATE_REPLICATION_SLOT "holdfast_slot_default" LOGICAL pgoutput '
+    'CREATE_REPLICATION_SLOT "moored_slot_default" LOGICAL pgoutput '
     "(SNAPSHOT 'nothing', FAILOVER true)",
 )
 FLUSHED = (
@@ -124,7 +124,7 @@ FLUSHED = (
     "SELECT confirmed_flush_lsn, wal_status, "
     "coalesce(database = current_database() AND plugin = 'pgoutput', false), "
     "concat_ws(' ', slot_type, plugin, database) "
-    "FROM pg_catalog.pg_replication_slots WHERE slot_name = 'holdfast_slot_default'",
+    "FROM pg_catalog.pg_replication_slots WHERE slot_name = 'moored_slot_default'",
 )
 DISPLAY = [("identify_again", "IDENTIFY_SYSTEM")] + [
     ("set_display_setting", command)
@@ -243,11 +243,11 @@ def check_combination(
     published = options.try_creating_publication
     generated = " WITH (publish_generated_columns = stored)" if version >= 180000 else ""
     assert sent.get("create_publication") == (
-        f'CREATE PUBLICATION "holdfast_publication_default"{generated}' if published else None
+        f'CREATE PUBLICATION "moored_publication_default"{generated}' if published else None
     )
     assert ("drop_slot" in sent) is (options.recreate_slot or (published and not there))
     assert ("query_slot_flushed_lsn" in sent) is (there and not options.recreate_slot)
-    begin = 'CREATE_REPLICATION_SLOT "holdfast_slot_default"'
+    begin = 'CREATE_REPLICATION_SLOT "moored_slot_default"'
     if options.temporary_slot:
         assert sent["create_slot"] == f"{begin} TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT"
     elif version >= 170000 and options.failover:
@@ -260,15 +260,15 @@ def check_combination(
         ", messages 'true'" if options.messages else ""
     )
     assert start == (
-        "START_REPLICATION SLOT \"holdfast_slot_default\" LOGICAL 0/0 (proto_version '1', "
-        f"publication_names '\"holdfast_publication_default\"'{extras})"
+        "START_REPLICATION SLOT \"moored_slot_default\" LOGICAL 0/0 (proto_version '1', "
+        f"publication_names '\"moored_publication_default\"'{extras})"
     )
 
 
 def test_an_old_server_is_not_asked_for_what_it_does_not_know() -> None:
     setup, _ = go(replace(OPTIONS, binary=True, messages=True), everything_new(130000))
     assert setup.start_command().endswith(
-        "(proto_version '1', publication_names '\"holdfast_publication_default\"')"
+        "(proto_version '1', publication_names '\"moored_publication_default\"')"
     )
 
 

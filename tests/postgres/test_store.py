@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.postgres import ConfigurationError, History, Lsn
-from holdfast.postgres._store import Saved, StateStore
+from moored.postgres import ConfigurationError, History, Lsn
+from moored.postgres._store import Saved, StateStore
 
 
 @pytest.fixture
@@ -135,8 +135,8 @@ def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from holdfast.postgres import History, Lsn\n"
-        "from holdfast.postgres._store import StateStore\n"
+        "from moored.postgres import History, Lsn\n"
+        "from moored.postgres._store import StateStore\n"
         "store = StateStore(Path(sys.argv[1]))\n"
         "store.add('search', 1)\n"
         "store.save(Lsn(77), {'search': 78})\n"

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from holdfast.postgres import Changes, Position, Postgres, PostgresError, Reset, Transaction
+from moored.postgres import Changes, Position, Postgres, PostgresError, Reset, Transaction
 
 from .conftest import MakePostgres, Sql
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.postgres.recording import framed
 
-from holdfast.postgres import Lsn, ProtocolError
-from holdfast.postgres._lsn import LAST
-from holdfast.postgres._positions import Positions
-from holdfast.postgres._wire import (
+from moored.postgres import Lsn, ProtocolError
+from moored.postgres._lsn import LAST
+from moored.postgres._positions import Positions
+from moored.postgres._wire import (
     DATA,
     KEEPALIVE,
     Keepalive,

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.testing import FaultProxy
+from moored.embedded import SyncEmbeddedPostgres
+from moored.testing import FaultProxy
 
 _numbers = itertools.count(1)
 

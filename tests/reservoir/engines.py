@@ -15,9 +15,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from tests.reservoir.harness import until
 
-from holdfast.kernel import Clock
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, ReservoirConfig, Statistics
-from holdfast.reservoir.sqlalchemy import create_async_engine, create_engine, reservoir_of
+from moored.kernel import Clock
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, ReservoirConfig, Statistics
+from moored.reservoir.sqlalchemy import create_async_engine, create_engine, reservoir_of
 
 __all__ = [
     "PID",

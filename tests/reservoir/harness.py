@@ -18,9 +18,9 @@ import asyncpg
 import psycopg
 from tests.leases.observer import Grant, Window, excess
 
-from holdfast.kernel import LoopThread
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, ReservoirError, Statistics
-from holdfast.testing.proxy import FaultProxy
+from moored.kernel import LoopThread
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, ReservoirError, Statistics
+from moored.testing.proxy import FaultProxy
 
 __all__ = [
     "DRIVERS",

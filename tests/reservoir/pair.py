@@ -18,7 +18,7 @@ import psycopg
 import psycopg_pool
 from psycopg import pq, sql
 
-from holdfast import reservoir
+from moored import reservoir
 
 __all__ = ["Interrupted", "Moods", "Pair", "Plan", "Side", "family"]
 
@@ -29,7 +29,7 @@ Work = Callable[[Connection], object]
 #: Names of ours for what psycopg_pool calls otherwise.
 _NAMES = {"PoolOverloaded": "TooManyRequests"}
 #: Where the two pools log.
-LOGGERS = ("psycopg.pool", "holdfast.reservoir")
+LOGGERS = ("psycopg.pool", "moored.reservoir")
 #: Long enough for anything that comes at all, and for what does not.
 PATIENCE = 10.0
 SHORT = 0.03

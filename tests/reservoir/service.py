@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.reservoir.harness import Load, Rig
 
-from holdfast.reservoir import ReservoirConfig
+from moored.reservoir import ReservoirConfig
 
 _PR_SET_PDEATHSIG = 1
 

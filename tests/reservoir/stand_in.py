@@ -12,10 +12,10 @@ from typing import Any
 
 from tests.leases.virtual import ScriptedStore, client
 
-from holdfast.leases import Leases, Request, Taken
-from holdfast.reservoir import AsyncConnectionPool, Reservoir, ReservoirConfig
-from holdfast.reservoir._core import Core, Waiter
-from holdfast.reservoir._item import Item
+from moored.leases import Leases, Request, Taken
+from moored.reservoir import AsyncConnectionPool, Reservoir, ReservoirConfig
+from moored.reservoir._core import Core, Waiter
+from moored.reservoir._item import Item
 
 __all__ = [
     "Conn",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 __all__ = ["PATIENCE", "eventually", "eventually_async", "through"]
 

@@ -20,9 +20,9 @@ from botocore.credentials import (  # type: ignore[import-untyped]
     RefreshableCredentials,
 )
 
-from holdfast.reservoir import CachedTokens, Token, TokenError
-from holdfast.reservoir.aws import DsqlTokens, RdsTokens
-from holdfast.testing import scaled
+from moored.reservoir import CachedTokens, Token, TokenError
+from moored.reservoir.aws import DsqlTokens, RdsTokens
+from moored.testing import scaled
 
 DSQL = "foo0bar1baz2quux3quuux4.dsql.eu-central-1.on.aws"
 RDS = "orders.abc123def456.us-east-1.rds.amazonaws.com"
@@ -370,7 +370,7 @@ def no_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_botocore")
 def test_without_botocore_it_says_what_to_install() -> None:
-    with pytest.raises(TokenError, match=r"not installed: install holdfast\[aws\]"):
+    with pytest.raises(TokenError, match=r"not installed: install moored\[aws\]"):
         DsqlTokens(DSQL)
 
 
@@ -393,7 +393,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 def test_no_token_is_shown_or_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "holdfast")
+    caplog.set_level(logging.DEBUG, "moored")
     tokens = RdsTokens(RDS, user="app", session=static())
     token = tokens()
     assert repr(tokens) == f"<RdsTokens app@{RDS}, us-east-1>"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.reservoir import ReservoirConfig
+from moored.reservoir import ReservoirConfig
 
 # -- the seed's table, line by line ----------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.reservoir.stand_in import Conn, caller, filled, open_one
 
-from holdfast.reservoir import ReservoirConfig
-from holdfast.reservoir._core import Core
-from holdfast.reservoir._item import FRESH, Item, Place
+from moored.reservoir import ReservoirConfig
+from moored.reservoir._core import Core
+from moored.reservoir._item import FRESH, Item, Place
 
 # Born at 0 with 660 s to live: the guard window of 45 s begins at 615.
 USABLE, OVER = 615.0, 660.0

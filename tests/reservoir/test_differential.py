@@ -25,7 +25,7 @@ from psycopg_pool.base import AttemptWithBackoff
 from tests.reservoir.endings import ENDINGS
 from tests.reservoir.pair import PATIENCE, SHORT, Pair, Plan, Side
 
-from holdfast.testing import scaled
+from moored.testing import scaled
 
 #: The numbers that are the same in both pools whenever nothing is under way.
 SAME = (

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from psycopg import sql
 from tests.reservoir.pair import PATIENCE, SHORT, family
 
-from holdfast import reservoir
-from holdfast.testing import scaled
+from moored import reservoir
+from moored.testing import scaled
 
 Connection = psycopg.AsyncConnection[Any]
 SAME = (

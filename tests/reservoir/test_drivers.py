@@ -13,9 +13,9 @@ import psycopg
 import pytest
 from tests.reservoir.support import eventually, eventually_async, through
 
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, PoolTimeout, ReservoirConfig
-from holdfast.reservoir import _pool as pool_module
-from holdfast.testing import FaultProxy
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, PoolTimeout, ReservoirConfig
+from moored.reservoir import _pool as pool_module
+from moored.testing import FaultProxy
 
 Asyncpg = AsyncConnectionPool[Any]
 Things = ConnectionPool["Thing"]

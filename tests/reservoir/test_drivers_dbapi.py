@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from tests.reservoir.support import eventually
 
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, PoolTimeout
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 Pool = ConnectionPool[Any]
 

@@ -15,10 +15,10 @@ import pytest
 from psycopg import pq
 from tests.reservoir.support import eventually, eventually_async, through
 
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, ReservoirConfig
-from holdfast.reservoir import _pool as pool_module
-from holdfast.reservoir._psycopg import AsyncPsycopg, ThreadsPsycopg
-from holdfast.testing import FaultProxy
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, ReservoirConfig
+from moored.reservoir import _pool as pool_module
+from moored.reservoir._psycopg import AsyncPsycopg, ThreadsPsycopg
+from moored.testing import FaultProxy
 
 THREADS = ThreadsPsycopg(psycopg.Connection.connect)
 ASYNC = AsyncPsycopg(psycopg.AsyncConnection.connect)

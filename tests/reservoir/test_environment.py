@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.reservoir import ReservoirConfig
-from holdfast.reservoir._environment import parse_duration
+from moored.reservoir import ReservoirConfig
+from moored.reservoir._environment import parse_duration
 
 ALL = {
     "RESERVOIR_ENABLED": "true",
@@ -26,12 +26,12 @@ ALL = {
 }
 
 
-def from_env(prefix: str = "HOLDFAST_", **variables: str) -> ReservoirConfig:
+def from_env(prefix: str = "MOORED_", **variables: str) -> ReservoirConfig:
     environ = {prefix + name: text for name, text in variables.items()}
     return ReservoirConfig.from_env(prefix, environ=environ, max_size=50)
 
 
-@pytest.mark.parametrize("prefix", ["HOLDFAST_", "DSQL_"])
+@pytest.mark.parametrize("prefix", ["MOORED_", "DSQL_"])
 def test_all_variables(prefix: str) -> None:
     assert from_env(prefix, **ALL) == ReservoirConfig(
         enabled=True,
@@ -49,7 +49,7 @@ def test_all_variables(prefix: str) -> None:
     )
 
 
-@pytest.mark.parametrize("prefix", ["HOLDFAST_", "DSQL_"])
+@pytest.mark.parametrize("prefix", ["MOORED_", "DSQL_"])
 def test_without_variables_all_is_as_in_the_seed(prefix: str) -> None:
     config = from_env(prefix)
     assert config == ReservoirConfig(enabled=False, max_size=50)
@@ -62,12 +62,12 @@ def test_each_variable_is_read_alone(name: str) -> None:
 
 
 def test_the_names_of_another_prefix_are_not_read() -> None:
-    environ = {f"HOLDFAST_{name}": text for name, text in ALL.items()}
+    environ = {f"MOORED_{name}": text for name, text in ALL.items()}
     assert ReservoirConfig.from_env("DSQL_", environ=environ) == ReservoirConfig(enabled=False)
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_RESERVOIR_RATE", "12.5")
+    monkeypatch.setenv("MOORED_RESERVOIR_RATE", "12.5")
     monkeypatch.setenv("DSQL_RESERVOIR_RATE", "99")
     assert ReservoirConfig.from_env().rate == 12.5
     assert ReservoirConfig.from_env("DSQL_").rate == 99.0
@@ -85,7 +85,7 @@ def test_one_variable_turns_it_on_and_off(text: str, on: bool) -> None:
 
 
 def test_what_is_passed_by_name_goes_before_the_environment() -> None:
-    environ = {"HOLDFAST_RESERVOIR_RATE": "20", "HOLDFAST_RESERVOIR_ENABLED": "false"}
+    environ = {"MOORED_RESERVOIR_RATE": "20", "MOORED_RESERVOIR_ENABLED": "false"}
     config = ReservoirConfig.from_env(environ=environ, rate=50.0, enabled=True)
     assert (config.rate, config.enabled) == (50.0, True)
 
@@ -96,7 +96,7 @@ def test_a_store_of_leases_by_its_url() -> None:
 
 
 def test_a_url_and_a_table_are_one_too_many() -> None:
-    with pytest.raises(ValueError, match=r"HOLDFAST_DISTRIBUTED_CONN_LEASE_URL and …_TABLE are"):
+    with pytest.raises(ValueError, match=r"MOORED_DISTRIBUTED_CONN_LEASE_URL and …_TABLE are"):
         from_env(DISTRIBUTED_CONN_LEASE_URL="redis://cache", DISTRIBUTED_CONN_LEASE_TABLE="t")
 
 
@@ -131,7 +131,7 @@ def test_what_is_no_rate(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["²", "0x10", "1_000", "+5", "1.0"])
 def test_what_is_no_whole_number(text: str) -> None:
-    with pytest.raises(ValueError, match=r"HOLDFAST_DISTRIBUTED_CONN_LIMIT: .* whole number"):
+    with pytest.raises(ValueError, match=r"MOORED_DISTRIBUTED_CONN_LIMIT: .* whole number"):
         from_env(DISTRIBUTED_CONN_LIMIT=text)
 
 

@@ -20,7 +20,7 @@ from tests.reservoir.stand_in import (
 )
 from tests.servers import free_port
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     AsyncConnectionPool,
     CachedTokens,
     PoolTimeout,
@@ -28,13 +28,13 @@ from holdfast.reservoir import (
     ReservoirEmpty,
     retry_transaction,
 )
-from holdfast.testing import Sim
+from moored.testing import Sim
 
 
 @pytest.fixture(autouse=True)
 def silence(caplog: pytest.LogCaptureFixture) -> None:
     """What fails on purpose is not worth a line each time."""
-    caplog.set_level(logging.CRITICAL, "holdfast")
+    caplog.set_level(logging.CRITICAL, "moored")
 
 
 # -- line 1: "Reservoir empty" ---------------------------------------------------------------------

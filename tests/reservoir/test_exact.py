@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.leases.virtual import in_virtual_time
 
-from holdfast.kernel import Clock
-from holdfast.leases import Leases, MemoryStore
-from holdfast.reservoir import AsyncConnectionPool, PoolTimeout, ReservoirConfig
-from holdfast.testing import Sim
+from moored.kernel import Clock
+from moored.leases import Leases, MemoryStore
+from moored.reservoir import AsyncConnectionPool, PoolTimeout, ReservoirConfig
+from moored.testing import Sim
 
 
 class Server:

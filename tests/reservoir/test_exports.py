@@ -8,21 +8,21 @@ import sys
 import psycopg
 import pytest
 
-import holdfast.reservoir
-from holdfast.kernel import HoldfastError
-from holdfast.reservoir import aws, prometheus
+import moored.reservoir
+from moored.kernel import MooredError
+from moored.reservoir import aws, prometheus
 
 
 def test_the_public_names() -> None:
-    assert holdfast.reservoir.__all__ == [
+    assert moored.reservoir.__all__ == [
         *("AsyncConnectionPool", "ConnectionPool", "Reservoir", "ReservoirConfig", "Statistics"),
         "retry_transaction",
         *("CachedTokens", "Token", "TokenProvider"),
         *("PoolClosed", "PoolOverloaded", "PoolTimeout", "ReservoirEmpty", "ReservoirError"),
         "TokenError",
     ]
-    for name in holdfast.reservoir.__all__:
-        assert hasattr(holdfast.reservoir, name)
+    for name in moored.reservoir.__all__:
+        assert hasattr(moored.reservoir, name)
 
 
 def test_the_public_names_for_aws() -> None:
@@ -45,19 +45,19 @@ def test_the_public_names_for_prometheus() -> None:
     ],
 )
 def test_every_error_is_what_callers_of_a_pool_catch(name: str) -> None:
-    error = getattr(holdfast.reservoir, name)
-    assert issubclass(error, holdfast.reservoir.ReservoirError)
-    assert issubclass(error, HoldfastError)
+    error = getattr(moored.reservoir, name)
+    assert issubclass(error, moored.reservoir.ReservoirError)
+    assert issubclass(error, MooredError)
     assert issubclass(error, psycopg.OperationalError)
 
 
 def test_a_timeout_is_a_timeout() -> None:
-    assert issubclass(holdfast.reservoir.PoolTimeout, TimeoutError)
+    assert issubclass(moored.reservoir.PoolTimeout, TimeoutError)
 
 
 PROGRAM = """
 import sys
-import holdfast.reservoir
+import moored.reservoir
 print(sorted(name for name in sys.modules if "." not in name))
 """
 

@@ -23,10 +23,10 @@ from tests.reservoir.harness import (
     until,
 )
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import CachedTokens, PoolTimeout, ReservoirConfig
-from holdfast.testing import scaled
-from holdfast.testing.proxy import postgres_fatal
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import CachedTokens, PoolTimeout, ReservoirConfig
+from moored.testing import scaled
+from moored.testing.proxy import postgres_fatal
 
 _numbers = itertools.count(1)
 

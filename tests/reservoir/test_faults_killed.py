@@ -15,10 +15,10 @@ from tests.reservoir.fleet import Census
 from tests.reservoir.harness import DRIVERS, LIMIT, SHELLS, Load, Rig, Shell, lost, until
 from tests.servers import require_server
 
-from holdfast import leases
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import PoolTimeout, ReservoirConfig
-from holdfast.testing import scaled
+from moored import leases
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import PoolTimeout, ReservoirConfig
+from moored.testing import scaled
 
 SIZE = 4
 #: Seconds that the server is away.

@@ -13,9 +13,9 @@ import pg8000.dbapi  # type: ignore[import-untyped]
 import psycopg
 import pytest
 
-from holdfast import reservoir
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, PoolTimeout
+from moored import reservoir
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 NOBODY = "postgresql://nobody@127.0.0.1:1/nothing"
 
@@ -103,7 +103,7 @@ def test_a_leak_is_told_with_the_name_of_its_thread(
                 told.set()
 
     listener = Listener()
-    logging.getLogger("holdfast.reservoir").addHandler(listener)
+    logging.getLogger("moored.reservoir").addHandler(listener)
     try:
         with (
             ConnectionPool(postgres_url, max_size=1, leak_after=0.01) as pool,
@@ -111,7 +111,7 @@ def test_a_leak_is_told_with_the_name_of_its_thread(
         ):
             assert told.wait(10)
     finally:
-        logging.getLogger("holdfast.reservoir").removeHandler(listener)
+        logging.getLogger("moored.reservoir").removeHandler(listener)
     assert f'checkout of thread "{threading.current_thread().name}", at:' in caplog.text
     assert "test_first_use.py" in caplog.text
 
@@ -120,13 +120,13 @@ def test_an_error_is_named_where_users_find_it() -> None:
     for name in reservoir.__all__:
         public = getattr(reservoir, name)
         if isinstance(public, type) and issubclass(public, Exception):
-            assert f"{public.__module__}.{public.__qualname__}" == f"holdfast.reservoir.{name}"
+            assert f"{public.__module__}.{public.__qualname__}" == f"moored.reservoir.{name}"
     assert issubclass(PoolTimeout, TimeoutError)
 
 
 def test_a_pool_that_nobody_closes_ends_in_silence(postgres_url: str) -> None:
     program = (
-        "from holdfast.reservoir import ConnectionPool\n"
+        "from moored.reservoir import ConnectionPool\n"
         f"pool = ConnectionPool({postgres_url!r}, max_size=2)\n"
         "with pool.connection() as conn:\n"
         "    conn.execute('select 1')\n"

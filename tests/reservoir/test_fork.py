@@ -14,7 +14,7 @@ from tests.reservoir.support import PATIENCE
 BEGIN = """
 import asyncio, os, sys, threading, traceback, warnings
 import psycopg
-from holdfast.reservoir import AsyncConnectionPool, ConnectionPool, PoolClosed
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, PoolClosed
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
 url = sys.argv[1]
 

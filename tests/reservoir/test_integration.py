@@ -16,10 +16,10 @@ from tests.reservoir.fleet import Census, Fleet
 from tests.reservoir.harness import LIMIT, SHELLS, Gate, Load, Rig, Shell, until
 from tests.servers import require_server
 
-from holdfast import leases
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import Reservoir, ReservoirConfig, ReservoirEmpty
-from holdfast.testing import scaled
+from moored import leases
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import Reservoir, ReservoirConfig, ReservoirEmpty
+from moored.testing import scaled
 
 #: How much later than its turn under the rate a connect may reach the server, on a machine that
 #: does other things too: what had turns in this time may arrive together.
@@ -51,7 +51,7 @@ async def test_end_to_end(
     shell: Shell, postgres: SyncEmbeddedPostgres, postgres_url: str, enabled: str
 ) -> None:
     name = f"service-{shell}-{enabled}"
-    environ = {"HOLDFAST_RESERVOIR_ENABLED": enabled, "HOLDFAST_RESERVOIR_BASE_LIFETIME": "2m"}
+    environ = {"MOORED_RESERVOIR_ENABLED": enabled, "MOORED_RESERVOIR_BASE_LIFETIME": "2m"}
     config = ReservoirConfig.from_env(environ=environ, max_size=4)
     options = {"application_name": name}
     with psycopg.connect(postgres_url) as admin:
@@ -195,7 +195,7 @@ async def test_three_processes_share_a_limit_and_outlive_one(
 async def test_without_its_lease_store_it_goes_on_alone_and_says_so(
     shell: Shell, postgres: SyncEmbeddedPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="holdfast.leases")
+    caplog.set_level(logging.WARNING, logger="moored.leases")
     with RedisServer(require_server("redis")) as store:
         config = ReservoirConfig(
             max_size=4, lease_enabled=True, lease_url=store.url, lease_limit=4, lease_ttl=1.0

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.reservoir.harness import SHELLS, Gate, Load, Rig, Shell, until
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.reservoir import PoolOverloaded, ReservoirConfig
-from holdfast.testing import scaled
+from moored.embedded import SyncEmbeddedPostgres
+from moored.reservoir import PoolOverloaded, ReservoirConfig
+from moored.testing import scaled
 
 
 @pytest.fixture(params=SHELLS)

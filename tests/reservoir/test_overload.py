@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.leases.virtual import in_virtual_time
 from tests.reservoir.stand_in import Server, pool_of, wait_until
 
-from holdfast.reservoir import PoolOverloaded
-from holdfast.reservoir._overload import Overload
-from holdfast.testing import Sim
+from moored.reservoir import PoolOverloaded
+from moored.reservoir._overload import Overload
+from moored.testing import Sim
 
 
 def told(*served: tuple[float, float]) -> Overload:

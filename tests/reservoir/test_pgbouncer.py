@@ -12,7 +12,7 @@ import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import require_server
 
-from holdfast.reservoir import AsyncConnectionPool
+from moored.reservoir import AsyncConnectionPool
 
 ROUNDS = 30
 

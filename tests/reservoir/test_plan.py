@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.reservoir.stand_in import Conn, caller, filled, open_one
 
-from holdfast.reservoir import ReservoirConfig
-from holdfast.reservoir._core import Core
-from holdfast.reservoir._item import Place
+from moored.reservoir import ReservoirConfig
+from moored.reservoir._core import Core
+from moored.reservoir._item import Place
 
 
 def core_of(max_size: int, **settings: int | bool | float) -> Core[Conn]:

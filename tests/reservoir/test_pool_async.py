@@ -15,7 +15,7 @@ from tests.reservoir.support import PATIENCE, eventually_async, through
 from tests.servers import free_port
 from tests.silence import silence
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     AsyncConnectionPool,
     PoolClosed,
     PoolOverloaded,
@@ -23,7 +23,7 @@ from holdfast.reservoir import (
     ReservoirConfig,
     _works,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 Pool = AsyncConnectionPool
 

@@ -15,14 +15,14 @@ import pytest
 from tests.reservoir.support import PATIENCE, eventually, through
 from tests.servers import free_port
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     ConnectionPool,
     PoolClosed,
     PoolOverloaded,
     PoolTimeout,
     ReservoirConfig,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 Pool = ConnectionPool
 
@@ -156,7 +156,7 @@ def test_ctrl_c_in_the_moment_of_being_served_loses_nothing(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection was handed over, and then came the Ctrl-C."""
-    from holdfast.reservoir import _pool_threads
+    from moored.reservoir import _pool_threads
 
     conn = pool.getconn()
     wait = _pool_threads._ThreadWaiter.wait

@@ -22,16 +22,16 @@ from tests.reservoir.stand_in import (
     wait_until,
 )
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     AsyncConnectionPool,
     ConnectionPool,
     PoolTimeout,
     Reservoir,
     ReservoirConfig,
 )
-from holdfast.reservoir._statistics import BUCKETS
-from holdfast.reservoir.prometheus import ReservoirCollector
-from holdfast.testing import Sim
+from moored.reservoir._statistics import BUCKETS
+from moored.reservoir.prometheus import ReservoirCollector
+from moored.testing import Sim
 
 Labels = dict[str, str]
 ORDERS = {"service": "orders", "pool": "main"}
@@ -51,13 +51,13 @@ class Scrape:
             sample.value
             for family in self.families.values()
             for sample in family.samples
-            if sample.name == f"holdfast_reservoir_{name}" and sample.labels == labels
+            if sample.name == f"moored_reservoir_{name}" and sample.labels == labels
         ]
         assert len(found) <= 1, f"{name} has two values for one label set"
         return found[0] if found else None
 
     def kind(self, name: str) -> str:
-        return str(self.families[f"holdfast_reservoir_{name}"].type)
+        return str(self.families[f"moored_reservoir_{name}"].type)
 
 
 def named(url: str, **more: Any) -> AsyncConnectionPool[psycopg.AsyncConnection[Any]]:
@@ -196,7 +196,7 @@ async def test_it_is_read_when_it_is_scraped(postgres_url: str) -> None:
         registry.register(collector)
         await pool.wait()
         for number in range(3):
-            value = registry.get_sample_value("holdfast_reservoir_checkouts_total", ORDERS)
+            value = registry.get_sample_value("moored_reservoir_checkouts_total", ORDERS)
             assert value == number
             async with pool.connection():
                 pass
@@ -213,7 +213,7 @@ async def test_all_metrics_in_the_format_of_openmetrics(postgres_url: str) -> No
     names = ["size", "target", "in_use", "in_flight", "waiting", "leases_held", "rate_tokens_left"]
     names += ["checkouts", "empty", "refills", "discards", "refill_failures", "acquire_seconds"]
     names += ["resting", "refused", "timeouts"]
-    assert found == {f"holdfast_reservoir_{name}" for name in names}
+    assert found == {f"moored_reservoir_{name}" for name in names}
 
 
 # -- which pools -----------------------------------------------------------------------------------

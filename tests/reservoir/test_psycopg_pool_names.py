@@ -15,17 +15,17 @@ import pytest
 from tests.reservoir.support import eventually, through
 from tests.servers import free_port
 
-from holdfast import reservoir
-from holdfast.reservoir import (
+from moored import reservoir
+from moored.reservoir import (
     AsyncConnectionPool,
     ConnectionPool,
     PoolClosed,
     PoolTimeout,
     ReservoirConfig,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
-LOGGER = "holdfast.reservoir"
+LOGGER = "moored.reservoir"
 PAIRS = [
     (psycopg_pool.ConnectionPool, ConnectionPool),
     (psycopg_pool.AsyncConnectionPool, AsyncConnectionPool),

@@ -19,19 +19,19 @@ from tests.reservoir.stand_in import (
     wait_until,
 )
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     CachedTokens,
     PoolClosed,
     ReservoirConfig,
 )
-from holdfast.reservoir._core import Core
-from holdfast.testing import Sim, run_one
+from moored.reservoir._core import Core
+from moored.testing import Sim, run_one
 
 
 @pytest.fixture(autouse=True)
 def silence(caplog: pytest.LogCaptureFixture) -> None:
     """Hundreds of failures on purpose are not worth a line each."""
-    caplog.set_level("CRITICAL", "holdfast")
+    caplog.set_level("CRITICAL", "moored")
 
 
 def gaps(times: list[float]) -> list[float]:

@@ -12,14 +12,14 @@ import pytest
 from tests.leases.virtual import in_virtual_time
 from tests.reservoir.stand_in import Conn, Journal, Server, Tokens, reservoir, wait_until
 
-from holdfast.reservoir import Reservoir, ReservoirConfig, TokenError
-from holdfast.testing import Sim
+from moored.reservoir import Reservoir, ReservoirConfig, TokenError
+from moored.testing import Sim
 
 
 @pytest.fixture(autouse=True)
 def silence(caplog: pytest.LogCaptureFixture) -> None:
     """Hundreds of failures on purpose are not worth a line each."""
-    caplog.set_level("CRITICAL", "holdfast")
+    caplog.set_level("CRITICAL", "moored")
 
 
 # -- the order -------------------------------------------------------------------------------------

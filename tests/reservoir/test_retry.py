@@ -12,14 +12,14 @@ import pytest
 from tests.leases.virtual import in_virtual_time
 from tests.reservoir.stand_in import Conn, Server, SqlError, pool_of
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     AsyncConnectionPool,
     ConnectionPool,
     PoolClosed,
     PoolTimeout,
     retry_transaction,
 )
-from holdfast.testing import Sim, run_one
+from moored.testing import Sim, run_one
 
 
 class Work:

@@ -12,16 +12,16 @@ import psycopg
 import pytest
 from tests.reservoir.support import eventually
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     AsyncConnectionPool,
     ConnectionPool,
     PoolClosed,
     ReservoirConfig,
     retry_transaction,
 )
-from holdfast.reservoir._core import Core
-from holdfast.reservoir._item import Item
-from holdfast.reservoir._recipe import _endpoint_of
+from moored.reservoir._core import Core
+from moored.reservoir._item import Item
+from moored.reservoir._recipe import _endpoint_of
 
 
 def test_pools_made_anew_keep_to_the_rate_of_those_before_them(module_url: str) -> None:
@@ -105,7 +105,7 @@ def test_a_full_cluster_is_no_failure_to_reconnect(
     leases = "memory://full-cluster"
     with (
         ConnectionPool(module_url, config=config, leases=leases) as first,
-        caplog.at_level(logging.ERROR, "holdfast.reservoir"),
+        caplog.at_level(logging.ERROR, "moored.reservoir"),
     ):
         first.wait()
         with ConnectionPool(
@@ -122,7 +122,7 @@ def test_a_full_cluster_is_no_failure_to_reconnect(
 
 
 def test_what_is_wrong_is_told_before_the_reservoir_is_turned_on() -> None:
-    environ = {"HOLDFAST_RESERVOIR_TARGET_READY": "20"}
+    environ = {"MOORED_RESERVOIR_TARGET_READY": "20"}
     with pytest.raises(ValueError, match="target_ready=20 must be between 0 and max_size=10"):
         ReservoirConfig.from_env(environ=environ)
     assert ReservoirConfig.from_env(environ=environ, max_size=20).target == 0

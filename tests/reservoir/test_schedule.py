@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.reservoir._schedule import first_replacement
+from moored.reservoir._schedule import first_replacement
 
 # Whole numbers as floats: then sums and differences are exact.
 seconds = st.integers(0, 10_000).map(float)

@@ -16,10 +16,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from tests.reservoir.engines import WAYS, Desk, SteppedClock, Way, backends, left, unseen
 from tests.reservoir.harness import until
 
-from holdfast import leases
-from holdfast.reservoir import ReservoirConfig
-from holdfast.reservoir.sqlalchemy import create_async_engine, create_engine, reservoir_of
-from holdfast.testing import scaled, stress_threads
+from moored import leases
+from moored.reservoir import ReservoirConfig
+from moored.reservoir.sqlalchemy import create_async_engine, create_engine, reservoir_of
+from moored.testing import scaled, stress_threads
 
 
 @pytest.fixture(params=WAYS)

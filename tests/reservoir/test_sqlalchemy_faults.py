@@ -15,10 +15,10 @@ from sqlalchemy.exc import DBAPIError
 from tests.reservoir.engines import WAYS, Desk, SteppedClock, Way, backends, terminate, unseen
 from tests.reservoir.harness import Gate, until
 
-from holdfast.reservoir import PoolTimeout, ReservoirConfig
-from holdfast.reservoir.sqlalchemy import EngineTimeout
-from holdfast.testing import scaled
-from holdfast.testing.proxy import postgres_fatal
+from moored.reservoir import PoolTimeout, ReservoirConfig
+from moored.reservoir.sqlalchemy import EngineTimeout
+from moored.testing import scaled
+from moored.testing.proxy import postgres_fatal
 
 
 @pytest.fixture(params=WAYS)

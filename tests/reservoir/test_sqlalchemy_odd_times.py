@@ -18,8 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.reservoir.engines import PID, WAYS, Desk, Way, backends, left
 from tests.reservoir.harness import until
 
-from holdfast.reservoir import ReservoirConfig
-from holdfast.reservoir.sqlalchemy import create_engine, reservoir_of
+from moored.reservoir import ReservoirConfig
+from moored.reservoir.sqlalchemy import create_engine, reservoir_of
 
 
 @pytest.fixture(params=WAYS)
@@ -147,7 +147,7 @@ async def test_a_child_has_connections_of_its_own(way: Way, postgres_url: str) -
 OUTLIVED = """
 import asyncio, logging, sys
 from sqlalchemy import text
-from holdfast.reservoir.sqlalchemy import create_async_engine, reservoir_of
+from moored.reservoir.sqlalchemy import create_async_engine, reservoir_of
 
 logging.basicConfig(level="WARNING")
 engine = create_async_engine(sys.argv[1], pool_size=1, max_overflow=0)

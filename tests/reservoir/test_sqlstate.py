@@ -9,7 +9,7 @@ import sqlalchemy.exc
 from psycopg import errors
 from tests.reservoir.stand_in import SqlError
 
-from holdfast.reservoir._sqlstate import Meaning, meaning_of, sqlstate_of
+from moored.reservoir._sqlstate import Meaning, meaning_of, sqlstate_of
 
 
 class Psycopg2Error(Exception):

@@ -23,16 +23,16 @@ from tests.reservoir.stand_in import (
     wait_until,
 )
 
-from holdfast.reservoir import (
+from moored.reservoir import (
     PoolOverloaded,
     PoolTimeout,
     ReservoirConfig,
     ReservoirEmpty,
     Statistics,
 )
-from holdfast.reservoir._core import Core
-from holdfast.reservoir._statistics import BUCKETS, Latency
-from holdfast.testing import Sim, scaled
+from moored.reservoir._core import Core
+from moored.reservoir._statistics import BUCKETS, Latency
+from moored.testing import Sim, scaled
 
 # -- latency -------------------------------------------------------------------------------------
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.leases import Leases, MemoryStore, Request
-from holdfast.leases import sync as leases_sync
-from holdfast.leases._memory import _Live
-from holdfast.reservoir import ConnectionPool, ReservoirConfig
-from holdfast.reservoir._core import Waiter
-from holdfast.reservoir._item import Item
-from holdfast.reservoir._reservoir import Reservoir
-from holdfast.testing import StressFailed, mutant, scaled, stress_threads
+from moored.leases import Leases, MemoryStore, Request
+from moored.leases import sync as leases_sync
+from moored.leases._memory import _Live
+from moored.reservoir import ConnectionPool, ReservoirConfig
+from moored.reservoir._core import Waiter
+from moored.reservoir._item import Item
+from moored.reservoir._reservoir import Reservoir
+from moored.testing import StressFailed, mutant, scaled, stress_threads
 
 THREADS = 8
 MAX_SIZE = 5
@@ -37,7 +37,7 @@ CONFIG = ReservoirConfig(
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log: connections are broken by the hundred."""
-    log = logging.getLogger("holdfast")
+    log = logging.getLogger("moored")
     before, log.level = log.level, logging.CRITICAL
     yield
     log.level = before

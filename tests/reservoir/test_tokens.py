@@ -13,8 +13,8 @@ import pytest
 from tests.kernel.fake_clock import NOON, FakeClock
 from tests.leases.virtual import in_virtual_time
 
-from holdfast.reservoir import CachedTokens, Token, TokenError
-from holdfast.testing import Sim
+from moored.reservoir import CachedTokens, Token, TokenError
+from moored.testing import Sim
 
 
 class Provider:
@@ -218,7 +218,7 @@ def test_a_failed_refresh_is_logged_without_the_token(caplog: pytest.LogCaptureF
         await asyncio.sleep(1.0)
         tokens.close()
 
-    with caplog.at_level(logging.DEBUG, "holdfast.reservoir"):
+    with caplog.at_level(logging.DEBUG, "moored.reservoir"):
         scenario()
     assert "could not be refreshed (no route (OSError)); the old one is good for: " in caplog.text
     assert "1 m 40 s" in caplog.text
@@ -384,7 +384,7 @@ async def test_a_sync_provider_is_called_in_a_thread() -> None:
 
     tokens = CachedTokens(provider)
     assert await tokens.get() == "secret"
-    assert names == ["holdfast-token"]
+    assert names == ["moored-token"]
     tokens.close()
 
 

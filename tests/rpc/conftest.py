@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.rpc import _fork
+from moored.rpc import _fork
 
 from .servers import EchoServer
 

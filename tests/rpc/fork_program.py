@@ -29,7 +29,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     ConnectFailed,
     ConnectionConfig,

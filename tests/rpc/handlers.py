@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.rpc._config import ConnectionConfig
-from holdfast.rpc._dial import make_aio_channel, make_channel, ready
-from holdfast.rpc._live import Live
+from moored.rpc._config import ConnectionConfig
+from moored.rpc._dial import make_aio_channel, make_channel, ready
+from moored.rpc._live import Live
 
 __all__ = [
     "ACCEPT",

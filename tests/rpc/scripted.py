@@ -10,7 +10,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from holdfast.rpc import ConnectFailed, ConnectionConfig, Member, Topology
+from moored.rpc import ConnectFailed, ConnectionConfig, Member, Topology
 
 ADDRESSES = ("north:1", "south:1")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.kernel import in_thread
-from holdfast.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
+from moored.kernel import in_thread
+from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
 
 from .servers import EchoServer
 

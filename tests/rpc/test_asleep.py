@@ -19,7 +19,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncRegularStrategy,
     ConfigError,
     ConnectFailed,
@@ -28,7 +28,7 @@ from holdfast.rpc import (
     ManagerClosed,
     RegularStrategy,
 )
-from holdfast.testing import base_seed, scaled
+from moored.testing import base_seed, scaled
 
 from .handlers import ECHO, eventually
 from .servers import EchoServer

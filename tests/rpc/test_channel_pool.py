@@ -13,15 +13,15 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
     RegularStrategy,
     StaticTopology,
 )
-from holdfast.rpc._channel_pool import AioChannelPool, ChannelPool, lanes_of
-from holdfast.rpc._dial import make_aio_channel, make_channel
+from moored.rpc._channel_pool import AioChannelPool, ChannelPool, lanes_of
+from moored.rpc._dial import make_aio_channel, make_channel
 
 from .handlers import CHAT, COLLECT, COUNT, ECHO, ENDLESS, FAIL, MEET, MOST, SLEEP, eventually
 from .servers import EchoServer

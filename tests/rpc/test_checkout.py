@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.kernel import Clock, Recorder
-from holdfast.rpc import ConnectionConfig, ManagedConnection
-from holdfast.rpc._core import CHART
-from holdfast.rpc._policy import Policy
+from moored.kernel import Clock, Recorder
+from moored.rpc import ConnectionConfig, ManagedConnection
+from moored.rpc._core import CHART
+from moored.rpc._policy import Policy
 
 CONFIG = ConnectionConfig.from_uri("http://server")
 STATES = [f"{phase}/{step}" for phase, steps in CHART.phases.items() for step in steps or (phase,)]

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernel import HoldfastError
-from holdfast.rpc._config import ConnectionConfig, redacted
-from holdfast.rpc._errors import ChannelError, ConfigError
+from moored.kernel import MooredError
+from moored.rpc._config import ConnectionConfig, redacted
+from moored.rpc._errors import ChannelError, ConfigError
 
 SECRET = "s3cr3t"
 
@@ -190,7 +190,7 @@ def test_a_wrong_uri_is_told_by_its_part(uri: Any, said: str) -> None:
         ConnectionConfig.from_uri(uri)
     assert said in str(caught.value)
     assert isinstance(caught.value, ChannelError)
-    assert isinstance(caught.value, HoldfastError)
+    assert isinstance(caught.value, MooredError)
     assert not isinstance(caught.value, ValueError)
 
 
@@ -330,7 +330,7 @@ def test_the_parts_of_a_key_cannot_be_confused() -> None:
 
 def test_a_key_means_nothing_in_another_process() -> None:
     code = (
-        "from holdfast.rpc._config import ConnectionConfig;"
+        "from moored.rpc._config import ConnectionConfig;"
         "print(ConnectionConfig.from_uri('http://u:p@host:1').key)"
     )
     other = subprocess.run(
@@ -424,7 +424,7 @@ def test_any_text_with_the_marks_of_a_uri_is_taken_apart_or_refused(rest: str) -
 
 
 def shown(config: ConnectionConfig, caplog: pytest.LogCaptureFixture) -> str:
-    logging.getLogger("holdfast.rpc").warning("with %s and %r", config, config)
+    logging.getLogger("moored.rpc").warning("with %s and %r", config, config)
     own = [repr(config), str(config), f"{config}", config.key, config.shown, config.address]
     return "\n".join([*own, caplog.text, repr({config.key: config}), repr(config.at("other:1"))])
 

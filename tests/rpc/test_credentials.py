@@ -10,8 +10,8 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.kernel import Backoff, Clock
-from holdfast.rpc import (
+from moored.kernel import Backoff, Clock
+from moored.rpc import (
     AsyncRetryInterceptor,
     ConnectionConfig,
     RetryInterceptor,
@@ -19,7 +19,7 @@ from holdfast.rpc import (
     intercept_aio_channel,
     retry_on_rpc_failure,
 )
-from holdfast.rpc._refusals import Refusals, explained
+from moored.rpc._refusals import Refusals, explained
 
 from .handlers import ACCEPT, ECHO, FAIL, METADATA
 from .servers import EchoServer

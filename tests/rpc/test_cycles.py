@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.kernel import Clock
-from holdfast.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
-from holdfast.rpc._core import PROVEN
-from holdfast.rpc._handler import Handler
-from holdfast.testing import mutant, scaled
+from moored.kernel import Clock
+from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
+from moored.rpc._core import PROVEN
+from moored.rpc._handler import Handler
+from moored.testing import mutant, scaled
 
 from .handlers import ECHO, FAIL, descriptors, own_threads
 from .servers import EchoServer

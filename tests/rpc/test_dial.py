@@ -20,8 +20,8 @@ import grpc.aio  # type: ignore[import-untyped]
 import pytest
 from tests.servers import free_port
 
-from holdfast.rpc._config import ConnectionConfig
-from holdfast.rpc._dial import (
+from moored.rpc._config import ConnectionConfig
+from moored.rpc._dial import (
     DEFAULTS,
     TokenCredentials,
     channel_options,
@@ -30,7 +30,7 @@ from holdfast.rpc._dial import (
     make_channel,
     ready,
 )
-from holdfast.rpc._errors import ConfigError, ConnectFailed
+from moored.rpc._errors import ConfigError, ConnectFailed
 
 from .handlers import ECHO
 from .servers import EchoServer, make_authority
@@ -66,7 +66,7 @@ def test_options_of_a_channel() -> None:
     assert options == {
         **DEFAULTS,
         "grpc.use_local_subchannel_pool": 1,
-        "holdfast.generation": 7,
+        "moored.generation": 7,
     }
 
 

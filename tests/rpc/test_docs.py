@@ -1,4 +1,4 @@
-"""The pages about `holdfast.rpc` say what the code does today, and their programs run."""
+"""The pages about `moored.rpc` say what the code does today, and their programs run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from holdfast.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
-from holdfast.rpc._core import CHART
-from holdfast.rpc._retry import NEVER
+from moored.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
+from moored.rpc._core import CHART
+from moored.rpc._retry import NEVER
 
 from .handlers import ECHO, FAIL, PID
 from .servers import EchoServer, make_stubs
@@ -149,7 +149,7 @@ async def test_a_stub_that_is_taken_when_it_is_needed(page: dict[str, Any]) -> N
 
 async def test_a_token_that_changes(echo: EchoServer) -> None:
     names: dict[str, Any] = {}
-    exec("from holdfast.rpc import AsyncConnectionManager\n" + blocks(FASTAPI)[2], names)
+    exec("from moored.rpc import AsyncConnectionManager\n" + blocks(FASTAPI)[2], names)
     async with names["manager"] as manager:
         channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
         sent = await channel.unary_unary("/test.Echo/Metadata")(b"")

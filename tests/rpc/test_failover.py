@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     AsyncGlobalStrategy,
     ConnectFailed,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.servers import free_port
 
-from holdfast.testing import scaled
+from moored.testing import scaled
 
 from .servers import EchoServer
 

@@ -9,9 +9,9 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import ConnectFailed, ConnectionConfig
-from holdfast.rpc._dial import make_aio_channel, make_channel
-from holdfast.testing import FaultProxy
+from moored.rpc import ConnectFailed, ConnectionConfig
+from moored.rpc._dial import make_aio_channel, make_channel
+from moored.testing import FaultProxy
 
 from .handlers import ECHO, eventually
 from .servers import EchoServer

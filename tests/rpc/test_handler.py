@@ -17,10 +17,10 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc._dial import TokenCredentials
-from holdfast.rpc._errors import ConfigError, ConnectFailed, ManagerClosed
-from holdfast.rpc._handler import Handler
-from holdfast.testing import scaled
+from moored.rpc._dial import TokenCredentials
+from moored.rpc._errors import ConfigError, ConnectFailed, ManagerClosed
+from moored.rpc._handler import Handler
+from moored.testing import scaled
 
 from .handlers import (
     CHAT,

@@ -17,10 +17,10 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc._dial import TokenCredentials
-from holdfast.rpc._errors import ConnectFailed, ManagerClosed
-from holdfast.rpc._handler_async import AsyncHandler
-from holdfast.testing import scaled
+from moored.rpc._dial import TokenCredentials
+from moored.rpc._errors import ConnectFailed, ManagerClosed
+from moored.rpc._handler_async import AsyncHandler
+from moored.testing import scaled
 
 from .handlers import (
     CHAT,

@@ -18,13 +18,13 @@ from pymilvus.grpc_gen.milvus_pb2_grpc import (  # type: ignore[import-untyped]
 )
 from tests.servers import free_port
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
 )
-from holdfast.rpc.milvus import AsyncMilvusClient, AsyncMilvusManager
+from moored.rpc.milvus import AsyncMilvusClient, AsyncMilvusManager
 
 from .milvus_service import Server
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
@@ -19,7 +19,7 @@ from holdfast.rpc import (
     ManagerClosed,
     TokenCredentials,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 from .handlers import ECHO, FAIL, PID, eventually
 from .servers import EchoServer

@@ -12,7 +12,7 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     ConnectFailed,
     ConnectionConfig,
@@ -20,7 +20,7 @@ from holdfast.rpc import (
     Member,
     Topology,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 from .handlers import ECHO, FAIL, PID
 from .servers import EchoServer

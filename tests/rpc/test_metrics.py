@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.kernel import Event
-from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Member, Topology
-from holdfast.rpc._counters import MAX_ADDRESSES, OTHERS, Counters, Ledger
-from holdfast.rpc.prometheus import _COUNTERS, RpcCollector
+from moored.kernel import Event
+from moored.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Member, Topology
+from moored.rpc._counters import MAX_ADDRESSES, OTHERS, Counters, Ledger
+from moored.rpc.prometheus import _COUNTERS, RpcCollector
 
 from .handlers import ECHO
 from .servers import EchoServer
@@ -49,7 +49,7 @@ class Scrape:
         found = [
             sample.value
             for sample in self._samples
-            if sample.name == f"holdfast_rpc_{name}" and sample.labels == labels
+            if sample.name == f"moored_rpc_{name}" and sample.labels == labels
         ]
         assert len(found) <= 1, f"{name} has two values for one label set"
         return found[0] if found else None
@@ -324,7 +324,7 @@ async def test_every_counter_is_a_metric_and_in_the_docs() -> None:
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `(\w+)", page, re.MULTILINE)
     named = {name for names, _ in rows for name in re.findall(r"\w+", names)}
     assert named == set(Counters().as_dict())
-    metrics = {f"holdfast_rpc_{name}_total" for name in (*_COUNTERS, "probes")}
+    metrics = {f"moored_rpc_{name}_total" for name in (*_COUNTERS, "probes")}
     assert {metric for _, metric in rows} == metrics
 
 

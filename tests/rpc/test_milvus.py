@@ -18,8 +18,8 @@ import grpc  # type: ignore[import-untyped]
 import pymilvus  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import ConfigError, ConnectFailed
-from holdfast.rpc.milvus import (
+from moored.rpc import ConfigError, ConnectFailed
+from moored.rpc.milvus import (
     AsyncMilvusClient,
     AsyncMilvusManager,
     MilvusClient,
@@ -27,7 +27,7 @@ from holdfast.rpc.milvus import (
     MilvusUnreachable,
     milvus_unavailable,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 from .handlers import eventually
 from .milvus_server import MilvusServer
@@ -425,5 +425,5 @@ def test_which_errors_a_new_connection_may_mend() -> None:
 
 
 def test_who_does_not_use_milvus_does_not_need_pymilvus() -> None:
-    code = "import sys, holdfast.rpc; sys.exit('pymilvus' in sys.modules)"
+    code = "import sys, moored.rpc; sys.exit('pymilvus' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,11 +20,11 @@ from pymilvus.client.connection_manager import (  # type: ignore[import-untyped]
 )
 from pymilvus.client.grpc_handler import GrpcHandler  # type: ignore[import-untyped]
 
-from holdfast.rpc import ConfigError, ConnectionConfig, _milvus_config
-from holdfast.rpc._config import _OPTIONS
-from holdfast.rpc._dial import make_aio_channel, make_channel
-from holdfast.rpc._milvus_config import _PATHS, NEEDLESS, REFUSED
-from holdfast.rpc.milvus import (
+from moored.rpc import ConfigError, ConnectionConfig, _milvus_config
+from moored.rpc._config import _OPTIONS
+from moored.rpc._dial import make_aio_channel, make_channel
+from moored.rpc._milvus_config import _PATHS, NEEDLESS, REFUSED
+from moored.rpc.milvus import (
     AsyncMilvusClient,
     AsyncMilvusManager,
     MilvusClient,

@@ -19,9 +19,9 @@ import pymilvus  # type: ignore[import-untyped]
 import pytest
 from pymilvus.grpc_gen import common_pb2  # type: ignore[import-untyped]
 
-from holdfast.rpc import Member, TokenCredentials, Topology
-from holdfast.rpc._milvus import _refusals
-from holdfast.rpc.milvus import (
+from moored.rpc import Member, TokenCredentials, Topology
+from moored.rpc._milvus import _refusals
+from moored.rpc.milvus import (
     AsyncMilvusClient,
     AsyncMilvusManager,
     MilvusClient,

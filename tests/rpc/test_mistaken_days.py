@@ -10,17 +10,17 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
     Topology,
 )
-from holdfast.rpc._core import Act, Action, Actions, Connection
-from holdfast.rpc._errors import TopologyRefused
-from holdfast.rpc._sources import TopologySource
-from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.rpc._core import Act, Action, Actions, Connection
+from moored.rpc._errors import TopologyRefused
+from moored.rpc._sources import TopologySource
+from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("forkable")
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Each mistake is told in the log, thousands of times."""
-    caplog.set_level(logging.ERROR, "holdfast.rpc")
+    caplog.set_level(logging.ERROR, "moored.rpc")
 
 
 class Weather(TopologySource):

@@ -9,7 +9,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncRegularStrategy,
     AsyncRetryInterceptor,
     ConfigError,
@@ -22,7 +22,7 @@ from holdfast.rpc import (
     intercept_aio_channel,
     retry_on_rpc_failure,
 )
-from holdfast.rpc._dial import make_channel
+from moored.rpc._dial import make_channel
 
 from .servers import EchoServer
 from .sides import LIMIT, Kind, Threads, both, config_of

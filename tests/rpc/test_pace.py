@@ -11,17 +11,17 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     AsyncHandler,
     ConnectionConfig,
     Topology,
     TopologyError,
 )
-from holdfast.rpc._inquiry import Inquiry
-from holdfast.rpc._sources import TopologySource
-from holdfast.rpc._topology import Advice, TopologyMixin
-from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate
+from moored.rpc._inquiry import Inquiry
+from moored.rpc._sources import TopologySource
+from moored.rpc._topology import Advice, TopologyMixin
+from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
 

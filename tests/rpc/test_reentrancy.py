@@ -18,16 +18,16 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.kernel import Clock, IllegalMove, LoopThread
-from holdfast.rpc import (
+from moored.kernel import Clock, IllegalMove, LoopThread
+from moored.rpc import (
     ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
     Handler,
     retry_on_rpc_failure,
 )
-from holdfast.rpc._changes import Changes, Work
-from holdfast.testing import mutant, scaled
+from moored.rpc._changes import Changes, Work
+from moored.testing import mutant, scaled
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
@@ -347,7 +347,7 @@ def test_it_is_given_back_on_the_loop_thread(echo: EchoServer, complaints: list[
 
 def test_to_give_it_back_is_not_to_wait(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does wait for calls to end is `close_all`."""
-    monkeypatch.setattr("holdfast.rpc._works.CLOSING", LIMIT)
+    monkeypatch.setattr("moored.rpc._works.CLOSING", LIMIT)
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, dedicated=True, timeout=LIMIT)
@@ -384,7 +384,7 @@ def run_script(script: str, uri: str) -> list[str]:
 
 EXIT = """
     import sys
-    from holdfast.rpc import ConnectionConfig, ConnectionManager
+    from moored.rpc import ConnectionConfig, ConnectionManager
 
     class Client:
         def __init__(self):
@@ -448,8 +448,8 @@ def test_nobody_waits_while_the_interpreter_ends(echo: EchoServer) -> None:
 
 FORK = """
     import gc, os, sys
-    from holdfast.kernel import LoopThread
-    from holdfast.rpc import ConnectionConfig, ConnectionManager
+    from moored.kernel import LoopThread
+    from moored.rpc import ConnectionConfig, ConnectionManager
 
     class Client:
         def __init__(self, channel):

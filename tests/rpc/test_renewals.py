@@ -9,15 +9,15 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     AsyncGlobalStrategy,
     ConnectionConfig,
     StaticTopology,
 )
-from holdfast.rpc._follower import Follower
-from holdfast.rpc._works import Works
-from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate
+from moored.rpc._follower import Follower
+from moored.rpc._works import Works
+from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
 

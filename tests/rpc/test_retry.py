@@ -16,14 +16,14 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc._config import ConnectionConfig
-from holdfast.rpc._dial import close_channel, make_aio_channel, make_channel, ready
-from holdfast.rpc._errors import ConfigError, ConnectFailed
-from holdfast.rpc._handler import Handler
-from holdfast.rpc._handler_async import AsyncHandler
-from holdfast.rpc._intercept_async import intercept_aio_channel
-from holdfast.rpc._live import Live
-from holdfast.rpc._retry import (
+from moored.rpc._config import ConnectionConfig
+from moored.rpc._dial import close_channel, make_aio_channel, make_channel, ready
+from moored.rpc._errors import ConfigError, ConnectFailed
+from moored.rpc._handler import Handler
+from moored.rpc._handler_async import AsyncHandler
+from moored.rpc._intercept_async import intercept_aio_channel
+from moored.rpc._live import Live
+from moored.rpc._retry import (
     NEVER,
     AsyncRetryInterceptor,
     RetryInterceptor,

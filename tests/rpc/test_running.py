@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from holdfast.rpc._running import run
+from moored.rpc._running import run
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -27,7 +27,7 @@ async def test_a_coroutine_that_nobody_waits_for_any_more_is_closed(at_once: boo
 
     running = asyncio.create_task(run(factory))
     await asyncio.to_thread(began.wait, 30)
-    threads = [each for each in threading.enumerate() if each.name == "holdfast-rpc"]
+    threads = [each for each in threading.enumerate() if each.name == "moored-rpc"]
     if at_once:
         # It comes, and is given up before anybody could look at it.
         may_end.set()

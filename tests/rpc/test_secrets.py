@@ -24,7 +24,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.servers import free_port
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     AsyncRegularStrategy,
     ConfigError,
@@ -40,10 +40,10 @@ from holdfast.rpc import (
     TopologyError,
     retry_on_rpc_failure,
 )
-from holdfast.rpc._dial import make_aio_channel, make_channel
-from holdfast.rpc._errors import TopologyRefused
-from holdfast.rpc._secrets import KEPT, Sent, alike, harmless, secrets_of, words
-from holdfast.rpc.prometheus import RpcCollector
+from moored.rpc._dial import make_aio_channel, make_channel
+from moored.rpc._errors import TopologyRefused
+from moored.rpc._secrets import KEPT, Sent, alike, harmless, secrets_of, words
+from moored.rpc.prometheus import RpcCollector
 
 from .handlers import ECHO, FAIL, METADATA
 from .servers import EchoServer
@@ -128,7 +128,7 @@ class Search:
         registry = CollectorRegistry()
         registry.register(RpcCollector(manager))
         metrics = generate_latest(registry).decode()
-        assert "holdfast_rpc_" in metrics
+        assert "moored_rpc_" in metrics
         self.add("metrics", metrics)
         self.add("threads", threading.enumerate())
 
@@ -145,7 +145,7 @@ class Search:
 def search() -> Iterator[Search]:
     """Everything that is logged is heard, down to the last word of anybody."""
     root = logging.getLogger()
-    names = ["holdfast", "holdfast.rpc", "holdfast.kernel", "grpc", "asyncio"]
+    names = ["moored", "moored.rpc", "moored.kernel", "grpc", "asyncio"]
     loggers = [root, *map(logging.getLogger, names)]
     levels = [log.level for log in loggers]
     made = Search()

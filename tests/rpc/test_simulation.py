@@ -10,20 +10,20 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncConnectionManager,
     AsyncHandler,
     ConnectFailed,
     ConnectionConfig,
     Topology,
 )
-from holdfast.rpc._channel_pool import lanes_of
-from holdfast.rpc._core import PROVEN, Actions, Connection
-from holdfast.rpc._managed import ManagedConnection
-from holdfast.rpc._policy import unavailable
-from holdfast.rpc._refusals import Refusals
-from holdfast.rpc._works import Works
-from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.rpc._channel_pool import lanes_of
+from moored.rpc._core import PROVEN, Actions, Connection
+from moored.rpc._managed import ManagedConnection
+from moored.rpc._policy import unavailable
+from moored.rpc._refusals import Refusals
+from moored.rpc._works import Works
+from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
 

@@ -20,19 +20,19 @@ from typing import Any
 import pytest
 from tests.rpc.topology_server import Conversation, TopologyServer, body_of
 
-from holdfast.kernel import Clock, LoopThread, Recorder
-from holdfast.rpc._config import ConnectionConfig
-from holdfast.rpc._errors import ConfigError, TopologyError
-from holdfast.rpc._refresher import Refresher
-from holdfast.rpc._sources import (
+from moored.kernel import Clock, LoopThread, Recorder
+from moored.rpc._config import ConnectionConfig
+from moored.rpc._errors import ConfigError, TopologyError
+from moored.rpc._refresher import Refresher
+from moored.rpc._sources import (
     CallableTopology,
     DnsTopology,
     HttpTopology,
     StaticTopology,
     TopologySource,
 )
-from holdfast.rpc._topology import Capability, Member, Topology, address_of
-from holdfast.testing import Sim, simulate
+from moored.rpc._topology import Capability, Member, Topology, address_of
+from moored.testing import Sim, simulate
 
 SECRET = "s3cr3t"
 PATH = "/global-cluster/topology"

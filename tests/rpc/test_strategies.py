@@ -20,20 +20,20 @@ import grpc.aio  # type: ignore[import-untyped]
 import pytest
 from tests.rpc.topology_server import TopologyServer, body_of
 
-from holdfast.kernel import Clock, LoopThread, Recorder
-from holdfast.rpc._config import ConnectionConfig
-from holdfast.rpc._errors import ConfigError, TopologyError
-from holdfast.rpc._follower import Follower
-from holdfast.rpc._sources import CallableTopology, HttpTopology, StaticTopology, TopologySource
-from holdfast.rpc._strategies import (
+from moored.kernel import Clock, LoopThread, Recorder
+from moored.rpc._config import ConnectionConfig
+from moored.rpc._errors import ConfigError, TopologyError
+from moored.rpc._follower import Follower
+from moored.rpc._sources import CallableTopology, HttpTopology, StaticTopology, TopologySource
+from moored.rpc._strategies import (
     AsyncGlobalStrategy,
     AsyncRegularStrategy,
     ConnectionStrategy,
     GlobalStrategy,
     RegularStrategy,
 )
-from holdfast.rpc._topology import Advice, Capability, Member, Topology, TopologyMixin
-from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate
+from moored.rpc._topology import Advice, Capability, Member, Topology, TopologyMixin
+from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 SECRET = "s3cr3t"
 GLOBAL = ConnectionConfig.from_uri("http://g.global-cluster.example.com", token=SECRET)

@@ -13,10 +13,10 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 from tests.logs import silent
 
-from holdfast.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, ManagerClosed
-from holdfast.rpc._dial import make_channel
-from holdfast.rpc._managed import ManagedConnection
-from holdfast.testing import StressFailed, base_seed, mutant, scaled, stress_threads
+from moored.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, ManagerClosed
+from moored.rpc._dial import make_channel
+from moored.rpc._managed import ManagedConnection
+from moored.testing import StressFailed, base_seed, mutant, scaled, stress_threads
 
 from .handlers import ECHO, descriptors, eventually, own_threads
 from .servers import EchoServer
@@ -29,7 +29,7 @@ TIMEOUT, FORGOTTEN = 1.0, 4.0
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log: connections are broken by the dozen."""
-    with silent("holdfast"):
+    with silent("moored"):
         yield
 
 

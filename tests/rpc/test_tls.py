@@ -12,8 +12,8 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import ConfigError, ConnectFailed, ConnectionConfig, TopologyError
-from holdfast.rpc._hints import hinted
+from moored.rpc import ConfigError, ConnectFailed, ConnectionConfig, TopologyError
+from moored.rpc._hints import hinted
 
 from .handlers import ECHO, METADATA, PID
 from .servers import EchoServer, make_authority, make_certificate

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rpc._config import ConnectionConfig
-from holdfast.rpc._errors import ConfigError, TopologyError
-from holdfast.rpc._topology import (
+from moored.rpc._config import ConnectionConfig
+from moored.rpc._errors import ConfigError, TopologyError
+from moored.rpc._topology import (
     Advice,
     Capability,
     Member,

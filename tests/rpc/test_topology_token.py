@@ -11,7 +11,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     AsyncGlobalStrategy,
     ConfigError,
     ConnectFailed,

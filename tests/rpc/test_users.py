@@ -10,14 +10,14 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.kernel import Clock
-from holdfast.rpc import (
+from moored.kernel import Clock
+from moored.rpc import (
     AsyncConnectionManager,
     ChannelError,
     ConnectFailed,
     ConnectionConfig,
 )
-from holdfast.testing import FaultProxy
+from moored.testing import FaultProxy
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
@@ -165,7 +165,7 @@ async def test_how_long_nobody_had_it_is_what_the_clock_says(kind: Kind, echo: E
 async def test_many_connections_are_closed_in_the_time_of_one(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.rpc._works.CLOSING", 1.0)
+    monkeypatch.setattr("moored.rpc._works.CLOSING", 1.0)
     async with kind() as side:
         channels = [
             await side.get(config_of(echo), dedicated=True, timeout=LIMIT) for _ in range(6)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from holdfast.rpc import (
+from moored.rpc import (
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
@@ -20,11 +20,11 @@ from holdfast.rpc import (
     TopologyError,
     intercept_aio_channel,
 )
-from holdfast.rpc._config import ConnectionConfig as Config
-from holdfast.rpc._dial import make_aio_channel, make_channel
-from holdfast.rpc._errors import TopologyRefused
-from holdfast.rpc._retry import AsyncRetryInterceptor
-from holdfast.rpc._verdicts import Verdict, judge, raised
+from moored.rpc._config import ConnectionConfig as Config
+from moored.rpc._dial import make_aio_channel, make_channel
+from moored.rpc._errors import TopologyRefused
+from moored.rpc._retry import AsyncRetryInterceptor
+from moored.rpc._verdicts import Verdict, judge, raised
 
 from .handlers import ECHO
 from .servers import EchoServer

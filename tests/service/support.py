@@ -27,7 +27,7 @@ __all__ = [
     "clean_environment",
     "drop_slots",
     "gone",
-    "holdfast",
+    "moored",
     "own_stream",
     "running",
     "until",
@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> Non
 
 
 _numbers = itertools.count(1)
-_states = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+_states = Path(tempfile.mkdtemp(prefix="moored-test-"))
 atexit.register(shutil.rmtree, _states, ignore_errors=True)
 
 
@@ -55,9 +55,9 @@ def own_stream() -> dict[str, str]:
     name = f"test_{os.getpid()}_{next(_numbers)}"
     state = str(_states / name)
     return {
-        "HOLDFAST_STREAM_ID": name,
-        "HOLDFAST_STATE_DIR": state,
-        "HOLDFAST_POOL_SIZE": "2",
+        "MOORED_STREAM_ID": name,
+        "MOORED_STATE_DIR": state,
+        "MOORED_POOL_SIZE": "2",
     }
 
 
@@ -88,17 +88,17 @@ def gone(processes: list[psutil.Process]) -> None:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without what would configure the service."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "DATABASE_URL"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MOORED_", "DATABASE_URL"))}
     return {**kept, **more}
 
 
-def holdfast(
+def moored(
     *arguments: str, cwd: Path | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     own = own_stream() if "serve" in arguments and "--data-dir" not in arguments else {}
     return subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", *arguments],
+        [sys.executable, "-m", "moored.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -109,7 +109,7 @@ def holdfast(
 
 
 class Running:
-    """One `holdfast serve`; its output is read as it comes."""
+    """One `moored serve`; its output is read as it comes."""
 
     def __init__(self, process: subprocess.Popen[str], *, read: bool) -> None:
         self.process = process
@@ -189,14 +189,14 @@ def running(
     environ: Mapping[str, str] | None = None,
     read: bool = True,
 ) -> Iterator[Running]:
-    """Start `holdfast serve` on a free port; it is ended with the block, however that goes.
+    """Start `moored serve` on a free port; it is ended with the block, however that goes.
 
     With `read=False` nobody reads what it says but the test itself. Without a data directory of its
     own it has a stream of its own.
     """
-    own = {"HOLDFAST_POOL_SIZE": "2"} if "--data-dir" in arguments else own_stream()
+    own = {"MOORED_POOL_SIZE": "2"} if "--data-dir" in arguments else own_stream()
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", *arguments],
+        [sys.executable, "-m", "moored.cli", "serve", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.service import _auth
+from moored.service import _auth
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.service import Config, ConfigError, knobs, load
+from moored.service import Config, ConfigError, knobs, load
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
@@ -35,14 +35,14 @@ def test_with_nothing_given_it_is_local_and_embedded() -> None:
 
 
 def test_the_command_line_goes_before_the_environment_and_that_before_the_file() -> None:
-    environ = {"HOLDFAST_PORT": "2", "HOLDFAST_LOG_LEVEL": "error"}
+    environ = {"MOORED_PORT": "2", "MOORED_LOG_LEVEL": "error"}
     toml = 'port = 3\nlog_level = "debug"\nlog_format = "json"'
     config = load({"port": "1", "host": None}, environ, toml)
     assert (config.port, config.log_level, config.log_format) == (1, "error", "json")
     assert config.sources == {
         "port": "--port",
-        "log_level": "HOLDFAST_LOG_LEVEL",
-        "log_format": "holdfast.toml",
+        "log_level": "MOORED_LOG_LEVEL",
+        "log_format": "moored.toml",
     }
 
 
@@ -53,45 +53,45 @@ def test_the_database_url_has_the_name_that_everyone_uses() -> None:
 
 
 def test_a_variable_that_is_set_to_nothing_is_not_set() -> None:
-    assert load({}, {"HOLDFAST_PORT": "", "DATABASE_URL": ""}) == Config()
+    assert load({}, {"MOORED_PORT": "", "DATABASE_URL": ""}) == Config()
 
 
 def test_all_mistakes_of_all_sources_are_told_at_once_with_their_names() -> None:
     found = mistakes(
         {"port": "abc"},
-        {"HOLDFAST_LOG_LEVEL": "loud", "HOLDFAST_PROT": "1"},
+        {"MOORED_LOG_LEVEL": "loud", "MOORED_PROT": "1"},
         'database_wait = -1\ndata_dri = "x"\nhost = "0.0.0.0"',
     )
     assert found == [
-        "data_dri in holdfast.toml: there is no such setting; did you mean data_dir?",
-        "HOLDFAST_PROT: there is no such variable; did you mean HOLDFAST_PORT?",
+        "data_dri in moored.toml: there is no such setting; did you mean data_dir?",
+        "MOORED_PROT: there is no such variable; did you mean MOORED_PORT?",
         "--port: 'abc' is not a port: give a number from 0 to 65535",
-        "database_wait in holdfast.toml: -1 must be more than 0 seconds and have an end",
-        "HOLDFAST_LOG_LEVEL: 'loud' is not known: choose debug, info, warning or error",
-        "host in holdfast.toml: other machines can reach 0.0.0.0, and there is no admin token to "
-        "keep them out: set HOLDFAST_ADMIN_TOKEN, or listen on 127.0.0.1",
+        "database_wait in moored.toml: -1 must be more than 0 seconds and have an end",
+        "MOORED_LOG_LEVEL: 'loud' is not known: choose debug, info, warning or error",
+        "host in moored.toml: other machines can reach 0.0.0.0, and there is no admin token to "
+        "keep them out: set MOORED_ADMIN_TOKEN, or listen on 127.0.0.1",
     ]
 
 
 def test_variables_of_others_with_the_same_prefix_are_left_alone() -> None:
-    environ = {"HOLDFAST_SCALE": "1", "HOLDFAST_SERVICE_HOST": "x", "HOLDFAST_PORT_8089_TCP": "y"}
+    environ = {"MOORED_SCALE": "1", "MOORED_SERVICE_HOST": "x", "MOORED_PORT_8089_TCP": "y"}
     assert load({}, environ) == Config()
 
 
 def test_the_port_that_kubernetes_sets_is_explained() -> None:
-    (found,) = mistakes(environ={"HOLDFAST_PORT": "tcp://10.0.0.1:8089"})
+    (found,) = mistakes(environ={"MOORED_PORT": "tcp://10.0.0.1:8089"})
     assert "enableServiceLinks: false" in found
 
 
 def test_a_broken_file_is_one_mistake() -> None:
     (found,) = mistakes(toml="port = ")
-    assert found.startswith("holdfast.toml: it is not valid TOML: ")
+    assert found.startswith("moored.toml: it is not valid TOML: ")
 
 
 def test_an_unknown_setting_that_is_near_nothing_lists_what_there_is() -> None:
     (found,) = mistakes(toml="[zzz]\nx = 1")
     assert found.startswith(
-        "zzz in holdfast.toml: there is no such setting; there are: host, port,"
+        "zzz in moored.toml: there is no such setting; there are: host, port,"
     )
 
 
@@ -159,7 +159,7 @@ def test_each_mistake_says_what_to_write_instead(name: str, value: object, compl
 
 def test_a_mistake_never_shows_a_secret() -> None:
     found = mistakes(
-        environ={"HOLDFAST_ADMIN_TOKEN": "hunter2 x", "DATABASE_URL": "x://a:hunter2@b"}
+        environ={"MOORED_ADMIN_TOKEN": "hunter2 x", "DATABASE_URL": "x://a:hunter2@b"}
     )
     assert len(found) == 2
     assert "hunter2" not in "".join(found)
@@ -167,10 +167,10 @@ def test_a_mistake_never_shows_a_secret() -> None:
 
 def test_what_is_shown_has_no_secrets() -> None:
     url = "postgresql://app:hunter2@db/orders"
-    config = load({}, {"DATABASE_URL": url, "HOLDFAST_ADMIN_TOKEN": "hunter2"})
+    config = load({}, {"DATABASE_URL": url, "MOORED_ADMIN_TOKEN": "hunter2"})
     shown = {setting.name: setting for setting in config.settings()}
     assert shown["database_url"].value == "postgresql://app:********@db/orders"
-    assert shown["admin_token"] == ("admin_token", "********", "HOLDFAST_ADMIN_TOKEN")
+    assert shown["admin_token"] == ("admin_token", "********", "MOORED_ADMIN_TOKEN")
     assert shown["port"] == ("port", 8089, "default")
     assert "hunter2" not in repr(config)
 

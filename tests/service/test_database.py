@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.service.support import own_stream
 
-from holdfast.embedded import EmbeddedPostgres
-from holdfast.kernel import HoldfastError
-from holdfast.postgres import (
+from moored.embedded import EmbeddedPostgres
+from moored.kernel import MooredError
+from moored.postgres import (
     Changes,
     Postgres,
     Transaction,
@@ -25,9 +25,9 @@ from holdfast.postgres import (
     _postgres,
     _replication,
 )
-from holdfast.service import Config, DatabaseUnreachable, Service, _database
-from holdfast.service._listen import listen
-from holdfast.testing import FaultProxy
+from moored.service import Config, DatabaseUnreachable, Service, _database
+from moored.service._listen import listen
+from moored.testing import FaultProxy
 
 LIMIT = 60.0
 
@@ -74,7 +74,7 @@ class Asked:
 
     @property
     def pg(self) -> Postgres:
-        found = self.service.view.systems["holdfast/postgres/manager"]
+        found = self.service.view.systems["moored/postgres/manager"]
         assert isinstance(found, Postgres)
         return found
 
@@ -90,7 +90,7 @@ async def service(
         port=0,
         database_url=url,
         database_wait=wait,
-        stream_id=stream or own_stream()["HOLDFAST_STREAM_ID"],
+        stream_id=stream or own_stream()["MOORED_STREAM_ID"],
         pool_size=2,
         **{"state_dir": tmp_path, **more},
     )
@@ -211,7 +211,7 @@ async def test_a_silent_server_does_not_hold_up_the_stop(postgres_url: str, tmp_
 
 async def failure(it: Asked) -> str:
     """Why the service cannot go on."""
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(MooredError) as caught:
         await asyncio.wait_for(asyncio.shield(it.service.failed), LIMIT)
     return str(caught.value)
 
@@ -272,22 +272,22 @@ async def test_a_state_directory_that_cannot_be_used_is_told(
 
 
 async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_path: Path) -> None:
-    stream = own_stream()["HOLDFAST_STREAM_ID"]
+    stream = own_stream()["MOORED_STREAM_ID"]
     async with service(postgres_url, tmp_path / "1", stream=stream) as first:
         await first.until("active")
         async with service(postgres_url, tmp_path / "2", stream=stream) as second:
             holder = await _eventually(second, lambda now: now["lock"]["holder"])
             server = (await first.stream())["server"]
             assert holder["pid"] == server["backend_pid"]
-            assert holder["application"] == "holdfast"
+            assert holder["application"] == "moored"
             assert holder["streaming"] is True
             code, body = await second.health()
             assert (code, body["status"]) == (202, "waiting")
             head, who, what, so = await second.explain()
             assert head.startswith("waiting, at start_replication_client / acquiring_lock for ")
             assert who.startswith(
-                f"  because  the lock of holdfast_slot_{stream} is held by backend {holder['pid']} "
-                '(application "holdfast", for '
+                f"  because  the lock of moored_slot_{stream} is held by backend {holder['pid']} "
+                '(application "moored", for '
             )
             assert what == "  because  another instance is active: its slot is streaming"
             assert so == (
@@ -429,9 +429,9 @@ async def test_the_metrics_tell_of_the_stream(postgres_url: str, tmp_path: Path)
             for sample in family.samples
             if sample.value == 1
         }
-    assert ("holdfast_postgres_health", "active") in found
-    assert ("holdfast_postgres_condition_met", "pg_lock_acquired") in found
-    assert ("holdfast_postgres_transactions_total",) in found
-    assert ("holdfast_postgres_pool_connections", "snapshot") in found
-    assert ("holdfast_postgres_consumer_attached", consumer.name) in found
-    assert ("holdfast_health", "active", "postgres") in found
+    assert ("moored_postgres_health", "active") in found
+    assert ("moored_postgres_condition_met", "pg_lock_acquired") in found
+    assert ("moored_postgres_transactions_total",) in found
+    assert ("moored_postgres_pool_connections", "snapshot") in found
+    assert ("moored_postgres_consumer_attached", consumer.name) in found
+    assert ("moored_health", "active", "postgres") in found

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from holdfast.kernel import Clock, Recorder, StatusMonitor, Supervisor
-from holdfast.service import Config, _auth
-from holdfast.service._app import make_app
-from holdfast.service._feed import Feed
-from holdfast.service._health import Board
-from holdfast.service._hub import Hub
-from holdfast.service._metrics import EventCounter, registry_of
-from holdfast.service._view import View
+from moored.kernel import Clock, Recorder, StatusMonitor, Supervisor
+from moored.service import Config, _auth
+from moored.service._app import make_app
+from moored.service._feed import Feed
+from moored.service._health import Board
+from moored.service._hub import Hub
+from moored.service._metrics import EventCounter, registry_of
+from moored.service._view import View
 
 TOKEN = "correct-horse"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -38,7 +38,7 @@ async def client(
     recorder = Recorder()
     board = Board({"lamp": ("up",)})
     monitor = StatusMonitor(["up"], board.status, recorder=recorder)
-    async with Supervisor("holdfast", recorder=recorder) as root:
+    async with Supervisor("moored", recorder=recorder) as root:
         view = View(root.tree, monitor, board, recorder, Clock.current())
         hub = Hub()
         hub.close()  # a stream would never end here

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from holdfast.kernel import Condition
-from holdfast.postgres import Health
-from holdfast.service import HTTP, Status
-from holdfast.service._health import Board, worst
+from moored.kernel import Condition
+from moored.postgres import Health
+from moored.service import HTTP, Status
+from moored.service._health import Board, worst
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations" / "service.md").read_text()
 WORDS: tuple[Status, ...] = get_args(Status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from holdfast.service._hub import COMMENT, Client, Hub, message
+from moored.service._hub import COMMENT, Client, Hub, message
 
 
 async def everything(client: Client) -> bytes:

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from holdfast.kernel import program_of
-from holdfast.service import CannotListen
-from holdfast.service._listen import holder_of, listen, listening_inodes
+from moored.kernel import program_of
+from moored.service import CannotListen
+from moored.service._listen import holder_of, listen, listening_inodes
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -73,7 +73,7 @@ def test_the_table_of_sockets_is_read() -> None:
 @pytest.mark.parametrize(
     ("command", "program"),
     [
-        (b"/venv/bin/python3.11\0/venv/bin/holdfast\0serve\0--admin-token\0x\0", "holdfast serve"),
+        (b"/venv/bin/python3.11\0/venv/bin/moored\0serve\0--admin-token\0x\0", "moored serve"),
         (b"/usr/bin/python3\0-m\0http.server\x008089\0", "http.server"),
         (b"/usr/sbin/nginx\0-g\0daemon off;\0", "nginx"),
         (b"nginx: master process /usr/sbin/nginx\0", "nginx"),

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.kernel import HoldfastError, Recorder
-from holdfast.service._logs import Logs
+from moored.kernel import MooredError, Recorder
+from moored.service._logs import Logs
 
 
 class Said(io.StringIO):
@@ -37,7 +37,7 @@ def test_a_notice_is_a_plain_line_whatever_the_level() -> None:
     said = Said()
     with logs(level="error", stream=said) as it:
         it.say("ready")
-    assert said.lines == ["holdfast: ready"]
+    assert said.lines == ["moored: ready"]
 
 
 def test_an_event_is_one_line_that_says_who_what_and_why() -> None:
@@ -83,8 +83,8 @@ def test_as_json_every_line_is_an_object() -> None:
 def test_a_failure_that_explains_itself_has_no_traceback() -> None:
     said = Said()
     with logs(stream=said):
-        log = logging.getLogger("holdfast.supervisor")
-        log.warning("db failed", exc_info=HoldfastError("no server"))
+        log = logging.getLogger("moored.supervisor")
+        log.warning("db failed", exc_info=MooredError("no server"))
         log.error("told by the recorder as well")
     assert said.lines == []
 
@@ -96,7 +96,7 @@ def test_an_unexpected_failure_has_one() -> None:
             secret = "hunter2"
             raise KeyError("unexpected")
         except KeyError as error:
-            logging.getLogger("holdfast.supervisor").warning("db failed", exc_info=error)
+            logging.getLogger("moored.supervisor").warning("db failed", exc_info=error)
     text = said.getvalue()
     assert "Traceback" in text
     assert f'secret = "{secret}"' not in text.replace("            secret =", "")

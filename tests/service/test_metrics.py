@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.kernel import Recorder
-from holdfast.service._metrics import OTHERS, EventCounter
+from moored.kernel import Recorder
+from moored.service._metrics import OTHERS, EventCounter
 
 
 def test_events_are_counted_by_component_and_kind() -> None:

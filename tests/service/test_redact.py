@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.service._redact import place_of, redact_url
+from moored.service._redact import place_of, redact_url
 
 
 @pytest.mark.parametrize(

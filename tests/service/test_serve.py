@@ -1,4 +1,4 @@
-"""`holdfast serve` as people run it: a process, real signals, a real PostgreSQL."""
+"""`moored serve` as people run it: a process, real signals, a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import psutil
 import psycopg
 import pytest
 from tests.servers import free_port, require_server
-from tests.service.support import Running, clean_environment, gone, holdfast, running, until
+from tests.service.support import Running, clean_environment, gone, moored, running, until
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.kernel import Child, Context
-from holdfast.service import Config, Part, _service, serve
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Child, Context
+from moored.service import Config, Part, _service, serve
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -185,10 +185,10 @@ def test_an_unreachable_database_is_one_line_and_exit_code_2() -> None:
         nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
         port = nobody.getsockname()[1]
         url = f"postgresql://app:s3cret@127.0.0.1:{port}/orders"
-        ended = holdfast("serve", "--port", "0", "--database-wait", "0.3", DATABASE_URL=url)
+        ended = moored("serve", "--port", "0", "--database-wait", "0.3", DATABASE_URL=url)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"holdfast: cannot reach PostgreSQL at 127.0.0.1:{port}/orders within ")
+    assert line.startswith(f"moored: cannot reach PostgreSQL at 127.0.0.1:{port}/orders within ")
     assert "nobody listens at the server's address" in line
     assert "Connection refused" in line
     assert "Start it, or correct DATABASE_URL;" in line
@@ -198,10 +198,10 @@ def test_an_unreachable_database_is_one_line_and_exit_code_2() -> None:
 
 def test_a_database_that_cannot_be_followed_is_its_text_and_exit_code_2() -> None:
     with SyncEmbeddedPostgres(options={"wal_level": "replica"}) as server:
-        ended = holdfast("serve", "--port", "0", "--database-url", server.url)
+        ended = moored("serve", "--port", "0", "--database-url", server.url)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("holdfast: the server does not write what logical replication needs ")
+    assert line.startswith("moored: the server does not write what logical replication needs ")
     assert line.endswith(
         "set wal_level = logical in postgresql.conf (on RDS: "
         "rds.logical_replication = 1) and restart the server"
@@ -220,17 +220,17 @@ def test_one_that_cannot_be_followed_any_more_ends_the_service_too() -> None:
             conn.execute("alter role follower noreplication")
             conn.execute("select pg_terminate_backend(pid) from pg_stat_replication")
             assert service.wait() == 2
-    assert any(line.startswith("holdfast: this user may not rep") for line in service.lines)
+    assert any(line.startswith("moored: this user may not rep") for line in service.lines)
     assert "follows" not in "\n".join(service.lines).replace("follower", "")
 
 
 def test_a_second_service_waits_for_the_first_and_takes_over(postgres_url: str) -> None:
-    own = {"HOLDFAST_STREAM_ID": "hand_over"}
+    own = {"MOORED_STREAM_ID": "hand_over"}
     with running("--database-url", postgres_url, environ=own) as first:
         first.wait_active()
         with running("--database-url", postgres_url, environ=own) as second:
             until(lambda: second.health() == (202, "waiting"), "it waits")
-            second.wait_for("standing by, because the lock of holdfast_slot_hand_over is held by")
+            second.wait_for("standing by, because the lock of moored_slot_hand_over is held by")
             assert first.stop() == 0
             second.wait_active()
             assert second.stop() == 0
@@ -244,7 +244,7 @@ def _told(service: Running, event: str) -> bool:
 def test_a_silent_database_is_unreachable_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/orders"
-        ended = holdfast("serve", "--port", "0", "--database-url", url, "--database-wait", "0.5")
+        ended = moored("serve", "--port", "0", "--database-url", url, "--database-wait", "0.5")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert "no answer in time. Start it, or correct --database-url" in line
@@ -252,12 +252,12 @@ def test_a_silent_database_is_unreachable_too() -> None:
 
 def test_a_taken_port_is_one_line_that_names_who_has_it(service: Running) -> None:
     port = service.url.rpartition(":")[2]
-    ended = holdfast("serve", "--port", port)
+    ended = moored("serve", "--port", port)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == (
-        f"holdfast: cannot listen on 127.0.0.1:{port}: the port is in use by pid "
-        f"{service.process.pid} (holdfast.cli serve). Stop it, or choose another with --port.\n"
+        f"moored: cannot listen on 127.0.0.1:{port}: the port is in use by pid "
+        f"{service.process.pid} (moored.cli serve). Stop it, or choose another with --port.\n"
     )
 
 
@@ -265,25 +265,25 @@ def test_two_services_on_the_same_data_are_told_apart(service: Running) -> None:
     listening = service.get("/v1/status").json()
     assert listening["status"] == "active"
     data = service.process.args[service.process.args.index("--data-dir") + 1]  # type: ignore[union-attr,arg-type,index]
-    ended = holdfast("serve", "--port", "0", "--data-dir", str(data))
+    ended = moored("serve", "--port", "0", "--data-dir", str(data))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("holdfast: the embedded PostgreSQL cannot start: the data directory ")
+    assert line.startswith("moored: the embedded PostgreSQL cannot start: the data directory ")
     assert str(service.process.pid) in line
     assert "--data-dir" in line
     assert service.health() == (200, "active")
 
 
 def test_other_machines_are_refused_without_a_token() -> None:
-    ended = holdfast("serve", "--host", "0.0.0.0", "--port", "0")
+    ended = moored("serve", "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "there is no admin token to keep them out: set HOLDFAST_ADMIN_TOKEN" in line
+    assert "there is no admin token to keep them out: set MOORED_ADMIN_TOKEN" in line
 
 
 def test_with_a_token_everything_but_health_asks_for_it(postgres_url: str) -> None:
     token = "correct-horse-battery-staple"
-    environ = {"DATABASE_URL": postgres_url, "HOLDFAST_ADMIN_TOKEN": token}
+    environ = {"DATABASE_URL": postgres_url, "MOORED_ADMIN_TOKEN": token}
     with running("--host", "0.0.0.0", environ=environ) as service:
         base = service.url.replace("0.0.0.0", "127.0.0.1")
         with httpx.Client(base_url=base, trust_env=False, timeout=60) as client:
@@ -322,7 +322,7 @@ def test_a_reader_that_goes_away_is_no_reason_to_end(postgres_url: str) -> None:
     with running("--database-url", postgres_url, "--log-level", "debug", read=False) as service:
         assert service.process.stdout is not None
         url = service.process.stdout.readline().split()[1]
-        service.process.stdout.close()  # as after `holdfast serve | head -1`
+        service.process.stdout.close()  # as after `moored serve | head -1`
         health = f"{url}/v1/health"
         until(lambda: httpx.get(health, trust_env=False).status_code == 200, "active")
         service.process.send_signal(signal.SIGINT)
@@ -336,14 +336,14 @@ def test_ctrl_c_in_a_terminal_reaches_the_service_alone(spare_data: Path) -> Non
     name = os.ttyname(theirs)
     # The leader of a new session gets the first terminal that it opens as its own.
     shell = ["sh", "-c", 'exec 0<>"$0" 1>&0 2>&0; exec "$@"', name]
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "moored.cli", "serve", "--port", "0"]
     process = subprocess.Popen(
         [*shell, *command, "--data-dir", str(spare_data)],
         start_new_session=True,
         env=clean_environment(),
     )
     said = b""
-    while b"ready after" not in said or b"holdfast: ready" not in said:
+    while b"ready after" not in said or b"moored: ready" not in said:
         said += os.read(ours, 4096)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     os.write(ours, b"\x03")
@@ -360,19 +360,19 @@ def test_ctrl_c_in_a_terminal_reaches_the_service_alone(spare_data: Path) -> Non
 def test_a_taken_port_of_the_embedded_server_is_one_line(spare_data: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = holdfast(
+        ended = moored(
             "serve", "--port", "0", "--data-dir", str(spare_data), "--postgres-port", port
         )
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("holdfast: the embedded PostgreSQL cannot start: ")
+    assert line.startswith("moored: the embedded PostgreSQL cannot start: ")
     assert f"127.0.0.1:{port}" in line
 
 
 def test_the_port_of_the_embedded_server_can_be_chosen(spare_data: Path) -> None:
     port = free_port()
     with running("--data-dir", str(spare_data), "--postgres-port", str(port)) as service:
-        service.wait_for(f"holdfast: ready after .*: PostgreSQL .* at 127.0.0.1:{port}/postgres$")
+        service.wait_for(f"moored: ready after .*: PostgreSQL .* at 127.0.0.1:{port}/postgres$")
         assert service.stop() == 0
 
 
@@ -405,5 +405,5 @@ def test_a_service_that_gives_up_says_why_with_exit_code_1(
     assert serve(Config(port=0)) == 1
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    assert line.startswith("holdfast: holdfast gave up: ")
+    assert line.startswith("moored: moored gave up: ")
     assert "RuntimeError: on fire" in out  # an unexpected failure keeps its traceback

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from holdfast.kernel import Child, Context, HoldfastError, Machine, Tree
-from holdfast.service import HTTP, Config, Part, Service, ServiceError, Status, Wiring, _feed
-from holdfast.service._hub import Hub
-from holdfast.service._listen import listen
+from moored.kernel import Child, Context, MooredError, Machine, Tree
+from moored.service import HTTP, Config, Part, Service, ServiceError, Status, Wiring, _feed
+from moored.service._hub import Hub
+from moored.service._listen import listen
 
 LIMIT = 30.0
 
@@ -37,7 +37,7 @@ class Lamp:
         phases = {"dark": ["dark"], "lit": ["lit"]}
         moves = {"dark": "lit", "lit": "dark"}
         self.machine = Machine(
-            "holdfast/lamp", phases=phases, moves=moves, initial="dark", recorder=wiring.recorder
+            "moored/lamp", phases=phases, moves=moves, initial="dark", recorder=wiring.recorder
         )
         wiring.machines.append(self.machine)
         return [Child("bulb", self.run)]
@@ -130,12 +130,12 @@ async def test_a_component_is_explained_by_the_end_of_its_path() -> None:
         it.lamp.broken.set()
         await it.light()
         answer = (await it.client.get("/v1/explain/bulb")).json()
-        assert answer["component"] == "holdfast/lamp/bulb"
+        assert answer["component"] == "moored/lamp/bulb"
         assert "because  the filament broke (RuntimeError)" in answer["explanation"]
-        assert answer["events"][-1]["component"] == "holdfast/lamp/bulb"
+        assert answer["events"][-1]["component"] == "moored/lamp/bulb"
         unknown = await it.client.get("/v1/explain/nothing")
         assert unknown.status_code == 404
-        assert "holdfast/lamp" in unknown.json()["known"]
+        assert "moored/lamp" in unknown.json()["known"]
 
 
 async def test_a_stream_begins_with_the_state_and_goes_on_with_what_happens() -> None:
@@ -187,12 +187,12 @@ async def test_the_metrics_tell_the_tree_the_conditions_and_the_events() -> None
             for family in text_string_to_metric_families(answer.text)
             for sample in family.samples
         }
-    assert samples["holdfast_active",] == 1
-    assert samples["holdfast_child_up", "holdfast/http"] == 1
-    assert samples["holdfast_child_restarts_total", "holdfast/lamp/bulb"] == 1
-    assert samples["holdfast_condition_met", "lamp_lit"] == 1
-    assert samples["holdfast_events_total", "failure", "holdfast/lamp/bulb"] == 1
-    assert samples["holdfast_streams",] == 0
+    assert samples["moored_active",] == 1
+    assert samples["moored_child_up", "moored/http"] == 1
+    assert samples["moored_child_restarts_total", "moored/lamp/bulb"] == 1
+    assert samples["moored_condition_met", "lamp_lit"] == 1
+    assert samples["moored_events_total", "failure", "moored/lamp/bulb"] == 1
+    assert samples["moored_streams",] == 0
     assert ("process_open_fds",) in samples
 
 
@@ -208,7 +208,7 @@ async def test_http_that_fails_is_restarted_and_refuses_nobody(
 ) -> None:
     async with house() as it:
         (http,) = [
-            task for task in asyncio.all_tasks() if task.get_name() == "holdfast/http: uvicorn"
+            task for task in asyncio.all_tasks() if task.get_name() == "moored/http: uvicorn"
         ]
         http.cancel()
         # The socket has stayed open: a request made meanwhile waits, and is answered.
@@ -225,7 +225,7 @@ async def test_a_part_may_give_up_only_before_the_first_time() -> None:
         assert it.lamp.wiring is not None
         it.lamp.wiring.give_up(ServiceError("no bulb"))
         it.lamp.wiring.give_up(ServiceError("and no socket"))
-        with pytest.raises(HoldfastError, match="no bulb"):
+        with pytest.raises(MooredError, match="no bulb"):
             await it.service.first_active
     async with house() as it:
         await it.light()
@@ -240,12 +240,12 @@ async def test_a_part_may_end_the_service_at_any_time() -> None:
         assert it.lamp.wiring is not None
         it.lamp.wiring.fail(ServiceError("the house is sold"))
         it.lamp.wiring.fail(ServiceError("and empty"))
-        with pytest.raises(HoldfastError, match="the house is sold"):
+        with pytest.raises(MooredError, match="the house is sold"):
             await it.service.failed
     async with house() as it:
         assert it.lamp.wiring is not None
         it.lamp.wiring.fail(ServiceError("no bulb"))
-        with pytest.raises(HoldfastError, match="no bulb"):
+        with pytest.raises(MooredError, match="no bulb"):
             await it.service.first_active
 
 
@@ -285,12 +285,12 @@ class Bulb:
 async def test_what_a_part_shows_is_in_the_status_the_tree_and_the_explanation() -> None:
     async with house() as it:
         assert it.lamp.wiring is not None
-        it.lamp.wiring.systems["holdfast/lamp/bulb"] = Bulb()
+        it.lamp.wiring.systems["moored/lamp/bulb"] = Bulb()
         state = (await it.client.get("/v1/status")).json()
         assert state["lamp"] == {"lumen": 800}
         bulb = state["tree"]["children"][0]["children"][0]
         assert [child["name"] for child in bulb["children"]] == ["filament"]
-        for name in ("lamp", "holdfast/lamp"):
+        for name in ("lamp", "moored/lamp"):
             answer = (await it.client.get(f"/v1/explain/{name}")).json()
             assert answer["explanation"] == "lit, because somebody lit it"
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-import holdfast
-from holdfast.kernel import Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
-from holdfast.service._health import Board
-from holdfast.service._view import RECENT, View, find_component, grafted
+import moored
+from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
+from moored.service._health import Board
+from moored.service._view import RECENT, View, find_component, grafted
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ async def test_the_whole_state_is_plain_data() -> None:
         state = json.loads(json.dumps(view.whole()))
     assert state["status"] == "starting"
     assert state["parts"] == {"lamp": "starting"}
-    assert state["version"] == holdfast.__version__
+    assert state["version"] == moored.__version__
     assert state["address"] == "http://x"
     assert state["uptime"] >= 0
     assert state["conditions"]["up"]["met"] is False
@@ -71,7 +71,7 @@ async def test_a_state_holds_the_newest_events_and_not_all() -> None:
 
 def test_a_tree_is_put_in_below_the_node_with_its_path() -> None:
     leaf = Tree("manager", "running", 1.0)
-    tree = Tree("holdfast", "running", 1.0, children=(leaf, Tree("http", "running", 1.0)))
+    tree = Tree("moored", "running", 1.0, children=(leaf, Tree("http", "running", 1.0)))
     other = Tree("inner", "running", 1.0, children=(Tree("link", "running", 1.0),))
-    whole = grafted(tree, {"holdfast/manager": other, "holdfast/nothing": other})
-    assert [node.name for node in whole.walk()] == ["holdfast", "manager", "link", "http"]
+    whole = grafted(tree, {"moored/manager": other, "moored/nothing": other})
+    assert [node.name for node in whole.walk()] == ["moored", "manager", "link", "http"]

@@ -11,9 +11,9 @@ import json
 import sys
 from typing import Any
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import AlreadyRunning, Event, Outgoing, Session, Sessions
-from holdfast.sessions.mqtt import Mqtt
+from moored.kernel import Backoff
+from moored.sessions import AlreadyRunning, Event, Outgoing, Session, Sessions
+from moored.sessions.mqtt import Mqtt
 
 
 def tell(what: str, **data: Any) -> None:

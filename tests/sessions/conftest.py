@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Sessions
-from holdfast.sessions.demo import DemoServer
+from moored.kernel import Backoff
+from moored.sessions import Sessions
+from moored.sessions.demo import DemoServer
 
 
 @pytest.fixture

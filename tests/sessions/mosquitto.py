@@ -45,7 +45,7 @@ class Mosquitto:
         self._users = users
         self._certificate = certificate
         self._process: subprocess.Popen[bytes] | None = None
-        self.directory = Path(tempfile.mkdtemp(prefix="holdfast-mosquitto-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="moored-mosquitto-"))
         schemes = ["mqtt", "ws"] + (["mqtts", "wss"] if certificate else [])
         #: The port of each scheme.
         self.ports: dict[str, int] = {}

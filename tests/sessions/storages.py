@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.sessions import StorageError
-from holdfast.sessions._seal import Seal
-from holdfast.sessions._sealed import Sealed
-from holdfast.sessions._storage import Storage, open_storage
-from holdfast.sessions._storage_files import FileStorage
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.sessions._storage_sqlite import SqliteStorage
+from moored.sessions import StorageError
+from moored.sessions._seal import Seal
+from moored.sessions._sealed import Sealed
+from moored.sessions._storage import Storage, open_storage
+from moored.sessions._storage_files import FileStorage
+from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions._storage_sqlite import SqliteStorage
 
 __all__ = ["KEY", "KINDS", "KINDS_ON_DISK", "Full", "make"]
 

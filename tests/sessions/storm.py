@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.sessions.support import LIMIT, until
 
-from holdfast.sessions import Acked, NotSent, Outcome, Rejected, Session, Unknown
-from holdfast.testing import FaultProxy
+from moored.sessions import Acked, NotSent, Outcome, Rejected, Session, Unknown
+from moored.testing import FaultProxy
 
 __all__ = ["Faults", "Hears", "Sent", "Storm"]
 

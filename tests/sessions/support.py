@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast.sessions import Event, Session
+from moored.sessions import Event, Session
 
 #: Three times what anything here should ever take.
 LIMIT = 30.0

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from holdfast.sessions import (
+from moored.sessions import (
     Acked,
     LinkLost,
     NotSent,
@@ -20,8 +20,8 @@ from holdfast.sessions import (
     SessionError,
     Unknown,
 )
-from holdfast.sessions._acks import AckTable, Parked
-from holdfast.sessions._protocol import Outgoing
+from moored.sessions._acks import AckTable, Parked
+from moored.sessions._protocol import Outgoing
 
 
 class Told:

@@ -22,8 +22,8 @@ from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, puback, publish
 from tests.sessions.support import LIMIT, until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.sessions import (
     Acked,
     NotConnected,
     NotSent,
@@ -34,10 +34,10 @@ from holdfast.sessions import (
     Tcp,
     Unknown,
 )
-from holdfast.sessions._transport import Receiver, Transport
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import scaled
+from moored.sessions._transport import Receiver, Transport
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.mqtt import Mqtt
+from moored.testing import scaled
 
 pytestmark = pytest.mark.serial
 
@@ -53,7 +53,7 @@ EVENTS = 50
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log of the sessions: a warning for each piece of nonsense is many."""
-    with silent("holdfast.sessions"):
+    with silent("moored.sessions"):
         yield
 
 

@@ -21,8 +21,8 @@ from tests.sessions import account
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.support import LIMIT, until
 
-from holdfast.kernel import Backoff, Clock
-from holdfast.leases import (
+from moored.kernel import Backoff, Clock
+from moored.leases import (
     Grant,
     Held,
     LeaseLost,
@@ -32,7 +32,7 @@ from holdfast.leases import (
     StoreUnavailable,
     connect,
 )
-from holdfast.sessions import (
+from moored.sessions import (
     Acked,
     AlreadyRunning,
     CloseClass,
@@ -44,12 +44,12 @@ from holdfast.sessions import (
     Tcp,
     Unknown,
 )
-from holdfast.sessions._link import Link
-from holdfast.sessions._parting import Parting
-from holdfast.sessions._transport import Transport
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import FaultProxy
+from moored.sessions._link import Link
+from moored.sessions._parting import Parting
+from moored.sessions._transport import Transport
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.mqtt import Mqtt
+from moored.testing import FaultProxy
 
 pytestmark = pytest.mark.serial
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from holdfast.kernel import Backoff, Clock, Machine, Recorder
-from holdfast.sessions import CloseClass
-from holdfast.sessions._core import CHART, PROVEN, RESTARTS, Dial, Idle, SessionCore, Wait
+from moored.kernel import Backoff, Clock, Machine, Recorder
+from moored.sessions import CloseClass
+from moored.sessions._core import CHART, PROVEN, RESTARTS, Dial, Idle, SessionCore, Wait
 
 FINAL = [
     CloseClass.TAKEOVER,

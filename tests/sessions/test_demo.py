@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.sessions._content import Media, Msg, Poll, Presence, Receipt, Text
-from holdfast.sessions._errors import ProtocolError, QueryFailed, StepFailed
-from holdfast.sessions._protocol import (
+from moored.sessions._content import Media, Msg, Poll, Presence, Receipt, Text
+from moored.sessions._errors import ProtocolError, QueryFailed, StepFailed
+from moored.sessions._protocol import (
     Accepted,
     Answered,
     CloseClass,
@@ -34,10 +34,10 @@ from holdfast.sessions._protocol import (
     Refused,
     Unhandled,
 )
-from holdfast.sessions._transport import Transport
-from holdfast.sessions.demo import MAX_FRAME, Demo, DemoDialogue, DemoMemory, DemoServer
-from holdfast.sessions.demo._frames import PIECE, Frames, content_of, encode, wire_form
-from holdfast.testing import Sim, scaled, simulate
+from moored.sessions._transport import Transport
+from moored.sessions.demo import MAX_FRAME, Demo, DemoDialogue, DemoMemory, DemoServer
+from moored.sessions.demo._frames import PIECE, Frames, content_of, encode, wire_form
+from moored.testing import Sim, scaled, simulate
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The pages about `holdfast.sessions` say what the code does today, and their programs run."""
+"""The pages about `moored.sessions` say what the code does today, and their programs run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.servers import free_port, require_server
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.support import LIMIT, until
 
-import holdfast.sessions as package
-from holdfast.leases import Leases
-from holdfast.sessions import (
+import moored.sessions as package
+from moored.leases import Leases
+from moored.sessions import (
     Acked,
     AlreadyRunning,
     Msg,
@@ -38,10 +38,10 @@ from holdfast.sessions import (
     _senders,
     _sessions,
 )
-from holdfast.sessions._sink import MOMENT
-from holdfast.sessions.demo import MAX_FRAME, Demo, DemoServer
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import FaultProxy, Sim
+from moored.sessions._sink import MOMENT
+from moored.sessions.demo import MAX_FRAME, Demo, DemoServer
+from moored.sessions.mqtt import Mqtt
+from moored.testing import FaultProxy, Sim
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -541,7 +541,7 @@ async def test_the_example_of_the_readme(
 ) -> None:
     names: Names = {}
     await run(
-        block_with((ROOT / "README.md").read_text(), "holdfast.sessions"),
+        block_with((ROOT / "README.md").read_text(), "moored.sessions"),
         names,
         ("accounts.db", tmp_path / "accounts.db"),
         ("redis://cache", postgres_url),

@@ -18,10 +18,10 @@ import pytest
 from tests.postgres.certificates import Authority
 from tests.sessions.ears import Ear, Echo, Raises, tcp_server, websocket_server
 
-from holdfast.sessions import _dial, _stream
-from holdfast.sessions._endpoints import Memory, Tcp, WebSocket
-from holdfast.sessions._transport import Endpoint, Receiver, Transport
-from holdfast.testing import FaultProxy, Sim, run_one, scaled, simulate
+from moored.sessions import _dial, _stream
+from moored.sessions._endpoints import Memory, Tcp, WebSocket
+from moored.sessions._transport import Endpoint, Receiver, Transport
+from moored.testing import FaultProxy, Sim, run_one, scaled, simulate
 
 KINDS = ["memory", "tcp", "tls", "websocket", "wss"]
 

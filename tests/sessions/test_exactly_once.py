@@ -11,10 +11,10 @@ import pytest
 from tests.sessions.storm import Faults, Storm
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Event, Session, Sessions, Tcp
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.testing import FaultProxy, base_seed, scaled
+from moored.kernel import Backoff
+from moored.sessions import Event, Session, Sessions, Tcp
+from moored.sessions.demo import Demo, DemoServer
+from moored.testing import FaultProxy, base_seed, scaled
 
 pytestmark = pytest.mark.serial
 

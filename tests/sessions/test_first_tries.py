@@ -14,8 +14,8 @@ from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.storages import Full
 from tests.sessions.support import LIMIT, collect, until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.sessions import (
     Acked,
     NotConnected,
     NotSent,
@@ -29,9 +29,9 @@ from holdfast.sessions import (
     Unknown,
     open_storage,
 )
-from holdfast.sessions._session import CREDENTIALS
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.mqtt import Message, Mqtt
+from moored.sessions._session import CREDENTIALS
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.mqtt import Message, Mqtt
 
 #: Longer than any test: what ends by its time has failed.
 LONG = 300.0

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tests.sessions.support import until
 
-from holdfast.sessions import Event, Session, Sessions, Text
-from holdfast.sessions._sink import MOMENT, Sink
-from holdfast.sessions._waiting import MOST_LATE, Taken, Waiting
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.demo._protocol import DemoDialogue
-from holdfast.testing import Sim, simulate
+from moored.sessions import Event, Session, Sessions, Text
+from moored.sessions._sink import MOMENT, Sink
+from moored.sessions._waiting import MOST_LATE, Taken, Waiting
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.demo._protocol import DemoDialogue
+from moored.testing import Sim, simulate
 
 #: Three times what a session has for its end.
 AT_MOST = 3 * MOMENT

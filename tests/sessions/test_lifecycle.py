@@ -11,9 +11,9 @@ import pytest
 from tests.leases.virtual import in_virtual_time
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.leases import Leases, MemoryStore, Request, StoreMisconfigured, connect
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.leases import Leases, MemoryStore, Request, StoreMisconfigured, connect
+from moored.sessions import (
     Acked,
     AlreadyRunning,
     CloseClass,
@@ -26,10 +26,10 @@ from holdfast.sessions import (
     Text,
     Unknown,
 )
-from holdfast.sessions._sessions import CLOSING
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.testing import Sim
+from moored.sessions._sessions import CLOSING
+from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.demo import Demo, DemoServer
+from moored.testing import Sim
 
 #: How long a handler has to end what it has in hand.
 PATIENCE = 5.0
@@ -106,7 +106,7 @@ def test_one_that_cannot_end_hinders_no_other(caplog: pytest.LogCaptureFixture) 
             assert [held.key for held in await leases.held()] == ["sessions/account-2"]
             store.refused = ""
 
-    with caplog.at_level(logging.WARNING, "holdfast.supervisor"):
+    with caplog.at_level(logging.WARNING, "moored.supervisor"):
         scenario()
     told = [record.message for record in caplog.records]
     assert "sessions/account-2 failed while it stopped" in told

@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Acked, Outgoing, Session, Sessions, Unknown
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.testing import Sim, run_one, scaled
+from moored.kernel import Backoff
+from moored.sessions import Acked, Outgoing, Session, Sessions, Unknown
+from moored.sessions.demo import Demo, DemoServer
+from moored.testing import Sim, run_one, scaled
 
 HOUR = 3600.0
 MANY = scaled(1000, least=100)

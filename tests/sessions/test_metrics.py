@@ -6,10 +6,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Sessions, Text
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.prometheus import _COUNTERS, SessionsCollector
+from moored.kernel import Backoff
+from moored.sessions import Sessions, Text
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.prometheus import _COUNTERS, SessionsCollector
 
 
 def scrape(collector: SessionsCollector) -> tuple[str, dict[tuple[str, ...], float]]:
@@ -17,7 +17,7 @@ def scrape(collector: SessionsCollector) -> tuple[str, dict[tuple[str, ...], flo
     registry.register(collector)
     text = generate_latest(registry).decode()
     return text, {
-        (sample.name.removeprefix("holdfast_sessions_"), *_labels(sample.labels)): sample.value
+        (sample.name.removeprefix("moored_sessions_"), *_labels(sample.labels)): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if not sample.name.endswith("_created")
@@ -44,7 +44,7 @@ async def test_everything_is_counted_by_protocol_and_outlives_its_session() -> N
         server.deliver("very-secret-ann", Text("very secret"))
         await until(lambda: ann.status()["received"])
         text, found = scrape(collector)
-        assert found["holdfast_sessions", "demo", "online"] == 2
+        assert found["moored_sessions", "demo", "online"] == 2
         assert found["sends_total", "demo", "acked"] == 3
         assert found["sends_total", "demo", "rejected"] == 1
         assert found["reconnects_total", "demo"] == 1
@@ -54,7 +54,7 @@ async def test_everything_is_counted_by_protocol_and_outlives_its_session() -> N
         assert "very" not in text
         await sessions.stop(ann)
         text, after = scrape(collector)
-        assert after["holdfast_sessions", "demo", "online"] == 1
+        assert after["moored_sessions", "demo", "online"] == 1
         assert after["sends_total", "demo", "acked"] == 3
         collector.remove(sessions)
         assert scrape(collector)[1] == {}

@@ -18,11 +18,11 @@ from tests.sessions.support import until
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.typing import Subprotocol
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Event, Msg, Sessions, Unknown
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.sessions.mqtt._dialogue import OVERRUN
-from holdfast.testing import FaultProxy
+from moored.kernel import Backoff
+from moored.sessions import Event, Msg, Sessions, Unknown
+from moored.sessions.mqtt import Mqtt
+from moored.sessions.mqtt._dialogue import OVERRUN
+from moored.testing import FaultProxy
 
 #: More than may be unacknowledged at once, so that a lost acknowledgement is felt.
 WINDOW, MESSAGES = 4, 12

@@ -19,10 +19,10 @@ from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.storm import Faults, Storm
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Session, Sessions
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import FaultProxy, base_seed, scaled
+from moored.kernel import Backoff
+from moored.sessions import Session, Sessions
+from moored.sessions.mqtt import Mqtt
+from moored.testing import FaultProxy, base_seed, scaled
 
 log = logging.getLogger(__name__)
 pytestmark = pytest.mark.serial

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.kernel import QueueFull, Recorder
-from holdfast.sessions._errors import CorruptRecord, StorageError
-from holdfast.sessions._records import Corruption, Records
-from holdfast.sessions._sealed import Sealed
-from holdfast.sessions._storage import Namespace, open_storage
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.testing import Sim, assert_caught, mutant, scaled, simulate
+from moored.kernel import QueueFull, Recorder
+from moored.sessions._errors import CorruptRecord, StorageError
+from moored.sessions._records import Corruption, Records
+from moored.sessions._sealed import Sealed
+from moored.sessions._storage import Namespace, open_storage
+from moored.sessions._storage_memory import MemoryStorage
+from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 PLACE = (Namespace.SESSION, "bob")
 
@@ -248,7 +248,7 @@ async def test_nobody_who_is_told_can_break_it(caplog: pytest.LogCaptureFixture)
         raise ZeroDivisionError
 
     records = Records(Worse(), "alice", on_corrupt=fails)
-    with caplog.at_level(logging.ERROR, "holdfast.sessions"):
+    with caplog.at_level(logging.ERROR, "moored.sessions"):
         assert await records.get(*PLACE) is None
     assert [record.message for record in caplog.records] == [
         "a damaged record could not be kept: the disk is full",

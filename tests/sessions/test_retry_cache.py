@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.sessions._protocol import Outgoing
-from holdfast.sessions._retry_cache import MemoryRetryCache, RetryCache
-from holdfast.testing import Sim, simulate
+from moored.sessions._protocol import Outgoing
+from moored.sessions._retry_cache import MemoryRetryCache, RetryCache
+from moored.testing import Sim, simulate
 
 
 class Time:

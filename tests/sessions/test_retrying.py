@@ -12,10 +12,10 @@ from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.peers import peer
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import Event, Msg, Sessions, retrying
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import Sim, run_one
+from moored.kernel import Backoff
+from moored.sessions import Event, Msg, Sessions, retrying
+from moored.sessions.mqtt import Mqtt
+from moored.testing import Sim, run_one
 
 EVENT = Event("messages_upsert", Msg("text", "hello"), "alice")
 

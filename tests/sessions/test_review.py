@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.sessions.support import until
 
-from holdfast.kernel import Backoff
-from holdfast.leases import connect
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.leases import connect
+from moored.sessions import (
     Acked,
     AlreadyRunning,
     Event,
@@ -27,14 +27,14 @@ from holdfast.sessions import (
     StorageError,
     Text,
 )
-from holdfast.sessions._acks import SLACK, AckTable, Parked
-from holdfast.sessions._keepalive import Keepalive, Verdict
-from holdfast.sessions._sink import Sink
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.mqtt import Message, Mqtt
-from holdfast.sessions.mqtt._dialogue import MqttDialogue
-from holdfast.testing import session_sandbox
+from moored.sessions._acks import SLACK, AckTable, Parked
+from moored.sessions._keepalive import Keepalive, Verdict
+from moored.sessions._sink import Sink
+from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.mqtt import Message, Mqtt
+from moored.sessions.mqtt._dialogue import MqttDialogue
+from moored.testing import session_sandbox
 
 #: Longer than any test: whoever needs it was not told otherwise.
 LONG = 300.0
@@ -138,7 +138,7 @@ async def test_what_is_no_recipient_or_id_leaves_nothing_behind(
 async def test_a_protocol_that_cannot_write_one_send_fails_it_at_once(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.sessions.demo._protocol import DemoDialogue
+    from moored.sessions.demo._protocol import DemoDialogue
 
     real = DemoDialogue.write
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sessions.storages import KEY
 
-from holdfast.sessions import _seal
-from holdfast.sessions._errors import CorruptRecord, StorageError
-from holdfast.sessions._seal import Seal
-from holdfast.sessions._sealed import MARKER, Sealed
-from holdfast.sessions._storage import open_storage
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.testing import scaled
+from moored.sessions import _seal
+from moored.sessions._errors import CorruptRecord, StorageError
+from moored.sessions._seal import Seal
+from moored.sessions._sealed import MARKER, Sealed
+from moored.sessions._storage import open_storage
+from moored.sessions._storage_memory import MemoryStorage
+from moored.testing import scaled
 
 NAMES = ("alice", "session", "bob")
 OTHER_KEY = bytes(reversed(range(32)))
@@ -155,7 +155,7 @@ def test_without_the_library_there_is_advice(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(builtins, "__import__", without)
     Seal()
-    with pytest.raises(StorageError, match=r"pip install 'holdfast\[encryption\]'"):
+    with pytest.raises(StorageError, match=r"pip install 'moored\[encryption\]'"):
         Seal(KEY)
 
 

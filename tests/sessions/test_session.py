@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.sessions.support import collect, until
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.sessions import (
     Acked,
     AlreadyRunning,
     CloseClass,
@@ -39,8 +39,8 @@ from holdfast.sessions import (
     Unknown,
     Unsupported,
 )
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.testing import FaultProxy
+from moored.sessions.demo import Demo, DemoServer
+from moored.testing import FaultProxy
 
 # -- outcomes -----------------------------------------------------------------------------------
 

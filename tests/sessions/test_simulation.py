@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.kernel import Backoff
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.sessions import (
     Acked,
     CloseClass,
     Event,
@@ -27,15 +27,15 @@ from holdfast.sessions import (
     Tcp,
     Unknown,
 )
-from holdfast.sessions._acks import AckTable
-from holdfast.sessions._connection import Connection
-from holdfast.sessions._senders import Senders
-from holdfast.sessions._sink import Sink
-from holdfast.sessions._transport import Receiver, Transport
-from holdfast.sessions._waiting import Waiting
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.demo._world import Denied
-from holdfast.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.sessions._acks import AckTable
+from moored.sessions._connection import Connection
+from moored.sessions._senders import Senders
+from moored.sessions._sink import Sink
+from moored.sessions._transport import Receiver, Transport
+from moored.sessions._waiting import Waiting
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.demo._world import Denied
+from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 TROUBLE = 12.0
 #: More than this nobody may wait beyond its own time, or after its link was lost.

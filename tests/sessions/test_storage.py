@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sessions.storages import KEY, KINDS, KINDS_ON_DISK, make
 
-from holdfast.sessions._errors import StorageError
-from holdfast.sessions._file_names import from_file_name, is_cut, to_file_name
-from holdfast.sessions._sealed import Sealed
-from holdfast.sessions._storage import Namespace, Storage, open_storage
-from holdfast.sessions._storage_files import FileStorage
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.sessions._storage_sqlite import SqliteStorage
-from holdfast.testing import scaled
+from moored.sessions._errors import StorageError
+from moored.sessions._file_names import from_file_name, is_cut, to_file_name
+from moored.sessions._sealed import Sealed
+from moored.sessions._storage import Namespace, Storage, open_storage
+from moored.sessions._storage_files import FileStorage
+from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions._storage_sqlite import SqliteStorage
+from moored.testing import scaled
 
 HARD_NAMES = [
     "alice",

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.sessions._errors import CorruptRecord, StorageError
-from holdfast.sessions._records import Corruption, Records
-from holdfast.sessions._storage import Storage, open_storage
-from holdfast.sessions._storage_files import FileStorage
-from holdfast.sessions._storage_sqlite import SqliteStorage
-from holdfast.testing import scaled
+from moored.sessions._errors import CorruptRecord, StorageError
+from moored.sessions._records import Corruption, Records
+from moored.sessions._storage import Storage, open_storage
+from moored.sessions._storage_files import FileStorage
+from moored.sessions._storage_sqlite import SqliteStorage
+from moored.testing import scaled
 
 # -- SQLite --------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ async def test_what_is_not_its_directory(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is a file"):
         await FileStorage(tmp_path / "notes.txt").open()
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".format").write_text("holdfast files 7\n")
+    (tmp_path / "new" / ".format").write_text("moored files 7\n")
     with pytest.raises(StorageError, match="another format"):
         await FileStorage(tmp_path / "new").open()
 

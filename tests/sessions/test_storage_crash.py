@@ -16,9 +16,9 @@ import pytest
 from tests.sessions.storage_writer import LONG, PLACE, value_of
 from tests.sessions.storages import make
 
-from holdfast.sessions._storage_files import FileStorage
-from holdfast.sessions._storage_sqlite import SqliteStorage
-from holdfast.testing import base_seed, scaled
+from moored.sessions._storage_files import FileStorage
+from moored.sessions._storage_sqlite import SqliteStorage
+from moored.testing import base_seed, scaled
 
 PROGRAM = Path(__file__).parent / "storage_writer.py"
 KEYS = ("bob", "carol", "dave/../..", LONG)

@@ -12,9 +12,9 @@ import pytest
 from tests.sessions.storages import Full
 from tests.sessions.support import collect, until
 
-from holdfast.kernel import Backoff
-from holdfast.leases import LeaseLost, connect
-from holdfast.sessions import (
+from moored.kernel import Backoff
+from moored.leases import LeaseLost, connect
+from moored.sessions import (
     Acked,
     CloseClass,
     ConnectionUpdate,
@@ -39,12 +39,12 @@ from holdfast.sessions import (
     Unknown,
     _senders,
 )
-from holdfast.sessions._hearing import EVENTS
-from holdfast.sessions._storage_memory import MemoryStorage
-from holdfast.sessions.demo import Demo, DemoServer
-from holdfast.sessions.demo._frames import encode
-from holdfast.sessions.mqtt import Mqtt
-from holdfast.testing import session_sandbox
+from moored.sessions._hearing import EVENTS
+from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.demo import Demo, DemoServer
+from moored.sessions.demo._frames import encode
+from moored.sessions.mqtt import Mqtt
+from moored.testing import session_sandbox
 
 ROOT = Path(__file__).parents[2]
 
@@ -353,7 +353,7 @@ def lines(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
     return [
         each.getMessage()
         for each in caplog.records
-        if each.name == "holdfast.sessions" and each.levelname == level
+        if each.name == "moored.sessions" and each.levelname == level
     ]
 
 
@@ -415,7 +415,7 @@ async def test_the_log_warns_of_an_account_that_is_given_up(
     assert line == f"sessions/alice has ended for good: {why}"
     assert lines(caplog, "INFO")[-1] == f"sessions/alice is stopped: {why}"
     assert alice.status()["reason"] == why
-    ours = [each for each in caplog.records if each.name == "holdfast.sessions"]
+    ours = [each for each in caplog.records if each.name == "moored.sessions"]
     assert not any("very-secret" in logging.Formatter().format(each) for each in ours)
 
 
@@ -537,7 +537,7 @@ async def test_with_a_new_lease_only_credentials_that_are_stored_are_read_again(
 
 def test_every_event_is_in_the_docs() -> None:
     found = {"messages_upsert", *EVENTS.values()}
-    for path in (ROOT / "src/holdfast/sessions").glob("_*.py"):
+    for path in (ROOT / "src/moored/sessions").glob("_*.py"):
         found.update(re.findall(r'(?:_emit|Event)\(\s*"(\w+)"', path.read_text()))
     assert {"connection_update", "events_dropped", "sender_crashed"} <= found
     page = (ROOT / "docs/topics/sessions.md").read_text()

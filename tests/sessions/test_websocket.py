@@ -13,9 +13,9 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from holdfast.sessions._endpoints import WebSocket
-from holdfast.sessions._websocket import WebSocketClosed, WebSocketRefused
-from holdfast.testing import FaultProxy, Sim, run_one, scaled, simulate
+from moored.sessions._endpoints import WebSocket
+from moored.sessions._websocket import WebSocketClosed, WebSocketRefused
+from moored.testing import FaultProxy, Sim, run_one, scaled, simulate
 
 
 async def test_one_write_is_one_binary_message_and_back() -> None:

@@ -11,9 +11,9 @@ from tests.sim.reservoir_database import Database, Refused, Wire
 from tests.sim.reservoir_ledger import Ledger
 from tests.sim.reservoir_watch import EXACT, Watch
 
-from holdfast.reservoir import AsyncConnectionPool, PoolClosed, PoolOverloaded, PoolTimeout
-from holdfast.reservoir._pool import PING_TIMEOUT
-from holdfast.testing import Sim
+from moored.reservoir import AsyncConnectionPool, PoolClosed, PoolOverloaded, PoolTimeout
+from moored.reservoir._pool import PING_TIMEOUT
+from moored.testing import Sim
 
 __all__ = ["Callers", "Visit"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.reservoir_watch import Watch
 
-from holdfast.leases import Lease
-from holdfast.testing import Sim
+from moored.leases import Lease
+from moored.testing import Sim
 
 if TYPE_CHECKING:
     from tests.sim.reservoir_callers import Visit

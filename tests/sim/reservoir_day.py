@@ -11,10 +11,10 @@ from tests.sim.reservoir_ledger import CountedLeases, Ledger
 from tests.sim.reservoir_trouble import Trouble
 from tests.sim.reservoir_watch import EXACT, Watch
 
-from holdfast.leases import Policy
-from holdfast.leases._policy import OnUnavailable
-from holdfast.reservoir import AsyncConnectionPool, ReservoirConfig
-from holdfast.testing import Sim
+from moored.leases import Policy
+from moored.leases._policy import OnUnavailable
+from moored.reservoir import AsyncConnectionPool, ReservoirConfig
+from moored.testing import Sim
 
 __all__ = ["Day"]
 

@@ -10,9 +10,9 @@ from tests.leases.bad_line import BadLine, Weather
 from tests.sim.reservoir_database import Wire
 from tests.sim.reservoir_watch import Watch
 
-from holdfast.leases import Lease, LeaseLost, Leases, MemoryStore, Policy, Request
-from holdfast.leases._memory import _Live
-from holdfast.testing import Sim
+from moored.leases import Lease, LeaseLost, Leases, MemoryStore, Policy, Request
+from moored.leases._memory import _Live
+from moored.testing import Sim
 
 __all__ = ["CountedLeases", "Ledger"]
 

@@ -11,8 +11,8 @@ from tests.leases.bad_line import Weather
 from tests.sim.reservoir_database import Database, Mood, Wire
 from tests.sim.reservoir_ledger import Ledger
 
-from holdfast.reservoir import AsyncConnectionPool
-from holdfast.testing import Sim
+from moored.reservoir import AsyncConnectionPool
+from moored.testing import Sim
 
 __all__ = ["Trouble"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.testing import Sim
+from moored.testing import Sim
 
 __all__ = ["EXACT", "Watch"]
 

@@ -11,8 +11,8 @@ from asyncio import Future
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast.kernel import Child, Context, Generation, KeyedWorkers, Supervisor, WorkerCrashed
-from holdfast.testing import (
+from moored.kernel import Child, Context, Generation, KeyedWorkers, Supervisor, WorkerCrashed
+from moored.testing import (
     Caught,
     Deadlock,
     Mutant,

@@ -11,20 +11,20 @@ import pytest
 from tests.logs import silent
 from tests.sim.reservoir_day import Day
 
-from holdfast.leases import RateLimit
-from holdfast.reservoir import AsyncConnectionPool, ReservoirConfig, _pool_async, _works
-from holdfast.reservoir._budget import Budget
-from holdfast.reservoir._core import Core, Waiter
-from holdfast.reservoir._item import Item
-from holdfast.reservoir._reservoir import Reservoir
-from holdfast.reservoir._works import Works
-from holdfast.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled, simulate
+from moored.leases import RateLimit
+from moored.reservoir import AsyncConnectionPool, ReservoirConfig, _pool_async, _works
+from moored.reservoir._budget import Budget
+from moored.reservoir._core import Core, Waiter
+from moored.reservoir._item import Item
+from moored.reservoir._reservoir import Reservoir
+from moored.reservoir._works import Works
+from moored.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled, simulate
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log: thousands of simulated outages are many lines."""
-    with silent("holdfast"):
+    with silent("moored"):
         yield
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from holdfast.testing import Deadlock, Sim, SimLoop, run_one
+from moored.testing import Deadlock, Sim, SimLoop, run_one
 
 
 class Spy(asyncio.BaseEventLoop):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.testing import (
+from moored.testing import (
     Deadlock,
     MutantRejected,
     MutantSurvived,

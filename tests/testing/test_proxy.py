@@ -17,8 +17,8 @@ import psutil
 import pytest
 from tests.testing.proxy_support import echo_server, read_all
 
-from holdfast.testing._proxy_faults import Faults, Rate
-from holdfast.testing.proxy import Caller, FaultProxy
+from moored.testing._proxy_faults import Faults, Rate
+from moored.testing.proxy import Caller, FaultProxy
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -514,7 +514,7 @@ def test_threads_switch_it_too() -> None:
                 with pytest.raises(ConnectionResetError):
                     client.recv(1)
         echoing.join()
-    assert not [one for one in threading.enumerate() if one.name == "holdfast-fault-proxy"]
+    assert not [one for one in threading.enumerate() if one.name == "moored-fault-proxy"]
 
 
 def test_a_rate_is_tokens_that_come_with_time() -> None:

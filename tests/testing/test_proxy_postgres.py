@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from tests.testing.proxy_support import read_all
 
-from holdfast.testing.proxy import FaultProxy, postgres_fatal
+from moored.testing.proxy import FaultProxy, postgres_fatal
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.testing._proxy_commands import HELP, obey
-from holdfast.testing.proxy import FaultProxy
+from moored.testing._proxy_commands import HELP, obey
+from moored.testing.proxy import FaultProxy
 
-PROGRAM = [sys.executable, "-W", "error", "-m", "holdfast.testing.proxy"]
+PROGRAM = [sys.executable, "-W", "error", "-m", "moored.testing.proxy"]
 
 
 @contextmanager
@@ -88,8 +88,8 @@ def test_it_forwards_and_is_switched_by_its_input(server: socket.socket) -> None
         assert process.returncode == 0
         assert out == "ended\n"
         assert error == (
-            "holdfast: there is no command 'nonsense': help lists them\n"
-            "holdfast: 'much' is no number\n"
+            "moored: there is no command 'nonsense': help lists them\n"
+            "moored: 'much' is no number\n"
         )
 
 
@@ -149,7 +149,7 @@ def test_mistakes(arguments: list[str], code: int, text: str) -> None:
 def test_a_taken_port(server: socket.socket) -> None:
     done = run("127.0.0.1:1", "--listen", name_of(server))
     assert done.returncode == 1
-    assert done.stderr == f"holdfast: cannot listen on {name_of(server)}: Address already in use\n"
+    assert done.stderr == f"moored: cannot listen on {name_of(server)}: Address already in use\n"
 
 
 @pytest.mark.parametrize(

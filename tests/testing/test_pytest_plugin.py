@@ -1,4 +1,4 @@
-"""The pytest plugin, as a project sees it that only has Holdfast installed."""
+"""The pytest plugin, as a project sees it that only has Moored installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PLUGIN = "holdfast.testing.plugin"
+PLUGIN = "moored.testing.plugin"
 SUITE = """
-from holdfast.testing import simulate
+from moored.testing import simulate
 
 async def scenario(sim):
     assert sim.seed != 105, "an unlucky seed"
@@ -24,7 +24,7 @@ def test_scenario():
 
 def run_pytest(folder: Path, *arguments: str, **environment: str) -> str:
     (folder / "test_suite.py").write_text(SUITE)
-    clean = {name: value for name, value in os.environ.items() if "HOLDFAST" not in name}
+    clean = {name: value for name, value in os.environ.items() if "MOORED" not in name}
     clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take seconds to import
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments],
@@ -40,7 +40,7 @@ def run_pytest(folder: Path, *arguments: str, **environment: str) -> str:
 def test_a_failing_seed_says_how_to_repeat_it(tmp_path: Path) -> None:
     output = run_pytest(tmp_path)
     assert "seed 105 fails (6 of 50 schedules): AssertionError: an unlucky seed" in output
-    assert "HOLDFAST_SIM_SEED=105 pytest 'test_suite.py::test_scenario'" in output
+    assert "MOORED_SIM_SEED=105 pytest 'test_suite.py::test_scenario'" in output
 
 
 def test_the_option_says_how_many_seeds_to_run(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_option_says_how_many_seeds_to_run(tmp_path: Path) -> None:
 
 
 def test_one_seed_runs_alone(tmp_path: Path) -> None:
-    output = run_pytest(tmp_path, "-v", HOLDFAST_SIM_SEED="105")
+    output = run_pytest(tmp_path, "-v", MOORED_SIM_SEED="105")
     assert "every simulation runs seed 105 alone" in output
     assert "seed 105 fails (1 of 1 schedules)" in output
 
@@ -65,16 +65,16 @@ def test_a_number_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 
 def test_pytest_finds_the_plugin_by_itself() -> None:
-    found = entry_points(group="pytest11", name="holdfast")
+    found = entry_points(group="pytest11", name="moored")
     assert [entry.value for entry in found] == [PLUGIN]
 
 
 def test_the_plugin_imports_nothing_of_the_simulation() -> None:
     program = (
-        "import sys, holdfast.testing.plugin\n"
-        "print([name for name in sys.modules if name.startswith('holdfast.')])"
+        "import sys, moored.testing.plugin\n"
+        "print([name for name in sys.modules if name.startswith('moored.')])"
     )
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert output.strip() == "['holdfast.testing', 'holdfast.testing.plugin']"
+    assert output.strip() == "['moored.testing', 'moored.testing.plugin']"

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from holdfast.sessions import Acked, Event, Poll, Session, Text
-from holdfast.testing import session_sandbox
+from moored.sessions import Acked, Event, Poll, Session, Text
+from moored.testing import session_sandbox
 
 
 async def test_a_handler_is_driven_and_what_it_sends_is_seen() -> None:

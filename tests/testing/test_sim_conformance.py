@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing import Sim, run_one
+from moored.testing import Sim, run_one
 
 
 class Log(asyncio.Protocol):

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.kernel._clock import Clock
-from holdfast.testing import Host, HostKilled, Sim, SimulationError, run_one
-from holdfast.testing._loop import EPOCH
+from moored.kernel._clock import Clock
+from moored.testing import Host, HostKilled, Sim, SimulationError, run_one
+from moored.testing._loop import EPOCH
 
 T = TypeVar("T")
 Reader = asyncio.StreamReader

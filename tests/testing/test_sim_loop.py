@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.kernel._clock import Clock
-from holdfast.testing import (
+from moored.kernel._clock import Clock
+from moored.testing import (
     Deadlock,
     Livelock,
     Outcome,
@@ -22,7 +22,7 @@ from holdfast.testing import (
     Unsimulated,
     run_one,
 )
-from holdfast.testing._loop import EPOCH
+from moored.testing._loop import EPOCH
 
 SEEDS = range(200)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from holdfast.testing import Deadlock, Sim, SimulationError, Unhandled, run_one, simulate
+from moored.testing import Deadlock, Sim, SimulationError, Unhandled, run_one, simulate
 
 T = TypeVar("T")
 Reader = asyncio.StreamReader

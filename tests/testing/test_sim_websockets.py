@@ -9,7 +9,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from holdfast.testing import Host, Sim, run_one, simulate
+from moored.testing import Host, Sim, run_one, simulate
 
 PING, PONG, CLOSE = 20.0, 20.0, 10.0
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import floats, integers, lists
 
-from holdfast.testing import (
+from moored.testing import (
     Report,
     Sim,
     SimulationError,
@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _own_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOLDFAST_SIM_SEED", raising=False)
-    monkeypatch.delenv("HOLDFAST_SIM_SEEDS", raising=False)
+    monkeypatch.delenv("MOORED_SIM_SEED", raising=False)
+    monkeypatch.delenv("MOORED_SIM_SEEDS", raising=False)
 
 
 async def chat(sim: Sim) -> int:
@@ -111,7 +111,7 @@ def test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it() -> No
     failed = caught.value
     text = str(failed)
     assert "seed 13 fails (4 of 10 schedules): AssertionError: it is Friday" in text
-    assert "repeat it with: HOLDFAST_SIM_SEED=13 pytest '" in text
+    assert "repeat it with: MOORED_SIM_SEED=13 pytest '" in text
     assert "::test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it'" in text
     assert "before the storm" in failed.trace
     assert "1.250000  scenario                 runs at test_simulate.py:" in failed.trace
@@ -126,7 +126,7 @@ def test_one_seed_can_be_repeated_in_this_process(monkeypatch: pytest.MonkeyPatc
     async def scenario(sim: Sim) -> None:
         ran.append((sim.seed, os.getpid()))
 
-    monkeypatch.setenv("HOLDFAST_SIM_SEED", "4711")
+    monkeypatch.setenv("MOORED_SIM_SEED", "4711")
     simulate(scenario, 5000)
     assert ran == [(4711, os.getpid())]
 
@@ -135,7 +135,7 @@ def test_the_number_of_seeds_can_be_overridden(monkeypatch: pytest.MonkeyPatch) 
     async def scenario(sim: Sim) -> None:
         pass
 
-    monkeypatch.setenv("HOLDFAST_SIM_SEEDS", "3")
+    monkeypatch.setenv("MOORED_SIM_SEEDS", "3")
     assert simulate(scenario, 5000).schedules == 3
     assert simulate(scenario, [1, 2]).schedules == 2
 
@@ -146,7 +146,7 @@ def test_seeds_begin_where_the_environment_says(monkeypatch: pytest.MonkeyPatch)
     async def scenario(sim: Sim) -> None:
         seeds.append(sim.seed)
 
-    monkeypatch.setenv("HOLDFAST_SEED", "100")
+    monkeypatch.setenv("MOORED_SEED", "100")
     simulate(scenario, 3)
     simulate(scenario, 2, first_seed=7)
     assert seeds == [100, 101, 102, 7, 8]
@@ -240,7 +240,7 @@ def test_a_trace_keeps_the_newest_events() -> None:
 PROGRAM = """
 import asyncio
 from tests.testing.test_simulate import chat
-from holdfast.testing import run_one
+from moored.testing import run_one
 print([run_one(chat, seed).digest for seed in range(10)])
 """
 

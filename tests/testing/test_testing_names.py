@@ -1,4 +1,4 @@
-"""The face of `holdfast.testing`."""
+"""The face of `moored.testing`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast.testing as testing
+import moored.testing as testing
 
 
 def test_every_public_name_is_there_and_says_what_it_is() -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from holdfast.testing import StressFailed, stress_threads
+from moored.testing import StressFailed, stress_threads
 
 
 class Counter:

@@ -15,10 +15,10 @@ import pytest
 from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere, date_of
 from tests.leases.scale import thorough
 
-from holdfast.kernel import Clock
-from holdfast.leases import Holder, Request
-from holdfast.leases._dynamodb._time import ServerTime
-from holdfast.leases.dynamodb import CounterStore, DynamoConfig, SlotStore, open_store
+from moored.kernel import Clock
+from moored.leases import Holder, Request
+from moored.leases._dynamodb._time import ServerTime
+from moored.leases.dynamodb import CounterStore, DynamoConfig, SlotStore, open_store
 
 _numbers = itertools.count(1)
 

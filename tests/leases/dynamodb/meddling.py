@@ -8,7 +8,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError, ConnectionClosedError  # type: ignore[import-untyped]
 
-from holdfast.leases.dynamodb import CounterStore, SlotStore
+from moored.leases.dynamodb import CounterStore, SlotStore
 
 __all__ = [
     "Meddling",

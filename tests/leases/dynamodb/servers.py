@@ -43,7 +43,7 @@ class DynamoServer:
     """A server that keeps its tables when it is stopped and started again."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="holdfast-dynamodb-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="moored-dynamodb-"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -169,7 +169,7 @@ def dynamo_local_home() -> Path:
     modules = subprocess.run(["java", "--list-modules"], capture_output=True, text=True).stdout
     if "jdk.compiler" not in modules:
         raise NotHere("DynamoDB Local is started by a small Java program: a JDK is needed")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdfast-tests"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moored-tests"
     cache.mkdir(parents=True, exist_ok=True)
     home = cache / f"{PACKAGE}-{VERSION}"
     with (cache / "lock").open("w") as lock:

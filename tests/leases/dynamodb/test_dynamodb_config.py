@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.kernel import Clock
-from holdfast.leases import StoreMisconfigured
-from holdfast.leases._dynamodb._config import _KNOWN
-from holdfast.leases._dynamodb._texts import ACTIONS
-from holdfast.leases.dynamodb import (
+from moored.kernel import Clock
+from moored.leases import StoreMisconfigured
+from moored.leases._dynamodb._config import _KNOWN
+from moored.leases._dynamodb._texts import ACTIONS
+from moored.leases.dynamodb import (
     CounterStore,
     DynamoConfig,
     SlotStore,

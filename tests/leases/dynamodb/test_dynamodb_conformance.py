@@ -11,11 +11,11 @@ from tests.leases.dynamodb.conftest import well_known
 from tests.leases.dynamodb.servers import DynamoServer
 from tests.leases.scale import thorough
 
-from holdfast.kernel import Clock
-from holdfast.leases import Store
-from holdfast.leases._dynamodb._time import ServerTime
-from holdfast.leases.dynamodb import CounterStore, DynamoConfig, SlotStore
-from holdfast.testing import scaled
+from moored.kernel import Clock
+from moored.leases import Store
+from moored.leases._dynamodb._time import ServerTime
+from moored.leases.dynamodb import CounterStore, DynamoConfig, SlotStore
+from moored.testing import scaled
 
 SERVERS = ("dynamo_local", "ministack")
 

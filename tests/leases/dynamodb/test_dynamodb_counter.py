@@ -16,11 +16,11 @@ from tests.leases.dynamodb.conftest import Opener
 from tests.leases.dynamodb.meddling import cancelled, items_of, lost, meddle, refusal, times
 from tests.leases.dynamodb.servers import DynamoServer
 
-from holdfast.leases import Request, StoreUnavailable
-from holdfast.leases._dynamodb import _counter, _sweep
-from holdfast.leases._dynamodb._items import number, text
-from holdfast.leases.dynamodb import CounterStore, Swept
-from holdfast.testing import Mutant, base_seed, mutant, scaled
+from moored.leases import Request, StoreUnavailable
+from moored.leases._dynamodb import _counter, _sweep
+from moored.leases._dynamodb._items import number, text
+from moored.leases.dynamodb import CounterStore, Swept
+from moored.testing import Mutant, base_seed, mutant, scaled
 
 SHORT = 0.3
 #: For a lease of SHORT to end, and for the store to be sure of it.
@@ -293,7 +293,7 @@ async def test_what_the_server_deleted_is_found_missing(
     await delete(store, wanted[0])
     await delete(store, wanted[1])
     assert await counted(store) == (5, 3)
-    with caplog.at_level(logging.WARNING, "holdfast.leases"):
+    with caplog.at_level(logging.WARNING, "moored.leases"):
         assert await store.sweep() == Swept(ended=0, corrected=1)
     assert "counter of 'db' said 5, and 3 leases live: corrected" in caplog.text
     assert await counted(store) == (3, 3)
@@ -400,7 +400,7 @@ async def test_the_sweeper_outlives_an_outage(
 
 HOLDER = """
 import asyncio, sys
-from holdfast.leases import connect
+from moored.leases import connect
 
 async def main():
     async with connect(sys.argv[1], service_name="doomed", on_unavailable="refuse") as leases:

@@ -14,7 +14,7 @@ from tests.leases.observer import beliefs, counts, overfull
 from tests.leases.scale import thorough
 from tests.leases.trials import LIMIT, FleetTrials
 
-from holdfast.testing import base_seed, scaled
+from moored.testing import base_seed, scaled
 
 
 class DynamoTrials(FleetTrials):

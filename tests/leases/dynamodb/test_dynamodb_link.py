@@ -12,11 +12,11 @@ import pytest
 from botocore import exceptions as theirs  # type: ignore[import-untyped]
 from tests.leases.dynamodb.meddling import cancelled, lost, refusal
 
-from holdfast.kernel import Clock
-from holdfast.leases import StoreMisconfigured, StoreUnavailable
-from holdfast.leases._dynamodb._errors import Cancelled, ConditionFailed
-from holdfast.leases._dynamodb._link import DynamoLink
-from holdfast.leases.dynamodb import DynamoConfig, open_store
+from moored.kernel import Clock
+from moored.leases import StoreMisconfigured, StoreUnavailable
+from moored.leases._dynamodb._errors import Cancelled, ConditionFailed
+from moored.leases._dynamodb._link import DynamoLink
+from moored.leases.dynamodb import DynamoConfig, open_store
 
 DATE = {"ResponseMetadata": {"HTTPHeaders": {"date": "Sun, 15 Nov 2026 03:13:01 GMT"}}}
 

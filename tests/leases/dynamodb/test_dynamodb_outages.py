@@ -17,9 +17,9 @@ from tests.leases.fleet import KEY, Fleet, storm
 from tests.leases.observer import Event, beliefs, counts, overfull
 from tests.leases.scale import thorough
 
-from holdfast.leases import Lease, Leases, StoreUnavailable, connect
-from holdfast.testing import base_seed, scaled
-from holdfast.testing.proxy import FaultProxy
+from moored.leases import Lease, Leases, StoreUnavailable, connect
+from moored.testing import base_seed, scaled
+from moored.testing.proxy import FaultProxy
 
 pytestmark = pytest.mark.serial
 

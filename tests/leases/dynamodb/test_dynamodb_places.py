@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.leases.conformance import request
 
-from holdfast.kernel import Clock
-from holdfast.leases._dynamodb._batch import Statement, _batches
-from holdfast.leases._dynamodb._places import Places
+from moored.kernel import Clock
+from moored.leases._dynamodb._batch import Statement, _batches
+from moored.leases._dynamodb._places import Places
 
 
 def test_a_place_is_known_until_it_is_forgotten() -> None:

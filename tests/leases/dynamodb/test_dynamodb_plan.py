@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.leases._dynamodb._plan import Slot, candidates, next_fence, read_order, room
+from moored.leases._dynamodb._plan import Slot, candidates, next_fence, read_order, room
 
 NOW = 1_000
 

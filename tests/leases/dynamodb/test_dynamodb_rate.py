@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.leases.dynamodb.conftest import Opener
 from tests.leases.dynamodb.meddling import items_of, lost, meddle, times
 
-from holdfast.kernel import Clock
-from holdfast.leases._dynamodb import _rate
-from holdfast.leases._dynamodb._rate import wish
-from holdfast.leases._dynamodb._time import ServerTime
-from holdfast.leases.dynamodb import CounterStore, SlotStore
+from moored.kernel import Clock
+from moored.leases._dynamodb import _rate
+from moored.leases._dynamodb._rate import wish
+from moored.leases._dynamodb._time import ServerTime
+from moored.leases.dynamodb import CounterStore, SlotStore
 
 SECOND = 1_000_000_000
 
@@ -151,7 +151,7 @@ async def test_what_is_in_the_table(open_table: Opener) -> None:
     now = time.time()
     assert item.pop("full_at") == pytest.approx((now + 0.5) * SECOND, abs=5 * SECOND)
     assert item.pop("ttl_epoch") == pytest.approx(now + 7 * 86400, abs=10)
-    assert item == {"pk": "holdfast_rate#connects", "slot": 0}
+    assert item == {"pk": "moored_rate#connects", "slot": 0}
 
 
 async def test_only_limits_in_use_are_remembered(

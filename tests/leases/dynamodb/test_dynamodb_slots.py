@@ -12,15 +12,15 @@ from tests.leases.conformance import request
 from tests.leases.dynamodb.conftest import Opener
 from tests.leases.dynamodb.meddling import Outage, items_of, lost, meddle, refusal, times
 
-from holdfast.kernel import Clock
-from holdfast.leases import Request, StoreUnavailable
-from holdfast.leases._dynamodb import _slot_reader
-from holdfast.leases._dynamodb._items import number, text
-from holdfast.leases._dynamodb._link import DynamoLink
-from holdfast.leases._dynamodb._plan import read_order
-from holdfast.leases._dynamodb._slot_reader import View
-from holdfast.leases.dynamodb import SlotStore
-from holdfast.testing import scaled
+from moored.kernel import Clock
+from moored.leases import Request, StoreUnavailable
+from moored.leases._dynamodb import _slot_reader
+from moored.leases._dynamodb._items import number, text
+from moored.leases._dynamodb._link import DynamoLink
+from moored.leases._dynamodb._plan import read_order
+from moored.leases._dynamodb._slot_reader import View
+from moored.leases.dynamodb import SlotStore
+from moored.testing import scaled
 
 #: A key that is too large to be read whole.
 LARGE = scaled(10_000, least=1500)
@@ -68,7 +68,7 @@ async def occupy(
         {
             "PutRequest": {
                 "Item": {
-                    "pk": text(f"holdfast_slot#{key}"),
+                    "pk": text(f"moored_slot#{key}"),
                     "slot": number(n),
                     "id": text(f"{key}-{n}"),
                     "expires_ms": number(expires_ms),
@@ -156,7 +156,7 @@ async def test_the_last_free_slot_of_many_is_found_in_a_few_requests(store: Slot
     megabytes = LARGE * 300 / 2**20
     assert spent.requests.pop("update_item") == 1
     assert 2 <= spent.requests["query"] <= 4 + megabytes
-    assert (await items_of(store))[f"holdfast_slot#db/{free}"]["id"] == wanted.id
+    assert (await items_of(store))[f"moored_slot#db/{free}"]["id"] == wanted.id
 
 
 async def test_an_empty_large_key_is_read_in_part(store: SlotStore) -> None:
@@ -299,7 +299,7 @@ async def test_the_fence_grows_though_the_item_was_deleted(store: SlotStore) -> 
     wanted = request()
     first = await store.acquire(wanted)
     await store.release([wanted])
-    key = {"pk": text("holdfast_slot#db"), "slot": number(0)}
+    key = {"pk": text("moored_slot#db"), "slot": number(0)}
     await store.link.call("delete_item", Key=key)
     second = await store.acquire(request())
     assert first is not None
@@ -354,7 +354,7 @@ async def test_what_is_in_the_table(store: SlotStore) -> None:
     assert item.pop("created_ms") == pytest.approx(now * 1000, abs=5000)
     assert item.pop("ttl_epoch") == pytest.approx(now + 100 + 7 * 86400, abs=5)
     assert item == {
-        "pk": "holdfast_slot#db/orders",
+        "pk": "moored_slot#db/orders",
         "slot": 0,
         "id": wanted.id,
         "fence": grant.fence,

@@ -12,10 +12,10 @@ from tests.leases.dynamodb.conftest import Opener
 from tests.leases.dynamodb.meddling import meddle, refusal, times
 from tests.leases.dynamodb.servers import DynamoServer, Ministack
 
-from holdfast.kernel import Clock
-from holdfast.leases import StoreMisconfigured, StoreUnavailable, connect
-from holdfast.leases._dynamodb._texts import ACTIONS
-from holdfast.leases.dynamodb import CounterStore, create_command, open_store
+from moored.kernel import Clock
+from moored.leases import StoreMisconfigured, StoreUnavailable, connect
+from moored.leases._dynamodb._texts import ACTIONS
+from moored.leases.dynamodb import CounterStore, create_command, open_store
 
 LAYOUTS = ["slots", "counter"]
 
@@ -114,7 +114,7 @@ async def test_ttl_of_the_slots_is_no_risk_and_that_of_a_stranger_is_told(
                 TimeToLiveSpecification={"Enabled": enabled, "AttributeName": attribute},
             )
             if enabled:
-                with caplog.at_level(logging.WARNING, "holdfast.leases"):
+                with caplog.at_level(logging.WARNING, "moored.leases"):
                     assert len((await open_table()).warnings) == risks
     assert "by their attribute 'expires_ms'" in caplog.text
 

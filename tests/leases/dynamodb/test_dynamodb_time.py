@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernel import Clock
-from holdfast.leases._dynamodb._time import ServerTime
-from holdfast.testing import Mutant, mutant
+from moored.kernel import Clock
+from moored.leases._dynamodb._time import ServerTime
+from moored.testing import Mutant, mutant
 
 TRUE = 1_800_000_000.0
 

@@ -9,11 +9,11 @@ import pytest
 from psycopg import sql
 from tests.leases.on_postgres.support import PATIENCE, Database
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.kernel import Clock
-from holdfast.leases.postgres import PostgresStore
-from holdfast.leases.postgres import open_store as open_postgres
-from holdfast.testing.proxy import FaultProxy
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Clock
+from moored.leases.postgres import PostgresStore
+from moored.leases.postgres import open_store as open_postgres
+from moored.testing.proxy import FaultProxy
 
 
 @pytest.fixture

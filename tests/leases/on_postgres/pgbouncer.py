@@ -29,7 +29,7 @@ def pgbouncer(
     """Run one for the database of a URL; gives the URL to use instead."""
     known = conninfo_to_dict(url)
     port = port or free_port()
-    with tempfile.TemporaryDirectory(prefix="holdfast-pgbouncer-") as name:
+    with tempfile.TemporaryDirectory(prefix="moored-pgbouncer-") as name:
         directory = Path(name)
         directory.chmod(0o755)
         server = f"host={known['host']} port={known['port']} password={known['password']}"

@@ -9,10 +9,10 @@ import psycopg
 import pytest
 from tests.leases.conformance import request
 
-from holdfast.kernel import Clock
-from holdfast.leases import LeaseError, StoreUnavailable
-from holdfast.leases.postgres import PostgresStore
-from holdfast.leases.postgres import open_store as open_postgres
+from moored.kernel import Clock
+from moored.leases import LeaseError, StoreUnavailable
+from moored.leases.postgres import PostgresStore
+from moored.leases.postgres import open_store as open_postgres
 
 #: Seconds that a call of a far store may take.
 PATIENCE = 1.0

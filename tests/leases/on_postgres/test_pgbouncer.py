@@ -10,9 +10,9 @@ from tests.leases.conformance import request
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import require_server
 
-from holdfast.kernel import Clock
-from holdfast.leases.postgres import PostgresStore
-from holdfast.leases.postgres import open_store as open_postgres
+from moored.kernel import Clock
+from moored.leases.postgres import PostgresStore
+from moored.leases.postgres import open_store as open_postgres
 
 
 @pytest.fixture

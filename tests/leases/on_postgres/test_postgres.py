@@ -12,11 +12,11 @@ from psycopg import sql
 from tests.leases.conformance import OpenStore, StoreConformance, opening, request
 from tests.leases.on_postgres.support import Database, rows, swept
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.kernel import Clock
-from holdfast.leases import StoreUnavailable
-from holdfast.leases.postgres import PostgresStore, grants
-from holdfast.leases.postgres import open_store as open_postgres
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Clock
+from moored.leases import StoreUnavailable
+from moored.leases.postgres import PostgresStore, grants
+from moored.leases.postgres import open_store as open_postgres
 
 _numbers = itertools.count(1)
 
@@ -82,7 +82,7 @@ async def test_a_lock_that_somebody_keeps_ends_in_time(
     far_store: PostgresStore, database: Database
 ) -> None:
     with database.transaction():
-        lock = "select pg_advisory_xact_lock(hashtextextended('holdfast.leases/holdfast/db', 0))"
+        lock = "select pg_advisory_xact_lock(hashtextextended('moored.leases/moored/db', 0))"
         database.execute(lock)
         with pytest.raises(StoreUnavailable, match="57014"):
             await far_store.acquire(request("db"))
@@ -97,7 +97,7 @@ async def test_a_clock_that_went_back_does_not_block_a_rate_limit(
 ) -> None:
     await store.take("connects", rate=2.0, burst=4, tokens=4)
     # An hour ahead is what an hour back looks like.
-    database.execute("update holdfast.rates set full_at = full_at + 3600 * 1000000::bigint")
+    database.execute("update moored.rates set full_at = full_at + 3600 * 1000000::bigint")
     granted, wait = await store.take("connects", rate=2.0, burst=4, tokens=4)
     assert granted == 0
     assert 0 < wait <= 0.5
@@ -109,7 +109,7 @@ async def test_a_clock_that_went_back_does_not_keep_a_lease(
     store: PostgresStore, database: Database
 ) -> None:
     await store.acquire(request("db", ttl=0.2))
-    database.execute("update holdfast.leases set expires = expires + interval '1 hour'")
+    database.execute("update moored.leases set expires = expires + interval '1 hour'")
     assert await store.acquire(request("db", ttl=0.2)) is None
     await asyncio.sleep(0.25)
     assert await store.acquire(request("db", ttl=0.2)) is not None
@@ -119,7 +119,7 @@ async def test_the_fence_grows_when_the_last_one_is_lost(
     store: PostgresStore, database: Database
 ) -> None:
     first = await store.acquire(request("db", limit=2))
-    database.execute("delete from holdfast.fences")
+    database.execute("delete from moored.fences")
     second = await store.acquire(request("db", limit=2))
     assert first is not None
     assert second is not None
@@ -130,7 +130,7 @@ async def test_the_fence_grows_when_the_clock_went_back(
     store: PostgresStore, database: Database
 ) -> None:
     await store.acquire(request("db", limit=2))
-    query = "update holdfast.fences set fence = fence + 3600 * 1000000::bigint returning fence"
+    query = "update moored.fences set fence = fence + 3600 * 1000000::bigint returning fence"
     ((ahead,),) = rows(database, query)
     second = await store.acquire(request("db", limit=2))
     assert second is not None
@@ -154,18 +154,18 @@ async def test_a_taker_that_had_to_wait_gives_nothing_away(
     with database.transaction():
         # Others were quicker: when the row is free again, the limit is empty, as of later than
         # the moment at which this one asked.
-        database.execute("select from holdfast.rates for update")
+        database.execute("select from moored.rates for update")
         asked = asyncio.ensure_future(store.take("connects", rate=10.0, burst=5, tokens=1))
         await asyncio.sleep(0.5)
         database.execute(
-            "update holdfast.rates set full_at = "
+            "update moored.rates set full_at = "
             "(extract(epoch from clock_timestamp()) * 1000000)::bigint + 500000"
         )
-    ((before,),) = rows(database, "select full_at from holdfast.rates")
+    ((before,),) = rows(database, "select full_at from moored.rates")
     granted, wait = await asked
     assert granted == 0
     assert 0 < wait <= 0.1
-    ((after,),) = rows(database, "select full_at from holdfast.rates")
+    ((after,),) = rows(database, "select full_at from moored.rates")
     assert after == before
 
 
@@ -174,7 +174,7 @@ async def test_what_is_dead_is_deleted_when_met(store: PostgresStore, database: 
         await store.acquire(request("db", limit=5, ttl=0.05))
     await asyncio.sleep(0.1)
     await store.acquire(request("db", limit=5))
-    assert rows(database, "select count(*) from holdfast.leases") == [(1,)]
+    assert rows(database, "select count(*) from moored.leases") == [(1,)]
 
 
 async def test_what_nobody_meets_is_swept(store: PostgresStore, database: Database) -> None:
@@ -185,18 +185,18 @@ async def test_what_nobody_meets_is_swept(store: PostgresStore, database: Databa
         await store.acquire(request(f"old/{n}"))
         await store.take(f"old/{n}", rate=1000.0, burst=1, tokens=1)
     database.execute(
-        "update holdfast.leases set expires = expires - interval '1 hour' where key like 'old/%'"
+        "update moored.leases set expires = expires - interval '1 hour' where key like 'old/%'"
     )
     database.execute(
-        "update holdfast.fences set given = given - interval '8 days' where key like 'old/%'"
+        "update moored.fences set given = given - interval '8 days' where key like 'old/%'"
     )
     database.execute(
-        "update holdfast.rates set full_at = full_at - 61 * 1000000 where key like 'old/%'"
+        "update moored.rates set full_at = full_at - 61 * 1000000 where key like 'old/%'"
     )
     await store.renew([kept])
     await swept(store)
     for table in ("leases", "fences", "rates"):
-        query = sql.SQL("select key from holdfast.{}").format(sql.Identifier(table))
+        query = sql.SQL("select key from moored.{}").format(sql.Identifier(table))
         assert database.execute(query).fetchall() == [("kept",)], table
 
 
@@ -207,16 +207,16 @@ async def test_a_sweep_is_rare(store: PostgresStore, database: Database) -> None
     await swept(store)
     await store.acquire(request("old"))
     database.execute(
-        "update holdfast.leases set expires = expires - interval '1 hour' where key = 'old'"
+        "update moored.leases set expires = expires - interval '1 hour' where key = 'old'"
     )
     await store.renew([kept])
     await swept(store)
-    assert rows(database, "select count(*) from holdfast.leases") == [(2,)]
+    assert rows(database, "select count(*) from moored.leases") == [(2,)]
 
 
 async def test_few_connections_are_enough(postgres_url: str, database: Database) -> None:
     store = open_postgres(f"{postgres_url}?connections=2", clock=Clock.current())
     await asyncio.gather(*(store.acquire(request(f"db/{n}")) for n in range(30)))
-    query = "select count(*) from pg_stat_activity where application_name = 'holdfast leases'"
+    query = "select count(*) from pg_stat_activity where application_name = 'moored leases'"
     assert rows(database, query + " and datname = current_database()") == [(2,)]
     await store.close()

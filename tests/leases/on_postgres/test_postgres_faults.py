@@ -13,13 +13,13 @@ from tests.leases.conformance import request
 from tests.leases.on_postgres.support import PATIENCE, Database, recovered, refusal, rows, swept
 from tests.silence import silence
 
-from holdfast.embedded import SyncEmbeddedPostgres
-from holdfast.kernel import Clock
-from holdfast.leases import LeaseError, StoreMisconfigured, StoreUnavailable
-from holdfast.leases._postgres._errors import translate
-from holdfast.leases.postgres import PostgresStore, grants
-from holdfast.leases.postgres import open_store as open_postgres
-from holdfast.testing.proxy import FaultProxy
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Clock
+from moored.leases import LeaseError, StoreMisconfigured, StoreUnavailable
+from moored.leases._postgres._errors import translate
+from moored.leases.postgres import PostgresStore, grants
+from moored.leases.postgres import open_store as open_postgres
+from moored.testing.proxy import FaultProxy
 
 
 @pytest.mark.serial
@@ -114,7 +114,7 @@ async def test_an_idle_connection_that_ended_is_replaced_without_an_error(
     await store.acquire(request("db"))
     query = (
         "select pg_terminate_backend(pid, 5000) from pg_stat_activity "
-        "where application_name = 'holdfast leases' and datname = current_database()"
+        "where application_name = 'moored leases' and datname = current_database()"
     )
     assert rows(database, query) == [(True,)]
     assert len(await store.held("db")) == 1
@@ -150,7 +150,7 @@ async def test_a_sweep_that_fails_harms_nobody(
     await store.acquire(wanted)
     late = b"select set_config('statement_timeout', '1', false); select pg_sleep(9)"
     monkeypatch.setattr(store._sql, "sweep", late)
-    with caplog.at_level(logging.WARNING, logger="holdfast.leases"):
+    with caplog.at_level(logging.WARNING, logger="moored.leases"):
         assert list(await store.renew([wanted])) == [True]
         await swept(store)
     assert "not swept" in caplog.text

@@ -9,8 +9,8 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from holdfast.leases import FenceRejected, LeaseLost, StoreMisconfigured
-from holdfast.leases.postgres import ddl, fenced, fenced_sync
+from moored.leases import FenceRejected, LeaseLost, StoreMisconfigured
+from moored.leases.postgres import ddl, fenced, fenced_sync
 
 
 @pytest.fixture

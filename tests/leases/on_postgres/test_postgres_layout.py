@@ -9,10 +9,10 @@ import pytest
 from tests.leases.conformance import request
 from tests.leases.on_postgres.support import Database, refusal, rows
 
-from holdfast.kernel import Clock
-from holdfast.leases import StoreMisconfigured
-from holdfast.leases.postgres import PostgresStore, ddl, grants
-from holdfast.leases.postgres import open_store as open_postgres
+from moored.kernel import Clock
+from moored.leases import StoreMisconfigured
+from moored.leases.postgres import PostgresStore, ddl, grants
+from moored.leases.postgres import open_store as open_postgres
 
 
 async def test_twenty_that_open_at_once_make_one_layout(
@@ -21,7 +21,7 @@ async def test_twenty_that_open_at_once_make_one_layout(
     stores = [open_postgres(postgres_url, clock=Clock.current()) for _ in range(20)]
     await asyncio.gather(*(store.open() for store in stores))
     await asyncio.gather(*(store.close() for store in stores))
-    found = rows(database, "select tablename from pg_tables where schemaname = 'holdfast'")
+    found = rows(database, "select tablename from pg_tables where schemaname = 'moored'")
     assert {name for (name,) in found} == {"leases", "fences", "rates", "guards"}
 
 
@@ -70,13 +70,13 @@ async def test_who_may_not_use_the_tables_is_told_what_to_run(
 
 
 async def test_half_a_layout_is_completed(store: PostgresStore, database: Database) -> None:
-    database.execute("drop table holdfast.rates, holdfast.guards")
+    database.execute("drop table moored.rates, moored.guards")
     name = database.info.dbname
     url = f"postgresql://{database.info.user}:{database.info.password}@127.0.0.1"
     again = open_postgres(f"{url}:{database.info.port}/{name}", clock=Clock.current())
     await again.open()
     await again.close()
-    assert rows(database, "select count(*) from holdfast.rates") == [(0,)]
+    assert rows(database, "select count(*) from moored.rates") == [(0,)]
 
 
 def test_the_layout_in_the_docs_is_the_layout() -> None:

@@ -10,10 +10,10 @@ from tests.leases.on_redis.support import PATIENCE, Start
 from tests.leases.redis_server import RedisServer
 from tests.servers import require_server
 
-from holdfast.kernel import Clock
-from holdfast.leases.redis import RedisStore
-from holdfast.leases.redis import open_store as open_redis
-from holdfast.testing.proxy import FaultProxy
+from moored.kernel import Clock
+from moored.leases.redis import RedisStore
+from moored.leases.redis import open_store as open_redis
+from moored.testing.proxy import FaultProxy
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from redis.asyncio import Redis
 from tests.leases.conformance import request
 from tests.leases.redis_server import RedisServer
 
-from holdfast.kernel import Clock
-from holdfast.leases import LeaseError
-from holdfast.leases.redis import RedisStore
-from holdfast.leases.redis import open_store as open_redis
+from moored.kernel import Clock
+from moored.leases import LeaseError
+from moored.leases.redis import RedisStore
+from moored.leases.redis import open_store as open_redis
 
 Start = Callable[..., RedisServer]
 

@@ -11,10 +11,10 @@ from redis.asyncio import Redis
 from tests.leases.conformance import OpenStore, StoreConformance, opening, request
 from tests.leases.on_redis.support import names, prefix_of
 
-from holdfast.kernel import Clock
-from holdfast.leases.redis import RedisStore
-from holdfast.leases.redis import open_store as open_redis
-from holdfast.testing.proxy import FaultProxy
+from moored.kernel import Clock
+from moored.leases.redis import RedisStore
+from moored.leases.redis import open_store as open_redis
+from moored.testing.proxy import FaultProxy
 
 
 class TestRedis(StoreConformance):

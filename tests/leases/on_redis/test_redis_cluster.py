@@ -13,10 +13,10 @@ from tests.leases.conformance import ODD_KEYS, request
 from tests.leases.redis_server import START_LIMIT, RedisServer
 from tests.servers import free_port, require_server
 
-from holdfast.kernel import Clock
-from holdfast.leases import FenceRejected, StoreMisconfigured
-from holdfast.leases.redis import RedisStore, fenced_set
-from holdfast.leases.redis import open_store as open_redis
+from moored.kernel import Clock
+from moored.leases import FenceRejected, StoreMisconfigured
+from moored.leases.redis import RedisStore, fenced_set
+from moored.leases.redis import open_store as open_redis
 
 SLOTS = ((0, 5460), (5461, 10922), (10923, 16383))
 

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from tests.leases.conformance import request
 from tests.leases.on_redis.support import Start, prefix_of, refusal
 
-from holdfast.kernel import Clock
-from holdfast.leases import LeaseError, StoreMisconfigured, StoreUnavailable
-from holdfast.leases._redis._errors import translate
-from holdfast.leases.redis import RedisStore
-from holdfast.leases.redis import open_store as open_redis
+from moored.kernel import Clock
+from moored.leases import LeaseError, StoreMisconfigured, StoreUnavailable
+from moored.leases._redis._errors import translate
+from moored.leases.redis import RedisStore
+from moored.leases.redis import open_store as open_redis
 
 
 async def test_nobody_listens(unused_port: int) -> None:
@@ -42,7 +42,7 @@ def rights() -> list[str]:
     """What the how-to says that a user needs, with the prefix that is the default."""
     page = Path(__file__).parents[3] / "docs" / "howto" / "leases-redis.md"
     (line,) = [line for line in page.read_text().splitlines() if line.startswith("ACL SETUSER")]
-    return line.replace("PASSWORD", "pw").replace("shop:", "holdfast:").split()
+    return line.replace("PASSWORD", "pw").replace("shop:", "moored:").split()
 
 
 async def test_the_rights_in_the_docs_are_enough(start_redis: Start) -> None:
@@ -128,7 +128,7 @@ async def test_a_server_that_may_forget_leases_is_told_of(
     start_redis: Start, caplog: pytest.LogCaptureFixture, options: tuple[str, ...], risky: bool
 ) -> None:
     store = open_redis(start_redis(*options).url, clock=Clock.current())
-    with caplog.at_level(logging.WARNING, logger="holdfast.leases"):
+    with caplog.at_level(logging.WARNING, logger="moored.leases"):
         await store.open()
         await store.acquire(request())
     await store.close()

@@ -13,11 +13,11 @@ from tests.leases.conformance import request
 from tests.leases.on_redis.support import PATIENCE, Start, refusal
 from tests.leases.redis_server import RedisServer
 
-from holdfast.kernel import Clock
-from holdfast.leases import StoreMisconfigured, StoreUnavailable
-from holdfast.leases.redis import RedisStore
-from holdfast.leases.redis import open_store as open_redis
-from holdfast.testing.proxy import FaultProxy
+from moored.kernel import Clock
+from moored.leases import StoreMisconfigured, StoreUnavailable
+from moored.leases.redis import RedisStore
+from moored.leases.redis import open_store as open_redis
+from moored.testing.proxy import FaultProxy
 
 
 @pytest.mark.serial

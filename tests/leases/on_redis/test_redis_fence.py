@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 from tests.leases.redis_server import RedisServer
 
-from holdfast.leases import FenceRejected, LeaseLost, StoreMisconfigured, StoreUnavailable
-from holdfast.leases._redis._fence import _beside
-from holdfast.leases.redis import fenced, fenced_set, fenced_set_sync, fenced_sync
+from moored.leases import FenceRejected, LeaseLost, StoreMisconfigured, StoreUnavailable
+from moored.leases._redis._fence import _beside
+from moored.leases.redis import fenced, fenced_set, fenced_set_sync, fenced_sync
 
 
 @pytest.fixture

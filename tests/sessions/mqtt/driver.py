@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from holdfast.sessions._protocol import Closing, Greeting, Happening, Incoming, Outgoing, Ready
-from holdfast.sessions._transport import Transport
-from holdfast.sessions.mqtt import Memory, Mqtt
+from moored.sessions._protocol import Closing, Greeting, Happening, Incoming, Outgoing, Ready
+from moored.sessions._transport import Transport
+from moored.sessions.mqtt import Memory, Mqtt
 
 __all__ = ["Driver", "outgoing"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import mqtt5
 
-from holdfast.sessions._protocol import Incoming, Ready
-from holdfast.sessions.mqtt import Memory, Mqtt, MqttDialogue
+from moored.sessions._protocol import Incoming, Ready
+from moored.sessions.mqtt import Memory, Mqtt, MqttDialogue
 
 __all__ = ["CONNACK", "SUBACK", "connack", "hear", "link", "puback", "publish"]
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties, VariableByteIntegers
 
-from holdfast.sessions._errors import ProtocolError
-from holdfast.sessions.mqtt import _codec, _packets
-from holdfast.sessions.mqtt._codec import PROPERTIES, number, properties, read_number
-from holdfast.sessions.mqtt._codec import read_properties as read
-from holdfast.sessions.mqtt._packets import Message, Publication, Will
-from holdfast.testing import scaled
+from moored.sessions._errors import ProtocolError
+from moored.sessions.mqtt import _codec, _packets
+from moored.sessions.mqtt._codec import PROPERTIES, number, properties, read_number
+from moored.sessions.mqtt._codec import read_properties as read
+from moored.sessions.mqtt._packets import Message, Publication, Will
+from moored.testing import scaled
 
 #: How much chance there is in a test.
 SOME = settings(max_examples=scaled(300, least=30), deadline=None)

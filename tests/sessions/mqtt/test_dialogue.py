@@ -7,9 +7,9 @@ import pytest
 from tests.sessions.mqtt.driver import outgoing
 from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, hear, link, puback, publish
 
-from holdfast.sessions._content import Text
-from holdfast.sessions._errors import ProtocolError, StepFailed
-from holdfast.sessions._protocol import (
+from moored.sessions._content import Text
+from moored.sessions._errors import ProtocolError, StepFailed
+from moored.sessions._protocol import (
     CloseClass,
     Closing,
     Confirmed,
@@ -20,8 +20,8 @@ from holdfast.sessions._protocol import (
     Refused,
     Unhandled,
 )
-from holdfast.sessions.mqtt import Message, Mqtt, Publication
-from holdfast.sessions.mqtt._dialogue import OVERRUN
+from moored.sessions.mqtt import Message, Mqtt, Publication
+from moored.sessions.mqtt._dialogue import OVERRUN
 
 # -- the handshake -----------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.sessions.mqtt.driver import outgoing
 from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, puback, publish
 
-from holdfast.sessions._errors import ProtocolError
-from holdfast.sessions._protocol import Closing, Confirmed, Happening, Incoming, Ready, Refused
-from holdfast.sessions.mqtt import Mqtt, MqttDialogue
-from holdfast.sessions.mqtt._codec import number
-from holdfast.sessions.mqtt._frames import Frames
-from holdfast.testing import scaled
+from moored.sessions._errors import ProtocolError
+from moored.sessions._protocol import Closing, Confirmed, Happening, Incoming, Ready, Refused
+from moored.sessions.mqtt import Mqtt, MqttDialogue
+from moored.sessions.mqtt._codec import number
+from moored.sessions.mqtt._frames import Frames
+from moored.testing import scaled
 
 OFTEN = settings(max_examples=scaled(3_000, least=200), deadline=None)
 SIZE = 2_000

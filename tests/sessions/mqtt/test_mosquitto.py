@@ -14,8 +14,8 @@ from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.mqtt.driver import Driver, outgoing
 
-from holdfast.sessions._content import Msg
-from holdfast.sessions._protocol import (
+from moored.sessions._content import Msg
+from moored.sessions._protocol import (
     CloseClass,
     Closing,
     Confirmed,
@@ -25,7 +25,7 @@ from holdfast.sessions._protocol import (
     Refused,
     Unhandled,
 )
-from holdfast.sessions.mqtt import Memory, Message, Mqtt, Publication, Will
+from moored.sessions.mqtt import Memory, Message, Mqtt, Publication, Will
 
 Dial = Callable[..., Awaitable[Driver]]
 

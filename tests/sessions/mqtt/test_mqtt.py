@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.postgres.certificates import Authority
 from tests.sessions.mqtt.peers import connack, hear
 
-from holdfast.sessions import mqtt
-from holdfast.sessions._endpoints import Tcp, WebSocket
-from holdfast.sessions._errors import SessionError
-from holdfast.sessions._protocol import Feature
-from holdfast.sessions.mqtt import Memory, Mqtt, Will
+from moored.sessions import mqtt
+from moored.sessions._endpoints import Tcp, WebSocket
+from moored.sessions._errors import SessionError
+from moored.sessions._protocol import Feature
+from moored.sessions.mqtt import Memory, Mqtt, Will
 
 SECRET = "pässwörd"
 

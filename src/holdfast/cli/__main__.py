@@ -1,7 +1,0 @@
-"""`python -m holdfast.cli`, for where the script is not on the path."""
-
-import sys
-
-from . import main
-
-sys.exit(main())

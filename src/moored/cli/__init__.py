@@ -1,0 +1,30 @@
+"""The `moored` command: thin, over `moored.service`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+#: What the extra `service` brings; the base install is without it.
+_EXTRA = frozenset({"prometheus_client", "rich", "starlette", "structlog", "typer", "uvicorn"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        from ._app import run
+
+        return run(arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRA:
+            raise
+        sys.stderr.write(
+            f"moored: {missing} is not installed, and the command needs it: "
+            "pip install 'moored[service]'\n"
+        )
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,200 @@
+"""The commands. Each reads its options, calls the service or a client of it, and prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import moored
+from moored.kernel import MooredError
+from moored.service import HTTP, Config, ConfigError, data_dir_of, state_dir_of
+from moored.service import serve as run_service
+
+from . import _leases, _show
+from ._client import Client, NoAnswer, UnknownComponent
+from ._options import ConfigFile, configurable, load_config
+
+__all__ = ["app", "run"]
+
+READY, NOT_READY, REFUSED = 0, 1, 2
+# Some versions of Typer bring a copy of click and others import it: this is its error either way.
+UsageProblem: type[Any] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="moored",
+    help="The connection layer for Python services: run it, and ask what it is doing.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+app.add_typer(_leases.app)
+
+
+def _complete_component(incomplete: str) -> list[str]:
+    """The components of the running service, for the shell; nothing when none answers."""
+    try:
+        state = _client(None, os.environ.get("MOORED_ADMIN_TOKEN"), timeout=1.0).status()
+    except MooredError:
+        return []
+    known = {event["component"] for event in state["events"]}
+    return sorted(name for name in known if incomplete in name)
+
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="MOORED_URL",
+        help="The service to ask; unless given, the one that the configuration here would start.",
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-token", envvar="MOORED_ADMIN_TOKEN", help="Its admin token, if it has one."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Component = Annotated[
+    str,
+    typer.Argument(
+        metavar="COMPONENT",
+        help="Its path in the tree, or the end of it: `postgres` stands for `moored/postgres`.",
+        autocompletion=_complete_component,
+    ),
+]
+Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
+
+
+@app.callback(invoke_without_command=True)
+def _moored(ctx: typer.Context, version: Version = False) -> int:
+    if version:
+        typer.echo(f"moored {moored.__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+    return READY
+
+
+@app.command()
+@configurable
+def serve(config: ConfigFile = None, **given: Any) -> int:
+    """Start the service, with an embedded PostgreSQL unless a database URL is given.
+
+    Ctrl-C or SIGTERM stops everything in order; a second Ctrl-C forces it. Each option can also
+    be set by the environment variable in brackets, or in moored.toml by its name with
+    underscores; the command line goes before the environment, and that before the file.
+    """
+    return run_service(load_config(config, given, dict(os.environ)))
+
+
+@app.command()
+def status(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
+    """Show a running service: its conditions, its parts and its tree.
+
+    Exits with 0 when it is active, sleeping or degraded, 1 while it is waiting or starting or when
+    it has failed, and 2 when none answers.
+    """
+    client = _client(url, admin_token)
+    state = client.status()
+    if as_json:
+        _print_json(state)
+    else:
+        _show.show_status(_console(), state, client.url)
+    return READY if HTTP.get(state["status"]) == 200 else NOT_READY
+
+
+@app.command()
+def tree(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
+    """Show the supervision tree of a running service."""
+    data = _client(url, admin_token).status()["tree"]
+    if as_json:
+        _print_json(data)
+    else:
+        _show.show_tree(_console(), data)
+    return 0
+
+
+@app.command()
+def explain(
+    component: Component, url: Url = None, admin_token: Token = None, as_json: Json = False
+) -> int:
+    """Say why a component of a running service is as it is."""
+    explanation = _client(url, admin_token).explain(component)
+    if as_json:
+        _print_json(explanation)
+    else:
+        _show.show_explanation(_console(), explanation)
+    return 0
+
+
+@app.command()
+@configurable
+def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> int:
+    """Show the configuration that `serve` would run with, and where each value comes from.
+
+    It takes the options of `serve`. Secrets are hidden.
+    """
+    effective = load_config(config, given, dict(os.environ))
+    found: dict[str, Any] = {"state_dir": state_dir_of(effective)}
+    if effective.is_embedded:
+        found["data_dir"] = data_dir_of(effective)
+    effective = dataclasses.replace(effective, **found)
+    settings = list(effective.settings())
+    if as_json:
+        _print_json({s.name: {"value": s.value, "from": s.source} for s in settings})
+    else:
+        _show.show_config(_console(), settings)
+    return 0
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; what a person did wrong is one line on stderr and exit code 2."""
+    try:
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        code = app(given, prog_name="moored", standalone_mode=False)
+    except UsageProblem as problem:
+        command = problem.ctx.command_path if getattr(problem, "ctx", None) else "moored"
+        return _refuse(f"{problem.format_message().rstrip('.')}. See {command} --help.")
+    except ConfigError as error:
+        return _refuse(*error.mistakes)
+    except UnknownComponent as error:
+        return _refuse(f"{error}; there is: {', '.join(error.known) or 'nothing yet'}")
+    except NoAnswer as error:
+        return _refuse(str(error))
+    return code if isinstance(code, int) else 0
+
+
+def _client(url: str | None, token: str | None, **options: float) -> Client:
+    if url is not None:
+        return Client(url, token, **options)
+    here = load_config(None, {}, dict(os.environ))
+    return Client(_address(here), token or here.admin_token, **options)
+
+
+def _address(config: Config) -> str:
+    """How a service with this configuration is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+
+
+def _refuse(*lines: str) -> int:
+    for line in lines:
+        typer.echo(f"moored: {' '.join(line.split())}", err=True)
+    return REFUSED
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2, default=str))

@@ -1,0 +1,98 @@
+"""Asking a running service, with the standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from moored.kernel import MooredError
+
+__all__ = ["Client", "NoAnswer", "UnknownComponent"]
+
+#: A service that is up answers within milliseconds.
+TIMEOUT = 10.0
+
+
+class NoAnswer(MooredError):
+    """The service did not give what was asked for; the text is one line for who asked."""
+
+
+class UnknownComponent(NoAnswer):
+    """There is no such component; `known` holds those that there are, or that may be meant."""
+
+    def __init__(self, message: str, known: list[str]) -> None:
+        super().__init__(message)
+        self.known = known
+
+
+class Client:
+    """One service, by its address and token."""
+
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise NoAnswer(f"{url!r} is not an address of a service: write http://127.0.0.1:8089")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._parts = parts
+        self._token = token
+        self._timeout = timeout
+
+    def status(self) -> dict[str, Any]:
+        """The whole state."""
+        return self._get("/v1/status")
+
+    def explain(self, component: str) -> dict[str, Any]:
+        """Why a component is as it is; raises `UnknownComponent`."""
+        return self._get(f"/v1/explain/{quote(component)}")
+
+    def _get(self, path: str) -> dict[str, Any]:
+        code, body = self._request(path)
+        answer = _parsed(body)
+        if code == 200 and answer is not None:
+            return answer
+        detail = (answer or {}).get("detail", "it is not JSON")
+        if code == 404 and answer is not None and "known" in answer:
+            raise UnknownComponent(detail, answer["known"])
+        if code == 401:
+            raise NoAnswer(
+                f"{self.url} asks for the admin token: "
+                "set MOORED_ADMIN_TOKEN, or use --admin-token"
+            )
+        raise NoAnswer(f"{self.url} answered {path} with {code}: {detail}")
+
+    def _request(self, path: str) -> tuple[int, bytes]:
+        # Neither proxies nor redirects: the token goes where the person said, and nowhere else.
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        headers = {"Accept": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout)
+            try:
+                connection.request("GET", self._parts.path.rstrip("/") + path, headers=headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+            finally:
+                connection.close()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise NoAnswer(
+                f"no service answers at {self.url} ({_reason(error)}). "
+                "Start one with `moored serve`, or name another with --url."
+            ) from error
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,154 @@
+"""What the commands print for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moored.kernel import Tree, duration
+from moored.service import Setting
+
+__all__ = ["show_config", "show_explanation", "show_status", "show_tree", "tree_of"]
+
+_STYLES = {
+    "running": "green",
+    "active": "bold green",
+    "sleeping": "bold green",
+    "degraded": "bold yellow",
+    "starting": "bold yellow",
+    "waiting": "yellow",
+    "stopping": "yellow",
+    "failed": "bold red",
+    "finished": "dim",
+    "stopped": "dim",
+}
+
+
+def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
+    """The status in one line, then the conditions, the machines and the tree."""
+    head = Text(f"moored {state['version']} at {url} is ")
+    head.append(state["status"], _STYLES.get(state["status"], ""))
+    head.append(f", up {duration(state['uptime'])}, pid {state['pid']}")
+    console.print(head)
+    console.print()
+    console.print(_conditions(state["conditions"]))
+    for machine in state["machines"]:
+        at = f"at {machine['phase']} / {machine['step']} for {duration(machine['for'])}"
+        console.print(Text(f"  {machine['name']}  {at}"))
+    if "postgres" in state:
+        console.print(_stream(state["postgres"]))
+    console.print()
+    show_tree(console, state["tree"])
+
+
+def show_tree(console: Console, tree: Mapping[str, Any]) -> None:
+    """The supervision tree as text, the states in colour where there is colour."""
+    for line in str(tree_of(tree)).splitlines():
+        text = Text(line)
+        for state, style in _STYLES.items():
+            text.highlight_regex(rf"(?<=  ){state}(?= for )", style)
+        console.print(text)
+
+
+def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
+    """One component and the chain of causes."""
+    console.print(Text(explanation["component"], "bold"))
+    for line in str(explanation["explanation"]).splitlines():
+        text = Text(line)
+        text.highlight_regex(r"^  (because|then|so|known) ", "cyan")
+        console.print(text)
+
+
+def show_config(console: Console, settings: list[Setting]) -> None:
+    """Every setting with its value and where that came from."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("setting", "value", "from"):
+        table.add_column(title, overflow="fold")
+    for setting in settings:
+        style = "dim" if setting.source == "default" else ""
+        table.add_row(setting.name, Text(_shown(setting.value)), setting.source, style=style)
+    console.print(table)
+
+
+def tree_of(data: Mapping[str, Any]) -> Tree:
+    """A tree out of JSON; what a newer service says more about a node is left out."""
+    known = {field.name: data[field.name] for field in fields(Tree) if field.name in data}
+    children = tuple(tree_of(child) for child in data.get("children", ()))
+    return Tree(**{**known, "children": children})
+
+
+def _shown(value: object) -> str:
+    if value in (None, ()):
+        return "—"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _stream(now: Mapping[str, Any]) -> Table:
+    """A stream: how far it is, what the server keeps for it, its pools and its consumers."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+
+    def row(name: str, text: str) -> None:
+        table.add_row(Text("   "), name, Text(text))
+
+    if now["fatal"]:
+        row("failed", now["fatal"])
+    if (holder := now["lock"]["holder"]) is not None:
+        who = f'application "{holder["application"]}", for {duration(holder["age"])}'
+        row("lock", f"held by backend {holder['pid']} ({who})")
+    for blocker in now["slot_blockers"]:
+        row(
+            "slot",
+            f"waits for backend {blocker['pid']}, open for {duration(blocker['age'])}: "
+            + blocker["query"],
+        )
+    if now["flushed"] is not None:
+        row(
+            "positions",
+            f"received {now['received']}, flushed {now['flushed']}, last seen " + now["last_seen"],
+        )
+    if now["lag"] is not None:
+        row("lag", f"{size(now['lag']['bytes'])}, {duration(now['lag']['seconds'])}")
+    if now["slot"]["retained"] is not None:
+        row("slot", f"{now['slot']['name']} keeps {size(now['slot']['retained'])} of log")
+    for role, pool in now["pools"].items():
+        row(
+            f"{role} pool",
+            f"{pool['state']}, {pool['connected']} of {pool['max_size']}, "
+            f"{pool['in_use']} in use, {pool['waiting']} waiting",
+        )
+    for name, consumer in now["consumers"].items():
+        row(
+            f"consumer {name}",
+            f"{'here' if consumer['attached'] else 'away'}, acknowledged "
+            f"{consumer['acknowledged'] or 'nothing yet'}, {consumer['outstanding']} outstanding",
+        )
+    return table
+
+
+def size(number: int) -> str:
+    """A number of bytes as people say it."""
+    value, unit = float(number), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def _conditions(conditions: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for name, condition in conditions.items():
+        mark = Text("●", "green") if condition["met"] else Text("○", "yellow")
+        words = "met" if condition["met"] else "missing"
+        table.add_row(
+            Text("  ") + mark,
+            name,
+            f"{words} for {duration(condition['for'])}",
+            condition["detail"] or "",
+        )
+    return table

@@ -1,0 +1,173 @@
+"""The data directory of one server: made once, then configured at each start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from moored.embedded import _guard
+from moored.embedded._account import Account
+from moored.embedded._binaries import Binaries
+from moored.embedded._config import Config, environment
+from moored.embedded._directory import Directory
+from moored.embedded._errors import EmbeddedError, VersionMismatch
+from moored.embedded._files import read_file, sync_directory, write_file
+from moored.embedded._guarded import Guarded
+from moored.embedded._owned import Owned
+from moored.embedded._pgpass import pgpass_line, pgpass_passwords
+
+__all__ = ["Cluster"]
+
+_INCLUDE = "\n# The settings of the embedded server.\ninclude_if_exists = 'moored.conf'\n"
+
+
+class Cluster:
+    """The data of one server, with the binaries and the user that it is run with."""
+
+    def __init__(
+        self, directory: Directory, config: Config, account: Account, binaries: Binaries
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.account = account
+        self.binaries = binaries
+
+    def initdb(self, data: Path) -> list[str]:
+        """The command that makes the data."""
+        place = self._place(data, _guard.DATA_FD)
+        return self.config.initdb(self.binaries, place, temporary=self.directory.temporary)
+
+    def postgres(self, port: int) -> list[str]:
+        """The command that runs the server."""
+        data = self._place(self.directory.data, _guard.DATA_FD)
+        socket_dir = self.config.socket_dir
+        place = self._place(socket_dir, _guard.SOCKET_FD) if socket_dir else None
+        return self.config.postgres(self.binaries, data, port, place)
+
+    def _place(self, directory: Path, descriptor: int) -> str:
+        """How the server is told of a directory.
+
+        A user who may not enter one above it still gets in by a descriptor that root opened.
+        """
+        if self.account.may_enter(directory):
+            return str(directory)
+        if sys.platform != "linux":
+            raise EmbeddedError(
+                f"the user {self.account}, who runs the server, may not enter {directory}: "
+                "open the directories above it to others, or name another"
+            )
+        return f"/proc/self/fd/{descriptor}"
+
+    def create(self, lock: Owned, check: Callable[[Guarded], None]) -> None:
+        """Make the data directory under guard; `check` waits for the end and may raise."""
+        stage = self.directory.stage()
+        try:
+            self._fill(stage, lock, check)
+            self.directory.publish(stage)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+        if self._durable:
+            sync_directory(self.directory.path)
+
+    def _fill(self, stage: Path, lock: Owned, check: Callable[[Guarded], None]) -> None:
+        self.let_through(stage)
+        self.account.own(stage / "data")
+        password = self.config.password or secrets.token_urlsafe(24)
+        line = pgpass_line(self.config.user, password)
+        write_file(stage / "pgpass", line, sync=self._durable)
+        write_file(stage / "password", password, owner=self.account)
+        self._offer_socket_dir()
+        since = self.directory.log_size()
+        initdb = self.guarded(self.initdb(stage / "data"), stage / "data", lock)
+        check(initdb)
+        if initdb.status != 0:
+            log = self.directory.log_tail(since=since)
+            raise EmbeddedError(f"initdb failed with status {initdb.status}", log=log)
+        if self._durable:
+            sync_directory(stage)
+
+    def let_through(self, directory: Path) -> None:
+        """Let the server's user through a directory of ours, to what is its own in there."""
+        if self.account.foreign:
+            directory.chmod(0o711)
+
+    @property
+    def _durable(self) -> bool:
+        return self.config.durable(temporary=self.directory.temporary)
+
+    def guarded(
+        self,
+        command: list[str],
+        data: Path,
+        lock: Owned,
+        on_stopping: Callable[[str], None] = lambda signal: None,
+        settle: Callable[[], object] = lambda: None,
+    ) -> Guarded:
+        """Run one of PostgreSQL's programs on `data`, as its user, under guard."""
+        log = self.directory.open_log()
+        try:
+            return Guarded(
+                command,
+                data=data,
+                socket_dir=self.config.socket_dir,
+                account=self.account,
+                environment=environment(self.binaries),
+                log=log,
+                lock=lock,
+                grace=self.config.grace,
+                temporary=self.directory.path if self.directory.temporary else None,
+                on_stopping=on_stopping,
+                settle=settle,
+            )
+        finally:
+            os.close(log)
+
+    def check_version(self) -> None:
+        """Refuse data of another major version: PostgreSQL would, with less to go by."""
+        made, runs = self.directory.major, self.binaries.major
+        if made != runs:
+            raise VersionMismatch(
+                f"{self.directory.path} holds data of PostgreSQL {made}, and this is "
+                f"{self.binaries}: start it with version={made} (or the bin_dir of a PostgreSQL "
+                f"{made}) and move the data by pg_dump, or name another data_dir"
+            )
+
+    def password(self) -> str:
+        """The password of the user, as given or as written down when the data was made."""
+        if self.config.password is not None:
+            return self.config.password
+        file = self.directory.pgpass
+        known = pgpass_passwords(read_file(file)) if file.exists() else {}
+        if self.config.user not in known:
+            who = ", ".join(map(repr, known)) or "nobody"
+            raise EmbeddedError(
+                f"{file} has the password of {who}, not of {self.config.user!r}: "
+                "give that user, or the password"
+            )
+        return known[self.config.user]
+
+    def adopt(self, notify: Callable[[str], None]) -> None:
+        """Give the server its data, when root has put them there (a restored copy, for example)."""
+        if self.account.foreign and self.directory.data.stat().st_uid == 0:
+            notify(f"giving {self.directory.data} to the user {self.account}")
+            self.account.own_all(self.directory.data)
+
+    def configure(self) -> None:
+        """Write the settings, and have the server read them."""
+        data = self.directory.data
+        text = self.config.settings(temporary=self.directory.temporary)
+        write_file(data / "moored.conf", text, owner=self.account)
+        main = read_file(data / "postgresql.conf")
+        if "moored.conf" not in main:
+            write_file(data / "postgresql.conf", main + _INCLUDE, owner=self.account)
+        self._offer_socket_dir()
+
+    def _offer_socket_dir(self) -> None:
+        place = self.config.socket_dir
+        if place is not None and not place.exists():
+            place.mkdir(mode=0o700, parents=True)
+            self.account.own(place)

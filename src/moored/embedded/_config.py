@@ -1,0 +1,173 @@
+"""What the caller chooses, and what PostgreSQL is told for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from moored.embedded._binaries import Binaries
+from moored.embedded._errors import EmbeddedError
+from moored.embedded._guarded import Grace
+
+__all__ = ["Config", "environment"]
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LONGEST_SOCKET = 107
+_UNIX_PORT = 5432
+
+# These go on the command line, so that a changed configuration cannot open the server to others.
+_OURS = {
+    "listen_addresses": "host",
+    "port": "port",
+    "unix_socket_directories": "socket_dir",
+    "data_directory": "data_dir",
+}
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a caller may choose; mistakes are told at once, and all of them."""
+
+    version: int | None
+    bin_dir: Path | None
+    host: str
+    port: int
+    socket_dir: Path | None
+    database: str
+    user: str
+    password: str | None
+    options: Mapping[str, str]
+    run_as: str | None
+    start_timeout: float
+    grace: Grace
+
+    def __post_init__(self) -> None:
+        if mistakes := self._mistakes():
+            raise EmbeddedError("; ".join(mistakes))
+
+    def _mistakes(self) -> list[str]:
+        checks = {
+            f"host={self.host!r} is not a loopback address, and an embedded server is for this "
+            f"machine alone: use one of {', '.join(_LOOPBACK)}": self.host in _LOOPBACK,
+            f"port={self.port} is not within 0 and 65535": 0 <= self.port < 65536,
+            f"start_timeout={self.start_timeout} is not positive": self.start_timeout > 0,
+            f"stop_timeout={self.grace.fast} is negative": self.grace.fast >= 0,
+            f"kill_timeout={self.grace.immediate} is negative": self.grace.immediate >= 0,
+            "version and bin_dir are both given, but a bin directory has the version that it has: "
+            "leave one out": self.version is None or self.bin_dir is None,
+            "database is empty": bool(self.database),
+            "user is empty": bool(self.user),
+            f"user={self.user!r} has one of \"'$\\ in it, which no superuser's name may have": (
+                not set(self.user) & set("\"'$\\")
+            ),
+            "password is empty": self.password != "",
+            f"socket_dir={self.socket_dir} is too long: the path of its socket may have at most "
+            f"{_LONGEST_SOCKET} bytes": len(self._socket_path()) <= _LONGEST_SOCKET,
+        }
+        return [text for text, right in checks.items() if not right] + self._option_mistakes()
+
+    def _option_mistakes(self) -> list[str]:
+        mistakes = []
+        for name, value in self.options.items():
+            if name in _OURS:
+                mistakes.append(f"options may not set {name!r}: use {_OURS[name]}")
+            elif not _NAME.fullmatch(name) or "\n" in str(value):
+                mistakes.append(f"the option {name!r}={value!r} is no setting of PostgreSQL")
+        return mistakes
+
+    def _socket_path(self) -> bytes:
+        return os.fsencode(self.socket_dir / f".s.PGSQL.{self.port}") if self.socket_dir else b""
+
+    @property
+    def first_port(self) -> int:
+        """The port to start with; 0: a free one. A socket's number is only part of its name."""
+        return self.port or (_UNIX_PORT if self.socket_dir else 0)
+
+    def where(self, port: int) -> str:
+        """Where the server listens, for people."""
+        return f"{self.socket_dir or self.host}:{port}"
+
+    def url(self, port: int, password: str, database: str | None = None) -> str:
+        """How to reach it."""
+        login = f"{quote(self.user, safe='')}:{quote(password, safe='')}"
+        name = quote(database or self.database, safe="")
+        if self.socket_dir is not None:
+            where = urlencode({"host": str(self.socket_dir), "port": port})
+            return f"postgresql://{login}@/{name}?{where}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"postgresql://{login}@{host}:{port}/{name}"
+
+    def postgres(
+        self, binaries: Binaries, data: str, port: int, socket_dir: str | None
+    ) -> list[str]:
+        """The command that runs the server."""
+        reached = {
+            "port": str(port),
+            "listen_addresses": "" if socket_dir else self.host,
+            "unix_socket_directories": socket_dir or "",
+        }
+        settings = [part for name in reached for part in ("-c", f"{name}={reached[name]}")]
+        return [str(binaries.program("postgres")), "-D", data, *settings]
+
+    def initdb(self, binaries: Binaries, data: str, *, temporary: bool) -> list[str]:
+        """The command that makes the data; the password waits in a file beside it."""
+        # The same order of text on every machine; beyond ASCII, letters are still known as letters.
+        locale = "C.UTF-8" if sys.platform == "linux" else "C"
+        command = [
+            str(binaries.program("initdb")),
+            f"--pgdata={data}",
+            f"--username={self.user}",
+            f"--pwfile={data}/../password",
+            "--auth=scram-sha-256",
+            "--encoding=UTF8",
+            f"--locale={locale}",
+            "--lc-messages=C",
+        ]
+        if not self.durable(temporary=temporary):
+            command.append("--no-sync")
+        if temporary and binaries.major >= 16:
+            # Stretching makes up for weak passwords. A random one needs none of it, and tests that
+            # connect a thousand times get five seconds back.
+            command.append("--set=scram_iterations=1")
+        return command
+
+    def durable(self, *, temporary: bool) -> bool:
+        """Whether the data shall survive the machine."""
+        return not temporary and self.options.get("fsync") != "off"
+
+    def settings(self, *, temporary: bool) -> str:
+        """The lines of moored.conf: the defaults of an embedded server, then the options."""
+        chosen = {
+            "cluster_name": "moored",
+            "wal_level": "logical",
+            "max_wal_senders": "20",
+            "max_replication_slots": "20",
+            # Data that is thrown away with the server need not survive the machine, and must not
+            # leave anything in /dev/shm when the server is killed for good.
+            **({"fsync": "off", "dynamic_shared_memory_type": "mmap"} if temporary else {}),
+            **self.options,
+        }
+        head = "# Written at each start: change it by `options`, or use ALTER SYSTEM.\n"
+        return head + "".join(f"{name} = {_quoted(str(chosen[name]))}\n" for name in chosen)
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("\\", "\\\\").replace("'", "''") + "'"
+
+
+def environment(binaries: Binaries) -> dict[str, str]:
+    """This process's, without what would change the server behind its configuration's back."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PG", "LC_", "LANG"))
+    }
+    if binaries.moved:
+        kept["LD_LIBRARY_PATH"] = str(binaries.prefix / "lib")
+    return {**kept, "LC_ALL": "C"}

@@ -1,0 +1,51 @@
+"""The errors of the embedded server.
+
+::
+
+    MooredError
+    └── EmbeddedError            the server did not do what was asked; carries the end of its log
+        ├── BinariesNotFound     no PostgreSQL to run: no wheel, or a wrong path
+        ├── DataDirectoryInUse   another process has this data directory; carries its pid
+        ├── VersionMismatch      the data was made by another major version of PostgreSQL
+        └── PortInUse            somebody else listens on the port that was asked for
+"""
+
+from __future__ import annotations
+
+from moored.kernel import MooredError
+
+__all__ = [
+    "BinariesNotFound",
+    "DataDirectoryInUse",
+    "EmbeddedError",
+    "PortInUse",
+    "VersionMismatch",
+]
+
+
+class EmbeddedError(MooredError):
+    """The embedded server did not do what was asked; `log` holds the last lines of its log."""
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        super().__init__(f"{message}\nthe end of the server's log:\n{log}" if log else message)
+        self.log = log
+
+
+class BinariesNotFound(EmbeddedError):
+    """There is no PostgreSQL to run."""
+
+
+class DataDirectoryInUse(EmbeddedError):
+    """Another process has this data directory; `pid` is its number, where it is known."""
+
+    def __init__(self, message: str, *, pid: int | None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class VersionMismatch(EmbeddedError):
+    """The data directory was made by another major version of PostgreSQL."""
+
+
+class PortInUse(EmbeddedError):
+    """Somebody else listens on the port that was asked for."""

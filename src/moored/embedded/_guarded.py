@@ -1,0 +1,167 @@
+"""A process that cannot outlive this one: the owner's side of the guard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moored.embedded import _guard
+from moored.embedded._account import Account
+from moored.embedded._owned import Owned
+
+__all__ = ["Grace", "Guarded"]
+
+_GUARD = str(Path(_guard.__file__).resolve())
+
+
+@dataclass(frozen=True)
+class Grace:
+    """How long a server may take to end, before it is asked less politely."""
+
+    #: Seconds for a fast shutdown: transactions are rolled back, and the data is written out.
+    fast: float
+    #: Seconds for an immediate shutdown, which leaves the rest to recovery; then SIGKILL.
+    immediate: float
+
+    def __str__(self) -> str:
+        return f"{self.fast},{self.immediate}"
+
+
+class Guarded:
+    """A running program under guard: ended with its owner, and with everything that it started.
+
+    `on_stopping` is told each signal with which the guard ends it, and `settle` is called between
+    the end of the guard and the end that others are told; both from another thread.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        data: Path,
+        socket_dir: Path | None,
+        account: Account,
+        environment: Mapping[str, str],
+        log: int,
+        lock: Owned,
+        grace: Grace,
+        temporary: Path | None = None,
+        on_stopping: Callable[[str], None] = lambda signal: None,
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.command = list(command)
+        self.pid: int | None = None
+        self.status: int | None = None
+        self._on_stopping = on_stopping
+        self._settle = settle
+        self._started = threading.Event()
+        self._ended = threading.Event()
+        self._watchers: list[Callable[[], None]] = []
+        self._guard_lock = threading.Lock()
+        control, leash = os.pipe()
+        # Whoever holds this end keeps the guard waiting, so a fork of this process must not.
+        self._leash = Owned(leash)
+        self._reports, reports = os.pipe()
+        places = [str(data), str(socket_dir or "")]
+        arguments = [account.drop, *places, str(grace), str(temporary or ""), *command]
+        try:
+            # In a session of its own, so that a terminal's Ctrl-C does not reach it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _GUARD, *arguments],
+                stdin=control,
+                stdout=reports,
+                stderr=log,
+                pass_fds=[lock.descriptor],
+                start_new_session=True,
+                env=dict(environment),
+            )
+        except BaseException:
+            self._leash.close()
+            os.close(self._reports)
+            raise
+        finally:
+            os.close(control)
+            os.close(reports)
+        thread = threading.Thread(target=self._watch, name="moored-embedded", daemon=True)
+        thread.start()
+
+    @property
+    def guard_pid(self) -> int:
+        """The number of the guard's own process."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of the program runs any more."""
+        return self._ended.is_set()
+
+    def wait_started(self, timeout: float) -> bool:
+        """Wait until the program has a pid; False when it did not get one in time."""
+        return self._started.wait(timeout) and self.pid is not None
+
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """Wait until the guard has gone; False when the time is over."""
+        return self._ended.wait(timeout)
+
+    def when_ended(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have `call` called once at the end, from any thread; returns how to cancel that."""
+        with self._guard_lock:
+            if not self._ended.is_set():
+                self._watchers.append(call)
+                return lambda: self._forget(call)
+        call()
+        return lambda: None
+
+    def stop(self, grace: Grace) -> None:
+        """Ask for the end, less politely with time; `wait_ended` says when it has come."""
+        self._send(f"stop {grace.fast} {grace.immediate}")
+
+    def kill(self) -> None:
+        """End it by SIGKILL, now."""
+        self._send("kill")
+
+    def _send(self, command: str) -> None:
+        with self._guard_lock:
+            if self._leash.open:
+                try:
+                    os.write(self._leash.descriptor, f"{command}\n".encode())
+                except BrokenPipeError:
+                    pass  # it has ended meanwhile, which is what was asked for
+
+    def _watch(self) -> None:
+        with open(self._reports, "rb") as reports:
+            for line in reports:
+                self._hear(line.decode().split())
+        self._process.wait()
+        self._started.set()
+        self._settle()
+        with self._guard_lock:
+            self._leash.close()
+            self._ended.set()
+            watchers, self._watchers = self._watchers, []
+        for call in watchers:
+            call()
+
+    def _hear(self, words: list[str]) -> None:
+        match words:
+            case ["started", pid]:
+                self.pid = int(pid)
+                self._started.set()
+            case ["stopping", name]:
+                self._on_stopping(name)
+            case ["ended", status]:
+                self.status = int(status)
+
+    def _forget(self, call: Callable[[], None]) -> None:
+        with self._guard_lock:
+            if call in self._watchers:
+                self._watchers.remove(call)
+
+    def __repr__(self) -> str:
+        state = f"ended with {self.status}" if self.ended else f"pid {self.pid}"
+        return f"<Guarded {Path(self.command[0]).name} {state}, guard {self._process.pid}>"

@@ -1,0 +1,131 @@
+"""One process at a time has a directory: a lock that lives as long as anything of the server.
+
+The lock belongs to an open file, which the guard and the server inherit. So the directory is free
+exactly when nothing of the server runs, however its owner, its guard or the server itself died.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from moored.embedded._errors import DataDirectoryInUse, EmbeddedError
+from moored.embedded._owned import Owned
+from moored.kernel import program_of
+
+__all__ = ["take", "wait_free"]
+
+_NAME = "lock"
+_TICK = 0.01
+
+
+def take(directory: Path, patience: float) -> Owned:
+    """Take the directory for this process and all that inherit the descriptor.
+
+    `patience` is for the server of a dead owner, which is still stopping.
+    """
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = Owned(os.open(directory / _NAME, flags, 0o600))
+    except OSError as error:
+        raise EmbeddedError(
+            f"the data directory {directory} cannot be written to: {error.strerror}; "
+            "give it to this user, or name another with data_dir"
+        ) from error
+    try:
+        _await(lock.descriptor, directory, time.monotonic() + patience)
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, f"{os.getpid()} {_birth(os.getpid())}\n".encode(), 0)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def wait_free(directory: Path, timeout: float) -> bool:
+    """Wait until nothing of the directory's server runs; False when the time is over."""
+    deadline = time.monotonic() + timeout
+    try:
+        probe = (directory / _NAME).open("rb")
+    except FileNotFoundError:
+        return True
+    with probe:
+        while not _try(probe.fileno(), fcntl.LOCK_SH):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_TICK)
+    return True
+
+
+def _await(lock: int, directory: Path, deadline: float) -> None:
+    while not _try(lock, fcntl.LOCK_EX):
+        holder = _Holder.read(lock)
+        if holder.alive or time.monotonic() >= deadline:
+            raise DataDirectoryInUse(
+                f"the data directory {directory} is in use by {holder}", pid=holder.pid
+            )
+        time.sleep(_TICK)
+
+
+def _try(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """Who wrote its name into the lock."""
+
+    pid: int | None
+    birth: str
+
+    @classmethod
+    def read(cls, lock: int) -> _Holder:
+        pid, _, birth = os.pread(lock, 64, 0).decode().strip().partition(" ")
+        return cls(int(pid) if pid.isdigit() else None, birth)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it lives: a process with its number that was born at another time is another."""
+        if self.pid is None or _birth(self.pid) != self.birth:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def __str__(self) -> str:
+        if not self.alive:
+            return (
+                f"the server of process {self.pid}, which has died: "
+                "wait until that server has stopped"
+            )
+        return (
+            f"process {self.pid}{_command(self.pid)}: stop that one, use its server, "
+            "or name another data_dir"
+        )
+
+
+def _birth(pid: int) -> str:
+    """When a process was started, in the kernel's own measure; empty where it cannot be known."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else fields[18]
+
+
+def _command(pid: int | None) -> str:
+    try:
+        return f" ({program_of(Path(f'/proc/{pid}/cmdline').read_bytes())})"
+    except OSError:
+        return ""

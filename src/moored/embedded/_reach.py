@@ -1,0 +1,104 @@
+"""Binaries for a user who may not enter the directory that they are installed in.
+
+It happens to root alone: the server runs as another user, and the virtual environment lies below
+a closed directory such as /root. Then the binaries are copied, once per content, to where everybody
+may read them and only root may write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from moored.embedded._account import Account
+from moored.embedded._binaries import Binaries
+from moored.embedded._errors import BinariesNotFound
+
+__all__ = ["reachable"]
+
+#: Where copies are kept; the second where the first cannot be written.
+CACHES = (Path("/var/cache/moored"), Path("/tmp/moored-cache"))
+
+_NEEDED = ("bin", "lib", "share")
+_USELESS = shutil.ignore_patterns("*.a", "pkgconfig", "pgxs", "include")
+
+
+def reachable(
+    binaries: Binaries, account: Account, notify: Callable[[str], None] = lambda text: None
+) -> Binaries:
+    """The same binaries, where `account` can run them."""
+    if account.may_enter(binaries.bin_dir):
+        return binaries
+    name = f"postgres-{binaries.version}-{_digest(binaries)}"
+    for cache in CACHES:
+        if _trusted(cache) and account.may_enter(cache):
+            if not (cache / name).exists():
+                notify(f"copying {binaries} to {cache}: {account} may not enter {binaries.prefix}")
+                _copy(binaries, cache, name)
+            return replace(binaries, bin_dir=cache / name / _shape(binaries) / "bin", moved=True)
+    raise BinariesNotFound(
+        f"the user {account}, who runs the server, may not enter {binaries.bin_dir}, and there is "
+        f"no place for a copy ({' or '.join(map(str, CACHES))} must be root's, writable "
+        "by root alone): install Moored where everybody may read it"
+    )
+
+
+def _shape(binaries: Binaries) -> Path:
+    # The programs find their libraries by the way from one directory to the other.
+    return Path(binaries.prefix.parent.name, binaries.prefix.name)
+
+
+def _parts(binaries: Binaries) -> Iterator[tuple[Path, Path]]:
+    for name in _NEEDED:
+        if (binaries.prefix / name).is_dir():
+            yield binaries.prefix / name, _shape(binaries) / name
+    beside = binaries.prefix.parent.with_name(binaries.prefix.parent.name + ".libs")
+    if beside.is_dir():
+        yield beside, Path(beside.name)
+
+
+def _digest(binaries: Binaries) -> str:
+    digest = hashlib.sha256(binaries.program("postgres").read_bytes())
+    for source, _ in _parts(binaries):
+        for path in sorted(source.rglob("*")):
+            digest.update(f"{path.relative_to(source)}\0{path.stat().st_size}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _trusted(cache: Path) -> bool:
+    """Make the cache if need be, and see that nobody but root can put anything there."""
+    try:
+        cache.mkdir(mode=0o755, exist_ok=True)
+        cache.chmod(0o755)
+        status = cache.lstat()
+        writable = os.access(cache, os.W_OK)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and writable
+
+
+def _copy(binaries: Binaries, cache: Path, name: str) -> None:
+    making = Path(tempfile.mkdtemp(prefix=f"{name}.new-", dir=cache))
+    try:
+        for source, target in _parts(binaries):
+            shutil.copytree(source, making / target, ignore=_USELESS)
+        _open_to_all(making)
+        try:
+            making.rename(cache / name)
+        except OSError:
+            if not (cache / name).exists():
+                raise  # else another process was faster, and its copy is as good
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _open_to_all(directory: Path) -> None:
+    for path in (directory, *directory.rglob("*")):
+        runs = path.stat().st_mode & stat.S_IXUSR
+        path.chmod(0o755 if runs else 0o644)

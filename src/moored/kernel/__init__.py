@@ -1,0 +1,117 @@
+"""The kernel: what every long-lived connection needs, and the standard library alone.
+
+A part of a system is a `Child` of a `Supervisor`: started in order, restarted by rule, stopped in
+reverse. It is found by others through a `Registry`, says what it is doing with a `Machine` and a
+`StatusMonitor`, waits between attempts as a `Backoff` says, and tells a `Recorder` what happened
+and why. The small words (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Clock`) are
+those that every system needs, written once.
+"""
+
+from ._backoff import Backoff
+from ._chart import Chart
+from ._child import Child, Context
+from ._clock import Clock
+from ._condition import Condition, StatusChange
+from ._deadline import Deadline
+from ._errors import (
+    AlreadyRegistered,
+    BackoffExhausted,
+    DeadlineExceeded,
+    FlightCancelled,
+    MooredError,
+    IllegalMove,
+    KeyedWorkError,
+    NotRegistered,
+    NotRunning,
+    QueueFull,
+    RestartIntensityExceeded,
+    StaleGeneration,
+    StartFailed,
+    SupervisionError,
+    WaitTimeout,
+    WorkCancelled,
+    WorkerCrashed,
+)
+from ._flight import SingleFlight
+from ._frames import forget_frames
+from ._generation import Generation
+from ._keyed import KeyedStatistics, KeyedWorkers
+from ._loop_thread import LoopThread
+from ._machine import Machine, Move
+from ._patience import patiently
+from ._recorder import Event, Recorder, RecorderStatistics
+from ._registry import Down, Registration, Registry, Via
+from ._rules import AutoShutdown, Failure, Restart, Strategy
+from ._state import State
+from ._status import StatusMonitor
+from ._supervisor import Supervisor
+from ._threads import in_thread, start_thread
+from ._tree import Tree
+from ._words import counted, describe, duration, program_of, refuse
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # Supervision
+    "AutoShutdown",
+    "Child",
+    "Context",
+    "Failure",
+    "Restart",
+    "Strategy",
+    "Supervisor",
+    "Tree",
+    # Names
+    "Down",
+    "Registration",
+    "Registry",
+    "Via",
+    # State
+    "Chart",
+    "Condition",
+    "Machine",
+    "Move",
+    "State",
+    "StatusChange",
+    "StatusMonitor",
+    # Work
+    "KeyedStatistics",
+    "KeyedWorkers",
+    "LoopThread",
+    "SingleFlight",
+    "in_thread",
+    "start_thread",
+    # Time and replacement
+    "Backoff",
+    "Clock",
+    "Deadline",
+    "Generation",
+    # What happened
+    "Event",
+    "Recorder",
+    "RecorderStatistics",
+    # Words
+    "counted",
+    "describe",
+    "duration",
+    "forget_frames",
+    "patiently",
+    "program_of",
+    "refuse",
+    # Errors
+    "AlreadyRegistered",
+    "BackoffExhausted",
+    "DeadlineExceeded",
+    "FlightCancelled",
+    "MooredError",
+    "IllegalMove",
+    "KeyedWorkError",
+    "NotRegistered",
+    "NotRunning",
+    "QueueFull",
+    "RestartIntensityExceeded",
+    "StaleGeneration",
+    "StartFailed",
+    "SupervisionError",
+    "WaitTimeout",
+    "WorkCancelled",
+    "WorkerCrashed",
+]

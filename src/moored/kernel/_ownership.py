@@ -1,0 +1,97 @@
+"""What a task owns goes with it: names, conditions, anything with a clean-up.
+
+For an ordinary task the clean-up runs when asyncio reports its end. For a supervised child that
+would be too late: its supervisor may start the next one in the same turn of the loop. So the
+supervisor runs the clean-ups itself, as the last thing before the task ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+log = logging.getLogger("moored.kernel")
+
+__all__ = ["CleanUp", "Owned", "Reason", "adopt", "current_owner", "reason_of", "when_ended"]
+
+#: Why something ended: it returned, it was stopped on purpose, or it failed with this.
+Reason = Literal["normal", "shutdown"] | BaseException
+CleanUp = Callable[[Reason], None]
+
+
+class Owned:
+    """The clean-ups of one task, run once, the newest first."""
+
+    __slots__ = ("_clean_ups", "released")
+
+    def __init__(self) -> None:
+        self._clean_ups: dict[CleanUp, None] = {}
+        self.released: Reason | None = None
+
+    def add(self, clean_up: CleanUp) -> None:
+        """Run this at the end."""
+        self._clean_ups[clean_up] = None
+
+    def remove(self, clean_up: CleanUp) -> None:
+        """Do not run it after all."""
+        self._clean_ups.pop(clean_up, None)
+
+    def release(self, reason: Reason) -> None:
+        """Run every clean-up, once."""
+        if self.released is None:
+            self.released = reason
+            while self._clean_ups:
+                clean_up, _ = self._clean_ups.popitem()
+                try:
+                    clean_up(reason)
+                except Exception:  # the others must still be run
+                    log.exception("a clean-up failed: %r", clean_up)
+
+
+_owned: WeakKeyDictionary[asyncio.Task[Any], Owned] = WeakKeyDictionary()
+
+
+def adopt(task: asyncio.Task[Any]) -> Owned:
+    """Called by a supervisor: from now on it, not asyncio, releases what the task owns."""
+    owned = _owned[task] = Owned()
+    return owned
+
+
+def current_owner() -> asyncio.Task[Any]:
+    """The running task, which owns what it makes unless it says otherwise."""
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError(
+            "only a task can own something: call this from a coroutine, or pass owner="
+        )
+    return task
+
+
+def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Owned:
+    """Run the clean-up when the owner ends; returns where it can be removed again."""
+    owned = _owned.get(owner)
+    if owned is None:
+        owned = _owned[owner] = Owned()
+        owner.add_done_callback(_released_by_asyncio)
+    if owned.released is not None or owner.done():
+        raise RuntimeError(
+            f"{owner.get_name()} has ended, or was abandoned: it can own nothing more"
+        )
+    owned.add(clean_up)
+    return owned
+
+
+def reason_of(task: asyncio.Task[Any]) -> Reason:
+    """Why a finished task ended; its exception is not marked as read: that is for its reader."""
+    if task.cancelled():
+        return "shutdown"
+    error: BaseException | None = task._exception
+    return error or "normal"
+
+
+def _released_by_asyncio(task: asyncio.Task[Any]) -> None:
+    if (owned := _owned.pop(task, None)) is not None:
+        owned.release(reason_of(task))

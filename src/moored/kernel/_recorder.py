@@ -1,0 +1,292 @@
+"""What happened, and why: a bounded ring of events per component, each linked to its cause.
+
+The recorder is left on in production, so recording does as little as it can: no lock, no
+formatting, one tuple and one append. Each step is a single operation that the interpreter does
+not interrupt (the next number, an append, a move to the end, a cut), so threads and loops may
+record at the same time. An event names its cause by number and never holds it, so that a long
+chain of causes is forgotten with the rings that held it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from asyncio import AbstractEventLoop, _get_running_loop
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+from ._clock import Clock
+from ._explain import explain
+from ._words import causes_of, describe, plain, refuse
+
+__all__ = ["Cause", "Event", "Recorder", "RecorderStatistics", "Sink", "in_words"]
+
+log = logging.getLogger("moored.kernel")
+
+
+class Event(NamedTuple):
+    """One thing that happened to a component."""
+
+    #: Its number, growing within one recorder.
+    id: int
+    #: When, in monotonic seconds.
+    at: float
+    #: When, in seconds since 1970, for people.
+    wall: float
+    #: To what it happened.
+    component: str
+    #: `state` (what the component is in from now on), `failure`, `info`, or a word of your own.
+    kind: str
+    #: What happened, as a person would say it.
+    text: str
+    #: The number of the event that caused it, and the component that event belongs to.
+    cause_id: int | None
+    cause_component: str | None
+    #: The cause in words, the nearest first, kept even when the causing event is forgotten.
+    because: tuple[str, ...]
+    #: Whatever else was known.
+    data: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The event as plain data for JSON; what JSON cannot hold appears as its repr."""
+        return {**self._asdict(), "because": list(self.because), "data": plain(self.data)}
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.component))
+
+    def __repr__(self) -> str:
+        return f"<Event {self.id} {self.component} {self.kind}: {self.text}>"
+
+
+class RecorderStatistics(NamedTuple):
+    """How much a recorder keeps, and how much it has let go for lack of room."""
+
+    #: Events recorded so far.
+    recorded: int
+    #: Events that can still be read.
+    kept: int
+    #: Events let go because their component's ring, or the number of components, was full.
+    dropped: int
+    #: Components that can still be explained.
+    components: int
+    #: Components let go because there were too many; the one untouched longest goes first.
+    dropped_components: int
+    #: Sinks that are subscribed.
+    sinks: int
+    #: Times that a sink raised.
+    sink_errors: int
+
+
+#: Why something happened: an event, an error, or the reason in words.
+Cause: TypeAlias = Event | BaseException | str
+Sink: TypeAlias = Callable[[Event], None]
+_NO_DATA: Mapping[str, Any] = MappingProxyType({})
+_make: Callable[..., Event] = tuple.__new__
+
+
+class Recorder:
+    """Keeps the newest events of each component and explains them.
+
+    `size` is how many events each component keeps: enough to hold a bad day's chain of causes.
+    `max_components` bounds the whole, because components may come and go without end (one per
+    account, say); over it, the component untouched longest is forgotten, and counted.
+    """
+
+    def __init__(
+        self, size: int = 256, *, max_components: int = 10_000, clock: Clock | None = None
+    ) -> None:
+        refuse("Recorder", _mistakes(size, max_components))
+        self._size = size
+        self._max_components = max_components
+        self._fixed_clock = clock
+        self._clock_of: tuple[AbstractEventLoop | None, Clock] = (None, Clock.system())
+        # Lists, of which the newest `size` count: most components have few events, and a deque
+        # takes 600 bytes for none. What is over is cut now and then.
+        self._rings: OrderedDict[str, list[Event]] = OrderedDict()
+        self._cut_at = size + size // 8
+        self._ids = itertools.count(1)
+        self._newest = 0
+        self._forgotten = 0
+        self._dropped_components = 0
+        self._sinks: tuple[Sink, ...] = ()
+        self._broken_sinks: set[Sink] = set()
+        self._sink_errors = 0
+
+    def record(
+        self,
+        component: str,
+        text: str,
+        /,
+        *,
+        kind: str = "info",
+        cause: Cause | None = None,
+        **data: Any,
+    ) -> Event:
+        """Note that something happened; returns the event, to be the cause of a later one.
+
+        An exception given as the cause is turned into words at once, so that the recorder keeps
+        no traceback, and with it no frames, alive.
+        """
+        return self._note(component, text, kind, cause, data or _NO_DATA)
+
+    def _note(
+        self, component: str, text: str, kind: str, cause: Cause | None, data: Mapping[str, Any]
+    ) -> Event:
+        """The same, for data that is shared by many events: it must not change afterwards."""
+        clock = self._fixed_clock or self._current_clock()
+        cause_id = cause_component = None
+        because: tuple[str, ...] = ()
+        if cause is not None:
+            cause_id, cause_component, because = _link(cause)
+        self._newest = number = next(self._ids)
+        event = _make(
+            Event,
+            (
+                number,
+                clock.monotonic(),
+                clock.wall(),
+                component,
+                kind,
+                text,
+                cause_id,
+                cause_component,
+                because,
+                data,
+            ),
+        )
+        try:
+            self._rings.move_to_end(component)
+            ring = self._rings[component]
+        except KeyError:
+            ring = self._open(component)
+        ring.append(event)
+        if len(ring) > self._cut_at:
+            del ring[: -self._size]
+        if self._sinks:
+            self._deliver(event)
+        return event
+
+    def events(self, component: str | None = None, limit: int | None = None) -> list[Event]:
+        """The events of one component, or of all, the oldest first; `limit` keeps the newest."""
+        if component is None:
+            found = [event for ring in list(self._rings.values()) for event in self._kept(ring)]
+            found.sort(key=lambda event: event.id)
+        else:
+            found = self._kept(self._rings.get(component, []))
+        return found if limit is None else found[max(len(found) - limit, 0) :]
+
+    def cause(self, event: Event) -> Event | None:
+        """The event that caused this one, if it is still kept."""
+        if event.cause_component is None:
+            return None
+        for candidate in self._kept(self._rings.get(event.cause_component, [])):
+            # The text is compared too: another recorder's events have numbers of their own.
+            if candidate.id == event.cause_id and candidate.text == event.because[0]:
+                return candidate
+        return None
+
+    def components(self) -> tuple[str, ...]:
+        """The components that have events, the one untouched longest first."""
+        return tuple(self._rings)
+
+    def explain(self, component: str) -> str:
+        """Why the component is as it is, in plain words, from the newest event to its causes."""
+        clock = self._fixed_clock or self._current_clock()
+        return explain(self, component, clock)
+
+    def forget(self, component: str) -> None:
+        """Let go of all that was recorded about a component that will not come back."""
+        if (ring := self._rings.pop(component, None)) is not None:
+            self._forgotten += len(self._kept(ring))
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Call the sink with each new event, in the recording thread; returns what ends that.
+
+        A sink that raises breaks nothing: it is counted each time and reported the first time.
+        """
+        self._sinks = (*self._sinks, sink)
+
+        def unsubscribe() -> None:
+            self._sinks = tuple(other for other in self._sinks if other is not sink)
+            self._broken_sinks.discard(sink)
+
+        return unsubscribe
+
+    def statistics(self) -> RecorderStatistics:
+        """What is kept and what was let go."""
+        rings = list(self._rings.values())
+        kept = sum(min(len(ring), self._size) for ring in rings)
+        return RecorderStatistics(
+            recorded=self._newest,
+            kept=kept,
+            dropped=self._newest - kept - self._forgotten,
+            components=len(rings),
+            dropped_components=self._dropped_components,
+            sinks=len(self._sinks),
+            sink_errors=self._sink_errors,
+        )
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return (
+            f"<Recorder: {now.kept} events of {now.components} components, {now.dropped} dropped>"
+        )
+
+    def _current_clock(self) -> Clock:
+        # Making a clock costs as much as recording, so the last loop's clock is remembered.
+        loop = _get_running_loop()
+        known, clock = self._clock_of
+        if known is loop:
+            return clock
+        clock = Clock.current()
+        if getattr(loop, "clock", None) is None:
+            # A loop with clocks of its own, as a simulated one, may have one for each that asks.
+            self._clock_of = (loop, clock)
+        return clock
+
+    def _kept(self, ring: list[Event]) -> list[Event]:
+        return ring[-self._size :]
+
+    def _open(self, component: str) -> list[Event]:
+        ring = self._rings.setdefault(component, [])
+        while len(self._rings) > self._max_components:
+            self._rings.popitem(last=False)
+            self._dropped_components += 1
+        return ring
+
+    def _deliver(self, event: Event) -> None:
+        for sink in self._sinks:
+            try:
+                sink(event)
+            except Exception as error:
+                self._sink_errors += 1
+                if sink not in self._broken_sinks:
+                    self._broken_sinks.add(sink)
+                    log.error(
+                        "a sink of the recorder failed on %r: %r", event, sink, exc_info=error
+                    )
+
+
+def in_words(cause: Cause) -> str:
+    """A cause as one line of text."""
+    if isinstance(cause, Event):
+        return cause.text
+    return describe(cause) if isinstance(cause, BaseException) else cause
+
+
+def _link(cause: Cause) -> tuple[int | None, str | None, tuple[str, ...]]:
+    if isinstance(cause, Event):
+        return cause.id, cause.component, (cause.text,)
+    if isinstance(cause, BaseException):
+        return None, None, causes_of(cause)
+    return None, None, (cause,)
+
+
+def _mistakes(size: int, max_components: int) -> list[str]:
+    return [
+        f"{name}={value!r} must be at least 1"
+        for name, value in (("size", size), ("max_components", max_components))
+        if value < 1
+    ]

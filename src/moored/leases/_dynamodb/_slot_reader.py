@@ -1,0 +1,121 @@
+"""Reading the slots of a key: all of a small one, as little as possible of a large one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import NamedTuple
+
+from .._store import Request
+from ._items import Item, expression, number, number_of, text, text_of
+from ._plan import Slot, candidates, read_order
+from ._table import DynamoTable
+
+__all__ = ["SLOT", "SlotReader", "View"]
+
+#: What the key of a slot begins with.
+SLOT = "moored_slot#"
+
+#: Keys with at most so many slots are read whole; of larger ones, so many are read at first.
+PAGE = 256
+#: For how many seconds per slot that was read in vain a large key is taken to be full, because
+#: reading it is what costs: 10,000 slots are some 400 read units.
+FULL_FOR = 0.0005
+
+_LAST = 2**31
+
+
+class View(NamedTuple):
+    """What was read of a key: slots, and the free ones in the order to try them."""
+
+    slots: dict[int, Slot]
+    free: list[int]
+    #: The slot that the lease has already.
+    mine: int | None
+
+
+class SlotReader:
+    """Finds free slots, and the slots of leases."""
+
+    def __init__(self, table: DynamoTable) -> None:
+        self._table = table
+        self._time = table.link.time
+        # Large keys that were found full: up to which limit, and until when that is believed.
+        self._full: dict[str, tuple[int, float]] = {}
+
+    async def look(self, request: Request) -> View:
+        """Read as much of a key as it takes to find a free slot, or to know that there is none."""
+        if self._believed_full(request):
+            return View({}, [], None)
+        if request.limit <= PAGE or await self._anything_above(request):
+            slots = _slots([page async for page, _ in self._read(request.key, 0, _LAST)])
+            return self._view(request, slots, range(request.limit))
+        seen = 0
+        for first, last in read_order(request.id, request.limit):
+            page_size = None if seen else PAGE  # the hope to be done with little has gone
+            async for page, span in self._read(request.key, first, last, page_size=page_size):
+                view = self._view(request, _slots([page]), span)
+                if view.free or view.mine is not None:
+                    return view
+                seen += len(span)
+        self._full[request.key] = request.limit, self._time.monotonic() + seen * FULL_FOR
+        return View({}, [], None)
+
+    async def leases(self, key: str) -> dict[str, int]:
+        """The slot of each lease that lives in a key."""
+        now = self._time.reached()
+        slots = _slots([page async for page, _ in self._read(key, 0, _LAST)])
+        return {slot.id: slot.number for slot in slots.values() if slot.live(now)}
+
+    def doubt(self, key: str) -> None:
+        """Something was given back: the key is not believed to be full any more."""
+        self._full.pop(key, None)
+
+    def _view(self, request: Request, slots: dict[int, Slot], span: Sequence[int]) -> View:
+        now = self._time.reached()
+        mine = [s.number for s in slots.values() if s.id == request.id and s.live(now)]
+        free = candidates(request.id, request.limit, slots, span=span, now_ms=now)
+        return View(slots, free, mine[0] if mine else None)
+
+    def _believed_full(self, request: Request) -> bool:
+        limit, until = self._full.get(request.key, (0, 0.0))
+        if self._time.monotonic() < until:
+            return request.limit <= limit
+        self.doubt(request.key)
+        return False
+
+    async def _anything_above(self, request: Request) -> bool:
+        """Whether leases live above the limit, because it was a larger one before."""
+        now = self._time.reached()
+        pages = self._read(request.key, request.limit, _LAST)
+        return any(slot.live(now) for slot in _slots([page async for page, _ in pages]).values())
+
+    async def _read(
+        self, key: str, first: int, last: int, *, page_size: int | None = None
+    ) -> AsyncIterator[tuple[list[Item], range]]:
+        """The items of a range of slots, page by page, each with the slots that it covers."""
+        wanted = expression(
+            {"pk": text(SLOT + key), "first": number(first), "last": number(last)},
+            KeyCondition="#pk = :pk AND #slot BETWEEN :first AND :last",
+            Projection="#slot, #id, #expires_ms, #fence",
+        )
+        if page_size is not None:
+            wanted["Limit"] = page_size
+        async for page in self._table.pages("query", ConsistentRead=True, **wanted):
+            more = page.get("LastEvaluatedKey")
+            end = number_of(more, "slot") if more else last
+            yield page.get("Items", []), range(first, end + 1)
+            first = end + 1
+
+
+def _slots(pages: Iterable[list[Item]]) -> dict[int, Slot]:
+    slots = [
+        Slot(
+            number_of(item, "slot"),
+            text_of(item, "id"),
+            number_of(item, "expires_ms"),
+            number_of(item, "fence"),
+        )
+        for page in pages
+        for item in page
+    ]
+    return {slot.number: slot for slot in slots}

@@ -1,0 +1,271 @@
+"""Leases as slots: an item for each lease that may live, so that nothing needs to be counted.
+
+========================  ========  ============================================================
+item                      slot      attributes
+========================  ========  ============================================================
+``moored_slot#KEY``     0, 1, …   ``id``, ``expires_ms``, ``fence``, ``created_ms``,
+                                    ``service_name``, ``owner``, ``host``, ``pid``, ``ttl_epoch``
+``moored_rate#KEY``     0         ``full_at``, ``ttl_epoch``
+========================  ========  ============================================================
+
+To acquire is to read the slots of the key (one consistent query), and to write one that is free,
+on condition that it still is. To release is to set its end to 0: the item stays, and its fence with
+it. Who crashes leaves a slot behind that is free once its time is over; nobody has to repair it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from moored.kernel import Clock
+
+from .._store import Grant, Held, Request, Taken
+from ._batch import Statement, update_all
+from ._config import DynamoConfig
+from ._errors import ConditionFailed
+from ._items import (
+    KEPT,
+    Item,
+    expression,
+    held,
+    holder_values,
+    millis,
+    number,
+    number_of,
+    text,
+    text_of,
+)
+from ._link import DynamoLink
+from ._places import Places
+from ._plan import next_fence
+from ._rate import DynamoRate
+from ._slot_reader import SLOT, SlotReader, View
+from ._table import DynamoTable
+from ._time import ServerTime
+
+__all__ = ["SlotStore"]
+
+_RATE = "moored_rate#"
+
+#: How many slots are tried, and how often the key is read again, when others are faster.
+_TRIES = 4
+_ROUNDS = 10
+
+
+class SlotStore:
+    """Leases and rate limits in DynamoDB, without a counter."""
+
+    def __init__(
+        self, config: DynamoConfig, *, clock: Clock, time: ServerTime | None = None
+    ) -> None:
+        self.link = DynamoLink(config, clock=clock, time=time)
+        self._table = DynamoTable(self.link)
+        self._time = self.link.time
+        self._places = Places(clock)
+        self._rate = DynamoRate(self._table, lambda key: _item_key(_RATE + key, 0))
+        self._slots = SlotReader(self._table)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What about the table puts leases at risk; empty before it answered."""
+        return self._table.warnings
+
+    async def open(self) -> None:
+        """Reach the table, and make it where it is missing and may be made."""
+        await self._table.ready()
+
+    async def close(self) -> None:
+        """Let go of the connections; leases stay as they are."""
+        await self.link.close()
+
+    async def acquire(self, request: Request) -> Grant | None:
+        """Give a lease if fewer than the limit live, else None."""
+        await self._table.ready()
+        return await self._time.settled(lambda lives: self._acquire(request, lives))
+
+    async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Extend leases by their ttl from now; False for each that does not live any more."""
+        await self._table.ready()
+        answers = await self._time.settled(
+            lambda lives: self._update(requests, partial(self._renewal, lives))
+        )
+        for request, lives in zip(requests, answers, strict=True):
+            if not lives:
+                self._places.forget(request)
+        return answers
+
+    async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """End leases; False for each that did not live."""
+        await self._table.ready()
+        answers = await self._update(requests, partial(self._ending, self._time.reached()))
+        for request in requests:
+            self._places.forget(request)
+            self._slots.doubt(request.key)
+        return answers
+
+    async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
+        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
+        return await self._rate.take(key, rate=rate, burst=burst, tokens=tokens)
+
+    async def held(self, key: str | None = None) -> Sequence[Held]:
+        """The live leases, of one key (one query) or of all (a scan of the whole table)."""
+        await self._table.ready()
+        values = {"now": number(self._time.reached())}
+        if key is not None:
+            values["pk"] = text(SLOT + key)
+            wanted = expression(values, KeyCondition="#pk = :pk", Filter="#expires_ms >= :now")
+            items = await self._table.collect("query", ConsistentRead=True, **wanted)
+        else:
+            values["pk"] = text(SLOT)
+            live = "begins_with(#pk, :pk) AND #expires_ms >= :now"
+            wanted = expression(values, Filter=live)
+            items = await self._table.collect("scan", ConsistentRead=True, **wanted)
+        return [self._held(item) for item in items]
+
+    def __repr__(self) -> str:
+        return f"<SlotStore {self.link.config.place}, {sum(self.link.requests.values())} requests>"
+
+    # -- acquire ---------------------------------------------------------------------------------
+
+    async def _acquire(self, request: Request, lives: int) -> Grant | None:
+        known = self._places.of(request)
+        if known is not None and (grant := await self._again(request, known, lives)):
+            return grant
+        for _ in range(_ROUNDS):
+            view = await self._slots.look(request)
+            if view.mine is not None:
+                if grant := await self._again(request, view.mine, lives):
+                    return grant
+                continue
+            if not view.free:
+                return None
+            for slot in view.free[:_TRIES]:
+                if grant := await self._occupy(request, slot, view, lives):
+                    return grant
+        return None
+
+    async def _occupy(self, request: Request, slot: int, view: View, lives: int) -> Grant | None:
+        """Write a slot that was free, on condition that it still is."""
+        fence = next_fence(request.limit, slot, view.slots, self._time.reached())
+        values = {
+            "fence": number(fence),
+            "id": text(request.id),
+            "expires_ms": number(self._time.end_of(request.ttl)),
+            "created_ms": number(millis(self._time.likely())),
+            "ttl_epoch": number(self._kept(request.ttl)),
+            **holder_values(request.holder),
+        }
+        change = ", ".join(f"#{name} = :{name}" for name in values)
+        self._places.note(request, slot)
+        try:
+            await self._table.call(
+                "update_item",
+                Key=_item_key(SLOT + request.key, slot),
+                ReturnValuesOnConditionCheckFailure="ALL_OLD",
+                **expression(
+                    {**values, "now": number(self._time.reached())},
+                    Update=f"SET {change}",
+                    Condition="attribute_not_exists(#pk) OR "
+                    "(#expires_ms < :now AND #fence < :fence)",
+                ),
+            )
+        except ConditionFailed as failed:
+            if failed.item and text_of(failed.item, "id") == request.id:
+                # Written by an earlier attempt whose answer was lost, or by who asks for the same.
+                return await self._again(request, slot, lives)
+            self._places.forget(request)
+            return None
+        return Grant(request.id, fence)
+
+    async def _again(self, request: Request, slot: int, lives: int) -> Grant | None:
+        """The lease in this slot once more, if it is this one's: it lives on from now."""
+        try:
+            reply = await self._table.call(
+                "update_item",
+                Key=_item_key(SLOT + request.key, slot),
+                ReturnValues="ALL_NEW",
+                **expression(
+                    {
+                        "id": text(request.id),
+                        "expires_ms": number(self._time.end_of(request.ttl)),
+                        "ttl_epoch": number(self._kept(request.ttl)),
+                        "lives": number(lives),
+                    },
+                    Update="SET #expires_ms = :expires_ms, #ttl_epoch = :ttl_epoch",
+                    Condition="#id = :id AND #expires_ms >= :lives",
+                ),
+            )
+        except ConditionFailed:
+            self._places.forget(request)
+            return None
+        self._places.note(request, slot)
+        return Grant(request.id, number_of(reply["Attributes"], "fence"))
+
+    # -- renew and release -----------------------------------------------------------------------
+
+    async def _update(
+        self, requests: Sequence[Request], statement: Callable[[Request, int], Statement]
+    ) -> list[bool]:
+        """Run a statement on the slot of each lease; False where it has none, or not any more."""
+        slots = await self._find(requests)
+        found = {n: slot for n, slot in enumerate(slots) if slot is not None}
+        statements = [statement(requests[n], slot) for n, slot in found.items()]
+        answers = [False] * len(requests)
+        for n, answer in zip(found, await update_all(self._table, statements), strict=True):
+            answers[n] = answer
+        return answers
+
+    async def _find(self, requests: Sequence[Request]) -> list[int | None]:
+        """The slot of each lease: from memory, or by reading the key."""
+        strange = {request.key for request in requests if self._places.of(request) is None}
+        pages = [self._slots.leases(key) for key in strange]
+        read = dict(zip(strange, await asyncio.gather(*pages), strict=True))
+        return [
+            known if (known := self._places.of(r)) is not None else read.get(r.key, {}).get(r.id)
+            for r in requests
+        ]
+
+    def _renewal(self, lives: int, request: Request, slot: int) -> Statement:
+        self._places.note(request, slot)
+        end, kept = number(self._time.end_of(request.ttl)), number(self._kept(request.ttl))
+        change = 'SET "expires_ms" = ? SET "ttl_epoch" = ?'
+        return self._statement(change, (end, kept), request, slot, lives)
+
+    def _ending(self, lives: int, request: Request, slot: int) -> Statement:
+        return self._statement('SET "expires_ms" = ?', (number(0),), request, slot, lives)
+
+    def _statement(
+        self,
+        change: str,
+        values: Iterable[dict[str, str]],
+        request: Request,
+        slot: int,
+        lives: int,
+    ) -> Statement:
+        key = text(SLOT + request.key), number(slot)
+        return Statement(
+            item=(SLOT + request.key, str(slot)),
+            text=f'UPDATE "{self.link.config.table}" {change} '
+            'WHERE "pk" = ? AND "slot" = ? AND "id" = ? AND "expires_ms" >= ?',
+            parameters=(*values, *key, text(request.id), number(lives)),
+        )
+
+    def _kept(self, ttl: float) -> int:
+        """When the server may delete the item, far behind the last time that it means anything."""
+        return int(self._time.latest() + ttl) + KEPT
+
+    def _held(self, item: Item) -> Held:
+        return held(
+            text_of(item, "pk").removeprefix(SLOT),
+            text_of(item, "id"),
+            item,
+            ends=number_of(item, "expires_ms") / 1000,
+            latest=self._time.latest(),
+        )
+
+
+def _item_key(pk: str, slot: int) -> dict[str, Any]:
+    return {"pk": text(pk), "slot": number(slot)}

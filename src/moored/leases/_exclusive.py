@@ -1,0 +1,127 @@
+"""One owner of a key in the whole cluster, for the length of a block."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from moored.kernel import Backoff, Deadline, duration, refuse
+
+from ._errors import LeaseLost, LeaseRefused, StoreUnavailable
+from ._lease import Lease
+
+if TYPE_CHECKING:
+    from ._client import Leases
+
+__all__ = ["Exclusive"]
+
+_CANCELLED = asyncio.CancelledError
+
+#: How often a lease that another one holds is asked for: soon at first, then rarely.
+POLL = (0.05, 1.0)
+
+
+class Exclusive:
+    """The block made by `Leases.exclusive`."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        key: str,
+        *,
+        ttl: float,
+        wait: float | None,
+        owner: str | None,
+        cancel: bool,
+    ) -> None:
+        self._leases = leases
+        self._key = key
+        self._ttl = ttl
+        self._wait = wait
+        self._owner = owner
+        self._cancel = cancel
+        self._lease: Lease | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._cancelled = False
+        self._cancelling = 0
+        refuse("exclusive", _mistakes(wait))
+
+    async def acquire(self) -> Lease:
+        """Wait for the lease, without a block; raises `LeaseRefused` when the wait is over."""
+        clock = self._leases._clock
+        deadline = Deadline.after(self._wait, clock)
+        polls = Backoff(*POLL, jitter=0.25, clock=clock)
+        while True:
+            lease = await self._leases.acquire(self._key, limit=1, ttl=self._ttl, owner=self._owner)
+            if lease is not None:
+                return lease
+            left = deadline.remaining()
+            if left <= 0:
+                raise LeaseRefused(await self._refusal())
+            await asyncio.sleep(min(polls.fail(), left))
+
+    async def _refusal(self) -> str:
+        waited = "" if not self._wait else f" within {self._wait:g} s"
+        try:
+            held = await self._leases.held(self._key)
+        except StoreUnavailable:
+            held = ()
+        if not held:
+            return f"no lease of {self._key!r}{waited}: another one was always quicker"
+        now = self._leases._clock.wall()
+        who, age = held[0].holder, duration(now - held[0].created_at)
+        return (
+            f"no lease of {self._key!r}{waited}: {who.owner} of {who.service_name} has it "
+            f"(host {who.host}, pid {who.pid}, for {age}); it ends in "
+            f"{duration(held[0].expires_in)} unless it is renewed"
+        )
+
+    async def __aenter__(self) -> Lease:
+        if self._lease is not None:
+            raise RuntimeError("this block has been entered before: call exclusive() again")
+        self._lease = await self.acquire()
+        if self._cancel:
+            self._task = asyncio.current_task()
+            self._cancelling = 0 if self._task is None else self._task.cancelling()
+            self._lease.on_lost(self._interrupt)
+        return self._lease
+
+    def _interrupt(self, error: LeaseLost) -> None:
+        if self._task is not None:
+            self._cancelled = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._lease is not None
+        task, self._task = self._task, None
+        await self._lease.release()
+        if self._cancelled and task is not None:
+            await self._take_back(task, kind)
+        lost = self._lease.error
+        if lost is not None and (kind is None or (self._cancelled and kind is _CANCELLED)):
+            raise lost from None
+
+    async def _take_back(
+        self, task: asyncio.Task[object], kind: type[BaseException] | None
+    ) -> None:
+        """Undo our own cancellation, as asyncio.timeout() does; somebody else's goes on."""
+        if kind is not _CANCELLED:
+            try:
+                # It has not arrived: let it arrive here, and not at whatever comes next.
+                await asyncio.sleep(0)
+            except _CANCELLED:
+                pass
+        if task.uncancel() > self._cancelling:
+            raise _CANCELLED
+
+
+def _mistakes(wait: float | None) -> list[str]:
+    if wait is None or wait >= 0:
+        return []
+    return [f"wait={wait!r} must be at least 0 seconds, or None for as long as it takes"]

@@ -1,0 +1,185 @@
+"""The way to Postgres: few connections, each call within its time, every error translated.
+
+A call that is out of time, or cancelled, cuts its connection off. Asking the server to cancel would
+need an answer from it, which is what is missing; and a connection whose answer was not waited for
+is of no more use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from psycopg import AsyncClientCursor, AsyncConnection
+from psycopg.pq import TransactionStatus
+
+from moored.kernel import Backoff, Clock, Deadline, forget_frames
+
+from .._errors import StoreUnavailable
+from ._config import PostgresConfig
+from ._errors import is_stale_primary, translate
+
+__all__ = ["PostgresLink", "Row"]
+
+Row = tuple[Any, ...]
+Connection = AsyncConnection[Row]
+
+#: The server gives up a little before we do: its own words say more than our silence.
+_SERVER_SHARE = 0.9
+
+
+class PostgresLink:
+    """Runs statements on a server.
+
+    A call takes at most the configured time: waiting for a free connection, connecting, and the
+    answer. While the server cannot be reached, calls fail at once until the next attempt is due.
+    """
+
+    def __init__(self, config: PostgresConfig, *, clock: Clock) -> None:
+        self.config = config
+        self._clock = clock
+        self._slots = asyncio.Semaphore(config.connections)
+        self._idle: list[Connection] = []
+        self._closed = False
+        self._backoff = Backoff(0.05, 1.0, jitter="half", clock=clock)
+        self._retry_at = 0.0
+        self._reason = ""
+
+    async def run(
+        self, statements: bytes, parameters: Mapping[str, Any] | None = None
+    ) -> list[Row]:
+        """Send one message, and return the rows of its last statement."""
+        deadline = Deadline.after(self.config.timeout, self._clock)
+        try:
+            async with asyncio.timeout(self.config.timeout), self._slots:
+                return await self._run(statements, dict(parameters or {}), deadline)
+        except TimeoutError as error:
+            raise StoreUnavailable(
+                f"Postgres at {self.config.place} gave no answer within {self.config.timeout:g} s"
+            ) from error
+        except (psycopg.Error, OSError) as error:
+            raise translate(error, self.config.place) from error
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        self._closed = True
+        await self._forget_idle()
+
+    async def _run(
+        self, statements: bytes, parameters: dict[str, Any], deadline: Deadline
+    ) -> list[Row]:
+        connection = await self._connection(deadline)
+        parameters["patience"] = str(max(1, int(deadline.remaining() * _SERVER_SHARE * 1000)))
+        try:
+            rows = await _uncancelled(connection, _rows(connection, statements, parameters))
+        except psycopg.Error as error:
+            if is_stale_primary(error):
+                # The name may lead to the new primary now; an open connection never will.
+                await connection.close()
+                await self._forget_idle()
+            raise
+        finally:
+            await self._put_back(connection)
+        self._backoff.succeed()
+        return rows
+
+    async def _connection(self, deadline: Deadline) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if _is_quiet(connection):
+                return connection
+            await connection.close()
+        return await self._dial(deadline)
+
+    async def _dial(self, deadline: Deadline) -> Connection:
+        if (wait := self._retry_at - self._clock.monotonic()) > 0:
+            raise StoreUnavailable(
+                f"Postgres at {self.config.place} cannot be reached: {self._reason}; "
+                f"next attempt in {wait:.2f} s"
+            )
+        try:
+            connection = await AsyncConnection.connect(
+                self.config.conninfo,
+                autocommit=True,
+                prepare_threshold=None,
+                cursor_factory=AsyncClientCursor,
+            )
+        except asyncio.CancelledError as given_up:
+            forget_frames(given_up)
+            # A caller that goes away says nothing about the server; a time that is over does.
+            if deadline.expired:
+                self._failed("no answer in time")
+            raise
+        except (psycopg.Error, OSError) as error:
+            self._failed(str(error).strip().partition("\n")[0])
+            raise
+        self._retry_at = 0.0
+        return connection
+
+    def _failed(self, reason: str) -> None:
+        self._retry_at = self._clock.monotonic() + self._backoff.fail()
+        self._reason = reason
+
+    async def _put_back(self, connection: Connection) -> None:
+        usable = not connection.closed and (
+            connection.info.transaction_status == TransactionStatus.IDLE
+        )
+        if usable and not self._closed:
+            self._idle.append(connection)
+        else:
+            await connection.close()
+
+    async def _forget_idle(self) -> None:
+        while self._idle:
+            await self._idle.pop().close()
+
+    def __repr__(self) -> str:
+        return f"<PostgresLink {self.config.place}, {len(self._idle)} idle>"
+
+
+async def _rows(
+    connection: Connection, statements: bytes, parameters: Mapping[str, Any]
+) -> list[Row]:
+    async with connection.cursor() as cursor:
+        await cursor.execute(statements, parameters)
+        while cursor.nextset():
+            pass
+        return await cursor.fetchall() if cursor.description else []
+
+
+async def _uncancelled(connection: Connection, work: Any) -> list[Row]:
+    """Wait for the work; if that is cancelled, end the work by cutting its connection off.
+
+    Cancelled itself, the driver would ask the server to cancel, and wait for that: for seconds, if
+    the server is not there.
+    """
+    task: asyncio.Task[list[Row]] = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        _cut(connection)
+        # Its error says no more than that; retrieved, nobody complains about it.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.wait((task,))
+        raise
+
+
+def _cut(connection: Connection) -> None:
+    """End the connection under the driver's hands, which then finds it closed."""
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _is_quiet(connection: Connection) -> bool:
+    """Whether nothing has come since the last answer: it would be the end, or a farewell."""
+    if connection.closed:
+        return False
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return not poll.poll(0)

@@ -1,0 +1,32 @@
+"""Leases in DynamoDB.
+
+A store is opened by its URL: `moored.leases.connect("dynamodb://TABLE?region=eu-central-1")`.
+What is here is for those who need a layout's own methods, such as `CounterStore.sweep`.
+"""
+
+from __future__ import annotations
+
+from moored.kernel import Clock
+
+from ._dynamodb._config import SLOTS, DynamoConfig
+from ._dynamodb._counter import CounterStore
+from ._dynamodb._slots import SlotStore
+from ._dynamodb._sweep import Swept
+from ._dynamodb._texts import create_command, policy
+
+__all__ = [
+    "CounterStore",
+    "DynamoConfig",
+    "SlotStore",
+    "Swept",
+    "create_command",
+    "open_store",
+    "policy",
+]
+
+
+def open_store(url: str, *, clock: Clock) -> SlotStore | CounterStore:
+    """The store of a `dynamodb://` URL, not yet connected."""
+    config = DynamoConfig.from_url(url)
+    kind = SlotStore if config.layout == SLOTS else CounterStore
+    return kind(config, clock=clock)

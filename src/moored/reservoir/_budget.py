@@ -1,0 +1,206 @@
+"""What all reservoirs of one process share that connect to one endpoint as one user.
+
+A server limits its users, not their objects: two pools that each keep to the limit break it
+together. So they share the rate, the number of connects on their way, and the lease client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+from moored.kernel import Clock, Recorder
+from moored.leases import Lease, LeaseError, Leases, MemoryStore, connect
+
+from ._config import ReservoirConfig
+
+__all__ = ["Budget", "Endpoint", "LeaseDenied", "RateTimeout"]
+
+log = logging.getLogger("moored.reservoir")
+
+#: How long a connect waits for its turn under the rate limit before it gives its lease back.
+RATE_PATIENCE = 30.0
+#: Of how many servers the rate is remembered when no pool uses them any more.
+_REMEMBERED = 64
+
+
+class Endpoint(NamedTuple):
+    """Who connects to what."""
+
+    address: str
+    user: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.address}" if self.user else self.address
+
+
+class LeaseDenied(LeaseError):
+    """The cluster has as many connections as it may have."""
+
+
+class RateTimeout(LeaseError, TimeoutError):
+    """The rate limit gave no turn in time."""
+
+
+class _Key(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    endpoint: Endpoint
+    store: object
+
+
+class Budget:
+    """The rate, the leases and the slots of one endpoint, on one event loop.
+
+    `Budget.of` gives the one that there is. Each reservoir enters it while it runs.
+    """
+
+    _shared: ClassVar[WeakValueDictionary[_Key, Budget]] = WeakValueDictionary()
+    # The rate of one process is one, on however many loops its pools run.
+    _stores: ClassVar[WeakValueDictionary[tuple[Clock, str], MemoryStore]] = WeakValueDictionary()
+    # Those that nobody uses right now: a pool that is closed and made anew has no new burst.
+    _unused: ClassVar[deque[MemoryStore]] = deque(maxlen=_REMEMBERED)
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        config: ReservoirConfig,
+        *,
+        leases: Leases | None,
+        clock: Clock,
+        service: str,
+    ) -> None:
+        self.endpoint = endpoint
+        self.config = config
+        self._clock = clock
+        self._given = leases is not None
+        self._users = 0
+        self._store: MemoryStore | None = None
+        self._opening = asyncio.Lock()
+        self._slots = asyncio.Semaphore(config.max_in_flight)
+        if leases is None:
+            leases = self._make_leases(service)
+        self.leases = leases
+        # By address alone: a server's limit is for all its users together.
+        self.rate = leases.rate_limit(
+            f"connects:{endpoint.address}", rate=config.rate, burst=config.burst
+        )
+
+    @classmethod
+    def of(
+        cls,
+        endpoint: Endpoint,
+        config: ReservoirConfig,
+        *,
+        leases: Leases | None,
+        clock: Clock,
+        service: str,
+    ) -> Budget:
+        """The budget of this endpoint on the running loop; made when it is the first use."""
+        key = _Key(asyncio.get_running_loop(), endpoint, leases or config.lease_url)
+        budget = cls._shared.get(key)
+        if budget is None:
+            budget = cls(endpoint, config, leases=leases, clock=clock, service=service)
+            cls._shared[key] = budget
+        elif (budget.config.rate, budget.config.burst) != (config.rate, config.burst):
+            log.warning(
+                "a pool to %s asks for %g connects per second, and another one has set %g: they "
+                "share one limit, and it stays",
+                endpoint,
+                config.rate,
+                budget.config.rate,
+            )
+        return budget
+
+    def _make_leases(self, service: str) -> Leases:
+        options = {"service_name": service, "owner": str(self.endpoint), "clock": self._clock}
+        if self.config.lease_url is not None:
+            return connect(self.config.lease_url, name="reservoir.leases", **options)  # type: ignore[arg-type]
+        place = (self._clock, self.endpoint.address)
+        store = self._stores.get(place)
+        if store is None:
+            store = self._stores[place] = MemoryStore(clock=self._clock)
+        self._store = store
+        return Leases(
+            store,
+            place="memory",
+            service_name=service,
+            owner=str(self.endpoint),
+            clock=self._clock,
+            recorder=Recorder(clock=self._clock),
+            name="reservoir.leases",
+        )
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def enter(self) -> None:
+        """One more reservoir uses it; the first one opens the lease client."""
+        async with self._opening:
+            if not self._given and not self._users:
+                try:
+                    await self.leases.open()
+                except BaseException:
+                    self._forget()
+                    raise
+            self._users += 1
+
+    async def leave(self) -> None:
+        """One fewer reservoir uses it; the last one closes the lease client."""
+        async with self._opening:
+            self._users -= 1
+            if self._users == 0 and not self._given:
+                self._forget()
+                if self._store is not None:
+                    self._unused.append(self._store)
+                await self.leases.close()
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child: the parent's are not ours, and their locks may be held for ever."""
+        cls._shared = WeakValueDictionary()
+        cls._stores = WeakValueDictionary()
+
+    def _forget(self) -> None:
+        """A client that was closed cannot be opened again: the next one makes a new budget."""
+        for key in [key for key, budget in self._shared.items() if budget is self]:
+            del self._shared[key]
+
+    # -- what a connect needs, in this order ----------------------------------------------------
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One of the connects that may be on their way."""
+        async with self._slots:
+            yield
+
+    async def lease(self, config: ReservoirConfig) -> Lease | None:
+        """The right to one more connection in the cluster; None where none is needed."""
+        if not config.lease_enabled:
+            return None
+        lease = await self.leases.acquire(
+            f"connections:{self.endpoint.address}", limit=config.lease_limit, ttl=config.lease_ttl
+        )
+        if lease is None:
+            raise LeaseDenied(
+                f"the cluster has {config.lease_limit} connections to {self.endpoint.address} "
+                "already (lease_limit): raise it, or wait until others have closed theirs"
+            )
+        return lease
+
+    async def turn(self) -> None:
+        """Wait for a turn under the rate limit."""
+        try:
+            async with asyncio.timeout(RATE_PATIENCE):
+                await self.rate.wait()
+        except TimeoutError:
+            raise RateTimeout(
+                f"no turn within {RATE_PATIENCE:g} s to connect to {self.endpoint}: more than "
+                f"{self.config.rate:g} connections per second are wanted in the cluster"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"<Budget of {self.endpoint}: {self.rate!r}, {self._users} reservoirs>"

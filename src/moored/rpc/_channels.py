@@ -1,0 +1,132 @@
+"""What is done with channels of either kind: wait for them, ask over them, close them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+
+from moored.kernel import in_thread
+
+from ._channel_pool import lanes_of
+from ._dial import Asked, close_channel, ready
+from ._errors import ConfigError
+from ._fork import inside
+from ._live import Live
+from ._managed import ManagedConnection
+from ._policy import Policy
+from ._works import PROBE_TIMEOUT
+
+__all__ = ["AioChannels", "ThreadChannels"]
+
+_HEALTH = "/grpc.health.v1.Health/Check"
+#: `grpc.health.v1.HealthCheckResponse` with the status SERVING.
+_SERVING = b"\x08\x01"
+#: What gRPC itself says of a server that does not answer. All else comes from the server: that it
+#: does not know the question, say, or does not answer it to strangers.
+_SILENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+
+
+class _Channels:
+    #: What is wanted, by its name, and what is for the other manager.
+    wanted: str
+    other: type
+
+    def __init__(self, policy: Policy) -> None:
+        self._probe = policy.probe
+
+    async def ready(self, channel: Any) -> None:
+        """Wait until it is connected, and of a pool, all; what is no channel of gRPC's is."""
+        await _all([self._ready(lane) for lane in lanes_of(channel)])
+
+    async def _ready(self, channel: Any) -> None:
+        if channel is None or isinstance(channel, self.other):
+            raise ConfigError(
+                f"this manager needs a {self.wanted}, and what handler_factory or the strategy has "
+                f"made is {'None' if channel is None else 'for the other kind of manager'}"
+            )
+        if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
+            await ready(channel)
+        elif (wait := getattr(channel, "channel_ready", None)) is not None:
+            await wait()
+
+    async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
+        """Whether the server answers over it."""
+        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
+
+    async def _answers(self, channel: Any) -> bool:
+        raise NotImplementedError
+
+    async def close(self, channel: Any) -> None:
+        """Close one that no call was made over."""
+        if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
+            await close_channel(channel)
+        elif inspect.isawaitable(closing := channel.close()):
+            await closing
+
+
+class ThreadChannels(_Channels):
+    """For channels of threads: what blocks does so elsewhere."""
+
+    wanted, other = "grpc.Channel", grpc.aio.Channel
+
+    async def _answers(self, channel: Any) -> bool:
+        if self._probe is None:
+            return await _ask(channel)
+        call = partial(_inside, self._probe, channel)
+        return bool(await in_thread(call, name="moored-rpc-probe"))
+
+
+class AioChannels(_Channels):
+    """For channels of asyncio."""
+
+    wanted, other = "grpc.aio.Channel", grpc.Channel
+
+    async def _answers(self, channel: Any) -> bool:
+        outcome = (self._probe or _ask_aio)(channel)
+        return bool(await outcome if inspect.isawaitable(outcome) else outcome)
+
+
+async def _all(waits: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Wait for all of them; the first that fails ends the others."""
+    if len(waits) == 1:
+        return [await waits[0]]
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:
+    with inside():
+        return probe(channel)
+
+
+async def _ask(channel: grpc.Channel) -> bool:
+    call = Asked(channel.unary_unary(_HEALTH), PROBE_TIMEOUT)
+    try:
+        code = await call.code()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return bool(call.answer() == _SERVING if code is grpc.StatusCode.OK else code not in _SILENT)
+
+
+async def _ask_aio(channel: grpc.aio.Channel) -> bool:
+    try:
+        answer: bytes = await channel.unary_unary(_HEALTH)(b"", timeout=PROBE_TIMEOUT)
+    except grpc.RpcError as error:
+        return error.code() not in _SILENT
+    return answer == _SERVING

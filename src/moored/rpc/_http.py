@@ -1,0 +1,169 @@
+"""One GET over HTTP, in a thread of its own, that can be given up at any time.
+
+The standard library's client bounds each step (a connect, a read), not the whole: a server that
+sends one byte at a time, or a name server that is silent, would hold it up for as long as they
+like. So whoever waits has the limit, and ends the request by shutting its socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+from urllib.parse import quote, urljoin, urlsplit
+
+from moored.kernel import start_thread
+
+from ._config import redacted
+from ._errors import ConfigError, TopologyError
+
+__all__ = ["Answer", "Get", "NoAnswer", "Place", "place_of"]
+
+PORTS = {"http": 80, "https": 443}
+REDIRECTS = (301, 302, 303, 307, 308)
+#: A topology has a few lines; more than this is something else.
+MAX_BODY = 1 << 20
+MAX_HOPS = 5
+# What may stand in a path as it is; the rest is percent-encoded.
+_SAFE = "/%:@!$&'()*+,;=~-._"
+
+
+class NoAnswer(Exception):
+    """Nothing was learned, and another attempt may bring more."""
+
+
+class Place(NamedTuple):
+    """Where to ask."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port == PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{host}{port}{self.path}"
+
+    def trusts(self, other: Place) -> bool:
+        """Whether what is meant for this one may go to the other: it is the same server."""
+        if other.host != self.host:
+            return False
+        upgraded = (self.scheme, other.scheme) == ("http", "https") and (
+            (self.port, other.port) == (PORTS["http"], PORTS["https"])
+        )
+        return upgraded or (self.scheme, self.port) == (other.scheme, other.port)
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    body: bytes
+    #: Who has answered, after redirects.
+    place: Place
+
+
+def place_of(url: str) -> Place:
+    """Take a URL apart; raises `ConfigError`."""
+    wrong = ""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        # Not the error's own text: it may quote a password.
+        wrong, host, port = "its host or its port is wrong", None, None
+    if not wrong and (parts.scheme not in PORTS or not host):
+        wrong = "it must begin with http:// or https:// and name a host"
+    if wrong or not host:
+        raise ConfigError(f"the topology cannot be asked for at {redacted(url)!r}: {wrong}")
+    return Place(parts.scheme, host, port or PORTS[parts.scheme], quote(parts.path, safe=_SAFE))
+
+
+class Get:
+    """A request, which begins at once."""
+
+    def __init__(
+        self,
+        place: Place,
+        headers: dict[str, bytes],
+        *,
+        timeout: float,
+        context: Callable[[], ssl.SSLContext],
+    ) -> None:
+        self._place = place
+        self._headers = headers
+        self._timeout = timeout
+        self._context = context
+        self._socket: socket.socket | None = None
+        self._given_up = False
+        self.future: Future[Answer] = start_thread(self._run, name=f"GET {place.host}")
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: end it, wherever it is."""
+        self._given_up = True
+        self._shut()
+
+    def _shut(self) -> None:
+        if (connected := self._socket) is not None:
+            # Not the TLS layer's shutdown, which is not for two threads at once.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    def _run(self) -> Answer:
+        place = self._place
+        for _ in range(MAX_HOPS):
+            try:
+                status, target, body = self._ask(place)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise NoAnswer(f"{type(error).__name__}: {error}") from error
+            if status not in REDIRECTS:
+                return Answer(status, body, place)
+            place = _redirected(place, target)
+        raise TopologyError(f"{self._place} redirects more than {MAX_HOPS} times")
+
+    def _ask(self, place: Place) -> tuple[int, str, bytes]:
+        connection = self._connection(place)
+        try:
+            connection.connect()
+            self._socket = connection.sock
+            if self._given_up:
+                raise NoAnswer("nobody waits for it any more")
+            connection.request("GET", place.path, headers=self._headers)
+            # Closed by itself: an answer without an end owns the socket, and not the connection.
+            with contextlib.closing(connection.getresponse()) as answer:
+                body = answer.read(MAX_BODY + 1)
+                target = answer.getheader("location", "")
+            if len(body) > MAX_BODY:
+                raise TopologyError(
+                    f"{place} has sent more than {MAX_BODY} bytes: that is not a topology"
+                )
+            return answer.status, target, body
+        finally:
+            self._socket = None
+            connection.close()
+
+    def _connection(self, place: Place) -> http.client.HTTPConnection:
+        if place.scheme == "https":
+            return http.client.HTTPSConnection(
+                place.host, place.port, timeout=self._timeout, context=self._context()
+            )
+        return http.client.HTTPConnection(place.host, place.port, timeout=self._timeout)
+
+
+def _redirected(place: Place, target: str) -> Place:
+    """Where a redirect leads; elsewhere than to the same server, the token would not be safe."""
+    try:
+        found = place_of(urljoin(str(place), target))
+    except (ConfigError, ValueError):
+        raise TopologyError(f"{place} redirects to nowhere that makes sense") from None
+    if not place.trusts(found):
+        raise TopologyError(
+            f"{place} redirects to {found.scheme}://{found.host}:{found.port}, which is not sent "
+            "the token: if it is right, use its URI"
+        )
+    return found

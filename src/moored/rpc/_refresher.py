@@ -1,0 +1,153 @@
+"""Asks again every now and then, and sooner when somebody has reason to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+
+from moored.kernel import Clock, Recorder, refuse
+
+__all__ = ["Refresher"]
+
+EVERY = 300.0
+
+
+class Refresher:
+    """Calls a function again and again; it runs on any loop, and ends when it is told to.
+
+    - What the function raises is recorded, and ends nothing.
+    - Any number of triggers while one is waiting are one; after a refresh there is a pause.
+    - `trigger` and `stop` may be called from any thread, before, during and after `run`.
+
+    :param refresh: what to do.
+    :param every: seconds between two refreshes, when nobody asks for one.
+    :param jitter: which part of that is left to chance, so that a fleet does not ask as one.
+    :param pause: seconds from the beginning of a refresh to that of the next that is asked for.
+    """
+
+    def __init__(
+        self,
+        refresh: Callable[[], Awaitable[object]],
+        *,
+        every: float = EVERY,
+        jitter: float = 0.1,
+        pause: float = 1.0,
+        name: str = "rpc.topology",
+        clock: Clock | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        refuse("Refresher", _mistakes(every, jitter, pause))
+        self.name = name
+        self._refresh = refresh
+        self._every = every
+        self._jitter = jitter
+        self._pause = pause
+        self._clock = clock
+        self._recorder = recorder
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wanted = False
+        self._stopped = False
+        #: How often it has asked, and how often in vain.
+        self.refreshes = 0
+        self.failures = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to end."""
+        return self._stopped
+
+    async def run(self) -> None:
+        """Refresh until it is stopped, or this is cancelled."""
+        if self._task is not None:
+            raise RuntimeError(f"{self.name} runs already")
+        self._wake = asyncio.Event()
+        task = self._task = asyncio.create_task(self._rounds(self._wake), name=self.name)
+        self._loop = asyncio.get_running_loop()
+        # From here on the others reach us by the loop; what they said before is looked at now.
+        self._listen()
+        try:
+            await asyncio.wait((task,))
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+            self._loop = None
+        if not task.cancelled():
+            task.result()
+
+    def trigger(self) -> None:
+        """Refresh soon."""
+        self._wanted = True
+        self._tell()
+
+    def stop(self) -> None:
+        """End, and give up a refresh that is under way; returns at once."""
+        self._stopped = True
+        self._tell()
+
+    def _tell(self) -> None:
+        # A fork inherits the object, but not the loop.
+        if (loop := self._loop) is None or os.getpid() != self._pid:
+            return
+        try:
+            loop.call_soon_threadsafe(self._listen)
+        except RuntimeError:
+            pass  # the loop has been closed, and we have ended with it
+
+    def _listen(self) -> None:
+        if self._stopped and self._task is not None:
+            self._task.cancel()
+        if self._wanted and self._wake is not None:
+            self._wake.set()
+
+    async def _rounds(self, wake: asyncio.Event) -> None:
+        clock = self._clock or Clock.current()
+        asked_at = float("-inf")
+        while True:
+            asked = await self._wait(wake, clock)
+            if asked and (rest := asked_at + self._pause - clock.monotonic()) > 0:
+                await asyncio.sleep(rest)
+            self._wanted = False
+            wake.clear()
+            asked_at = clock.monotonic()
+            await self._round()
+
+    async def _wait(self, wake: asyncio.Event, clock: Clock) -> bool:
+        """Wait until it is time; whether it is so because somebody has asked."""
+        chance = self._jitter * (2 * clock.random.random() - 1)
+        try:
+            async with asyncio.timeout(self._every * (1 + chance)):
+                await wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _round(self) -> None:
+        self.refreshes += 1
+        try:
+            await self._refresh()
+        except Exception as error:
+            self.failures += 1
+            if self._recorder is not None:
+                self._recorder.record(self.name, "refresh failed", kind="failure", cause=error)
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._stopped else "running" if self._loop else "not started"
+        return (
+            f"<Refresher {self.name}: {state}, every {self._every:g} s, "
+            f"{self.refreshes} refreshes, {self.failures} failed>"
+        )
+
+
+def _mistakes(every: float, jitter: float, pause: float) -> list[str]:
+    found = []
+    if not every > 0:
+        found.append(f"every={every!r} must be more than 0 seconds")
+    if not 0 <= jitter < 1:
+        found.append(f"jitter={jitter!r} must be at least 0 and less than 1")
+    if not pause >= 0:
+        found.append(f"pause={pause!r} must not be negative")
+    return found

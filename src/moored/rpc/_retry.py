@@ -1,0 +1,364 @@
+"""Repeat a call that failed, for as long as its caller's time allows.
+
+The caller's own deadline is the only bound: a recovery that failed does not end a retry. Without
+one, a number of tries is. Between two tries it waits, at first for 10 ms, and no longer than until
+there is a new connection; where there is none at all, the next try itself waits for one. A call
+whose credentials were refused is repeated once they are refreshed, if they can be.
+
+Repeating is only right for what may be done twice: a call that failed may have been carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from collections import namedtuple
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, overload
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+
+from moored.kernel import Backoff, Clock
+
+from ._errors import ConfigError
+from ._handler import Handler
+from ._handler_async import AsyncHandler
+from ._live import Live
+from ._policy import refused
+
+__all__ = ["NEVER", "AsyncRetryInterceptor", "RetryInterceptor", "retry_on_rpc_failure"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Channel = Handler | AsyncHandler
+
+#: Another try would end in the same way, or the time is over.
+NEVER = frozenset(
+    {
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+#: Tries of a call that has no deadline.
+TRIES = 75
+
+
+class _Try:
+    """The tries of one call."""
+
+    def __init__(
+        self,
+        handler: Channel | None,
+        timeout: float | None,
+        tries: int,
+        never: Collection[grpc.StatusCode],
+        backoff: Backoff,
+    ) -> None:
+        self.handler = handler
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._tries = tries
+        self._never = never
+        self._backoff = backoff
+        self._seen: Live | None = None
+
+    def begin(self) -> float | None:
+        """Another try; returns the time that it has."""
+        if self.handler is not None:
+            self._seen = self.handler._live
+        self._tries -= 1
+        return self.left()
+
+    def left(self) -> float | None:
+        """The seconds left; None without a deadline."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def pause(self, error: BaseException) -> float | None:
+        """How long to wait before the next try; None if there is none."""
+        code = getattr(error, "code", None)  # a bare RpcError, of somebody's own, has none
+        if not isinstance(error, grpc.RpcError) or not callable(code) or code() in self._never:
+            return None
+        left = self.left()
+        if left is None:
+            return self._backoff.fail() if self._tries > 0 else None
+        pause = self._backoff.fail()
+        # The last try may be late rather than not made, but not past the deadline.
+        return min(pause, left / 2) if left > 0.001 else None
+
+    def again(self, error: BaseException) -> bool:
+        """Wait for as long as it makes sense; says whether there is another try."""
+        handler = self.handler
+        if isinstance(handler, Handler) and handler._in_vain():
+            return False  # a finalizer, which holds up all others
+        if isinstance(handler, Handler) and self._refused(error):
+            return handler._await_credentials(self.left())
+        if (pause := self.pause(error)) is None:
+            return False
+        # Not longer than until there is another connection.
+        if not isinstance(handler, Handler):
+            time.sleep(pause)
+        elif handler._await_change(self._seen, pause):
+            self._backoff.succeed()
+        return True
+
+    async def again_async(self, error: BaseException) -> bool:
+        """The same for asyncio."""
+        handler = self.handler
+        if isinstance(handler, AsyncHandler) and self._refused(error):
+            return await handler._await_credentials(self.left())
+        if (pause := self.pause(error)) is None:
+            return False
+        if not isinstance(handler, AsyncHandler):
+            await asyncio.sleep(pause)
+        elif await handler._await_change(self._seen, pause):
+            self._backoff.succeed()
+        return True
+
+    def _refused(self, error: BaseException) -> bool:
+        """Whether the server does not take the credentials, and they can be refreshed."""
+        handler = self.handler
+        return (
+            handler is not None
+            and handler._refusals is not None
+            and refused(error)
+            and self._tries > 0
+            and self.left() != 0
+        )
+
+
+class _Policy:
+    """How calls are repeated."""
+
+    def __init__(
+        self,
+        handler: Channel | Callable[..., Channel] | None,
+        tries: int,
+        never: Collection[grpc.StatusCode],
+        start: float,
+        factor: float,
+        longest: float,
+        clock: Clock | None,
+    ) -> None:
+        if tries < 1:
+            raise ConfigError(f"retry_times={tries!r} must be at least 1")
+        self._handler = handler
+        self._tries = tries
+        self._never = frozenset(never)
+        self._backoff = Backoff(start, longest, factor=factor, jitter=0.25, clock=clock)
+
+    def tries(self, timeout: float | None, given: tuple[Any, ...] = ()) -> _Try:
+        """For one call."""
+        handler = self._find(given)
+        return _Try(handler, timeout, self._tries, self._never, self._backoff.fresh())
+
+    def _find(self, given: tuple[Any, ...]) -> Channel | None:
+        """The handler that was named, or that the first argument is or has."""
+        named = self._handler
+        if isinstance(named, (Handler, AsyncHandler)):
+            return named
+        if named is not None:
+            return named(*given)
+        for name in ("handler", "_handler"):
+            for owner in given[:1]:
+                if isinstance(owner, (Handler, AsyncHandler)):
+                    return owner
+                found = getattr(owner, name, None)
+                if isinstance(found, (Handler, AsyncHandler)):
+                    return found
+        return None
+
+
+@overload
+def retry_on_rpc_failure(function: F, /) -> F: ...
+
+
+@overload
+def retry_on_rpc_failure(
+    *,
+    handler: Channel | Callable[..., Channel] | None = None,
+    retry_times: int = TRIES,
+    never: Collection[grpc.StatusCode] = NEVER,
+    initial_backoff: float = 0.01,
+    backoff_multiplier: float = 3.0,
+    max_backoff: float = 3.0,
+    clock: Clock | None = None,
+) -> Callable[[F], F]: ...
+
+
+def retry_on_rpc_failure(
+    function: Any = None,
+    /,
+    *,
+    handler: Channel | Callable[..., Channel] | None = None,
+    retry_times: int = TRIES,
+    never: Collection[grpc.StatusCode] = NEVER,
+    initial_backoff: float = 0.01,
+    backoff_multiplier: float = 3.0,
+    max_backoff: float = 3.0,
+    clock: Clock | None = None,
+) -> Any:
+    """Repeat a function or a method, plain or `async`, when a call in it fails.
+
+    Its caller's keyword `timeout` is the bound, and each try is passed what is left of it; without
+    one, there are `retry_times` tries. The handler whose connections are watched is the first
+    argument, or its attribute `handler` or `_handler`, unless it is named here.
+
+    :param never: codes that end it at once. UNAUTHENTICATED does not where the credentials know how
+        to `refresh`: then there is another try with the new ones, unless they are refused too.
+    :param initial_backoff: the first pause; each is `backoff_multiplier` times the one before, up
+        to `max_backoff`, give or take a quarter, so that many callers do not come at once.
+    """
+    policy = _Policy(
+        handler, retry_times, never, initial_backoff, backoff_multiplier, max_backoff, clock
+    )
+
+    def decorate(function: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return _repeat_async(policy, function)
+        return _repeat(policy, function)
+
+    return decorate if function is None else decorate(function)
+
+
+def _repeat(policy: _Policy, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def repeated(*given: Any, **named: Any) -> Any:
+        tries = policy.tries(named.get("timeout"), given)
+        while True:
+            left = tries.begin()
+            try:
+                return function(*given, **_timed(named, left))
+            except grpc.RpcError as error:
+                if not tries.again(error):
+                    raise
+
+    return repeated
+
+
+def _repeat_async(policy: _Policy, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def repeated(*given: Any, **named: Any) -> Any:
+        tries = policy.tries(named.get("timeout"), given)
+        while True:
+            left = tries.begin()
+            try:
+                return await function(*given, **_timed(named, left))
+            except grpc.RpcError as error:
+                if not await tries.again_async(error):
+                    raise
+
+    return repeated
+
+
+def _timed(named: dict[str, Any], left: float | None) -> dict[str, Any]:
+    return named if left is None else {**named, "timeout": left}
+
+
+# -- interceptors ----------------------------------------------------------------------------------
+
+_Details = namedtuple(
+    "_Details",
+    ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression"),
+)
+
+
+class _CallDetails(_Details, grpc.ClientCallDetails):  # type: ignore[misc]
+    """What a call is made with."""
+
+
+class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Repeats unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
+
+    The call's timeout is the bound. What was begun with `future()` is not repeated: nobody waits
+    for it here. Parameters: see `retry_on_rpc_failure`.
+    """
+
+    def __init__(
+        self,
+        handler: Handler | None = None,
+        *,
+        retry_times: int = TRIES,
+        never: Collection[grpc.StatusCode] = NEVER,
+        initial_backoff: float = 0.01,
+        backoff_multiplier: float = 3.0,
+        max_backoff: float = 3.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._policy = _Policy(
+            handler, retry_times, never, initial_backoff, backoff_multiplier, max_backoff, clock
+        )
+
+    def intercept_unary_unary(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
+        """See `grpc.UnaryUnaryClientInterceptor`."""
+        details = client_call_details
+        tries = self._policy.tries(details.timeout)
+        while True:
+            left = tries.begin()
+            outcome = continuation(details if left is None else _with(details, left), request)
+            if not outcome.done() or (error := outcome.exception()) is None:
+                return outcome
+            if not tries.again(error):
+                return outcome
+
+
+def _with(details: Any, timeout: float) -> _CallDetails:
+    return _CallDetails(
+        details.method,
+        timeout,
+        details.metadata,
+        details.credentials,
+        getattr(details, "wait_for_ready", None),
+        getattr(details, "compression", None),
+    )
+
+
+class AsyncRetryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """The same for asyncio: `intercept_aio_channel(handler, AsyncRetryInterceptor(handler))`.
+
+    Given to gRPC's own channel, it would repeat calls over a connection that is gone.
+    """
+
+    def __init__(
+        self,
+        handler: AsyncHandler | None = None,
+        *,
+        retry_times: int = TRIES,
+        never: Collection[grpc.StatusCode] = NEVER,
+        initial_backoff: float = 0.01,
+        backoff_multiplier: float = 3.0,
+        max_backoff: float = 3.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._policy = _Policy(
+            handler, retry_times, never, initial_backoff, backoff_multiplier, max_backoff, clock
+        )
+
+    async def intercept_unary_unary(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
+        """See `grpc.aio.UnaryUnaryClientInterceptor`."""
+        details = client_call_details
+        tries = self._policy.tries(details.timeout)
+        while True:
+            left = tries.begin()
+            timed = details if left is None else details._replace(timeout=left)
+            call = await continuation(timed, request)
+            try:
+                await call
+            except grpc.RpcError as error:
+                if not await tries.again_async(error):
+                    return call
+            else:
+                return call

@@ -1,0 +1,77 @@
+"""What a failed attempt to connect says about the next one, and what those who wait are told.
+
+Most failures are worth another attempt. Some are not: of those everybody is told at once, instead
+of when the time is over.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from enum import Enum
+
+from moored.kernel import describe
+
+from ._errors import ChannelError, ConfigError, TopologyRefused
+from ._secrets import alike
+
+__all__ = ["Verdict", "judge", "raised", "where"]
+
+#: What Python raises for a program that is wrong. Others (ValueError, KeyError, RuntimeError, and
+#: those of libraries) may well come from the state of the world, and are tried again.
+MISTAKES = (
+    AttributeError,
+    ImportError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+)
+
+
+class Verdict(Enum):
+    """What to do after a failure."""
+
+    RETRY = "the next attempt may succeed"
+    MISTAKE = "none will succeed until somebody mends what is wrong"
+    REFUSED = "we are not wanted: ask again, but rarely"
+
+
+def judge(error: BaseException, *, made: bool) -> Verdict:
+    """Whether another attempt may help.
+
+    :param made: whether there was a channel by then: what fails before is the user's own program.
+    """
+    if isinstance(error, ConfigError) or (not made and isinstance(error, MISTAKES)):
+        return Verdict.MISTAKE
+    return Verdict.REFUSED if isinstance(error, TopologyRefused) else Verdict.RETRY
+
+
+def raised(verdict: BaseException, address: str) -> ChannelError:
+    """What to raise to one of those who wait; each has its own."""
+    if isinstance(verdict, (ConfigError, TopologyRefused)):
+        told: ChannelError = _another(verdict)
+        told.__cause__ = verdict.__cause__
+    else:
+        told = ConfigError(f"no channel to {address} can be made: {describe(verdict)}")
+        told.__cause__ = verdict
+    return told
+
+
+def _another(verdict: ChannelError) -> ChannelError:
+    """The same once more; one of a user's own may not be made from its arguments."""
+    text = str(verdict)
+    try:
+        told = copy.copy(verdict)
+        if told is not verdict and type(told) is type(verdict) and str(told) == text:
+            return told
+    except Exception:
+        pass
+    return alike(verdict, text)
+
+
+def where(error: BaseException, verdict: Verdict) -> str:
+    """Of a mistake in somebody's program, where it is; of anything else, nothing."""
+    if verdict is not Verdict.MISTAKE or isinstance(error, ConfigError):
+        return ""
+    return f"no channel can be made\n{''.join(traceback.format_exception(error))}"

@@ -1,0 +1,365 @@
+"""PyMilvus's clients over shared channels: change one import.
+
+::
+
+    # from pymilvus import MilvusClient
+    from moored.rpc.milvus import MilvusClient
+
+    client = MilvusClient("https://user:pass@vectors:19530/mydb")
+    client.search("articles", [vector], limit=5, timeout=30)    # also while the server restarts
+
+They *are* PyMilvus's own clients, with all of their methods; what they call goes over a channel
+that all clients of one server and one identity share, and that outlives the server's restarts.
+
+What always holds, besides what holds for every channel (`moored.rpc`):
+
+- a client that is closed, or forgotten, takes nothing from another one;
+- a call with a `timeout` fails for want of a connection only when that time is over;
+- the name of the database belongs to a client, not to the channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from functools import partial
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import pymilvus  # type: ignore[import-untyped]
+from pymilvus import MilvusException
+from pymilvus.client.async_grpc_handler import AsyncGrpcHandler  # type: ignore[import-untyped]
+from pymilvus.client.grpc_handler import GrpcHandler  # type: ignore[import-untyped]
+from pymilvus.client.types import Status  # type: ignore[import-untyped]
+
+from ._config import ConnectionConfig
+from ._errors import ConfigError, ConnectFailed
+from ._handler import Handler
+from ._handler_async import AsyncHandler
+from ._manager import ConnectionManager
+from ._manager_async import AsyncConnectionManager
+from ._milvus import (
+    milvus_credentials,
+    milvus_probe,
+    milvus_unavailable,
+    open_aio_channel,
+    open_channel,
+    refusal,
+)
+from ._milvus_config import URI, MilvusConfigError, milvus_config
+from ._unsent import AsyncCallUnsent, CallUnsent
+
+__all__ = [  # noqa: RUF022 (grouped by what they are for)
+    # Clients
+    "AsyncMilvusClient",
+    "MilvusClient",
+    # What they share
+    "AsyncMilvusManager",
+    "MilvusManager",
+    "milvus_config",
+    # How a manager speaks with Milvus
+    "milvus_credentials",
+    "milvus_probe",
+    "milvus_unavailable",
+    # Errors
+    "MilvusConfigError",
+    "MilvusRefused",
+    "MilvusUnreachable",
+]
+
+
+class MilvusUnreachable(ConnectFailed, MilvusException):  # type: ignore[misc]
+    """There was no connection in time: the error of both packages."""
+
+    def __init__(self, message: str = "") -> None:
+        MilvusException.__init__(self, Status.CONNECT_FAILED, message)
+
+
+class MilvusRefused(ConfigError, MilvusException):  # type: ignore[misc]
+    """The server does not let this identity in: the error of both packages."""
+
+    def __init__(self, message: str = "") -> None:
+        MilvusException.__init__(self, Status.CONNECT_FAILED, message)
+
+
+def _options(given: dict[str, Any], opener: Any) -> dict[str, Any]:
+    """What a manager of Milvus is made with; what is given goes before it."""
+    credentials = given.get("credentials") or milvus_credentials
+    return {
+        "handler_factory": partial(opener, credentials=credentials),
+        "probe": milvus_probe,
+        "classify": milvus_unavailable,
+        **given,
+        "credentials": credentials,
+    }
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+class MilvusManager(ConnectionManager):
+    """A `ConnectionManager` that speaks with Milvus; it takes the same options."""
+
+    _instance: ClassVar[ConnectionManager | None] = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**_options(options, open_channel))
+        self._pymilvus: dict[Handler, _GrpcHandler] = {}
+
+    @classmethod
+    def get_instance(cls) -> MilvusManager:
+        """The one of this process for Milvus."""
+        found = super().get_instance()
+        assert isinstance(found, MilvusManager)
+        return found
+
+    def grpc_handler(self, channel: Handler) -> GrpcHandler:
+        """PyMilvus's own handler over a channel of this manager; one for all who share it."""
+        found = self._pymilvus.get(channel)
+        if found is None:
+            alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
+            found = _GrpcHandler(self, channel)
+            self._pymilvus = {**alive, channel: found}
+        return found
+
+
+class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
+    def __init__(self, manager: MilvusManager, channel: Handler) -> None:
+        super().__init__(channel=channel, address=channel.address)
+        self._manager = manager
+
+    @property
+    def server_address(self) -> str:
+        """Where the calls go now."""
+        return str(self._channel.address)
+
+    def close(self) -> None:
+        """Nothing: the channel is its manager's."""
+
+    def _on_rpc_error(self, error: Exception) -> bool:
+        """PyMilvus asks this before it repeats a call."""
+        if isinstance(error, CallUnsent):
+            raise MilvusUnreachable(error.details()) from error
+        # An error of gRPC has been told by the channel, with the generation that it came from.
+        return isinstance(error, MilvusException) and self._manager.handle_error(
+            self._channel, error
+        )
+
+
+class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
+    """PyMilvus's `MilvusClient` over a shared channel.
+
+    :param uri: see `milvus_config`; so for `user`, `password`, `db_name`, `token` and `options`.
+    :param timeout: how long to wait for the connection.
+    :param manager: who has the channels; the one of this process, if it is not given.
+    :param dedicated: a channel that no other client gets.
+    """
+
+    def __init__(
+        self,
+        uri: str = URI,
+        user: str = "",
+        password: str = "",
+        db_name: str = "",
+        token: str = "",
+        timeout: float | None = None,
+        *,
+        manager: MilvusManager | None = None,
+        dedicated: bool = False,
+        **options: Any,
+    ) -> None:
+        # Not PyMilvus's own: that one would take a connection of its own manager.
+        self._handler: GrpcHandler | None = None
+        config = milvus_config(
+            uri, user=user, password=password, db_name=db_name, token=token, **options
+        )
+        self._config = _Chosen(config)
+        self._manager = manager or MilvusManager.get_instance()
+        try:
+            channel = self._manager.get_or_create(config, dedicated, self, timeout)
+        except ConnectFailed as error:
+            raise MilvusUnreachable(str(error)) from error
+        except ConfigError as error:
+            raise MilvusConfigError(str(error)) from error
+        self._channel = channel
+        if (why := _refused(channel)) is not None:
+            self._manager.release(channel, client=self)
+            raise why
+        self._handler = self._manager.grpc_handler(channel)
+        self._using = f"moored-{id(channel)}"
+        self.is_self_hosted = self.get_server_type() == "milvus"
+
+    def close(self) -> None:
+        """Give the channel back; other clients keep it."""
+        if self._handler is not None:
+            self._handler = None
+            self._manager.release(self._channel, client=self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._handler is None else repr(self._channel)
+        return f"<MilvusClient: {state}>"
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+
+
+class AsyncMilvusManager(AsyncConnectionManager):
+    """An `AsyncConnectionManager` that speaks with Milvus; it takes the same options."""
+
+    _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**_options(options, open_aio_channel))
+        self._pymilvus: dict[AsyncHandler, _AsyncGrpcHandler] = {}
+
+    @classmethod
+    def get_instance(cls) -> AsyncMilvusManager:
+        """The one of the running loop for Milvus."""
+        found = super().get_instance()
+        assert isinstance(found, AsyncMilvusManager)
+        return found
+
+    def grpc_handler(self, channel: AsyncHandler) -> AsyncGrpcHandler:
+        """PyMilvus's own handler over a channel of this manager; one for all who share it."""
+        found = self._pymilvus.get(channel)
+        if found is None:
+            alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
+            found = _AsyncGrpcHandler(self, channel)
+            self._pymilvus = {**alive, channel: found}
+        return found
+
+
+class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
+    def __init__(self, manager: AsyncMilvusManager, channel: AsyncHandler) -> None:
+        super().__init__(channel=channel, address=channel.address)
+        self._manager = manager
+
+    @property
+    def server_address(self) -> str:
+        """Where the calls go now."""
+        return str(self._async_channel.address)
+
+    async def close(self) -> None:
+        """Nothing: the channel is its manager's."""
+
+    async def _on_rpc_error(self, error: Exception) -> bool:
+        """PyMilvus asks this before it repeats a call."""
+        if isinstance(error, AsyncCallUnsent):
+            raise MilvusUnreachable(str(error.details())) from error
+        return isinstance(error, MilvusException) and await self._manager.handle_error(
+            self._async_channel, error
+        )
+
+
+class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
+    """PyMilvus's `AsyncMilvusClient` over a shared channel; it connects at its first use.
+
+    Its parameters are those of `MilvusClient`; the manager is that of the running loop, if it is
+    not given.
+    """
+
+    def __init__(
+        self,
+        uri: str = URI,
+        user: str = "",
+        password: str = "",
+        db_name: str = "",
+        token: str = "",
+        timeout: float | None = None,
+        *,
+        manager: AsyncMilvusManager | None = None,
+        dedicated: bool = False,
+        **options: Any,
+    ) -> None:
+        self._given = partial(
+            milvus_config,
+            uri,
+            user=user,
+            password=password,
+            db_name=db_name,
+            token=token,
+            **options,
+        )
+        self._timeout = timeout
+        self._dedicated = dedicated
+        self._manager: AsyncMilvusManager | None = manager
+        self._channel: AsyncHandler | None = None
+        self._handler: AsyncGrpcHandler | None = None
+        self._connecting = asyncio.Lock()
+        self._using: str | None = None
+        self.is_self_hosted: bool | None = None
+        self._closed = False
+        # A database of Milvus Lite is started later: that takes a while.
+        lite = str(uri).endswith(".db")
+        self._parsed: ConnectionConfig | None = None if lite else self._given()
+        self._config = _Chosen(self._parsed, db_name)
+
+    async def _connect(self) -> None:
+        async with self._connecting:
+            if self._handler is not None:
+                return
+            if self._parsed is None:
+                self._parsed = await asyncio.to_thread(self._given)
+            if self._manager is None:
+                self._manager = AsyncMilvusManager.get_instance()
+            try:
+                channel = await self._manager.get_or_create(
+                    self._parsed, self._dedicated, self, self._timeout
+                )
+            except ConnectFailed as error:
+                raise MilvusUnreachable(str(error)) from error
+            except ConfigError as error:
+                raise MilvusConfigError(str(error)) from error
+            if (why := _refused(channel)) is not None:
+                await self._manager.release(channel, client=self)
+                raise why
+            self._channel = channel
+            self._handler = self._manager.grpc_handler(channel)
+            self._using = f"moored-{id(channel)}"
+            self.is_self_hosted = self.get_server_type() == "milvus"
+
+    async def close(self) -> None:
+        """Give the channel back; other clients keep it."""
+        self._closed = True
+        if self._handler is not None and self._manager is not None:
+            assert self._channel is not None
+            self._handler = None
+            await self._manager.release(self._channel, client=self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else repr(self._channel or "not connected yet")
+        return f"<AsyncMilvusClient: {state}>"
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+class _Chosen:
+    """Which database a client uses; PyMilvus reads and changes it here."""
+
+    def __init__(self, config: ConnectionConfig | None, db_name: str = "") -> None:
+        self.db_name = db_name if config is None else config.db_name
+
+
+def _refused(channel: Handler | AsyncHandler) -> MilvusRefused | None:
+    live = channel._live
+    why = None if live is None else refusal(live.channel)
+    if why is None:
+        return None
+    said = f"{why.code().name}: {why.details()}"
+    error = MilvusRefused(f"{channel.address} refuses this client: {said}")
+    error.__cause__ = why
+    return error

@@ -1,0 +1,293 @@
+"""PostgreSQL as a part of the service: the embedded server, and the connection manager.
+
+::
+
+    moored/postgres     one_for_one
+    ├─ server             when it is embedded: restarted for as long as it takes
+    └─ manager            `moored.postgres.Postgres`, with a tree of its own
+
+Losing the database is never the end of the service: the server is restarted, and the manager finds
+it again by itself. An error is only a database that was never reached within its time at the start;
+and, at any time, one that must be changed before it can be followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moored.embedded import EmbeddedError, EmbeddedPostgres, PortInUse, default_data_dir
+from moored.kernel import Backoff, Child, Context, Registry
+from moored.postgres import ConfigurationError, Health, Postgres
+from moored.postgres.prometheus import PostgresCollector
+
+from ._config import Config
+from ._errors import DatabaseUnreachable, ServiceError
+from ._part import Part, Wiring
+from ._redact import place_of
+
+__all__ = ["READY", "Database", "data_dir_of", "database_part", "state_dir_of"]
+
+NAME = "postgres"
+READY = "postgres_ready"
+#: The child that runs the manager.
+MANAGER = f"moored/{NAME}/manager"
+
+#: Quick at first, because a crashed server is usually back at once; then kind to one that is not.
+RETRY = Backoff(0.2, 5.0, jitter=0.25)
+#: How long the first attempt may take beyond its time to find out what is wrong.
+CONNECT_TIMEOUT = 5.0
+#: A fast shutdown, an immediate one, and the end by force, each with its own limit, fit into this.
+STOP_TIMEOUT = 60.0
+#: The seven steps of the manager's end fit into this, with some seconds to spare.
+MANAGER_STOP_TIMEOUT = 20.0
+
+
+def data_dir_of(config: Config) -> Path:
+    """Where the embedded server keeps its data."""
+    return config.data_dir or default_data_dir()
+
+
+def state_dir_of(config: Config) -> Path:
+    """Where this machine keeps how far the stream's consumers are: beside the data, if embedded."""
+    if config.state_dir is not None:
+        return config.state_dir
+    beside = data_dir_of(config) if config.is_embedded else default_data_dir().parent
+    return beside / "streams"
+
+
+def database_part(config: Config) -> Part:
+    """PostgreSQL, embedded or by its URL."""
+    # Without a limit of restarts: a database may be away for days, and then come back.
+    return Part(
+        NAME,
+        lambda wiring: Database(config, wiring).children(),
+        conditions=(READY,),
+        strategy="one_for_one",
+        intensity=None,
+    )
+
+
+class Database:
+    """The children that run and follow PostgreSQL, and what they share."""
+
+    def __init__(self, config: Config, wiring: Wiring) -> None:
+        self._config = config
+        self._wiring = wiring
+        self._port = config.postgres_port
+        self._servers: Registry[str, EmbeddedPostgres] = Registry("embedded servers")
+        self._server: EmbeddedPostgres | None = None
+        self._moved = asyncio.Event()
+        self._began = wiring.clock.monotonic()
+        self._collector = PostgresCollector()
+        self._told_holder: int | None = None
+        wiring.collectors.append(self._collector)
+        wiring.last_resorts.append(self.kill_server)
+
+    def children(self) -> Sequence[Child]:
+        """The server, if it is ours to run, and what follows it."""
+        server = Child("server", self.run_server, backoff=RETRY, shutdown=STOP_TIMEOUT)
+        manager = Child("manager", self.run_manager, backoff=RETRY, shutdown=MANAGER_STOP_TIMEOUT)
+        return [server, manager] if self._config.is_embedded else [manager]
+
+    # -- the embedded server -------------------------------------------------------------------
+
+    async def run_server(self, ctx: Context) -> None:
+        """Run the embedded server until it ends by itself, which is a failure."""
+        ctx.started()
+        server = EmbeddedPostgres(
+            data_dir_of(self._config),
+            bin_dir=self._config.postgres_bin_dir,
+            port=self._port,
+            on_progress=lambda text: self._tell(ctx, text),
+        )
+        self._server = server
+        try:
+            async with server:
+                self._port = server.port
+                ctx.register(self._servers, NAME, server)
+                raise EmbeddedError(str(await server.wait_ended()))
+        except Exception as error:
+            if isinstance(error, PortInUse):
+                # Somebody took the one we had: the next start finds another.
+                self._port = self._config.postgres_port
+                self._moved.set()
+            self._wiring.give_up(self._cannot_start(error))
+            raise
+
+    def kill_server(self) -> None:
+        """End the server without its consent; its guard ends what it leaves behind."""
+        if self._server is not None and (pid := self._server.pid) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    # -- the manager ---------------------------------------------------------------------------
+
+    async def run_manager(self, ctx: Context) -> None:
+        """Run the connection manager; a new one only if the server is to be found elsewhere."""
+        ctx.started()
+        url = await self._url()
+        self._moved.clear()
+        pg = self._made(url)
+        try:
+            await pg.open()
+        except ConfigurationError as error:
+            self._wiring.fail(ServiceError(str(error)))
+            raise
+        forget = self._show(pg)
+        try:
+            if not self._config.is_embedded:
+                await self._until_reached(pg)
+            await self._moved.wait()
+            raise ServiceError("the embedded PostgreSQL is to be found at another port")
+        finally:
+            try:
+                await pg.close()
+            finally:
+                forget()
+
+    def _made(self, url: str) -> Postgres:
+        config = self._config
+        return Postgres(
+            url,
+            replication_url=config.replication_url,
+            stream_id=config.stream_id,
+            pool_size=config.pool_size,
+            state_dir=state_dir_of(config),
+            sleep_after=config.sleep_after,
+            clock=self._wiring.clock,
+            recorder=self._wiring.recorder,
+        )
+
+    async def _url(self) -> str:
+        if self._config.database_url is not None:
+            return self._config.database_url
+        return (await self._servers.via(NAME).wait()).url
+
+    def _show(self, pg: Postgres) -> Callable[[], None]:
+        """Have everybody see it; returns what ends that."""
+        wiring = self._wiring
+        wiring.machines.append(pg.machine)
+        wiring.systems[MANAGER] = pg
+        self._collector.add(pg)
+        unsubscribe = pg.monitor.subscribe(lambda change: self._look(pg))
+        self._look(pg)
+
+        def forget() -> None:
+            unsubscribe()
+            self._collector.remove(pg)
+            del wiring.systems[MANAGER]
+            wiring.machines.remove(pg.machine)
+            wiring.health(NAME, "starting", "the connection manager has stopped")
+
+        return forget
+
+    def _look(self, pg: Postgres) -> None:
+        """Say how it is: after each change of a condition."""
+        if not pg.is_open:
+            return
+        health = pg.health
+        self._wiring.health(NAME, health.value, self._why(pg, health))
+        if pg.fatal is not None:
+            self._wiring.fail(ServiceError(pg.fatal))
+        self._tell_of_holder(pg)
+
+    def _why(self, pg: Postgres, health: Health) -> str:
+        if health is Health.FAILED:
+            return pg.fatal or "it is closed"
+        if health is Health.SLEEPING:
+            return "all connections were closed for lack of use"
+        if health is Health.ACTIVE:
+            server = pg.statistics()["server"]
+            version = server["version"] if server is not None else "of unknown version"
+            return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
+        missing = (each for each in pg.monitor.conditions().values() if not each.met)
+        return "; ".join(f"{each.name} ({each.detail or 'not yet'})" for each in list(missing)[:1])
+
+    def _tell_of_holder(self, pg: Postgres) -> None:
+        """Tell a person once that this is a standby, and of whom."""
+        holder = pg.statistics()["lock"]["holder"]
+        pid = None if holder is None else holder["pid"]
+        if pid is not None and pid != self._told_holder:
+            why = pg.monitor.conditions()["pg_lock_acquired"].detail
+            self._wiring.say(f"PostgreSQL: standing by, because {why}")
+        self._told_holder = pid
+
+    # -- what ends the start -------------------------------------------------------------------
+
+    async def _until_reached(self, pg: Postgres) -> None:
+        """Give up the start if it is not connected in time; it goes on trying all the same."""
+        loop = asyncio.get_running_loop()
+        reached, failed = asyncio.Event(), asyncio.Event()
+
+        def look() -> None:
+            told = pg.statistics()["event_counts"]
+            if told.get("waiting_for_connection_lock"):
+                reached.set()
+            if told.get("connection_error"):
+                failed.set()
+
+        def moved(move: object) -> None:
+            loop.call_soon(look)  # what a move is about is told right after it
+
+        unsubscribe = pg.machine.observe(moved)
+        try:
+            if await _within(self._time_left(), reached):
+                return
+            # The first attempt has time to find out what is wrong, rather than that time is over.
+            if not failed.is_set():
+                await _within(CONNECT_TIMEOUT, reached, failed)
+            if not reached.is_set():
+                self._wiring.give_up(self._never_reached(pg))
+        finally:
+            unsubscribe()
+
+    def _time_left(self) -> float:
+        """Seconds in which the database may still be reached for the first time."""
+        return self._began + self._config.database_wait - self._wiring.clock.monotonic()
+
+    # -- in words ------------------------------------------------------------------------------
+
+    def _cannot_start(self, error: Exception) -> ServiceError:
+        line = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, EmbeddedError) and error.log:
+            line += f" (its log: {data_dir_of(self._config) / 'postgres.log'})"
+        return ServiceError(
+            f"the embedded PostgreSQL cannot start: {line}. "
+            "Name other data with --data-dir, an installed PostgreSQL with --postgres-bin-dir, "
+            "or one that runs already with --database-url."
+        )
+
+    def _never_reached(self, pg: Postgres) -> DatabaseUnreachable:
+        knob = "replication_url" if self._config.replication_url is not None else "database_url"
+        source = self._config.sources.get(knob, knob)
+        tried = self._wiring.clock.monotonic() - self._began
+        errors = [each.detail for each in pg.last_events if each.name == "connection_error"]
+        reason = errors[-1].partition("; next try")[0] if errors else "no answer in time"
+        return DatabaseUnreachable(
+            f"cannot reach PostgreSQL at {place_of(pg.settings.replication_url)} within "
+            f"{tried:.0f} s: {reason}. Start it, or correct {source}; without a database URL, "
+            "moored starts a PostgreSQL of its own.",
+            reason=reason,
+        )
+
+    def _tell(self, ctx: Context, text: str) -> None:
+        ctx.record(text)
+        self._wiring.say(f"PostgreSQL: {text}")
+
+
+async def _within(seconds: float, *events: asyncio.Event) -> bool:
+    """Wait for one of the events, for so long; returns whether it came."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        done, _ = await asyncio.wait(
+            waits, timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED
+        )
+        return bool(done)
+    finally:
+        for each in waits:
+            each.cancel()

@@ -1,0 +1,104 @@
+"""The door of the HTTP service: every request passes here before it reaches a route or a mount."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from . import _auth
+
+__all__ = ["Door", "refusal"]
+
+#: Answered for everyone, by any name: what a load balancer asks.
+OPEN = frozenset({"/v1/health"})
+#: Where a browser turns a token into a session; open, because that is how one gets in.
+LOGIN = "/login"
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_SAFE = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+}
+
+
+def refusal(status: int, error: str, detail: str) -> JSONResponse:
+    """An error as JSON: a word for programs and a sentence for people."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return JSONResponse({"error": error, "detail": detail}, status_code=status, headers=headers)
+
+
+class Door:
+    """Checks the Host header and the token, and puts safe headers on every answer.
+
+    `names` are the names by which the service may be called, None for any. They matter where there
+    is no token: a web page elsewhere can have a name of its own point to this machine, and so reach
+    a loopback address from a browser on it, but it cannot choose the Host header.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        names: Iterable[str] | None,
+        wall: Callable[[], float],
+        login_page: Callable[[], Response],
+    ) -> None:
+        self._app = app
+        self._token = token
+        self._names = None if names is None else frozenset(names)
+        self._wall = wall
+        self._login_page = login_page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it here."""
+        if scope["type"] == "http":
+            answer = self._check(scope["path"], scope["method"], Headers(scope=scope))
+            return await (answer or self._app)(scope, receive, _with_safe_headers(send))
+        if scope["type"] == "websocket" and self._check(scope["path"], "GET", Headers(scope=scope)):
+            return await send({"type": "websocket.close", "code": 1008})
+        return await self._app(scope, receive, send)
+
+    def _check(self, path: str, method: str, headers: Headers) -> Response | None:
+        if path in OPEN:
+            return None
+        if (
+            self._names is not None
+            and (name := _auth.name_in_host(headers.get("host"))) not in self._names
+        ):
+            return refusal(
+                421,
+                "unknown host",
+                f"this service is not called {name!r}; if a proxy calls it so, add the name to "
+                "allowed_hosts (MOORED_ALLOWED_HOSTS)",
+            )
+        if self._token is None or path == LOGIN or self._knows_token(self._token, headers):
+            return None
+        if path == "/" and method in ("GET", "HEAD") and "text/html" in headers.get("accept", ""):
+            return self._login_page()
+        return refusal(
+            401, "unauthorized", "send the admin token in a header: Authorization: Bearer <token>"
+        )
+
+    def _knows_token(self, token: str, headers: Headers) -> bool:
+        given = _auth.bearer_of(headers.get("authorization"))
+        if given is not None:
+            return _auth.same(given, token)
+        session = _auth.session_of(headers.get("cookie"))
+        return _auth.session_holds(token, session, now=self._wall())
+
+
+def _with_safe_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in _SAFE.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return sending

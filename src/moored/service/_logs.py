@@ -1,0 +1,137 @@
+"""What the service says while it runs: notices, the recorder's events and library logs, together.
+
+A *notice* is for the person who started the service (the address, ready, stopping). As text it is
+a plain line; as JSON it is a log line like any other, so that every line can be parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+import structlog
+from structlog.typing import Processor
+
+from moored.kernel import Event, MooredError
+
+__all__ = ["Logs"]
+
+#: How important an event of the recorder is; what is not named here is for `debug`.
+LEVELS = {"failure": logging.WARNING, "abandoned": logging.ERROR, "restarting": logging.INFO}
+
+
+class Logs:
+    """Routes everything to one stream, in one format; `close()` gives logging back as it was."""
+
+    def __init__(self, *, layout: str, level: str, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._as_json = layout == "json"
+        self._handler = _Handler(self._stream)
+        self._handler.setFormatter(_formatter(self._as_json, colours=self._stream.isatty()))
+        self._handler.addFilter(_told_by_recorder)
+        self._handler.addFilter(_is_news)
+        self._previous = (list(logging.root.handlers), logging.root.level)
+        logging.root.handlers[:] = [self._handler]
+        logging.root.setLevel(level.upper())
+        # asyncio's debug lines and each request are for those who asked for every detail.
+        for name in ("asyncio", "uvicorn.error"):
+            logging.getLogger(name).setLevel(max(logging.root.level, logging.WARNING))
+        self._log = structlog.wrap_logger(
+            logging.getLogger("moored"),
+            processors=[structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
+
+    def say(self, text: str) -> None:
+        """A notice for the person who started the service, whatever the log level."""
+        if self._as_json:
+            self._handler.handle(_notice(text))
+            return
+        try:
+            print(f"moored: {text}", file=self._stream, flush=True)
+        except (OSError, ValueError):
+            pass  # nobody reads any more; that is no reason to stop
+
+    def sink(self, event: Event) -> None:
+        """Log an event of the recorder."""
+        level = LEVELS.get(event.kind, logging.DEBUG)
+        known = {**event.data, "component": event.component, "kind": event.kind}
+        if event.because:
+            known["because"] = "; ".join(event.because)
+        self._log.log(level, event.text, **_not_reserved(known))
+
+    def close(self) -> None:
+        """Give logging back as it was."""
+        logging.root.handlers[:], level = self._previous
+        logging.root.setLevel(level)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A reader that has gone is no reason to print a traceback for each line."""
+        if not isinstance(sys.exc_info()[1], OSError | ValueError):
+            super().handleError(record)
+
+
+def _notice(text: str) -> logging.LogRecord:
+    return logging.LogRecord("moored", logging.INFO, "", 0, text, None, None)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A request that the stop cut off is no error, though the server logs its traceback."""
+    cut_off = bool(record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    return not (cut_off and record.name == "uvicorn.error")
+
+
+def _told_by_recorder(record: logging.LogRecord) -> bool:
+    """Drop what the recorder tells as well, but keep the traceback of an unexpected failure."""
+    if record.name != "moored.supervisor":
+        return True
+    error = record.exc_info[1] if record.exc_info else None
+    return error is not None and not isinstance(error, MooredError)
+
+
+def _not_reserved(known: dict[str, Any]) -> dict[str, Any]:
+    reserved = ("event", "level", "timestamp", "exc_info", "stack_info")
+    return {f"{name}_" if name in reserved else name: value for name, value in known.items()}
+
+
+def _formatter(as_json: bool, *, colours: bool) -> logging.Formatter:
+    formatter = structlog.stdlib.ProcessorFormatter
+    processors: list[Processor] = [
+        formatter.remove_processors_meta,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if as_json:
+        processors += [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str),
+        ]
+    else:
+        # The plain traceback: a rich one would print local variables, and with them secrets.
+        plain = structlog.dev.plain_traceback
+        processors += [
+            _as_sentence,
+            structlog.dev.ConsoleRenderer(
+                colors=colours, pad_event_to=0, exception_formatter=plain
+            ),
+        ]
+    return formatter(foreign_pre_chain=[structlog.stdlib.ExtraAdder()], processors=processors)
+
+
+def _as_sentence(
+    logger: Any, method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """An event of the recorder as one line for people: who, what, why."""
+    if component := event.pop("component", None):
+        event["event"] = f"{component}: {event['event']}"
+        event.pop("kind", None)
+        event.pop("generation", None)
+    if because := event.pop("because", None):
+        event["event"] = f"{event['event']}, because {because}"
+    return event

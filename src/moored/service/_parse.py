@@ -1,0 +1,185 @@
+"""From what people write to what the program uses: one small function for each kind of value.
+
+Each takes text (from the command line or the environment) or a TOML value, returns the value,
+and raises ValueError with the fix. What it returned, it accepts again unchanged.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = [
+    "choice",
+    "connection_string",
+    "count",
+    "directory",
+    "host",
+    "host_names",
+    "is_loopback",
+    "port",
+    "seconds",
+    "secret",
+    "stream_id",
+]
+
+_STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
+_URL_SCHEMES = ("postgresql://", "postgres://")
+
+
+def text(value: object) -> str:
+    """A text that says something."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text: put it in quotes")
+    if not value.strip():
+        raise ValueError("it is empty: give it a value, or leave it out")
+    return value.strip()
+
+
+def host(value: object) -> str:
+    """An address or a name to listen on."""
+    name = text(value).removeprefix("[").removesuffix("]")
+    if any(mark in name for mark in "/ []@") or (name.count(":") == 1):
+        raise ValueError(
+            f"{name!r} is not an address: give it alone, as in 127.0.0.1, without a scheme or port"
+        )
+    return name
+
+
+def is_loopback(name: str) -> bool:
+    """Whether only this machine can reach it; a name other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"
+
+
+def port(value: object) -> int:
+    """A TCP port; 0 lets the system choose a free one."""
+    if isinstance(value, str) and value.startswith("tcp://"):
+        raise ValueError(
+            f"{value!r} is what Kubernetes sets for a service that is named moored: "
+            "set enableServiceLinks: false for the pod, or use --port"
+        )
+    try:
+        if isinstance(value, bool | float):
+            raise ValueError
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a port: give a number from 0 to 65535") from None
+    if not 0 <= number <= 65535:
+        raise ValueError(f"{number} is not a port: give a number from 0 to 65535")
+    return int(number)
+
+
+def seconds(value: object) -> float:
+    """A time in seconds, more than none."""
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{value!r} is not a number of seconds: give one such as 5 or 0.5"
+        ) from None
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{value!r} must be more than 0 seconds and have an end")
+    return number
+
+
+def count(value: object) -> int:
+    """How many of something, at least one."""
+    try:
+        if isinstance(value, bool | float):
+            raise ValueError
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a number: give one such as 20") from None
+    if number < 1:
+        raise ValueError(f"{number} is too few: give 1 or more")
+    return int(number)
+
+
+def stream_id(value: object) -> str:
+    """A name that can be part of a replication slot's."""
+    name = text(value)
+    if not _STREAM_ID.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot be part of a slot's name: use 1 to 40 small letters, digits or "
+            "underscores"
+        )
+    return name
+
+
+def directory(value: object) -> Path:
+    """A directory, with `~` for the home."""
+    if isinstance(value, Path):
+        return value
+    return Path(text(value)).expanduser()
+
+
+def secret(value: object) -> str:
+    """A token that fits in an HTTP header as it is."""
+    token = text(value)
+    if not all("!" <= letter <= "~" for letter in token):
+        # The token itself stays out of the message: messages end up in logs.
+        raise ValueError("it may hold only visible ASCII characters, and no spaces")
+    return token
+
+
+def host_names(value: object) -> tuple[str, ...]:
+    """Names that a Host header may carry: a list, or names between commas."""
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{value!r} is not a list of names: give them between commas")
+    return tuple(host(name).lower() for name in value)
+
+
+def connection_string(value: object) -> str:
+    """A PostgreSQL URL, or libpq's `key=value` words."""
+    url = text(value)
+    scheme, mark, rest = url.partition("://")
+    if mark and f"{scheme}://" not in _URL_SCHEMES:
+        fix = (
+            f"postgresql://{_after_user(rest)}"
+            if scheme.startswith("postgres")
+            else "postgresql://…"
+        )
+        raise ValueError(f"{scheme}:// is not PostgreSQL's scheme: write {fix}")
+    if not mark and "=" not in url:
+        raise ValueError("it is not a connection string: write postgresql://user@host:5432/name")
+    # Imported when there is something to check: it takes longer than all the rest.
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        conninfo_to_dict(url)
+    except psycopg.Error as error:
+        # The message of libpq may quote the string, and the string may hold a password.
+        reason = str(error).strip().partition("\n")[0].replace(url, "…")
+        raise ValueError(
+            f"it is not a connection string that libpq understands ({reason})"
+        ) from None
+    return url
+
+
+def choice(*allowed: str) -> Callable[[object], str]:
+    """One of these words."""
+
+    def parse(value: object) -> str:
+        word = text(value).lower()
+        if word not in allowed:
+            raise ValueError(
+                f"{word!r} is not known: choose {', '.join(allowed[:-1])} or {allowed[-1]}"
+            )
+        return word
+
+    return parse
+
+
+def _after_user(rest: str) -> str:
+    """The part of a URL that holds no password."""
+    return "…@" + rest.rpartition("@")[2] if "@" in rest else rest

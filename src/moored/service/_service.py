@@ -1,0 +1,198 @@
+"""The service: its parts, the HTTP service behind them, and what shows them, wired into one tree.
+
+::
+
+    moored          rest_for_one, so that HTTP is stopped before what it shows
+    ├─ postgres       says started() as soon as it is under way: HTTP then tells what is missing
+    │  ├─ server      when it is embedded
+    │  └─ manager     with the tree of the connection manager below it
+    └─ http
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from moored.kernel import Clock, MooredError, Recorder, StatusChange, StatusMonitor, Supervisor
+
+from . import _http
+from ._app import make_app
+from ._config import Config
+from ._database import database_part
+from ._feed import Feed
+from ._health import HTTP, Board, Status
+from ._hub import Hub
+from ._metrics import EventCounter, registry_of
+from ._part import Part, Wiring
+from ._view import View
+
+__all__ = ["Service", "address_of"]
+
+ROOT = "moored"
+
+
+class Service:
+    """One running Moored: made on the loop that runs it, with sockets that listen already.
+
+    `parts` are the systems that it mounts; PostgreSQL alone unless given. Use it as an async
+    context manager: entering starts the tree, leaving stops it, HTTP first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sockets: Sequence[socket.socket],
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        recorder: Recorder | None = None,
+        parts: Sequence[Part] | None = None,
+    ) -> None:
+        clock = Clock.current()
+        parts = [database_part(config)] if parts is None else parts
+        #: Done when the service is active for the first time; fails when a part gives up.
+        self.first_active = _future()
+        #: Fails when a part says that the service cannot go on.
+        self.failed = _future()
+        self.recorder = recorder or Recorder(clock=clock)
+        self._board = Board({**{p.name: p.conditions for p in parts}, _http.NAME: (_http.READY,)})
+        self.monitor: StatusMonitor[Status] = StatusMonitor(
+            [*(name for part in parts for name in part.conditions), _http.READY],
+            self._board.status,
+            name=f"{ROOT}/status",
+            clock=clock,
+            recorder=self.recorder,
+        )
+        self._say = say
+        self._clock = clock
+        self._wiring = Wiring(
+            self.monitor, self.recorder, clock, say, self._give_up, self._fail, self._health
+        )
+        children = [
+            Supervisor.child(
+                part.name,
+                children=part.build(self._wiring),
+                strategy=part.strategy,
+                intensity=part.intensity,
+            )
+            for part in parts
+        ]
+        self.view = View(
+            lambda: self.root.tree(),
+            self.monitor,
+            self._board,
+            self.recorder,
+            clock,
+            machines=self._wiring.machines,
+            systems=self._wiring.systems,
+            address=address_of(config, sockets),
+        )
+        hub = Hub()
+        self._feed = Feed(self.view, hub)
+        self._counter = EventCounter()
+        app = make_app(
+            config,
+            self.view,
+            self._feed,
+            registry_of(self.view, self._counter, hub, self._wiring.collectors),
+            mounts={path: app for part in parts for path, app in part.mounts.items()},
+        )
+        http = _http.http_child(
+            app, sockets, hub, self.monitor, access_log=config.log_level == "debug"
+        )
+        self.root = Supervisor(
+            ROOT,
+            strategy="rest_for_one",
+            children=[*children, http],
+            recorder=self.recorder,
+            clock=clock,
+        )
+        self._inactive_since = clock.monotonic()
+
+    async def __aenter__(self) -> Self:
+        self._ignore_changes = self.monitor.subscribe(self._on_change)
+        self._unsubscribe = (
+            self.recorder.subscribe(self._counter),
+            self.recorder.subscribe(self._feed.sink),
+        )
+        try:
+            await self.root.start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    def force(self) -> None:
+        """End what would outlive this process, at once."""
+        for last_resort in self._wiring.last_resorts:
+            last_resort()
+
+    async def _stop(self) -> None:
+        self._ignore_changes()  # what is lost from here on is lost on purpose
+        try:
+            await self.root.stop()
+        finally:
+            for unsubscribe in self._unsubscribe:
+                unsubscribe()
+            self._feed.close()
+
+    def _give_up(self, error: MooredError) -> None:
+        if not self.first_active.done():
+            self.first_active.set_exception(error)
+
+    def _fail(self, error: MooredError) -> None:
+        self._give_up(error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _health(self, part: str, word: Status, detail: str) -> None:
+        conditions = self._board.say(part, word)
+        # The word is part of what is told: a condition that is told the same again is no news.
+        told = detail if word == "active" else f"{word}: {detail}"
+        for name in conditions:
+            if HTTP[word] == 200:
+                self.monitor.set(name, owner="nobody", detail=told)
+            else:
+                self.monitor.clear(name, told)
+
+    def _on_change(self, change: StatusChange[Status]) -> None:
+        now, detail = self._clock.monotonic(), change.condition.detail
+        is_ready, was_ready = HTTP[change.status] == 200, HTTP[change.previous] == 200
+        if is_ready and not self.first_active.done():
+            self.first_active.set_result(None)
+        elif was_ready and not is_ready:
+            self._inactive_since = now
+            self._say(f"not ready: {change.condition.name} is lost: {detail}")
+        elif is_ready and not was_ready:
+            self._say(f"ready again after {now - self._inactive_since:.1f} s")
+        elif is_ready and change.status != change.previous:
+            why = (detail or "").removeprefix(f"{change.status}: ")
+            self._say(f"{change.status} now: {why}")
+
+    def __repr__(self) -> str:
+        return f"<Service at {self.view.address}: {self.view.status}>"
+
+
+def _future() -> asyncio.Future[None]:
+    made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    # Marked as seen: when a stop comes first, nobody waits for it any more.
+    made.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return made
+
+
+def address_of(config: Config, sockets: Sequence[socket.socket]) -> str:
+    """Where the service is reached, as people type it."""
+    port = sockets[0].getsockname()[1] if sockets else config.port
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{port}"

@@ -1,0 +1,91 @@
+"""What can go wrong with a session, each with what to do about it."""
+
+from __future__ import annotations
+
+from moored.kernel import MooredError
+
+__all__ = [
+    "AlreadyRunning",
+    "CorruptRecord",
+    "LinkLost",
+    "NotConnected",
+    "ProtocolError",
+    "QueryFailed",
+    "QueryTimeout",
+    "SenderCrashed",
+    "SessionError",
+    "SessionStopped",
+    "StepFailed",
+    "StorageError",
+    "Unsupported",
+]
+
+
+class SessionError(MooredError):
+    """Something about a session."""
+
+
+class AlreadyRunning(SessionError):
+    """The profile has a session already, here or elsewhere in the cluster."""
+
+    def __init__(self, text: str, current: object = None) -> None:
+        super().__init__(text)
+        #: The session, if it is in this process; otherwise who has the lease, in words.
+        self.current = current
+
+
+class SessionStopped(SessionError):
+    """The session was stopped, or has stopped itself for good."""
+
+
+class NotConnected(SessionError):
+    """There is no link just now."""
+
+
+class LinkLost(SessionError):
+    """The link was lost."""
+
+
+class SenderCrashed(SessionError):
+    """The sender of a recipient has crashed; all that it had in hand has failed with it."""
+
+    def __init__(self, reason: BaseException | str) -> None:
+        super().__init__(f"the sender has crashed: {reason!r}")
+        self.reason = reason
+
+
+class StepFailed(SessionError):
+    """A step of the pipeline could not do its work for this one send; raised by steps."""
+
+
+class QueryFailed(StepFailed):
+    """The server answered a query with an error, or the link was lost before it answered."""
+
+    def __init__(self, text: str, code: object = None) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class QueryTimeout(QueryFailed):
+    """The server has not answered a query in time."""
+
+
+class ProtocolError(SessionError):
+    """The other side has broken the rules of the protocol; the link is closed."""
+
+    def __init__(self, text: str, farewell: bytes = b"") -> None:
+        super().__init__(text)
+        #: What to send before the link is closed.
+        self.farewell = farewell
+
+
+class Unsupported(SessionError):
+    """The protocol has no such thing."""
+
+
+class StorageError(SessionError):
+    """The storage cannot be used."""
+
+
+class CorruptRecord(StorageError):
+    """A record is damaged, or was written with another key."""

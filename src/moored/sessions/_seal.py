@@ -1,0 +1,268 @@
+"""The envelope of a record: a checksum always, and encryption with a key.
+
+::
+
+    "HFR1"  kind  checksum of all the rest and of the record's names   16 bytes
+    kind 0        the value
+    kind 1        nonce, 12 bytes · AES-256-GCM of the value
+    kind 2        salt, 16 bytes · nonce · AES-256-GCM, the key made from a passphrase by scrypt
+
+The checksum finds what broke by accident; anybody can compute it. Encryption finds what was done on
+purpose: each record has an AES key of its own, derived from yours and from profile, namespace and
+key, so a record that was moved to another place does not open there. An older version of the same
+record in the same place does open: that a disk was set back cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+from moored.kernel import counted
+
+from ._errors import CorruptRecord, StorageError
+from ._storage import Keys
+
+__all__ = ["Names", "Seal"]
+
+#: Profile, namespace and key of a record.
+Names: TypeAlias = tuple[str, str, str]
+
+MAGIC = b"HFR1"
+PLAIN, WITH_KEY, WITH_PASSPHRASE = 0, 1, 2
+CHECKSUM = 16
+HEAD = len(MAGIC) + 1 + CHECKSUM
+NONCE = 12
+SALT = 16
+NO_SALT = b""
+KEY_BYTES = 32
+MIN_PASSPHRASE = 8
+#: Keys made from passphrases that are kept; one salt for each storage is the rule.
+MAX_MADE = 32
+
+
+class Seal:
+    """Puts values into envelopes, and takes them out again.
+
+    `key` is 32 bytes, or a passphrase (a string), or several of them: the first one writes, all of
+    them read, so that a key can be replaced. Without a key there is a checksum alone. With one,
+    records that are not encrypted are refused, because anybody could have put them there;
+    `accept_plain` lets them pass, for a storage that was begun without a key.
+    """
+
+    def __init__(self, key: Keys | None = None, *, accept_plain: bool = False) -> None:
+        self._secrets = [_Secret(each) for each in _listed(key)]
+        self._accept_plain = accept_plain or not self._secrets
+        self._aes = _aes_gcm() if self._secrets else None
+        #: What a passphrase is mixed with; the storage's own, once it is known.
+        self._salt = secrets.token_bytes(SALT)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether there is a key."""
+        return bool(self._secrets)
+
+    @property
+    def accept_plain(self) -> bool:
+        """Whether records that are not encrypted are read."""
+        return self._accept_plain
+
+    def close_envelope(self, names: Names, value: bytes) -> bytes:
+        """The value, ready to be written under these names."""
+        if not self._secrets:
+            return _envelope(PLAIN, names, value)
+        first = self._secrets[0]
+        salt = self._salt if first.is_passphrase else NO_SALT
+        kind = WITH_PASSPHRASE if first.is_passphrase else WITH_KEY
+        nonce = secrets.token_bytes(NONCE)
+        hidden = self._cipher(first.master(salt), names).encrypt(nonce, value, _bound(kind, names))
+        return _envelope(kind, names, salt + nonce + hidden)
+
+    def open_envelope(self, names: Names, envelope: bytes) -> bytes:
+        """The value; raises `CorruptRecord` if it is damaged, misplaced, or the key is another."""
+        kind, payload = _checked(names, envelope)
+        if kind == PLAIN:
+            if not self._accept_plain:
+                raise _corrupt(names, "is not encrypted, although there is a key")
+            return payload
+        if not self._secrets:
+            raise _corrupt(names, "is encrypted, and no key was given")
+        return self._reveal(kind, names, payload)
+
+    def must_prepare(self, names: Names, envelope: bytes) -> bool:
+        """Whether opening it would first take a while: a key is to be made from a passphrase."""
+        salt = _salt_of(names, envelope)
+        return salt is not None and any(not secret.has_made(salt) for secret in self._secrets)
+
+    def prepare(self, salt: bytes | None = None) -> None:
+        """Make the keys from the passphrases, which takes a while: to be called in a thread."""
+        for secret in self._secrets:
+            if secret.is_passphrase:
+                secret.master(self._salt if salt is None else salt)
+
+    def prepare_for(self, names: Names, envelope: bytes) -> None:
+        """Make what is needed to open this one; to be called in a thread."""
+        if (salt := _salt_of(names, envelope)) is not None:
+            self.prepare(salt)
+
+    def adopt(self, names: Names, envelope: bytes) -> bool:
+        """Write with the salt of this one from now on; False if its key is not the first one."""
+        kind, payload = _checked(names, envelope)
+        first = self._secrets[0]
+        if kind != (WITH_PASSPHRASE if first.is_passphrase else WITH_KEY):
+            return False
+        salt = payload[:SALT] if first.is_passphrase else NO_SALT
+        if self._try(first, salt, kind, names, payload[len(salt) :]) is None:
+            return False
+        self._salt = salt or self._salt
+        return True
+
+    def _reveal(self, kind: int, names: Names, payload: bytes) -> bytes:
+        salt = payload[:SALT] if kind == WITH_PASSPHRASE else NO_SALT
+        for secret in self._secrets:
+            if secret.is_passphrase == (kind == WITH_PASSPHRASE):
+                value = self._try(secret, salt, kind, names, payload[len(salt) :])
+                if value is not None:
+                    return value
+        raise _corrupt(names, "was written with another key, or for another place")
+
+    def _try(
+        self, secret: _Secret, salt: bytes, kind: int, names: Names, sealed: bytes
+    ) -> bytes | None:
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            opened: bytes = self._cipher(secret.master(salt), names).decrypt(
+                sealed[:NONCE], sealed[NONCE:], _bound(kind, names)
+            )
+        except (InvalidTag, ValueError):
+            # ValueError: too short for a nonce, which only somebody on purpose can have made.
+            return None
+        return opened
+
+    def _cipher(self, master: bytes, names: Names) -> Any:
+        assert self._aes is not None
+        return self._aes(
+            blake2b(
+                _spelled(names), key=master, digest_size=KEY_BYTES, person=b"moored record"
+            ).digest()
+        )
+
+    def __repr__(self) -> str:
+        return f"<Seal: {counted(len(self._secrets), 'key')}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Seal holds keys, and is not to be pickled")
+
+
+class _Secret:
+    """A key or a passphrase, which nothing shows."""
+
+    __slots__ = ("_made", "_value", "is_passphrase")
+
+    def __init__(self, value: bytes | str) -> None:
+        self.is_passphrase = isinstance(value, str)
+        self._value = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        self._made: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def has_made(self, salt: bytes) -> bool:
+        return not self.is_passphrase or salt in self._made
+
+    def master(self, salt: bytes) -> bytes:
+        """The key itself, or the one made from the passphrase and the salt."""
+        if not self.is_passphrase:
+            return self._value
+        made = self._made.get(salt)
+        if made is None:
+            # 32 MiB, and about a fifth of a second: as much as guessing at each word shall cost.
+            made = hashlib.scrypt(
+                self._value, salt=salt, n=2**15, r=8, p=3, maxmem=2**26, dklen=KEY_BYTES
+            )
+            self._made[salt] = made
+            while len(self._made) > MAX_MADE:
+                self._made.popitem(last=False)
+        return made
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+
+def _listed(key: Keys | None) -> Sequence[bytes | str]:
+    if key is None:
+        return ()
+    keys = [key] if isinstance(key, bytes | str) else list(key)
+    if not keys:
+        raise ValueError("no key: give None for a storage that is not encrypted")
+    for number, each in enumerate(keys, 1):
+        # What is wrong is said without the key.
+        if isinstance(each, bytes):
+            if len(each) != KEY_BYTES:
+                raise ValueError(f"key {number} has {len(each)} bytes: it must have {KEY_BYTES}")
+        elif not isinstance(each, str):
+            raise TypeError(f"key {number} is of type {type(each).__name__}: give bytes or str")
+        elif len(each) < MIN_PASSPHRASE:
+            raise ValueError(
+                f"passphrase {number} is too short: it needs {MIN_PASSPHRASE} characters or more"
+            )
+    return keys
+
+
+def _aes_gcm() -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ModuleNotFoundError as error:
+        raise StorageError(
+            "encryption needs cryptography, which is not installed: "
+            "pip install 'moored[encryption]'"
+        ) from error
+    return AESGCM
+
+
+def _envelope(kind: int, names: Names, payload: bytes) -> bytes:
+    head = bytes((kind,))
+    return b"".join((MAGIC, head, _checksum(head, names, payload), payload))
+
+
+def _checked(names: Names, envelope: bytes) -> tuple[int, bytes]:
+    """Kind and payload of an envelope that nothing has happened to."""
+    start = len(MAGIC)
+    if envelope[:start] != MAGIC or len(envelope) < HEAD:
+        raise _corrupt(names, "is damaged: it has no envelope")
+    payload = envelope[HEAD:]
+    if _checksum(envelope[start : start + 1], names, payload) != envelope[start + 1 : HEAD]:
+        raise _corrupt(names, "is damaged: its checksum is wrong")
+    kind = envelope[start]
+    if kind not in (PLAIN, WITH_KEY, WITH_PASSPHRASE):
+        raise _corrupt(names, f"was written by a newer version of Moored (kind {kind})")
+    return kind, payload
+
+
+def _salt_of(names: Names, envelope: bytes) -> bytes | None:
+    kind, payload = _checked(names, envelope)
+    return payload[:SALT] if kind == WITH_PASSPHRASE else None
+
+
+def _checksum(head: bytes, names: Names, payload: bytes) -> bytes:
+    check = blake2b(head, digest_size=CHECKSUM, person=b"moored check")
+    check.update(_spelled(names))
+    check.update(payload)
+    return check.digest()
+
+
+def _bound(kind: int, names: Names) -> bytes:
+    return MAGIC + bytes((kind,)) + _spelled(names)
+
+
+def _spelled(names: Names) -> bytes:
+    """The names as bytes, so that no two triples look the same."""
+    parts = [name.encode("utf-8", "surrogatepass") for name in names]
+    return b"".join([len(part).to_bytes(4, "big") + part for part in parts])
+
+
+def _corrupt(names: Names, what: str) -> CorruptRecord:
+    # Without profile and key: they tell who was talked to.
+    return CorruptRecord(f"a record in namespace {names[1]!r} {what}")

@@ -1,0 +1,155 @@
+"""A storage whose records are in envelopes: what comes out is what went in, or `CorruptRecord`."""
+
+from __future__ import annotations
+
+from moored.kernel import in_thread
+
+from ._errors import CorruptRecord, StorageError
+from ._seal import Names, Seal
+from ._storage import Storage
+
+__all__ = ["Sealed"]
+
+#: Where a storage keeps what its keys are tried on; no profile has this name.
+MARKER: Names = ("", "seal", "marker")
+ASIDE = ".corrupt"
+
+
+class Sealed(Storage):
+    """Another storage, with a checksum on everything, and encrypted if the seal has a key.
+
+    Names of profiles, namespaces and keys are not hidden. A marker tells at once whether a key is
+    the right one: with a wrong one, opening raises `CorruptRecord`, before anything is taken for
+    missing and overwritten.
+    """
+
+    def __init__(self, inner: Storage, seal: Seal) -> None:
+        self.inner = inner
+        self.durable = inner.durable
+        self._seal = seal
+
+    async def open(self) -> None:
+        """Open it, and see whether the key fits."""
+        await self.inner.open()
+        try:
+            await self._check_key()
+        except BaseException:
+            await self.inner.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the storage inside."""
+        await self.inner.close()
+
+    async def new(self, profile: str) -> bool:
+        """Make a profile; False if it is there already."""
+        return await self.inner.new(_named(profile))
+
+    async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
+        """The record, or None; raises `CorruptRecord` if it cannot be read."""
+        names = (_named(profile), namespace, key)
+        envelope = await self.inner.get(*names)
+        return None if envelope is None else await self._opened(names, envelope)
+
+    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+        """Write the record."""
+        names = (_named(profile), namespace, key)
+        await self.inner.put(*names, self._seal.close_envelope(names, value))
+
+    async def delete(self, profile: str, namespace: str, key: str) -> None:
+        """Remove the record, if there is one."""
+        await self.inner.delete(_named(profile), namespace, key)
+
+    async def clear(self, profile: str) -> None:
+        """Remove the profile and all its records."""
+        await self.inner.clear(_named(profile))
+
+    async def list_profiles(self) -> list[str]:
+        """All profiles, sorted."""
+        return [profile for profile in await self.inner.list_profiles() if profile]
+
+    async def namespaces(self, profile: str) -> list[str]:
+        """The namespaces in which the profile has a record, sorted."""
+        return await self.inner.namespaces(_named(profile))
+
+    async def keys(self, profile: str, namespace: str) -> list[str]:
+        """The keys of the profile's records in a namespace, sorted."""
+        return await self.inner.keys(_named(profile), namespace)
+
+    async def set_aside(self, profile: str, namespace: str, key: str) -> bool:
+        """Copy a damaged record, envelope and all, to the namespace with `.corrupt` at its end."""
+        envelope = await self.inner.get(_named(profile), namespace, key)
+        if envelope is None:
+            return False
+        await self.put(profile, namespace + ASIDE, key, envelope)
+        return True
+
+    async def reseal(self) -> int:
+        """Write every record anew, with the first key; returns how many that were.
+
+        For the end of a change of keys: afterwards the old ones are not needed any more. Nobody
+        else may use the storage meanwhile. What is damaged stays as it is.
+        """
+        written = 0
+        for profile in await self.list_profiles():
+            for namespace in await self.namespaces(profile):
+                for key in await self.keys(profile, namespace):
+                    try:
+                        value = await self.get(profile, namespace, key)
+                    except CorruptRecord:
+                        continue
+                    if value is not None:
+                        await self.put(profile, namespace, key, value)
+                        written += 1
+        return written
+
+    def __repr__(self) -> str:
+        return f"<Sealed {self.inner!r}, {self._seal!r}>"
+
+    async def _opened(self, names: Names, envelope: bytes) -> bytes:
+        seal = self._seal
+        if seal.encrypts and seal.must_prepare(names, envelope):
+            # Written by one that had not seen the marker yet, so with a salt of its own.
+            await in_thread(lambda: seal.prepare_for(names, envelope), name="moored makes a key")
+        return seal.open_envelope(names, envelope)
+
+    async def _check_key(self) -> None:
+        # In this order: another process may be at its first record, and the marker is before it.
+        profiles = await self.list_profiles() if self._seal.encrypts else []
+        marker = await self.inner.get(*MARKER)
+        if not self._seal.encrypts:
+            if marker is not None:
+                raise StorageError(f"{self.inner!r} is encrypted: give the key")
+            return
+        if marker is None and profiles and not self._seal.accept_plain:
+            raise StorageError(
+                f"{self.inner!r} has records that are not encrypted. To encrypt them, open it with "
+                "accept_plain=True and call reseal(), once"
+            )
+        if marker is None or not await self._fits(marker):
+            await in_thread(self._seal.prepare, name="moored makes a key")
+            await self.inner.put(*MARKER, self._seal.close_envelope(MARKER, b""))
+
+    async def _fits(self, marker: bytes) -> bool:
+        """Whether the marker is as it would be written; False if it is to be written anew."""
+        seal = self._seal
+        try:
+            needs_time = seal.must_prepare(MARKER, marker)
+        except CorruptRecord:
+            # By its checksum: that is damage, and says nothing about the key.
+            return False
+        if needs_time:
+            await in_thread(lambda: seal.prepare_for(MARKER, marker), name="moored makes a key")
+        try:
+            seal.open_envelope(MARKER, marker)
+        except CorruptRecord:
+            raise CorruptRecord(
+                f"{self.inner!r} was encrypted with another key than those given"
+            ) from None
+        return seal.adopt(MARKER, marker)
+
+
+def _named(profile: str) -> str:
+    if not profile:
+        raise ValueError("a profile needs a name: '' is none")
+    return profile

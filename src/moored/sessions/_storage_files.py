@@ -1,0 +1,276 @@
+"""A storage in a directory: one file for each record, to be read and saved by ordinary means.
+
+A record is written to a file beside the others, brought to the disk, and only then given its name;
+the name is brought to the disk too. So a record is the old one or the new one, whatever happens in
+between. What a crash left half done is in `.tmp`, and is removed when the storage is opened. A
+profile is removed in the same way: taken away whole, and then deleted.
+
+The directory belongs to one storage object at a time; for several processes, there is SQLite.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ._errors import StorageError
+from ._file_names import from_file_name, is_cut, to_file_name
+from ._storage import Storage
+from ._storage_thread import Job, StorageThread, settle
+
+__all__ = ["FileStorage"]
+
+T = TypeVar("T")
+
+_FORMAT = b"moored files 1\n"
+
+
+class FileStorage(Storage):
+    """Records in the directory `path`, which only its owner may read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        #: Files that a crash had left half written, removed when the storage was opened.
+        self.leftovers = 0
+        self._temporary = self.path / ".tmp"
+        self._lock: int | None = None
+        self._thread: StorageThread | None = None
+
+    async def open(self) -> None:
+        """Open or make the directory; raises `StorageError` that says what to do."""
+        if self._thread is not None:
+            return
+        thread = self._thread = StorageThread(f"moored {self.path.name}", _one_by_one)
+        try:
+            await self._do(self._take)
+        except BaseException:
+            self._thread = None
+            thread.end(self._let_go)
+            raise
+
+    async def close(self) -> None:
+        """Let go of the directory, after everything that was asked for is done."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.end(self._let_go)
+
+    async def new(self, profile: str) -> bool:
+        """Make a profile; False if it is there already."""
+        return await self._do(lambda: self._make_directory(self.path, profile))
+
+    async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
+        """The record, or None."""
+        return await self._do(lambda: _read(self._at(profile, namespace, key)))
+
+    async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+        """Write the record."""
+
+        def write() -> None:
+            self._make_directory(self.path, profile)
+            self._make_directory(self._at(profile), namespace)
+            place = self._at(profile, namespace)
+            self._keep_text(place, key)
+            self._replace(place / to_file_name(key), value)
+
+        await self._do(write)
+
+    async def delete(self, profile: str, namespace: str, key: str) -> None:
+        """Remove the record, if there is one."""
+
+        def remove() -> None:
+            file = self._at(profile, namespace, key)
+            if file.exists():
+                file.unlink()
+                _beside(file).unlink(missing_ok=True)
+                _sync(file.parent)
+
+        await self._do(remove)
+
+    async def clear(self, profile: str) -> None:
+        """Remove the profile and all its records."""
+
+        def remove() -> None:
+            place = self._at(profile)
+            if place.exists():
+                away = self._temporary / secrets.token_hex(8)
+                place.rename(away)
+                _sync(self.path)
+                self._moment("taken away")
+                shutil.rmtree(away)
+            _beside(place).unlink(missing_ok=True)
+
+        await self._do(remove)
+
+    async def list_profiles(self) -> list[str]:
+        """All profiles, sorted."""
+        return await self._do(lambda: sorted(_names_in(self.path)))
+
+    async def namespaces(self, profile: str) -> list[str]:
+        """The namespaces in which the profile has a record, sorted."""
+
+        def look() -> list[str]:
+            names = _names_in(self._at(profile))
+            return sorted(name for name in names if any(_names_in(self._at(profile, name))))
+
+        return await self._do(look)
+
+    async def keys(self, profile: str, namespace: str) -> list[str]:
+        """The keys of the profile's records in a namespace, sorted."""
+        return await self._do(lambda: sorted(_names_in(self._at(profile, namespace))))
+
+    def __repr__(self) -> str:
+        return f"<FileStorage {self.path}: {'open' if self._thread is not None else 'closed'}>"
+
+    async def _do(self, call: Callable[[], T]) -> T:
+        if self._thread is None:
+            raise StorageError(f"{self.path} is not open: use `async with` on the storage")
+        try:
+            return await self._thread.submit(call)
+        except OSError as error:
+            # Without the file's name: it tells who was talked to.
+            raise StorageError(
+                f"{self.path} cannot be used as storage: {error.strerror or error}; look at the "
+                "free space, and at the rights of the directory and of what is in it"
+            ) from error
+
+    # -- in the thread --------------------------------------------------------------------------
+
+    def _at(self, *names: str) -> Path:
+        return self.path.joinpath(*map(to_file_name, names))
+
+    def _make_directory(self, parent: Path, name: str) -> bool:
+        place = parent / to_file_name(name)
+        if place.is_dir():
+            return False
+        self._keep_text(parent, name)
+        place.mkdir(mode=0o700)
+        _sync(parent)
+        return True
+
+    def _keep_text(self, place: Path, name: str) -> None:
+        file = place / to_file_name(name)
+        if is_cut(file.name) and _cut_name(file) != name:
+            self._replace(_beside(file), name.encode("utf-8", "surrogatepass"))
+
+    def _replace(self, file: Path, value: bytes) -> None:
+        draft = self._temporary / secrets.token_hex(8)
+        try:
+            with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as output:
+                output.write(value)
+                output.flush()
+                self._moment("written")
+                os.fsync(output.fileno())
+            self._moment("on the disk")
+            os.replace(draft, file)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        self._moment("named")
+        _sync(file.parent)
+
+    def _moment(self, name: str) -> None:
+        """A moment at which a crash must do no harm; tests have one there."""
+
+    def _take(self) -> None:
+        if not self.path.exists():
+            self.path.mkdir(mode=0o700, parents=True)
+            _sync(self.path.parent)
+        elif not self.path.is_dir():
+            raise StorageError(f"{self.path} is a file, not a directory: choose another path")
+        label = _read(self.path / ".format")
+        if label is None and any(not name.startswith(".") for name in os.listdir(self.path)):
+            raise StorageError(
+                f"{self.path} has other files in it, and no storage: choose an empty directory, "
+                "or one that does not exist"
+            )
+        if label not in (None, _FORMAT):
+            raise StorageError(
+                f"{self.path} has a storage of another format ({label!r:.60}): use the version of "
+                "Moored that made it"
+            )
+        self._take_lock()
+        self._clean()
+        if label is None:
+            self._replace(self.path / ".format", _FORMAT)
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError:
+            owner = os.read(lock, 20).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise StorageError(
+                f"{self.path} is in use by the process {owner}: stop it, choose another directory, "
+                "or share a SQLite database instead"
+            ) from None
+        except BaseException:
+            os.close(lock)  # a full disk takes not even a number
+            raise
+        self._lock = lock
+
+    def _clean(self) -> None:
+        self._temporary.mkdir(mode=0o700, exist_ok=True)
+        for leftover in self._temporary.iterdir():
+            self.leftovers += 1
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _one_by_one(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.run()
+        settle((job,))
+
+
+def _beside(file: Path) -> Path:
+    """Where the text is that a cut name does not tell."""
+    return file.with_name(f"{file.name}.name")
+
+
+def _names_in(place: Path) -> Iterator[str]:
+    try:
+        found = os.listdir(place)
+    except FileNotFoundError:
+        return
+    for name in found:
+        text = _cut_name(place / name) if is_cut(name) else from_file_name(name)
+        if text is not None:
+            yield text
+
+
+def _cut_name(file: Path) -> str | None:
+    try:
+        text = (_read(_beside(file)) or b"").decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+    return text if to_file_name(text) == file.name else None
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _sync(directory: Path) -> None:
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

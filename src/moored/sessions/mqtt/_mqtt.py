@@ -1,0 +1,313 @@
+"""MQTT 5 as a protocol of sessions: its settings, and what they make of one profile."""
+
+from __future__ import annotations
+
+import math
+import re
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from moored.kernel import refuse
+
+from .._content import Msg, Text
+from .._endpoints import Tcp, WebSocket, default_tls
+from .._errors import SessionError
+from .._protocol import Feature, Outgoing, Protocol
+from . import _packets as packets
+from ._codec import text_field
+from ._dialogue import MqttDialogue
+from ._memory import Memory
+from ._packets import Publication, Will
+from ._plan import Plan
+from ._uri import Address, take_apart
+
+__all__ = ["Mqtt"]
+
+_FIELD = re.compile(r"\{([^{}]*)\}")
+#: The largest session expiry; to the server it means "for ever".
+FOR_EVER = 0xFFFFFFFF
+
+
+class Mqtt(Protocol):
+    """An MQTT 5 server; a send is a publish with QoS 1, confirmed by its PUBACK.
+
+    :param uri: `mqtt://`, `mqtts://`, `ws://` or `wss://`, with a user and a password if need be
+        (percent-encoded). Credentials that are stored for a profile go before them.
+    :param client_id: who we are to the server. Of two links with one client id the later one takes
+        over, and the other one is told (not by Mosquitto before 2.0.15, where it only finds its
+        link lost, and comes back: leases prevent that). Empty: the server chooses one, and it is
+        kept while the session lives.
+    :param topic: what a send is published to; `{recipient}` and `{profile}` are filled in.
+    :param subscribe: the topic filters that each session subscribes to, with QoS 1; `{profile}` is
+        filled in.
+    :param keepalive: seconds of silence after which the server is asked for a sign of life, and
+        two thirds of what it waits for one of ours; None for never.
+    :param patience: seconds that the server has to answer that; then the link counts as lost, so a
+        dead one is found within the two together.
+    :param session_expiry: seconds for which the server keeps a session without a link: what came
+        meanwhile, and the right to send again what it had not confirmed. 0: links do not resume.
+    :param clean_start: let the server forget what it has kept, when a session is started.
+    :param receive_maximum: how many messages the server may send before we acknowledge them, so
+        how many can wait for the user's handler.
+    :param send_window: how many sends may be unconfirmed at once, if the server does not want
+        fewer: each is kept until then, to be sent again.
+    :param max_packet_size: the largest packet that we take; the server is told.
+    :param will: what the server publishes if we are gone without a goodbye.
+    :param ca: for TLS, the file of the authorities to trust; those of the system by default.
+    :param certificate: for TLS, the file of our own certificate, if the server wants one.
+    :param key: the file of its key, if it is another one.
+    :param tls: in place of these three, a context that is made already.
+    :param server_name: for TLS over TCP, the name in the server's certificate, where it is not the
+        host's.
+    """
+
+    name = "mqtt"
+    features = frozenset((Feature.TEXT,))
+    acknowledges_in_order = True
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        client_id: str = "{profile}",
+        topic: str = "{recipient}",
+        subscribe: str | Iterable[str] = ("{profile}",),
+        keepalive: float | None = 30.0,
+        patience: float = 5.0,
+        session_expiry: int = 3600,
+        clean_start: bool = False,
+        receive_maximum: int = 64,
+        send_window: int = 1024,
+        max_packet_size: int = 1024 * 1024,
+        will: Will | None = None,
+        ca: str | Path | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+    ) -> None:
+        self.keepalive = keepalive
+        self.patience = patience
+        self.resumes = session_expiry > 0
+        self.redelivers = "resumed" if self.resumes else "never"
+        self.outlives = self.resumes and bool(client_id) and not clean_start
+        self._client_id = client_id
+        self._topic = topic
+        self._filters = (subscribe,) if isinstance(subscribe, str) else tuple(subscribe)
+        self._session_expiry = session_expiry
+        self._clean_start = clean_start
+        self._receive_maximum = self.inbound_window = receive_maximum
+        self._send_window = send_window
+        self._max_packet_size = max_packet_size
+        self._will = will
+        mistakes: list[str] = []
+        address = take_apart(uri, mistakes)
+        mistakes += self._wrong_numbers()
+        mistakes += self._wrong_templates()
+        if address is not None and not address.secure:
+            given = {"ca": ca, "certificate": certificate, "tls": tls, "server_name": server_name}
+            mistakes += [
+                f"{name} is for TLS, and {address.scheme}:// has none"
+                for name, value in given.items()
+                if value is not None
+            ]
+        if address is not None and address.scheme == "wss" and server_name is not None:
+            mistakes.append("server_name is for mqtts://, not for wss://")
+        if tls is not None and (ca or certificate or key):
+            mistakes.append("tls takes the place of ca, certificate and key")
+        refuse("Mqtt", mistakes)
+        assert address is not None
+        self._address = address
+        context = None
+        if address.secure:
+            context = tls if tls is not None else _context(ca, certificate, key)
+        self._endpoint = _endpoint(address, context, server_name, max_packet_size)
+
+    # -- the settings --------------------------------------------------------------------------
+
+    def _wrong_numbers(self) -> Iterable[str]:
+        bounds = {
+            "session_expiry": (self._session_expiry, 0, FOR_EVER),
+            "receive_maximum": (self._receive_maximum, 1, 0xFFFF),
+            "send_window": (self._send_window, 1, 0xFFFF - 1),
+            "max_packet_size": (self._max_packet_size, 128, packets.LARGEST),
+        }
+        for name, (value, least, most) in bounds.items():
+            if not least <= value <= most:
+                yield f"{name}={value!r} must be from {least} to {most}"
+        if self.keepalive is not None and not 0 < self.keepalive <= 0xFFFF:
+            yield f"keepalive={self.keepalive!r} must be more than 0, and at most 65535 seconds"
+        if not 0 < self.patience < math.inf:
+            yield f"patience={self.patience!r} must be more than 0 seconds, and finite"
+        if self._will is not None and self._will.qos not in (0, 1, 2):
+            yield f"the will's qos={self._will.qos!r} must be 0, 1 or 2"
+
+    def _wrong_templates(self) -> Iterable[str]:
+        yield from _unknown("client_id", self._client_id, {"profile"})
+        yield from _unknown("topic", self._topic, {"profile", "recipient"})
+        if not self._topic or "+" in self._topic or "#" in self._topic:
+            yield "topic must not be empty or have wildcards"
+        for text in self._filters:
+            yield from _unknown("subscribe", text, {"profile"})
+            if not text:
+                yield "subscribe has an empty filter"
+        if self._will is not None:
+            yield from _unknown("the will's topic", self._will.topic, {"profile"})
+            if not self._will.topic or "+" in self._will.topic or "#" in self._will.topic:
+                yield "the will's topic must not be empty or have wildcards"
+
+    # -- the protocol --------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> Tcp | WebSocket:
+        """Where to connect to."""
+        return self._endpoint
+
+    @staticmethod
+    def credentials(username: str, password: str | bytes | None = None) -> bytes:
+        """A user and a password, as they are stored for a profile."""
+        text_field(username)  # raises what is wrong with it
+        if password is None:
+            return username.encode()
+        return username.encode() + b"\0" + packets.as_bytes(password)[0]
+
+    def remember(self) -> Memory:
+        """The client's half of an MQTT session, while it has none."""
+        return Memory()
+
+    def forget(self, memory: Memory) -> Memory:
+        """Nothing is in flight; the client id stays, and that the server has known it."""
+        memory.forget()
+        return memory
+
+    def begin(self, profile: str, credentials: bytes | None, memory: Memory) -> MqttDialogue:
+        """A dialogue for a new link."""
+        try:
+            plan = self._plan(profile, credentials, memory)
+        except ValueError as error:
+            raise SessionError(f"the profile cannot be used with MQTT: {error}") from error
+        return MqttDialogue(plan, memory)
+
+    def _plan(self, profile: str, credentials: bytes | None, memory: Memory) -> Plan:
+        client_id = memory.client_id or _fill(self._client_id, profile)
+        # What a link of ours cannot resume, it does not want; only the first may forget the rest.
+        clean = not self.resumes or not client_id or (self._clean_start and not memory.begun)
+        username, password = self._address.username, self._address.password
+        if credentials is not None:
+            username, password = _user(credentials)
+        values = {
+            "session_expiry_interval": self._session_expiry or None,
+            "receive_maximum": self._receive_maximum,
+            "maximum_packet_size": self._max_packet_size,
+        }
+        will = self._will
+        hello = packets.connect(
+            client_id,
+            keepalive=math.ceil(self.keepalive or 0),
+            clean_start=clean,
+            values=values,
+            username=username,
+            password=password,
+            will=will,
+            will_topic=_fill(will.topic, profile) if will is not None else "",
+        )
+        return Plan(
+            hello=hello,
+            clean=clean,
+            topic=tuple(_fill(piece, profile) for piece in self._topic.split("{recipient}")),
+            filters=tuple((_filter(text, profile), text) for text in self._filters),
+            resumes=self.resumes,
+            keepalive=self.keepalive,
+            window=self._send_window,
+            receive_maximum=self._receive_maximum,
+            max_packet_size=self._max_packet_size,
+            goodbye=packets.disconnect(0x04 if will is not None and will.on_goodbye else 0),
+        )
+
+    def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
+        """Whether any server would take it, for sessions without one."""
+        self.begin(profile, None, self.remember()).check(outgoing)
+
+    def route(self, frame: Any) -> str:
+        """A publication is a message; there is nothing else."""
+        return "message" if type(frame) is Publication else "unhandled"
+
+    def interpret(self, tag: str, frame: Any) -> Msg | None:
+        """A publication as a `Msg`: text, if its sender said so, and bytes otherwise."""
+        if tag != "message":
+            return None
+        kind: str = "bytes"
+        content: Any = frame.payload
+        if frame.properties.get("payload_format_indicator"):
+            try:
+                kind, content = "text", Text(frame.payload.decode())
+            except UnicodeDecodeError:
+                pass  # it is not what it says, so it stays what it is
+        extra = {**frame.properties, "retained": True} if frame.retained else frame.properties
+        return Msg(kind, content, frame.id or "", "", frame.topic, frame.duplicate, extra)
+
+    def __repr__(self) -> str:
+        return f"<Mqtt {self._address}, topic {self._topic}>"
+
+
+def _unknown(what: str, text: str, known: set[str]) -> Iterable[str]:
+    """What a template has that nobody fills in, or that no string of MQTT may have."""
+    for name in _FIELD.findall(text):
+        if name not in known:
+            fields = " and ".join(f"{{{one}}}" for one in sorted(known))
+            yield f"{what} has {{{name}}}, and only {fields} can be filled in"
+    try:
+        text_field(text)
+    except ValueError as error:
+        yield f"{what} cannot be used: {error}"
+
+
+def _fill(text: str, profile: str) -> str:
+    return text.replace("{profile}", profile)
+
+
+def _filter(text: str, profile: str) -> str:
+    """A topic filter; a profile that is a wildcard would get what is meant for others."""
+    if "{profile}" in text and ("+" in profile or "#" in profile):
+        raise ValueError("a profile with + or # would subscribe to more than its own topic")
+    return _fill(text, profile)
+
+
+def _user(credentials: bytes) -> tuple[str, bytes | None]:
+    name, separator, rest = credentials.partition(b"\0")
+    try:
+        return name.decode(), rest if separator else None
+    except UnicodeDecodeError:
+        # Not even one byte of them is shown.
+        raise ValueError("its credentials were not made by Mqtt.credentials") from None
+
+
+def _context(
+    ca: str | Path | None, certificate: str | Path | None, key: str | Path | None
+) -> ssl.SSLContext:
+    if ca is None and certificate is None:
+        return default_tls()
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ValueError(f"Mqtt: ca={str(ca)!r} cannot be used: {error}") from error
+    try:
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:
+        files = f"certificate={str(certificate)!r}" + (f" with key={str(key)!r}" if key else "")
+        raise ValueError(f"Mqtt: {files} cannot be used: {error}") from error
+    return context
+
+
+def _endpoint(
+    address: Address, tls: ssl.SSLContext | None, server_name: str | None, size: int
+) -> Tcp | WebSocket:
+    if not address.web:
+        return Tcp(address.host, address.port, tls=tls, server_name=server_name)
+    # One frame may hold the end of a packet, and the next one.
+    return WebSocket(
+        f"{address}{address.path}", subprotocol="mqtt", tls=tls, max_size=2 * max(size, 1 << 16)
+    )

@@ -1,0 +1,102 @@
+"""What all connections of a proxy share: the faults, the way to the server, and the counts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from moored.testing._proxy_answer import Answer, Caller
+from moored.testing._proxy_faults import Direction, Faults, Mode, ProxyStatistics, Rate
+
+__all__ = ["Desk"]
+
+
+class Desk:
+    """The state of one proxy, as its connections see it; used from its loop alone."""
+
+    def __init__(self, host: str, port: int | None) -> None:
+        self.server = (host, port)
+        self.faults = Faults()
+        self.rate: Rate | None = None
+        self.answer: Answer | None = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._counts = dict.fromkeys(ProxyStatistics._fields, 0)
+        self._watchers: list[tuple[Callable[[ProxyStatistics], bool], asyncio.Future[None]]] = []
+
+    def switch(self, mode: Mode) -> None:
+        """Forward, stall or swallow from now on."""
+        self.faults.mode = mode
+        if mode == "stall":
+            self._gate.clear()
+        else:
+            self._gate.set()
+
+    async def forwarding(self) -> None:
+        """Return when nothing is stalled."""
+        while not self._gate.is_set():
+            await self._gate.wait()
+
+    async def dial(self) -> socket.socket:
+        """A connection to the server behind."""
+        host, port = self.server
+        loop = asyncio.get_running_loop()
+        if port is None:
+            return await _connect(loop, socket.AF_UNIX, host)
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return await _connect(loop, family, address)
+
+    def over_limit(self, now: float) -> Answer | None:
+        """What to say to one who comes just now, if that is one too many."""
+        if self.rate is None or self.faults.mode == "black_hole" or self.rate.take(now):
+            return None
+        self.add("limited")
+        return self.answer or _hang_up
+
+    def count(self, direction: Direction, size: int) -> None:
+        """Bytes were carried."""
+        self.add(f"bytes_{direction}", size)
+
+    def add(self, name: str, size: int = 1) -> None:
+        """Count something, and tell those who wait for it."""
+        self._counts[name] += size
+        if self._watchers:
+            counts = self.statistics()
+            for predicate, future in self._watchers:
+                if not future.done() and predicate(counts):
+                    future.set_result(None)
+
+    def statistics(self) -> ProxyStatistics:
+        """What has been counted."""
+        return ProxyStatistics(**self._counts)
+
+    async def wait_until(self, predicate: Callable[[ProxyStatistics], bool]) -> None:
+        """Wait until the counts fulfil a condition."""
+        if predicate(self.statistics()):
+            return
+        entry = (predicate, asyncio.get_running_loop().create_future())
+        self._watchers.append(entry)
+        try:
+            await entry[1]
+        finally:
+            self._watchers.remove(entry)
+
+
+async def _hang_up(caller: Caller) -> None:
+    raise ConnectionResetError("over the limit, and there is nothing to say")
+
+
+async def _connect(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,94 @@
+"""A session without a server, for tests of what a bot does with its events.
+
+::
+
+    async def test_it_answers() -> None:
+        async with session_sandbox(on_event=bot) as sandbox:
+            await sandbox.receive(Text("ping"), sender="ann")
+            assert sandbox.sent[-1].content == Text("pong")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from moored.sessions import Event, Msg, Outgoing, Protocol, Session, Sessions
+from moored.sessions.demo import Demo, DemoServer
+
+__all__ = ["SessionSandbox", "session_sandbox"]
+
+
+class SessionSandbox:
+    """What a test does to a session, and what it sees of it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._numbers = itertools.count(1)
+
+    @property
+    def sent(self) -> list[Outgoing]:
+        """What was sent, the newest last; at most the last thousand."""
+        assert self.session._offline is not None
+        return list(self.session._offline.sent)
+
+    async def receive(
+        self,
+        content: Any,
+        *,
+        sender: str = "somebody",
+        kind: str = "",
+        message_id: str = "",
+        timeout: float = 10.0,
+    ) -> None:
+        """A message comes in; returns when whoever takes the events is done with it."""
+        kind = kind or type(content).__name__.lower()
+        message = Msg(kind, content, message_id or f"in-{next(self._numbers)}", sender)
+        await self.happen("messages_upsert", message, timeout=timeout)
+
+    async def happen(self, kind: str, data: Any, *, timeout: float = 10.0) -> None:
+        """Any event comes in; returns when whoever takes the events is done with it.
+
+        A handler that raises is an `AssertionError`; what it has raised is in the log. So is a bot
+        that has ended, or hangs: nobody is done with the event within the timeout.
+        """
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def is_done(handled: bool) -> None:
+            if not done.done():
+                done.set_result(handled)
+
+        if not self.session._sink.put(Event(kind, data, self.session.profile), is_done):
+            raise AssertionError("nobody takes the events: give a handler, or iterate over them")
+        try:
+            async with asyncio.timeout(timeout):
+                handled = await done
+        except TimeoutError:
+            raise AssertionError(
+                f"nobody has handled it within {timeout:g} s: the bot has ended, or hangs"
+            ) from None
+        if not handled:
+            raise AssertionError("the handler has raised: see the log for what")
+
+    def __repr__(self) -> str:
+        return f"<SessionSandbox of {self.session!r}: {len(self.sent)} sent>"
+
+
+@asynccontextmanager
+async def session_sandbox(
+    profile: str = "bot", protocol: Protocol | None = None, *, on_event: Any = None
+) -> AsyncIterator[SessionSandbox]:
+    """A session that has no server: sends answer as confirmed ones would, and nothing leaves.
+
+    :param protocol: whose features it has; the demo protocol, which has all of them, if not given.
+    :param on_event: the handler under test; a bot that iterates over `session.events()` itself
+        needs none.
+    """
+    async with Sessions() as sessions:
+        session = await sessions.connect(
+            profile, protocol or Demo(DemoServer()), offline=True, on_event=on_event
+        )
+        yield SessionSandbox(session)

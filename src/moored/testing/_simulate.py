@@ -1,0 +1,117 @@
+"""Many schedules of one scenario, in as many processes as there are processors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ._errors import SimulationError
+from ._report import Report, failure
+from ._run import Scenario, refuse_running_loop, run_one
+from ._scale import base_seed
+from ._workers import Verdict, run_forked
+
+__all__ = ["explore", "simulate"]
+
+# Below this a fork costs more than it saves.
+_FEW = 32
+
+
+def simulate(
+    scenario: Scenario[Any],
+    seeds: int | Iterable[int] = 1000,
+    *,
+    processes: int | None = None,
+    first_seed: int | None = None,
+    drift: bool = True,
+    lateness: float = 0.0,
+    time_limit: float = 3600.0,
+) -> Report:
+    """Run a scenario once per seed, on a bad day of its own each time; raises at the first to fail.
+
+    The failing seed that is reported is always the first in the order of the seeds, however the
+    work was shared. `MOORED_SIM_SEED=…` runs that one alone, in this process, so that breakpoints
+    work; `pytest --sim-seeds N` overrides how many there are, where `seeds` is a number.
+
+    :param seeds: how many, or which.
+    :param processes: how many at once; as many as there are processors, if not given. The workers
+        are forked, so the scenario may be any function, and what it changes stays with them.
+    :param first_seed: where to begin when `seeds` is a number; MOORED_SEED, if not given.
+    :param drift: whether tasks may overtake each other.
+    :param lateness: virtual seconds by which a task may be late; 0 keeps virtual times exact.
+    :param time_limit: virtual seconds after which a schedule counts as stuck.
+    """
+    options = {"drift": drift, "lateness": lateness, "time_limit": time_limit}
+    chosen = _chosen(seeds, base_seed() if first_seed is None else first_seed)
+    return explore(scenario, chosen, processes=processes, **options)
+
+
+def explore(
+    scenario: Scenario[Any], chosen: Sequence[int], *, processes: int | None = None, **options: Any
+) -> Report:
+    """Run exactly these seeds, whatever the environment says."""
+    refuse_running_loop()
+    count = _processes(processes, len(chosen))
+    begin = time.perf_counter()
+    if count > 1:
+        verdict = run_forked(scenario, chosen, options, count)
+    else:
+        verdict = Verdict.of(scenario, chosen, options)
+    seconds = time.perf_counter() - begin
+    if verdict.failed is not None:
+        _fail(scenario, chosen, verdict.failed, options)
+    return Report(
+        schedules=len(verdict.digests),
+        distinct=len(set(verdict.digests.values())),
+        seconds=seconds,
+        processes=count,
+        digest=verdict.digest(),
+    )
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SimulationError(f"{variable}={text} must be a whole number") from None
+
+
+def _chosen(seeds: int | Iterable[int], first: int) -> Sequence[int]:
+    if only := os.environ.get("MOORED_SIM_SEED"):
+        return [_number("MOORED_SIM_SEED", only)]
+    if not isinstance(seeds, int):
+        chosen: Sequence[int] = list(seeds)
+    else:
+        asked = os.environ.get("MOORED_SIM_SEEDS")
+        count = _number("MOORED_SIM_SEEDS", asked) if asked else seeds
+        chosen = range(first, first + count)
+    if not chosen:
+        raise SimulationError("no seeds: a simulation of nothing would always pass")
+    return chosen
+
+
+def _processes(asked: int | None, seeds: int) -> int:
+    if not sys.platform.startswith("linux") or seeds < _FEW:
+        return 1
+    if asked is None:
+        # The workers of pytest-xdist have shared the processors among themselves already.
+        sharers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
+        asked = len(os.sched_getaffinity(0)) // sharers
+    return max(1, min(asked, seeds // (_FEW // 2)))
+
+
+def _fail(
+    scenario: Scenario[Any], seeds: Sequence[int], position: int, options: dict[str, Any]
+) -> None:
+    """Run the failing seed once more, here and with a trace, and raise what it shows."""
+    seed = seeds[position]
+    outcome = run_one(scenario, seed, trace=True, check=False, **options)
+    if outcome.error is None:
+        raise SimulationError(
+            f"seed {seed} failed, but passes when it is repeated: the scenario depends on more "
+            "than its seed (real time, os.urandom, the order of a set, what an earlier run left)"
+        )
+    raise failure(outcome, position, len(seeds))

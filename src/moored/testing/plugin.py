@@ -1,0 +1,55 @@
+"""The pytest side of the simulation: `--sim-seeds N`, and a header that says what was asked for.
+
+pytest imports this module at its start in every project that has Moored installed, so it
+imports nothing but pytest: the option is handed on through the environment, where `simulate()`
+(and the workers of pytest-xdist) find it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_report_header"]
+
+_SEED = "MOORED_SIM_SEED"
+_SEEDS = "MOORED_SIM_SEEDS"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--sim-seeds` to pytest's command line."""
+    parser.getgroup("moored", "simulation").addoption(
+        "--sim-seeds",
+        type=int,
+        metavar="N",
+        help=f"run every simulation over N seeds ({_SEED}=… runs one seed, in this process)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand the option on to `simulate()`, and take it back when pytest ends."""
+    seeds = config.getoption("--sim-seeds", default=None)
+    if seeds is None:
+        return
+    if seeds < 1:
+        raise pytest.UsageError(f"--sim-seeds must be at least 1, not {seeds}")
+    before = os.environ.get(_SEEDS)
+    os.environ[_SEEDS] = str(seeds)
+    config.add_cleanup(lambda: _restore(before))
+
+
+def _restore(before: str | None) -> None:
+    if before is None:
+        os.environ.pop(_SEEDS, None)
+    else:
+        os.environ[_SEEDS] = before
+
+
+def pytest_report_header() -> list[str]:
+    """Say so when simulations do not run with the seeds that their tests name."""
+    if seed := os.environ.get(_SEED):
+        return [f"moored: every simulation runs seed {seed} alone ({_SEED})"]
+    if seeds := os.environ.get(_SEEDS):
+        return [f"moored: every simulation runs {int(seeds):,} seeds (--sim-seeds)"]
+    return []

@@ -1,0 +1,147 @@
+"""A TCP proxy that can be told to fail while it runs.
+
+It is for tests with asyncio, for tests with threads, and a program of its own::
+
+    python -m moored.testing.proxy 127.0.0.1:5432
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from moored.testing._proxy import FaultProxy
+from moored.testing._proxy_answer import Answer, Caller, postgres_fatal
+from moored.testing._proxy_commands import HELP, obey
+from moored.testing._proxy_faults import Direction, ProxyStatistics
+
+__all__ = [
+    "Answer",
+    "Caller",
+    "Direction",
+    "FaultProxy",
+    "ProxyStatistics",
+    "main",
+    "postgres_fatal",
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a proxy from the command line, and obey the commands on standard input."""
+    options = _parser().parse_args(arguments)
+    try:
+        return asyncio.run(_run(options))
+    except OSError as error:
+        host, port = options.listen
+        print(f"moored: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moored.testing.proxy",
+        description="A TCP proxy that can be told to fail while it runs.",
+        epilog=f"commands, one per line on standard input:\n\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("server", help="the server behind: HOST:PORT, or the path of a socket")
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        type=_address,
+        help="where to listen (default: a free port of 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--answer",
+        metavar="SQLSTATE",
+        help="tell PostgreSQL's clients over the limit this FATAL error, for example 53400",
+    )
+    parser.add_argument(
+        "--do",
+        metavar="COMMAND",
+        action="append",
+        default=[],
+        help="a command to begin with, for example --do 'limit 20' (may be repeated)",
+    )
+    parser.add_argument(
+        "--no-input",
+        action="store_true",
+        help="take no commands, and run until SIGTERM or SIGINT",
+    )
+    return parser
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _server(text: str) -> tuple[str, int | None]:
+    return (text, None) if text.startswith(("/", "./")) else _address(text)
+
+
+async def _run(options: argparse.Namespace) -> int:
+    try:
+        host, port = _server(options.server)
+        answer = postgres_fatal(options.answer) if options.answer else None
+        proxy = FaultProxy(host, port, listen_host=options.listen[0], listen_port=options.listen[1])
+        for command in options.do:
+            obey(proxy, command, answer)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        print(f"moored: {error}", file=sys.stderr)
+        return 2
+    lines: asyncio.Queue[str | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lines.put_nowait, None)
+    async with proxy:
+        print(f"listening on {proxy.host}:{proxy.port}, forwarding to {proxy.upstream}", flush=True)
+        if not options.no_input:
+            _read_input(loop, lines)
+        while (line := await lines.get()) is not None and line.strip() != "quit":
+            _obey(proxy, line, answer)
+    print("ended", flush=True)
+    return 0
+
+
+def _obey(proxy: FaultProxy, line: str, answer: Answer | None) -> None:
+    if not line.strip():
+        return
+    try:
+        print(obey(proxy, line, answer), flush=True)
+    except ValueError as error:
+        print(f"moored: {error}", file=sys.stderr, flush=True)
+
+
+def _read_input(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str | None]) -> None:
+    def tell(line: str | None) -> None:
+        try:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        except RuntimeError:
+            pass  # the loop has ended, and with it the wish for commands
+
+    def read() -> None:
+        # Straight from the descriptor: a thread that waits inside sys.stdin would hold its lock
+        # when the interpreter ends.
+        rest = b""
+        while data := os.read(0, 4096):
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                tell(line.decode(errors="replace"))
+        if rest:
+            tell(rest.decode(errors="replace"))
+        tell(None)
+
+    threading.Thread(target=read, name="moored-proxy-input", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
