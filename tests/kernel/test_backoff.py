@@ -12,6 +12,8 @@ from tests.kernel.fake_clock import FakeClock
 from moored.kernel import Backoff, BackoffExhausted
 from moored.kernel._backoff import Jitter
 
+pytestmark = pytest.mark.pure
+
 seconds = st.floats(0.001, 1000)
 factors = st.floats(1, 10)
 

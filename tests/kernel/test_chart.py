@@ -9,6 +9,8 @@ import pytest
 from moored.kernel import Chart, State
 from moored.kernel._state import Moves
 
+pytestmark = pytest.mark.pure
+
 PHASES = {"starting": ["dial", "login"], "active": (), "closing": ["flush", "bye"], "closed": ()}
 LINK = Chart(
     phases=PHASES,

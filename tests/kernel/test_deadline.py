@@ -9,6 +9,9 @@ import pytest
 from tests.kernel.fake_clock import FakeClock
 
 from moored.kernel import Deadline, DeadlineExceeded, MooredError
+from moored.testing import simulate
+
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
 
 
 def test_time_left() -> None:
@@ -132,3 +135,14 @@ async def test_of_two_nested_ones_the_earlier_fires(outer: float, inner: float, 
 
     with pytest.raises(DeadlineExceeded, match=f"^the {fires} did not"):
         await work()
+
+
+def test_a_deadline_that_ended_a_block_is_expired_although_its_timer_fired_early() -> None:
+    async def scenario(sim: object) -> None:
+        deadline = Deadline.after(1)
+        with pytest.raises(DeadlineExceeded, match=r"were over 0\.00[01] s ago"):
+            async with deadline.enforce():
+                await asyncio.Event().wait()
+        assert deadline.expired
+
+    simulate(scenario, 50, timer_slack=0.001)

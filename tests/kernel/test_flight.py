@@ -9,6 +9,9 @@ import gc
 import pytest
 
 from moored.kernel import FlightCancelled, SingleFlight
+from moored.testing import Sim, scaled, simulate
+
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
 
 
 class Attempts:
@@ -254,3 +257,30 @@ async def test_the_attempt_has_the_first_callers_context() -> None:
     await turns()
     gate.set()
     assert await asyncio.gather(*callers) == ["first", "first"]
+
+
+def test_attempts_never_overlap_however_callers_follow_each_other() -> None:
+    """A new attempt may start between the end of the last one and asyncio's word that it ended."""
+
+    async def scenario(sim: Sim) -> None:
+        flights, running, most = SingleFlight(), 0, 0
+
+        async def attempt() -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            for _ in range(sim.rng.randrange(3)):
+                await asyncio.sleep(0)
+            running -= 1
+
+        async def caller() -> None:
+            for _ in range(10):
+                await flights.do("key", attempt)
+                for _ in range(sim.rng.randrange(3)):
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(caller() for _ in range(4)))
+        assert most == 1
+        assert len(flights) == 0
+
+    simulate(scenario, scaled(1000, least=100))

@@ -8,6 +8,8 @@ import pytest
 
 from moored.kernel import Generation, StaleGeneration
 
+pytestmark = pytest.mark.pure
+
 
 def test_only_the_newest_token_is_current() -> None:
     generation = Generation()

@@ -26,6 +26,8 @@ from moored.kernel import (
     WorkerCrashed,
 )
 
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
+
 Outcome = Callable[[], str]
 
 
@@ -166,6 +168,30 @@ async def test_a_crash_fails_what_waits_behind_it_and_no_other_key(
         cancelled=0,
         skipped=0,
     )
+
+
+async def test_an_item_that_its_caller_cancelled_behind_a_crash_counts_as_skipped(
+    desk: Desk, workers: KeyedWorkers[str, str, str]
+) -> None:
+    futures = [workers.submit("k", item) for item in "abc"]
+    await turns()
+    futures[1].cancel()
+    desk.fail("a", ValueError("no"))
+    await asyncio.gather(*futures, return_exceptions=True)
+    now = workers.statistics()
+    assert (now.failed, now.crashed, now.skipped, now.cancelled) == (1, 1, 1, 0)
+
+
+async def test_an_item_that_its_caller_cancelled_before_cancel_counts_as_skipped(
+    desk: Desk, workers: KeyedWorkers[str, str, str]
+) -> None:
+    futures = [workers.submit("k", item) for item in "abc"]
+    await turns()
+    futures[1].cancel()
+    assert workers.cancel("k") == 2
+    await asyncio.gather(*futures, return_exceptions=True)
+    now = workers.statistics()
+    assert (now.failed, now.crashed, now.skipped, now.cancelled) == (0, 0, 1, 2)
 
 
 async def test_those_behind_a_crash_each_have_an_error_of_their_own(

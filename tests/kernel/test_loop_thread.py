@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from moored.kernel import DeadlineExceeded, MooredError, LoopThread
+from moored.kernel import DeadlineExceeded, LoopThread, MooredError
 
 LIMIT = 10.0
 
@@ -130,6 +130,43 @@ def test_spawned_work_that_fails_is_logged(
         future = loop_thread.spawn(fails(), name="refiller")
         assert isinstance(future.exception(LIMIT), LookupError)
     assert "background work 'refiller' failed" in caplog.text
+
+
+def test_spawned_work_without_a_name_keeps_the_name_that_asyncio_gives(
+    loop_thread: LoopThread,
+) -> None:
+    async def name() -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        return task.get_name()
+
+    assert loop_thread.spawn(name()).result(LIMIT).startswith("Task-")
+
+
+def test_work_is_submitted_from_the_loops_own_thread(loop_thread: LoopThread) -> None:
+    async def submits() -> tuple[str, int]:
+        return await asyncio.wrap_future(loop_thread.submit(where()))
+
+    assert loop_thread.run(submits(), LIMIT)[0] == "test-loop"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_loop_that_could_not_start_the_shared_one_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_files_left(runner: asyncio.Runner) -> asyncio.Runner:
+        raise OSError("too many open files")
+
+    LoopThread.shared().stop()
+    broken = LoopThread.shared()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.Runner, "__enter__", no_files_left)
+        with pytest.raises(RuntimeError, match="could not start its event loop"):
+            broken.run(where(), LIMIT)
+    assert LoopThread.shared().run(where(), LIMIT)[0] == "moored-loop"
+    LoopThread.shared().stop()
+    broken.stop(LIMIT)
+    assert not broken.alive
 
 
 def test_an_interrupt_cancels_the_work(loop_thread: LoopThread) -> None:
@@ -245,7 +282,7 @@ def test_the_shared_one_is_one_per_process() -> None:
 
 
 FORK = """
-    import asyncio, os, sys, warnings
+    import asyncio, os, signal, sys, threading, warnings
     from moored.kernel import LoopThread
 
     async def pid():
@@ -254,6 +291,15 @@ FORK = """
     parent = LoopThread.shared()
     assert parent.run(pid()) == os.getpid()
     inherited = os.getpid()
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with parent._lock:
+            held.set()
+            over.wait()
+
+    threading.Thread(target=hold).start()
+    held.wait()
     child = os.fork()
     if child == 0:
         assert "of process" in repr(parent), repr(parent)
@@ -263,7 +309,9 @@ FORK = """
             assert f"belongs to process {inherited}" in str(error), error
         else:
             sys.exit("the inherited loop thread was used")
+        signal.alarm(10)  # it would wait for a lock that a thread of the parent has
         parent.stop()
+        signal.alarm(0)
         fresh = LoopThread.shared()
         assert fresh is not parent
         assert fresh.run(pid(), 5) == os.getpid()
@@ -271,6 +319,7 @@ FORK = """
         print("child ok", flush=True)
         sys.exit(0)
     _, status = os.waitpid(child, 0)
+    over.set()
     assert status == 0, status
     assert parent.run(pid(), 5) == os.getpid()
     print("parent ok", flush=True)

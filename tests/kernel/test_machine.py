@@ -10,6 +10,8 @@ from tests.kernel.fake_clock import NOON, FakeClock
 
 from moored.kernel import Chart, IllegalMove, Machine, Move, Recorder, State
 
+pytestmark = pytest.mark.pure
+
 LINK = Chart(
     phases={"starting": ["dial", "login"], "active": (), "closed": ()},
     moves=[
@@ -140,7 +142,7 @@ def test_an_observer_that_raises_is_reported_once_and_breaks_nothing(
     assert [move.cause for move in seen] == ["one", "two"]
     assert len(caplog.records) == 1
     assert "broken" in caplog.text
-    assert "of machine 'link' failed" in caplog.text
+    assert "of machine 'link' raised" in caplog.text
 
 
 def test_states_are_recorded_with_their_causes(clock: FakeClock) -> None:
@@ -176,6 +178,7 @@ def test_as_dict_and_repr(machine: Machine, clock: FakeClock) -> None:
         "name": "link",
         "phase": "starting",
         "step": "login",
+        "doing": "starting / login",
         "for": 3.0,
         "history": [
             {
@@ -203,3 +206,17 @@ def test_a_chart_or_its_parts(given: dict[str, object]) -> None:
 def test_without_a_clock_it_takes_the_current_one() -> None:
     machine = Machine("link", LINK)
     assert machine.as_dict()["for"] >= 0.0
+
+
+def test_a_chart_may_have_words_for_its_steps(clock: FakeClock) -> None:
+    recorder = Recorder(clock=clock)
+    chart = Chart(
+        phases={"up": (), "down": ("dial", "login")},
+        moves=[("down", "up"), ("down/dial", "down/login")],
+        initial="down",
+        words={"dial": "dialling the server"},
+    )
+    machine = Machine("link", chart, clock=clock, recorder=recorder)
+    machine.move("down/login", cause="answered")
+    assert [event.text for event in recorder.events()] == ["dialling the server", "at down / login"]
+    assert machine.as_dict()["doing"] == "down / login"

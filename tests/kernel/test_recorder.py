@@ -16,6 +16,8 @@ from tests.kernel.fake_clock import NOON, FakeClock
 
 from moored.kernel import Event, Recorder
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def clock() -> FakeClock:

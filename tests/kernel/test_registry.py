@@ -19,6 +19,8 @@ from moored.kernel import (
 )
 from moored.testing import run_one, scaled
 
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
+
 
 async def test_a_key_has_one_owner_and_the_error_carries_the_current_value() -> None:
     registry: Registry[str, object] = Registry("profiles")
@@ -113,6 +115,44 @@ async def test_a_monitor_of_a_key_given_up_says_so() -> None:
     down = registry.monitor("k")
     registration.unregister()
     assert await down == Down("k", "unregistered")
+
+
+async def test_waiting_for_a_key_that_has_an_owner_does_not_wait() -> None:
+    registry: Registry[str, int] = Registry()
+    registry.register("k", 1)
+    async with asyncio.timeout(10):
+        assert await registry.wait_for("k") == 1
+        assert await registry.via("k").wait(timeout=None) == 1
+
+
+async def test_a_waiter_that_leaves_does_not_take_the_others_with_it() -> None:
+    registry: Registry[str, int] = Registry()
+    waiters = [asyncio.create_task(registry.wait_for("k")) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiters[1].cancel()
+    await asyncio.wait([waiters[1]])
+    registry.register("k", 5)
+    async with asyncio.timeout(10):
+        assert [await waiters[0], await waiters[2]] == [5, 5]
+    assert len(registry._arrivals) == 0
+
+
+async def test_only_a_task_can_own_a_key() -> None:
+    registry: Registry[str, int] = Registry()
+    outcome: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def callback() -> None:
+        try:
+            registry.register("k", 1)
+        except RuntimeError as error:
+            outcome.set_result(error)
+
+    asyncio.get_running_loop().call_soon(callback)
+    async with asyncio.timeout(10):
+        assert "only a task can own something" in str(await outcome)
+    assert "k" not in registry
+    registry.register("k", 1, owner=asyncio.current_task())
+    assert "k" in registry
 
 
 def test_via_survives_restarts_of_the_owner() -> None:

@@ -16,6 +16,8 @@ from tests.kernel.fake_clock import FakeClock
 from moored.kernel import Condition, Recorder, StatusChange, StatusMonitor, WaitTimeout
 from moored.kernel._ownership import _owned
 
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
+
 
 class Level(Enum):
     STARTING = "starting"

@@ -9,6 +9,8 @@ import pytest
 
 from moored.kernel import Child, Context, Supervisor
 
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
+
 
 async def work(ctx: Context) -> None:
     ctx.started()

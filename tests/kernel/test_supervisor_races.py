@@ -7,6 +7,7 @@ import gc
 import logging
 import weakref
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.kernel.stage import Stage, settle, virtual
@@ -15,12 +16,17 @@ from moored.kernel import (
     Backoff,
     Child,
     Context,
+    NotRunning,
+    Registry,
     RestartIntensityExceeded,
     StartFailed,
     SupervisionError,
     Supervisor,
+    patiently,
 )
 from moored.testing import Sim, run_one, scaled
+
+pytestmark = pytest.mark.pure
 
 
 def test_a_failure_does_not_keep_what_the_failed_code_held(
@@ -240,3 +246,333 @@ def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
 
     for seed in range(scaled(2000, least=200)):
         run_one(scenario, seed)
+
+
+def test_siblings_that_fail_together_are_restarted_once() -> None:
+    """The second reaction finds that its child lives in another generation by now."""
+
+    async def scenario(sim: Sim) -> None:
+        stage = Stage()
+        names = ["a", "b", "c"]
+        strategy: Any = sim.rng.choice(["one_for_all", "one_for_one"])
+        children = [stage.child(name) for name in names]
+        async with Supervisor(strategy=strategy, children=children, intensity=None) as root:
+            failing = sim.rng.sample(names, 2)
+            for name in failing:
+                stage.crash(name)
+            await settle()
+            again = names if strategy == "one_for_all" else failing
+            lives = {child.name: child.generation for child in root.tree().children}
+            assert lives == {name: 2 if name in again else 1 for name in names}
+
+    for seed in range(scaled(1000, least=100)):
+        run_one(scenario, seed)
+
+
+def test_a_failure_that_a_restart_by_hand_has_overtaken_restarts_nothing() -> None:
+    async def scenario(sim: Sim) -> None:
+        stage = Stage()
+        async with Supervisor(children=[stage.child("a")], intensity=None) as root:
+            stage.crash("a")
+            for _ in range(sim.rng.randrange(5)):
+                await asyncio.sleep(0)
+            await root.restart_child("a")
+            generation = root.tree().children[0].generation
+            await settle()
+            assert root.tree().children[0].generation == generation
+            assert generation <= 3
+
+    for seed in range(scaled(1000, least=100)):
+        run_one(scenario, seed)
+
+
+def test_a_failure_of_a_child_that_was_replaced_under_its_name_restarts_nothing() -> None:
+    async def scenario(sim: Sim) -> None:
+        stage, other = Stage(), Stage()
+        async with Supervisor(children=[stage.child("a")], intensity=None) as root:
+            stage.crash("a")
+            for _ in range(sim.rng.randrange(5)):
+                await asyncio.sleep(0)
+            await root.stop_child("a")
+            stage.take()
+            assert await root.start_child(other.child("a")) == "a1"
+            await settle()
+            assert stage.take() == ""
+            assert other.take() == "+a1"
+
+    for seed in range(scaled(1000, least=100)):
+        run_one(scenario, seed)
+
+
+def test_an_uptime_as_long_as_the_longest_wait_lets_the_backoff_begin_anew() -> None:
+    async def scenario() -> None:
+        starts: list[float] = []
+        uptimes = iter([0, 0, 0, 7.9, 8.1, 0, 0])
+
+        async def run(ctx: Context) -> None:
+            starts.append(ctx.clock.monotonic())
+            ctx.started()
+            await asyncio.sleep(next(uptimes, 1000))
+            raise ValueError
+
+        child = Child("a", run, backoff=Backoff(1, 8))
+        async with Supervisor(children=[child], intensity=None):
+            await asyncio.sleep(60)
+        gaps = [b - a for a, b in pairwise(starts)]
+        expected = [1, 2, 4, 7.9 + 8, 8.1 + 1, 2, 4]
+        assert gaps == pytest.approx(expected, abs=0.01)
+
+    virtual(scenario)
+
+
+def test_a_child_that_says_started_while_it_is_stopped_does_not_run() -> None:
+    async def scenario() -> None:
+        async def run(ctx: Context) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ctx.started("late")
+                await asyncio.sleep(1)
+
+        async with Supervisor() as root:
+            starting = asyncio.create_task(root.start_child(Child("a", run)))
+            await settle()
+            stopping = asyncio.create_task(root.stop_child("a"))
+            await asyncio.sleep(0.5)
+            assert root.value("a") is None
+            assert root.tree().children[0].state == "stopping"
+            await stopping
+            assert isinstance((await asyncio.wait([starting]))[0].pop().exception(), NotRunning)
+
+    virtual(scenario)
+
+
+def test_a_caller_of_stop_child_that_is_cancelled_does_not_wait_for_the_supervisor() -> None:
+    async def scenario() -> None:
+        async def run(ctx: Context) -> None:
+            ctx.started()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(3)
+
+        async with Supervisor() as root:
+            await root.start_child(Child("a", run))
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await root.stop_child("a")
+            assert asyncio.get_running_loop().time() - began < 2
+            await asyncio.sleep(3)
+            assert not root.tree().children, "the stop goes on"
+
+    virtual(scenario)
+
+
+def test_health_is_of_one_generation_and_needs_no_backoff() -> None:
+    async def scenario() -> None:
+        starts: list[float] = []
+
+        async def run(ctx: Context) -> None:
+            starts.append(ctx.clock.monotonic())
+            ctx.started()
+            if ctx.generation > 1:
+                raise ValueError
+            while True:
+                try:
+                    await asyncio.sleep(2.5)
+                    ctx.healthy()  # of a life that was abandoned long ago
+                except asyncio.CancelledError:
+                    pass
+
+        async def plain(ctx: Context) -> None:
+            ctx.healthy()
+            ctx.started()
+
+        child = Child("a", run, backoff=Backoff(1, 8), shutdown=1)
+        async with Supervisor(children=[child], intensity=None) as root:
+            await root.start_child(Child("plain", plain, restart="temporary"))
+            await root.restart_child("a")
+            await asyncio.sleep(20)
+        assert [b - a for a, b in pairwise(starts)][1:] == pytest.approx([1, 2, 4, 8], abs=0.01)
+
+    virtual(scenario)
+
+
+def test_a_second_stop_of_a_child_leaves_its_successor_alone() -> None:
+    async def scenario(sim: Sim) -> None:
+        stage = Stage()
+
+        async def slow(ctx: Context) -> None:
+            ctx.started()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(2)
+
+        async with Supervisor(children=[Child("a", slow)]) as root:
+            stops = [asyncio.create_task(root.stop_child("a")) for _ in range(3)]
+            await settle()
+            await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
+            assert await root.start_child(stage.child("a")) == "a1"
+            await asyncio.wait(stops)
+            assert root.value("a") == "a1"
+        assert stage.take() == "+a1 -a1"
+
+    for seed in range(scaled(1000, least=100)):
+        run_one(scenario, seed)
+
+
+def test_a_child_that_fails_while_it_is_stopped_has_failed_once() -> None:
+    async def scenario() -> None:
+        async def run(ctx: Context) -> None:
+            ctx.started()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise ValueError("while it stopped")
+
+        async with Supervisor(children=[Child("a", run)]) as root:
+            await root.stop_child("a")
+            await settle()
+            texts = [event.text for event in root.recorder.events("root/a")]
+            assert texts == ["running", "failed while it stopped"]
+
+    virtual(scenario)
+
+
+def test_a_second_stop_of_a_child_does_not_give_it_more_time() -> None:
+    async def scenario() -> None:
+        async def stubborn(ctx: Context) -> None:
+            ctx.started()
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    if root.abandoned:
+                        raise
+
+        async with Supervisor(children=[Child("a", stubborn, shutdown=3)]) as root:
+            before = root.clock.monotonic()
+            first = asyncio.create_task(root.stop_child("a"))
+            await asyncio.sleep(2)
+            await root.stop()
+            assert root.clock.monotonic() - before == pytest.approx(3, abs=0.01)
+            assert root.abandoned == 1
+            await first
+
+    virtual(scenario)
+
+
+def test_a_supervisor_starts_once() -> None:
+    async def scenario() -> None:
+        stage = Stage()
+        root = Supervisor(children=[stage.child("a")])
+        await root.start()
+        with pytest.raises(NotRunning, match="root is running: make a new Supervisor"):
+            await root.start()
+        assert root.value("a") == "a1"
+        await root.stop()
+        with pytest.raises(NotRunning, match="root is stopped: make a new Supervisor"):
+            await root.start()
+        assert root.state == "stopped"
+
+    virtual(scenario)
+
+
+def test_patience_raises_the_cancellation_when_the_task_has_ended() -> None:
+    async def scenario() -> None:
+        work = asyncio.create_task(asyncio.sleep(10))
+        waiting = asyncio.create_task(patiently(work))
+        for _ in range(2):
+            await settle()
+            waiting.cancel()
+        await asyncio.wait([waiting])
+        assert work.done()
+        assert not work.cancelled()
+        assert waiting.cancelled()
+
+    virtual(scenario)
+
+
+def test_the_error_of_a_block_has_a_note_only_if_its_supervisor_failed_too() -> None:
+    async def scenario() -> None:
+        quiet = ValueError("of the block")
+        with pytest.raises(ValueError, match="of the block"):
+            async with Supervisor():
+                raise quiet
+        assert not hasattr(quiet, "__notes__")
+
+        async def crash(error: Exception | None) -> None:
+            stage = Stage()
+            async with Supervisor(children=[stage.child("a")], intensity=(0, 1)) as root:
+                stage.crash("a")
+                await settle()
+                if error is not None:
+                    raise error
+                await root.wait()
+
+        with pytest.raises(RestartIntensityExceeded) as caught:
+            await crash(None)
+        assert not hasattr(caught.value, "__notes__")
+        loud = ValueError("of the block")
+        with pytest.raises(ValueError, match="of the block"):
+            await crash(loud)
+        assert "meanwhile root failed: root gave up" in loud.__notes__[0]
+
+    virtual(scenario)
+
+
+def test_an_abandoned_child_can_own_nothing_more() -> None:
+    async def scenario() -> None:
+        registry: Registry[str, int] = Registry()
+        refusals: list[str] = []
+
+        async def run(ctx: Context) -> None:
+            ctx.started()
+            for _ in range(3):
+                try:
+                    await asyncio.sleep(2)
+                except asyncio.CancelledError:
+                    pass
+            try:
+                ctx.register(registry, "name", 1)
+            except RuntimeError as refusal:
+                refusals.append(str(refusal))
+
+        async with Supervisor(children=[Child("a", run, shutdown=1)]) as root:
+            await root.stop_child("a")
+            assert root.abandoned == 1
+            await asyncio.sleep(20)
+        assert ["was abandoned: it can own nothing more" in each for each in refusals] == [True]
+        assert "name" not in registry
+
+    virtual(scenario)
+
+
+def test_a_restart_by_hand_does_not_interrupt_the_restart_of_a_group() -> None:
+    async def scenario() -> None:
+        stage = Stage()
+        children = [stage.child("a", backoff=Backoff(5, 5)), stage.child("b")]
+        async with Supervisor(strategy="one_for_all", children=children) as root:
+            stage.crash("a")
+            await settle()
+            await root.restart_child("a")
+            assert root.value("b") == "b2"
+
+    virtual(scenario)
+
+
+def test_no_child_is_added_before_the_start_or_after_the_stop() -> None:
+    async def scenario() -> None:
+        stage = Stage()
+        root = Supervisor()
+        with pytest.raises(NotRunning, match=r"root is new, .* call start\(\) first"):
+            await root.start_child(stage.child("a"))
+        await root.start()
+        await root.stop()
+        with pytest.raises(NotRunning, match="root is stopped, so it cannot start 'a'"):
+            await root.start_child(stage.child("a"))
+        assert stage.take() == ""
+
+    virtual(scenario)

@@ -12,6 +12,8 @@ import pytest
 
 from moored.kernel import in_thread, start_thread
 
+pytestmark = pytest.mark.every_loop
+
 
 async def test_a_result_comes_from_another_thread() -> None:
     name, daemon = await in_thread(
@@ -82,7 +84,30 @@ async def test_a_result_that_is_wanted_is_not_cleared_away() -> None:
     assert unwanted == []
 
 
+async def test_a_result_that_nobody_wants_or_clears_away_is_no_error() -> None:
+    complaints: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    may_end = threading.Event()
+    outcome = in_thread(lambda: may_end.wait(30.0), name="helper")
+    outcome.cancel()
+    may_end.set()
+    # Of two threads that end one after the other, the second is told of last.
+    assert await in_thread(lambda: joined("helper"), name="other")
+    assert complaints == []
+
+
+def joined(name: str) -> bool:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(30.0)
+    return True
+
+
 async def test_an_error_that_nobody_wants_any_more_is_nothing_to_clear_away() -> None:
+    complaints: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
     may_end, ended = threading.Event(), threading.Event()
     unwanted: list[Any] = []
 
@@ -95,7 +120,8 @@ async def test_an_error_that_nobody_wants_any_more_is_nothing_to_clear_away() ->
     outcome.cancel()
     may_end.set()
     await asyncio.to_thread(ended.wait, 30.0)
-    await asyncio.sleep(0.01)
+    assert await in_thread(lambda: joined("helper"), name="other")
+    assert complaints == []
     assert unwanted == []
 
 

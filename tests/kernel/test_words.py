@@ -6,7 +6,9 @@ from enum import Enum
 
 import pytest
 
-from moored.kernel._words import MAX_TEXT, causes_of, describe, duration, refuse
+from moored.kernel._words import MAX_TEXT, causes_of, describe, duration, refuse, unmet
+
+pytestmark = pytest.mark.pure
 
 
 class AdminShutdown(Exception):
@@ -102,3 +104,8 @@ def test_all_mistakes_are_named_at_once() -> None:
     refuse("Thing", [])
     with pytest.raises(ValueError, match=r"^Thing: a is wrong; b is wrong$"):
         refuse("Thing", ["a is wrong", "b is wrong"])
+
+
+def test_a_setting_that_fails_its_check_is_a_mistake() -> None:
+    checks = ("rate", -1, False, "at least 0"), ("burst", 5, True, "at least 2")
+    assert unmet(*checks) == ["rate=-1 must be at least 0"]

@@ -16,15 +16,17 @@ from ._deadline import Deadline
 from ._errors import (
     AlreadyRegistered,
     BackoffExhausted,
+    ConfigError,
     DeadlineExceeded,
     FlightCancelled,
-    MooredError,
     IllegalMove,
     KeyedWorkError,
+    MooredError,
     NotRegistered,
     NotRunning,
     QueueFull,
     RestartIntensityExceeded,
+    RestartRequested,
     StaleGeneration,
     StartFailed,
     SupervisionError,
@@ -32,6 +34,7 @@ from ._errors import (
     WorkCancelled,
     WorkerCrashed,
 )
+from ._extras import MissingExtra, extra
 from ._flight import SingleFlight
 from ._frames import forget_frames
 from ._generation import Generation
@@ -42,12 +45,15 @@ from ._patience import patiently
 from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
 from ._rules import AutoShutdown, Failure, Restart, Strategy
+from ._secrets import HIDDEN, SECRETS, Secrets, redacted, unescaped_password
 from ._state import State
 from ._status import StatusMonitor
 from ._supervisor import Supervisor
-from ._threads import in_thread, start_thread
+from ._tasks import Tasks, awaited, start_task
+from ._threads import in_thread, run_callback, start_thread
+from ._timers import Timers, sleep_until
 from ._tree import Tree
-from ._words import counted, describe, duration, program_of, refuse
+from ._words import counted, describe, duration, program_of, refuse, unmet
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Supervision
@@ -77,13 +83,19 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "KeyedWorkers",
     "LoopThread",
     "SingleFlight",
+    "Tasks",
+    "awaited",
     "in_thread",
+    "run_callback",
+    "start_task",
     "start_thread",
     # Time and replacement
     "Backoff",
     "Clock",
     "Deadline",
     "Generation",
+    "Timers",
+    "sleep_until",
     # What happened
     "Event",
     "Recorder",
@@ -96,9 +108,20 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "patiently",
     "program_of",
     "refuse",
+    "unmet",
+    # Extras
+    "MissingExtra",
+    "extra",
+    # Secrets
+    "HIDDEN",
+    "SECRETS",
+    "Secrets",
+    "redacted",
+    "unescaped_password",
     # Errors
     "AlreadyRegistered",
     "BackoffExhausted",
+    "ConfigError",
     "DeadlineExceeded",
     "FlightCancelled",
     "MooredError",
@@ -108,6 +131,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "NotRunning",
     "QueueFull",
     "RestartIntensityExceeded",
+    "RestartRequested",
     "StaleGeneration",
     "StartFailed",
     "SupervisionError",

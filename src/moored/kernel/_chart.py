@@ -24,10 +24,17 @@ class Chart:
     phase, or from `"*"`, is meant for restarts and failures: it may be made from each of those
     states, the target itself included. All mistakes in a declaration are reported at once:
     unknown or doubled states, moves declared twice, states never reached.
+
+    `words` says what a step does, for people: by the name of the step, as "dialling the server".
     """
 
     def __init__(
-        self, *, phases: Mapping[str, Sequence[str]], moves: Moves, initial: StateLike
+        self,
+        *,
+        phases: Mapping[str, Sequence[str]],
+        moves: Moves,
+        initial: StateLike,
+        words: Mapping[str, str] | None = None,
     ) -> None:
         self.phases: Mapping[str, tuple[str, ...]] = {
             phase: tuple(steps) or (phase,) for phase, steps in phases.items()
@@ -48,12 +55,20 @@ class Chart:
         self._named = {phase: State(phase, steps[0]) for phase, steps in self.phases.items()}
         self._named.update((str(state), state) for state in self.states)
         # Likewise, what all machines record of it: the words, and the data.
-        self._told = {state: _told(state) for state in self.states}
+        given = words or {}
+        self.words = {state: given.get(state.step, _named(state)) for state in self.states}
+        self._told = {
+            state: (
+                self.words[state] if state.step in given else f"at {self.words[state]}",
+                MappingProxyType({"phase": state.phase, "step": state.step}),
+            )
+            for state in self.states
+        }
         self._legal = {state: self._targets_of(state) for state in self.states}
         refuse("Chart", self._unreachable())
 
     def find(self, state: StateLike) -> State | None:
-        """The state that this names, if there is one."""
+        """The state of this name, or None."""
         return self._named.get(written(state))
 
     def legal(self, state: State) -> tuple[State, ...]:
@@ -141,7 +156,6 @@ def _not_lists(phases: Mapping[str, Sequence[str]]) -> Iterator[str]:
             yield f"the steps of phase {phase!r} must be a list: write [{steps!r}]"
 
 
-def _told(state: State) -> tuple[str, Mapping[str, str]]:
+def _named(state: State) -> str:
     phase, step = state
-    text = f"at {phase}" if phase == step else f"at {phase} / {step}"
-    return text, MappingProxyType({"phase": phase, "step": step})
+    return phase if phase == step else f"{phase} / {step}"

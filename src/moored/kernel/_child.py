@@ -1,4 +1,4 @@
-"""What a supervisor is given: a child, and what the child is given in turn: its context."""
+"""The specification of a child, and the context that it gets at each start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Child:
 
     `run` is a coroutine function that gets a `Context`. It prepares, calls `ctx.started(value)`,
     and goes on working. Returning means that it is done, raising that it failed, and being
-    cancelled that its supervisor stops it.
+    cancelled that its supervisor stops it. A `CancelledError` that its supervisor did not order is
+    a failure; when a stranger cancelled the task, it counts as one a second later, because
+    it may also be the end of the loop.
     """
 
     #: Unique among its siblings; part of the path in logs and in `tree()`.
@@ -69,7 +71,7 @@ class Child:
 
 
 class Context:
-    """What a child is given at each start: its name, its clock, and a way to say that it is up."""
+    """What a child gets at each start: its name, its clock, and `started()`."""
 
     __slots__ = (
         "__weakref__",
@@ -118,7 +120,7 @@ class Context:
         return self.supervisor.recorder
 
     def started(self, value: Any = None) -> None:
-        """Say that this child is up: its caller gets the value, and the next sibling may start.
+        """Report that this child is up: its starter gets the value, and the next sibling may start.
 
         Once per start; a second call is a mistake in the child and raises.
         """
@@ -128,17 +130,17 @@ class Context:
         self._answer(None)
 
     def _answer(self, failure: BaseException | None) -> None:
-        """Whoever waits for the start is told; once."""
+        """Report the outcome of the start to its waiter, once."""
         ack, self._ack = self._ack, None
         if ack is not None:
             ack.set_result(failure)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Its task is done."""
+        """React to the end of the task."""
         self._life._ended(self, task)
 
     def healthy(self) -> None:
-        """Say that this child has proven to work, so that its restart backoff begins anew."""
+        """Report that this child has proven to work, which resets its restart backoff."""
         self._life._prove_health(self.generation)
 
     def register(self, registry: Registry[K, V], key: K, value: V) -> Registration[K, V]:

@@ -1,4 +1,4 @@
-"""One condition of a status, and how to speak of it."""
+"""One condition of a status, and its wording."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Condition(NamedTuple):
-    """One thing that is so, or is not so."""
+    """One named condition: met or not, since when, and why."""
 
     name: str
     met: bool
@@ -33,7 +33,7 @@ class StatusChange(NamedTuple, Generic[S]):
 
 
 def missing(conditions: Iterable[Condition], now: float) -> str:
-    """Which conditions are not met, since when, and why."""
+    """The conditions that are not met, since when, and why, as text."""
     words = [
         f"{each.name} (for {duration(now - each.since)}: {each.detail or 'never set'})"
         for each in conditions
@@ -43,21 +43,21 @@ def missing(conditions: Iterable[Condition], now: float) -> str:
 
 
 def verb(old: Condition, new: Condition) -> str:
-    """What happened to a condition."""
+    """The change of a condition as text."""
     if old.met == new.met:
         return "is still met" if new.met else "is still missing"
     return "is met" if new.met else "is lost"
 
 
 def ending(reason: Reason) -> str:
-    """How an owner ended."""
+    """The end of an owner as text."""
     if isinstance(reason, BaseException):
         return describe(reason)
     return "it was stopped" if reason == "shutdown" else "it returned"
 
 
 def mistakes(conditions: Sequence[str]) -> list[str]:
-    """What is wrong with a declaration of conditions."""
+    """The mistakes in a declaration of conditions."""
     if isinstance(conditions, str):
         return [f"conditions must be a list of names: write [{conditions!r}]"]
     found = [] if conditions else ["conditions: there must be at least one"]

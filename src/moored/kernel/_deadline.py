@@ -79,6 +79,10 @@ class Deadline:
         left = f"{duration(self.remaining())} left"
         return f"<Deadline of {self._given:g} s, {'expired' if self.expired else left}>"
 
+    def _end(self) -> None:
+        """A timer says that it has passed; timers may be a little early, so it passes now."""
+        self._at = min(self._at, self._clock.monotonic())
+
     def _words(self, what: str) -> str:
         over = self._clock.monotonic() - self._at
         return (
@@ -114,4 +118,5 @@ class Enforcement:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError as ended:
             # Only the scope itself raises here; a TimeoutError of the block's own passes by.
+            self._deadline._end()
             raise DeadlineExceeded(self._deadline._words(self._what)) from ended.__cause__

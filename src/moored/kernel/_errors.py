@@ -3,12 +3,14 @@
 ::
 
     MooredError                  everything that Moored raises on purpose
+    ├── ConfigError                settings or options are wrong: names them and the correction
     ├── SupervisionError
-    │   ├── StartFailed            a child did not start: it raised, or it gave no sign in time
+    │   ├── StartFailed            a child raised before started(), or did not call it in time
     │   ├── RestartIntensityExceeded  children failed too often; carries the history of causes
-    │   └── NotRunning             the supervisor has stopped, so it takes no children
+    │   ├── NotRunning             the supervisor has stopped, so it takes no children
+    │   └── RestartRequested       raised by a child that wants to be started again
     ├── AlreadyRegistered          the key has a live owner; carries the current value
-    ├── NotRegistered              nobody owns the key right now
+    ├── NotRegistered              the key has no live owner
     ├── IllegalMove                a machine was asked for a move that it does not declare
     ├── WaitTimeout                a status was not reached in time; says what is missing
     ├── BackoffExhausted           the last attempt that the policy allows has failed
@@ -17,8 +19,8 @@
     │   ├── QueueFull              one key has too much work waiting
     │   ├── WorkerCrashed          the work before this one failed, so this one was not started
     │   └── WorkCancelled          the key, or all of them, was cancelled before this was done
-    ├── StaleGeneration            the user of something that has been replaced meanwhile
-    └── DeadlineExceeded           the time for the whole operation is over
+    ├── StaleGeneration            the object that the caller holds has been replaced since
+    └── DeadlineExceeded           the operation did not finish before its deadline
 
 Every message says what broke, in numbers where there are any, and what to do about it.
 """
@@ -34,15 +36,17 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyRegistered",
     "BackoffExhausted",
+    "ConfigError",
     "DeadlineExceeded",
     "FlightCancelled",
-    "MooredError",
     "IllegalMove",
     "KeyedWorkError",
+    "MooredError",
     "NotRegistered",
     "NotRunning",
     "QueueFull",
     "RestartIntensityExceeded",
+    "RestartRequested",
     "StaleGeneration",
     "StartFailed",
     "SupervisionError",
@@ -56,8 +60,20 @@ class MooredError(Exception):
     """The root of every error that Moored raises on purpose."""
 
 
+class ConfigError(MooredError):
+    """Settings or options are wrong; each line of the text names one of them and the correction."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """The mistakes, one line for each."""
+        return tuple(str(self).splitlines())
+
+
 class SupervisionError(MooredError):
-    """Something about a supervised child or its supervisor."""
+    """An error of a supervised child or its supervisor."""
 
 
 class StartFailed(SupervisionError):
@@ -83,6 +99,13 @@ class RestartIntensityExceeded(SupervisionError):
         self.causes = tuple(causes)
 
 
+class RestartRequested(SupervisionError):
+    """Raised by a child that wants to be started again, and has logged the reason itself.
+
+    The supervisor treats it as any failure, but logs it for debugging only, without a traceback.
+    """
+
+
 class AlreadyRegistered(MooredError):
     """The key has a live owner; `current` is the value that it registered."""
 
@@ -96,7 +119,7 @@ class AlreadyRegistered(MooredError):
 
 
 class NotRegistered(MooredError):
-    """Nobody owns the key right now."""
+    """The key has no live owner."""
 
     def __init__(self, key: Hashable) -> None:
         super().__init__(
@@ -119,7 +142,7 @@ class BackoffExhausted(MooredError):
 
 
 class FlightCancelled(MooredError):
-    """The shared attempt was cancelled by somebody who is not one of its callers."""
+    """The shared attempt was cancelled from outside, not by its callers."""
 
 
 class KeyedWorkError(MooredError):
@@ -127,7 +150,7 @@ class KeyedWorkError(MooredError):
 
 
 class QueueFull(KeyedWorkError):
-    """One key has as much work waiting as it may."""
+    """The queue of one key is full."""
 
 
 class WorkerCrashed(KeyedWorkError):
@@ -139,8 +162,8 @@ class WorkCancelled(KeyedWorkError):
 
 
 class StaleGeneration(MooredError):
-    """The caller holds something that has been replaced meanwhile."""
+    """The caller holds an object that has been replaced since."""
 
 
 class DeadlineExceeded(MooredError, TimeoutError):
-    """The time for the whole operation is over."""
+    """The operation did not finish before its deadline."""

@@ -1,4 +1,4 @@
-"""Many callers, one attempt: who asks while it is under way shares its outcome."""
+"""One attempt for many callers: those that come while it is in flight share its outcome."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from ._errors import FlightCancelled
+from ._tasks import start_task
 
 __all__ = ["SingleFlight"]
 
@@ -79,7 +80,7 @@ class SingleFlight:
                 # Not left to the callback, which runs a turn later: who asks now asks anew.
                 self._landed(key, task)
 
-        task = asyncio.create_task(attempt(), name=f"single flight {key!r}")
+        task = start_task(attempt(), name=f"single flight {key!r}")
         flight = self._flights[key] = _Flight(task)
         task.add_done_callback(lambda _: self._ended(key, task))
         return flight

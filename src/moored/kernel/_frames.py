@@ -1,4 +1,4 @@
-"""What an error holds on to."""
+"""Errors that are kept without the stack frames that they came through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which one is the current one: an error from a replaced connection changes nothing."""
+"""Generation tokens: an error from a replaced connection changes nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Generation"]
 class Generation:
     """A number that grows each time something is replaced.
 
-    Whoever starts to use the thing keeps the number as a token, and shows it with what comes
-    back: only the holder of the current token is listened to. It may be used from threads.
+    A user of the thing keeps the number as a token and passes it with each result or error: only
+    those with the current token count. Methods may be called from any thread.
     """
 
     __slots__ = ("_current", "_lock")

@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 from ._errors import KeyedWorkError, QueueFull, WaitTimeout, WorkCancelled, WorkerCrashed
 from ._pump import KeyedStatistics, Pump, fail
 from ._recorder import Recorder
+from ._tasks import start_task
 from ._words import counted, describe, refuse
 
 __all__ = ["KeyedStatistics", "KeyedWorkers"]
@@ -76,7 +77,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         if pump is None:
             self._pumps[key] = pump = Pump(future)
             run = self._run(key, item, future, pump)
-            pump.task = loop.create_task(run, name=f"{self.name} {key!r}")
+            pump.task = start_task(run, name=f"{self.name} {key!r}")
             if not self._fresh:
                 loop.call_soon(loop.call_soon, self._look_at_fresh)
             self._fresh.append(pump)
@@ -135,7 +136,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         return cancelled + 1
 
     async def close(self, timeout: float | None = None) -> None:
-        """Take no more work, and wait for what there is; cancel what is left after the timeout."""
+        """Refuse new work and wait for the rest; cancel what is left after the timeout."""
         self._closed = True
         try:
             await self.drain(timeout)
@@ -147,7 +148,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
             raise
 
     def statistics(self) -> KeyedStatistics:
-        """What is being done and what has been done."""
+        """Counts of current and past work."""
         return KeyedStatistics(
             keys=len(self._pumps),
             queued=sum(len(pump.queue) for pump in self._pumps.values() if pump.queue),
@@ -257,7 +258,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         self._stop(key)
 
     def _may_go_on(self, key: K, pump: Pump[ItemT, R]) -> bool:
-        """Whether it was `cancel()` that ended the item, and nobody who ends the whole task."""
+        """Whether `cancel()` ended the item, and not a cancellation of the whole task."""
         if pump.cancelling:
             pump.cancelling = False
             if pump.task.uncancel() == 0:

@@ -1,4 +1,4 @@
-"""The life of one child: start it and wait for its word, cancel it and wait for its end.
+"""The life of one child: start it and wait for `started()`, cancel it and wait for its end.
 
 `Life` knows nothing of siblings or strategies. It reports an end that nobody asked for to its
 supervisor, which decides.
@@ -12,7 +12,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ._child import Child, Context, current_context
-from ._errors import StartFailed, SupervisionError
+from ._errors import RestartRequested, StartFailed, SupervisionError
+from ._loop_end import unless_loop_ends
 from ._ownership import Reason, adopt, reason_of
 from ._recorder import Event
 from ._rules import Restart, wants_restart
@@ -72,12 +73,12 @@ class Life:
         self.enter("starting")
 
     def enter(self, state: str) -> None:
-        """Take on a state, from now on."""
+        """Enter a state."""
         self.state = state
         self.since = self.supervisor.clock.monotonic()
 
     def record(self, text: str, kind: str, *, cause: BaseException | None = None) -> None:
-        """Record what happens to it; the next thing is due to this."""
+        """Record an event of this child; it is the cause of the next one."""
         self.why = self.supervisor.recorder.record(
             self.path, text, kind=kind, cause=cause or self.why, generation=self.generation
         )
@@ -134,8 +135,8 @@ class Life:
 
     # -- ending --------------------------------------------------------------------------------
 
-    def _ended(self, context: Context, task: asyncio.Task[None]) -> None:
-        """Called by asyncio when the task is done; finds out whose business that is."""
+    def _ended(self, context: Context, task: asyncio.Task[None], looked: bool = False) -> None:
+        """React to the end of the task, unless the supervisor is stopping it."""
         reason = reason_of(task)
         if not task.cancelled():
             task.exception()  # marks it as read: it is reported below, or by who stops it
@@ -147,13 +148,17 @@ class Life:
             return
         if context._stop_by is not None:
             return  # whoever stops it waits for it
-        self._task = None
+        if not looked:
+            self._credit_uptime()
         if task.cancelled():
-            if self.supervisor.is_orphan:
-                # The loop ends, and cancels everything: a restart would only be destroyed.
-                self.enter("stopped")
+            if task.cancelling() and not looked:
+                # A stranger, or the end of the loop. (Otherwise it awaited what was cancelled.)
+                if self.state == "running":
+                    self.enter("waiting")
+                unless_loop_ends(lambda: self._ended(context, task, looked=True))
                 return
             reason = SupervisionError(f"{self.path} was cancelled, and not by its supervisor")
+        self._task = None
         if context._ack is not None:
             if isinstance(reason, BaseException):
                 context._answer(reason)
@@ -162,14 +167,19 @@ class Life:
         self._note_end(reason)
         self.supervisor._on_end(self, reason)
 
-    def _note_end(self, reason: Reason) -> None:
+    def _credit_uptime(self) -> None:
         uptime = self.supervisor.clock.monotonic() - self.since
         if self.backoff is not None and uptime >= self.backoff.max:
             self.backoff.succeed()  # it held for longer than the longest wait: proof enough
+
+    def _note_end(self, reason: Reason) -> None:
         self.enter("waiting" if wants_restart(self.child.restart, reason) else "finished")
         if isinstance(reason, BaseException):
             self.last_failure = describe(reason)
-            log.warning("%s failed: %s", self.path, self.last_failure, exc_info=reason)
+            if isinstance(reason, RestartRequested):
+                log.debug("%s begins again: %s", self.path, self.last_failure)
+            else:
+                log.warning("%s failed: %s", self.path, self.last_failure, exc_info=reason)
             self.record("failed", "failure", cause=reason)
         else:
             self.record("ended", "state")

@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from ._errors import DeadlineExceeded
@@ -137,7 +136,7 @@ class LoopThread:
         return future
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> Future[T]:
-        """Start background work that nobody waits for: if it fails, that is logged."""
+        """Start background work without a waiter: a failure is logged."""
 
         async def watched() -> T:
             task = asyncio.current_task()
@@ -166,7 +165,7 @@ class LoopThread:
         with self._lock:
             self._stopped = True
             thread = self._thread
-            if thread is None or not thread.is_alive():
+            if thread is None:
                 return
             self._ready.wait()
             if self._loop is not None and self._stopping is not None:
@@ -182,12 +181,7 @@ class LoopThread:
     def __enter__(self) -> LoopThread:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:
@@ -206,7 +200,7 @@ class LoopThread:
             )
 
     def _refuse_unready(self) -> None:
-        """On its own thread, before there is a loop: whoever starts it has the lock, and waits."""
+        """Start the loop, in its own thread; the starter holds the lock and waits."""
         if self._ready.is_set() or (thread := self._thread) is None:
             return
         if thread.ident == threading.get_ident():  # it has that before it is the current one
@@ -251,6 +245,7 @@ class LoopThread:
                 finally:
                     self._stopped = True
         finally:
+            self._stopped = True  # also if there is no loop: the next one may have more luck
             self._ready.set()
             # Nobody may wait for ever, not even if work has broken the loop with a SystemExit.
             for future in list(self._work):

@@ -47,7 +47,7 @@ class Move(NamedTuple):
 
 
 class Machine:
-    """Is in one state at a time and moves only as its chart allows.
+    """A state machine: it is in one state at a time and makes only the moves that its chart allows.
 
     Give it a `Chart` made elsewhere, or the phases, moves and initial state of one. It is plain
     synchronous code for one owner: the loop, or whoever holds the lock. `history` is how many
@@ -94,22 +94,22 @@ class Machine:
 
     @property
     def state(self) -> State:
-        """Where it is."""
+        """The current state."""
         return self._state
 
     @property
     def phase(self) -> str:
-        """The phase that it is in."""
+        """The current phase."""
         return self._state.phase
 
     @property
     def step(self) -> str:
-        """The step of the phase that it is at."""
+        """The current step within the phase."""
         return self._state.step
 
     @property
     def since(self) -> float:
-        """When it got there, in monotonic seconds."""
+        """When the machine entered its current state, in monotonic seconds."""
         return self._since
 
     @property
@@ -118,11 +118,11 @@ class Machine:
         return tuple(self._history)
 
     def may(self, to: StateLike) -> bool:
-        """Whether it may move there from here."""
+        """Whether the chart allows this move from the current state."""
         return self.chart.find(to) in self.chart.legal(self._state)
 
     def move(self, to: StateLike, *, cause: Cause) -> Move:
-        """Move there, because of something; raises `IllegalMove` if that is not declared."""
+        """Move to a state and record the cause; raises `IllegalMove` if the chart forbids it."""
         target = self.chart.find(to)
         if target is None or target not in self.chart.legal(self._state):
             raise IllegalMove(self._refusal(to, in_words(cause)))
@@ -140,7 +140,7 @@ class Machine:
         return move
 
     def observe(self, callback: Callable[[Move], None]) -> Callable[[], None]:
-        """Call this after each move; returns what ends that. One that raises breaks nothing."""
+        """Call back after each move; returns a function that ends this. A callback may raise."""
         if self._observers is None:
             self._observers = Observers(f"machine {self.name!r}")
         return self._observers.add(callback)
@@ -154,11 +154,12 @@ class Machine:
         return self.chart.mermaid()
 
     def as_dict(self) -> dict[str, Any]:
-        """Where it is, for how long, and how it got there, as plain data for JSON."""
+        """The state, its age and the last moves as plain data for JSON."""
         return {
             "name": self.name,
             "phase": self.phase,
             "step": self.step,
+            "doing": self.chart.words[self._state],
             "for": self._now().monotonic() - self._since,
             "history": [move.as_dict() for move in self._history],
         }

@@ -1,4 +1,4 @@
-"""Those who want to be told: each hears everything, in order, and none can break the teller."""
+"""Callbacks for events: each gets every event in order, and one that raises breaks nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ T = TypeVar("T")
 
 
 class Observers(Generic[T]):
-    """Callbacks of one kind of news.
+    """The callbacks for one kind of event.
 
-    An observer that raises is counted each time and reported the first time. One that causes
-    further news by what it does is not overtaken by them: they are told after the present ones,
-    so that all observers see the same order.
+    A callback that raises is counted each time and logged the first time. Events that a callback
+    causes are delivered after the current one, so that all callbacks see the same order.
     """
 
     __slots__ = ("_broken", "_callbacks", "_of", "_telling", "_waiting", "errors")
@@ -30,11 +29,11 @@ class Observers(Generic[T]):
         # A list: there is rarely more than one, and a deque takes 600 bytes for none.
         self._waiting: list[T] = []
         self._telling = False
-        #: Times that an observer raised.
+        #: How often a callback raised.
         self.errors = 0
 
     def add(self, callback: Callable[[T], None]) -> Callable[[], None]:
-        """Tell this one too; returns what ends that."""
+        """Add a callback; returns a function that removes it."""
         self._callbacks = (*self._callbacks, callback)
 
         def remove() -> None:
@@ -43,11 +42,11 @@ class Observers(Generic[T]):
 
         return remove
 
-    def tell(self, news: T) -> None:
-        """Call every observer with the news."""
+    def tell(self, event: T) -> None:
+        """Call every callback with the event."""
         if not self._callbacks:
             return
-        self._waiting.append(news)
+        self._waiting.append(event)
         if self._telling:
             return
         self._telling = True
@@ -60,12 +59,12 @@ class Observers(Generic[T]):
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def _tell_all(self, news: T) -> None:
+    def _tell_all(self, event: T) -> None:
         for callback in self._callbacks:
             try:
-                callback(news)
+                callback(event)
             except Exception as error:
                 self.errors += 1
                 if callback not in self._broken:
                     self._broken = (*self._broken, callback)
-                    log.error("observer %r of %s failed", callback, self._of, exc_info=error)
+                    log.error("the callback %r of %s raised", callback, self._of, exc_info=error)

@@ -1,4 +1,4 @@
-"""What a task owns goes with it: names, conditions, anything with a clean-up.
+"""What a task owns is released when it ends: names, conditions, anything with a clean-up.
 
 For an ordinary task the clean-up runs when asyncio reports its end. For a supervised child that
 would be too late: its supervisor may start the next one in the same turn of the loop. So the
@@ -17,7 +17,7 @@ log = logging.getLogger("moored.kernel")
 
 __all__ = ["CleanUp", "Owned", "Reason", "adopt", "current_owner", "reason_of", "when_ended"]
 
-#: Why something ended: it returned, it was stopped on purpose, or it failed with this.
+#: Why a task ended: it returned, it was stopped on purpose, or it raised this exception.
 Reason = Literal["normal", "shutdown"] | BaseException
 CleanUp = Callable[[Reason], None]
 
@@ -32,11 +32,11 @@ class Owned:
         self.released: Reason | None = None
 
     def add(self, clean_up: CleanUp) -> None:
-        """Run this at the end."""
+        """Run this clean-up when the task ends."""
         self._clean_ups[clean_up] = None
 
     def remove(self, clean_up: CleanUp) -> None:
-        """Do not run it after all."""
+        """Do not run this clean-up."""
         self._clean_ups.pop(clean_up, None)
 
     def release(self, reason: Reason) -> None:
@@ -71,7 +71,7 @@ def current_owner() -> asyncio.Task[Any]:
 
 
 def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Owned:
-    """Run the clean-up when the owner ends; returns where it can be removed again."""
+    """Run the clean-up when the owner ends; returns the owner's clean-ups, to remove it again."""
     owned = _owned.get(owner)
     if owned is None:
         owned = _owned[owner] = Owned()

@@ -1,17 +1,21 @@
-"""Waiting for what must come to its end."""
+"""Waiting for a task that must not be left behind."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["patiently"]
 
 
-async def patiently(task: asyncio.Task[Any]) -> None:
-    """Wait for a task to its end, however often the waiting is cancelled; then be cancelled.
+async def patiently(
+    task: asyncio.Future[Any], on_cancel: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until a task has ended, also when the waiter is cancelled; then raise the cancellation.
 
-    What became of the task is for the caller to ask.
+    `on_cancel` is called at each cancellation, to hurry the task. The outcome of the task is not
+    raised here: the caller reads it from the task.
     """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -19,5 +23,6 @@ async def patiently(task: asyncio.Task[Any]) -> None:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
+            on_cancel()
     if cancelled is not None:
         raise cancelled

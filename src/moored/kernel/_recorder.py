@@ -61,7 +61,7 @@ class Event(NamedTuple):
 
 
 class RecorderStatistics(NamedTuple):
-    """How much a recorder keeps, and how much it has let go for lack of room."""
+    """How many events a recorder keeps, and how many it dropped for lack of room."""
 
     #: Events recorded so far.
     recorded: int
@@ -124,7 +124,7 @@ class Recorder:
         cause: Cause | None = None,
         **data: Any,
     ) -> Event:
-        """Note that something happened; returns the event, to be the cause of a later one.
+        """Record an event; returns it, so that it can be the cause of a later one.
 
         An exception given as the cause is turned into words at once, so that the recorder keeps
         no traceback, and with it no frames, alive.
@@ -134,7 +134,7 @@ class Recorder:
     def _note(
         self, component: str, text: str, kind: str, cause: Cause | None, data: Mapping[str, Any]
     ) -> Event:
-        """The same, for data that is shared by many events: it must not change afterwards."""
+        """Like `record`, with data that many events share and that must not change afterwards."""
         clock = self._fixed_clock or self._current_clock()
         cause_id = cause_component = None
         because: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ class Recorder:
         return None
 
     def components(self) -> tuple[str, ...]:
-        """The components that have events, the one untouched longest first."""
+        """The components that have events, the least recently changed first."""
         return tuple(self._rings)
 
     def explain(self, component: str) -> str:
@@ -197,12 +197,12 @@ class Recorder:
         return explain(self, component, clock)
 
     def forget(self, component: str) -> None:
-        """Let go of all that was recorded about a component that will not come back."""
+        """Drop all events of a component that will not come back."""
         if (ring := self._rings.pop(component, None)) is not None:
             self._forgotten += len(self._kept(ring))
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
-        """Call the sink with each new event, in the recording thread; returns what ends that.
+        """Call the sink with each new event, in its thread; returns a function that ends this.
 
         A sink that raises breaks nothing: it is counted each time and reported the first time.
         """
@@ -215,7 +215,7 @@ class Recorder:
         return unsubscribe
 
     def statistics(self) -> RecorderStatistics:
-        """What is kept and what was let go."""
+        """How many events are kept and how many were dropped."""
         rings = list(self._rings.values())
         kept = sum(min(len(ring), self._size) for ring in rings)
         return RecorderStatistics(

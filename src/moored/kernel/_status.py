@@ -1,9 +1,9 @@
-"""How well a thing is: named conditions, each owned by what set it, and a status over them.
+"""Health: named conditions, each owned by the task that set it, and a status computed from them.
 
 - A condition is met until it is cleared or its owner ends, whichever comes first; the end of a
   former owner changes nothing.
 - The status is a pure function of the conditions, computed anew at each change.
-- Who waits for a status is woken by the change that made it so, even if the next change undoes it.
+- A waiter for a status is woken by the change that reaches it, even if the next change undoes it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Waiter(Generic[S]):
 
 
 class StatusMonitor(Generic[S]):
-    """Watches a few named conditions and says what they amount to.
+    """Tracks named conditions and computes a status from them.
 
     `status` is a plain function from the conditions, by name, to whatever the user calls a
     status. The monitor belongs to one event loop; setting, clearing and reading also work
@@ -83,7 +83,7 @@ class StatusMonitor(Generic[S]):
         self._waiters: dict[_Waiter[S], None] = {}
         self._observers: Observers[StatusChange[S]] = Observers(f"status {name!r}")
         self._status = status(self._view)
-        self._record(str(plain(self._status)), kind="state")
+        self._record(_words(self._status), kind="state")
 
     def set(
         self,
@@ -92,7 +92,7 @@ class StatusMonitor(Generic[S]):
         owner: Owner | Literal["nobody"] | None = None,
         detail: str | None = None,
     ) -> None:
-        """The condition is met from now on, until it is cleared or its owner ends.
+        """Mark the condition as met, until it is cleared or its owner ends.
 
         The owner is the running task unless another is given; `"nobody"` is for conditions that
         end only when they are cleared. A new owner takes the condition over from the old one.
@@ -103,13 +103,13 @@ class StatusMonitor(Generic[S]):
         self._change(condition, True, detail, cause=detail)
 
     def clear(self, condition: str, reason: Cause) -> None:
-        """The condition is not met any more, for this reason."""
+        """Mark the condition as not met, for this reason."""
         self._known(condition)
         self._hold(condition, None)
         self._change(condition, False, in_words(reason), cause=reason)
 
     def status(self) -> S:
-        """What the conditions amount to now."""
+        """The current status."""
         return self._status
 
     def conditions(self) -> Mapping[str, Condition]:
@@ -135,7 +135,7 @@ class StatusMonitor(Generic[S]):
                 timer.cancel()
 
     def subscribe(self, callback: Callable[[StatusChange[S]], None]) -> Callable[[], None]:
-        """Call this at each change of a condition; returns what ends that."""
+        """Call back at each change of a condition; returns a function that ends this."""
         return self._observers.add(callback)
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class StatusMonitor(Generic[S]):
     def __repr__(self) -> str:
         met = sum(each.met for each in self._conditions.values())
         return (
-            f"<StatusMonitor {self.name}: {plain(self._status)}, "
+            f"<StatusMonitor {self.name}: {_words(self._status)}, "
             f"{met} of {len(self._conditions)} conditions met, {len(self._waiters)} waiting>"
         )
 
@@ -198,7 +198,7 @@ class StatusMonitor(Generic[S]):
         previous = self._status
         self._evaluate()
         if self._status != previous:
-            self._record(str(plain(self._status)), kind="state", cause=event)
+            self._record(_words(self._status), kind="state", cause=event)
         for waiter in tuple(self._waiters):
             waiter.offer(self._status)
         self._observers.tell(StatusChange(self._status, previous, new))
@@ -217,10 +217,16 @@ class StatusMonitor(Generic[S]):
             waiter.future.set_exception(WaitTimeout(self._too_late(timeout)))
 
     def _too_late(self, timeout: float) -> str:
-        words = f"{self.name} is {plain(self._status)!r} after waiting {timeout:g} s"
+        words = f"{self.name} is {_words(self._status)!r} after waiting {timeout:g} s"
         return f"{words}; {missing(self._conditions.values(), self._now())}"
 
     def _record(self, text: str, *, kind: str = "info", cause: Cause | None = None) -> Event | None:
         if self._recorder is None:
             return None
         return self._recorder.record(self.name, text, kind=kind, cause=cause)
+
+
+def _words(status: object) -> str:
+    """The status as text."""
+    named = isinstance(status, tuple) and type(status).__str__ is not object.__str__
+    return str(status if named else plain(status))

@@ -21,7 +21,6 @@ import asyncio
 import contextvars
 import logging
 import math
-import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -51,6 +50,7 @@ from ._rules import (
     ends_supervisor,
     wants_restart,
 )
+from ._tasks import start_task
 from ._tree import Tree
 from ._words import describe, duration
 
@@ -108,7 +108,6 @@ class Supervisor:
         # Who waits for its end; None when it has come. (An asyncio.Event takes 800 bytes.)
         self._waiters: list[asyncio.Future[None]] | None = []
         self._within = current_context.get()
-        self._maker = _current_task()
         self._variables = contextvars.copy_context()
 
     @classmethod
@@ -226,7 +225,7 @@ class Supervisor:
                 await asyncio.shield(operation)
                 return
             except asyncio.CancelledError:
-                if not operation.cancelled() or _cancelling():
+                if _cancelling():
                     raise
         await self._end()  # the whole supervisor stops, and this child with it
 
@@ -253,7 +252,7 @@ class Supervisor:
         return None if life is None or life.state != "running" else life.value
 
     def tree(self) -> Tree:
-        """The tree as it is now: data, and text when printed."""
+        """The current tree as data; printed, as text."""
         return Tree(
             name=self.path.rpartition("/")[2],
             state=self.state,
@@ -329,19 +328,13 @@ class Supervisor:
     def _stopped(self, life: Life) -> NotRunning:
         return NotRunning(f"{life.path} was stopped before it was up")
 
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the task that made it has ended: then nobody waits for it, or stops it."""
-        maker = None if self._maker is None else self._maker()
-        return maker is None or maker.done()
-
     def _on_end(self, life: Life, reason: Reason) -> None:
         if self._stopping is not None:
             return  # it is all the same now
         self._operate(self._react(life, life.generation, reason), "react to " + life.name)
 
     async def _react(self, life: Life, generation: int, reason: Reason) -> None:
-        """A child has ended by itself: restart it, or let it go."""
+        """React to a child that ended by itself: restart or remove it."""
         async with self._holding(life):
             if life.generation != generation or self._lives.get(life.name) is not life:
                 return  # a sibling's failure, or a user, has dealt with it already
@@ -390,7 +383,7 @@ class Supervisor:
         return False
 
     async def _pause(self, life: Life) -> bool:
-        """Wait as the child's backoff says; False when it says that it is over."""
+        """Wait for the child's backoff; returns False when its attempts are exhausted."""
         delay = 0.0
         if life.backoff is not None:
             try:
@@ -408,7 +401,7 @@ class Supervisor:
     # -- its own end ---------------------------------------------------------------------------
 
     def _let_go(self, life: Life) -> None:
-        """A child has ended for good."""
+        """Remove a child that is not restarted."""
         if life.is_temporary:
             self._forget(life)
         if life.child.significant:
@@ -449,9 +442,8 @@ class Supervisor:
     # -- small things --------------------------------------------------------------------------
 
     def create_task(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A task with the supervisor's own context variables, whoever called."""
-        loop = asyncio.get_running_loop()
-        return loop.create_task(work, name=name, context=self._variables.copy())
+        """Start a task with the supervisor's own context variables, not the caller's."""
+        return start_task(work, name=name, context=self._variables.copy())
 
     def _operate(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run an operation as a task that is held until it ends, and whose failure is read."""
@@ -484,7 +476,7 @@ class Supervisor:
                 self._pending.pop(life, None)
 
     def _interrupt(self, life: Life) -> None:
-        """End the operation on a child that stands alone: a user's wish goes before its backoff."""
+        """Cancel the pending operation of an independent child: a call overrides its backoff."""
         operation = self._pending.get(life)
         if operation is not None and life.state in ("starting", "waiting"):
             operation.cancel()
@@ -531,7 +523,7 @@ class Supervisor:
 
 
 class _Nested:
-    """How a supervisor is run as a child; an object with slots, because there may be thousands."""
+    """Runs a supervisor as a child; with slots, because there may be thousands."""
 
     __slots__ = ("_auto_shutdown", "_children", "_intensity", "_kind", "_strategy")
 
@@ -550,7 +542,7 @@ class _Nested:
         self._auto_shutdown = auto_shutdown
 
     async def run(self, ctx: Context) -> None:
-        """One life of it."""
+        """Run the nested supervisor until it ends."""
         nested = self._kind(
             ctx.path,
             strategy=self._strategy,
@@ -564,14 +556,6 @@ class _Nested:
         async with nested:
             ctx.started(nested)
             await nested._end()  # leaving the block raises what made it fail
-
-
-def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        return None
-    return None if task is None else weakref.ref(task)
 
 
 def _cancelling() -> bool:

@@ -1,4 +1,4 @@
-"""Calls that block, in threads that never keep a program or a loop alive.
+"""Blocking calls, in threads that never keep a program or a loop alive.
 
 Not an executor: a loop waits at its end for the threads of its own, the interpreter for all of
 them, and the few that there are would soon be taken by servers that do not answer. A connect to
@@ -8,12 +8,16 @@ one that has vanished can take minutes.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-__all__ = ["in_thread", "start_thread"]
+from ._tasks import awaited
+
+__all__ = ["in_thread", "run_callback", "start_thread"]
 
 T = TypeVar("T")
 
@@ -23,7 +27,7 @@ def in_thread(
 ) -> asyncio.Future[T]:
     """Run a call in a daemon thread of its own, without blocking the loop; it can be awaited.
 
-    `unwanted` gets a result that comes when nobody waits for it any more.
+    `unwanted` gets a result that arrives after its waiter was cancelled.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -52,7 +56,7 @@ def in_thread(
 
 
 def start_thread(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Run a call in a daemon thread of its own; threads can wait for its outcome."""
+    """Run a call in a daemon thread of its own; returns a future that threads can wait for."""
     future: Future[T] = Future()
     # From here on it cannot be cancelled: who does not want it any more just leaves.
     future.set_running_or_notify_cancel()
@@ -72,3 +76,36 @@ def start_thread(call: Callable[[], T], *, name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def run_callback(
+    callback: Callable[..., Any],
+    *args: Any,
+    name: str = "moored-callback",
+    unwanted: Callable[[Any], object] | None = None,
+) -> Any:
+    """Run a user's callback, async or plain, without blocking the loop; return its result.
+
+    A plain callback runs in a daemon thread of its own. When the caller is cancelled, that thread
+    goes on, and `unwanted` gets its result.
+    """
+    if inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(
+        getattr(callback, "__call__", None)  # noqa: B004 (an object with an async call)
+    ):
+        return await callback(*args)
+
+    def dispose(result: Any) -> None:
+        if inspect.iscoroutine(result):
+            result.close()
+        elif unwanted is not None:
+            unwanted(result)
+
+    future = in_thread(partial(callback, *args), name=name, unwanted=dispose)
+    try:
+        result = await future
+    except asyncio.CancelledError:
+        # The result may have arrived in the turn of the loop in which the caller was cancelled.
+        if not future.cancelled() and future.exception() is None:
+            dispose(future.result())
+        raise
+    return await awaited(result)

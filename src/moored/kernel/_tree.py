@@ -37,11 +37,16 @@ class Tree:
         """The same as plain data, for JSON."""
         return asdict(self)
 
+    def paths(self, above: str = "") -> Iterator[tuple[str, Tree]]:
+        """Every node with its path ("root/part/child"), parents before their children."""
+        path = f"{above}/{self.name}" if above else self.name
+        yield path, self
+        for child in self.children:
+            yield from child.paths(path)
+
     def walk(self) -> Iterator[Tree]:
         """Every node, parents before their children."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+        return (node for _, node in self.paths())
 
     def __str__(self) -> str:
         rows = list(self._rows("", ""))

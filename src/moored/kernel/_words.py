@@ -1,4 +1,4 @@
-"""Plain words and plain data: one way to say a thing, everywhere."""
+"""Errors, durations and counts as text, and values as plain data, in one way everywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
+
+from ._secrets import SECRETS
 
 __all__ = [
     "causes_of",
@@ -17,6 +19,7 @@ __all__ = [
     "program_of",
     "refuse",
     "shorten",
+    "unmet",
 ]
 
 #: Long enough for a driver's sentence, short enough that a thousand of them are nothing.
@@ -29,7 +32,10 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line: its message, and in brackets its SQLSTATE and what kind it is."""
+    """An error in one line: its message, and in brackets its SQLSTATE and what kind it is.
+
+    The secrets that this process was given (`SECRETS`) are hidden in it.
+    """
     kind = type(error).__name__
     state = getattr(error, "sqlstate", None)
     if isinstance(state, str) and state:
@@ -87,6 +93,12 @@ def refuse(subject: str, mistakes: Iterable[str]) -> None:
         raise ValueError(f"{subject}: " + "; ".join(found))
 
 
+def unmet(*checks: tuple[str, object, bool, str]) -> list[str]:
+    """Return the mistakes in settings: each check is a name, its value, whether the value is
+    right, and what it must be."""
+    return [f"{name}={value!r} must be {what}" for name, value, right, what in checks if not right]
+
+
 def plain(value: Any) -> Any:
     """The value as JSON can hold it; what it cannot hold appears as its repr."""
     if isinstance(value, Enum):
@@ -108,7 +120,7 @@ def _message(error: BaseException) -> str:
     except Exception:
         # An error whose text cannot be had must not hide that there was an error.
         return "its message cannot be shown"
-    return shorten(text)
+    return shorten(SECRETS.hide(text))
 
 
 def _of_grpc(error: BaseException) -> str:

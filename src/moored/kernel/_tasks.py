@@ -1,0 +1,86 @@
+"""Background tasks: started after the call that starts them, held, and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextvars import Context
+from inspect import isawaitable
+from typing import Any, TypeVar, overload
+
+__all__ = ["Tasks", "awaited", "start_task"]
+
+T = TypeVar("T")
+
+
+def start_task(
+    work: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+) -> asyncio.Task[T]:
+    """Run a coroutine as a task whose first step comes after this call.
+
+    `asyncio.eager_task_factory` (Python 3.12) runs the first step inside `create_task`, before the
+    caller can note whose task it is. A task that is cancelled before it begins never runs.
+    """
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is not None:
+        work = _in_the_next_turn(work)
+    return loop.create_task(work, name=name, context=context)
+
+
+async def _in_the_next_turn(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        await asyncio.sleep(0)
+    except BaseException:
+        work.close()
+        raise
+    return await work
+
+
+@overload
+async def awaited(value: Awaitable[T]) -> T: ...
+@overload
+async def awaited(value: T) -> T: ...
+async def awaited(value: Any) -> Any:
+    """Return what a plain or an async function returned: `await awaited(function(…))`."""
+    return await value if isawaitable(value) else value
+
+
+class Tasks:
+    """A set of background tasks, held until they end: an event loop holds its tasks only weakly.
+
+    An exception of a task that its starter does not await goes to the loop's exception handler.
+    """
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        # A dict keeps the order in which the tasks were started.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def start(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Run a coroutine as a task of this set; its first step comes after this call."""
+        task = start_task(work, name=name)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    async def drain(self) -> None:
+        """Wait until every task has ended, also those that are started meanwhile."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel every task and wait until all have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await self.drain()
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(list(self._tasks))
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __repr__(self) -> str:
+        names = ", ".join(task.get_name() for task in self._tasks)
+        return f"<Tasks: {len(self._tasks)} running{names and ': '}{names}>"
