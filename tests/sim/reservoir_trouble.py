@@ -81,7 +81,7 @@ class Trouble:
     def crash(self) -> None:
         rng = self._sim.rng
         self._doomed[rng.choice(("plan", "scan"))] = rng.randint(1, 4)
-        self._pool.reservoir.works.nudge()
+        self._pool.reservoir.upkeep.nudge()
         if rng.random() < 0.5:
             self.kill_connections()
 
@@ -91,7 +91,7 @@ class Trouble:
             await self.drain()
             await asyncio.sleep(self._sim.random(0.05, 0.3))
             self._doomed["plan"] = 1
-            self._pool.reservoir.works.nudge()
+            self._pool.reservoir.upkeep.nudge()
             await asyncio.sleep(self._sim.random(0.05, 0.3))
 
     async def resize(self) -> None:

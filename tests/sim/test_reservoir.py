@@ -12,12 +12,13 @@ from tests.logs import silent
 from tests.sim.reservoir_day import Day
 
 from moored.leases import RateLimit
-from moored.reservoir import AsyncConnectionPool, ReservoirConfig, _pool_async, _works
+from moored.reservoir import AsyncConnectionPool, ReservoirConfig, _pool, _upkeep
 from moored.reservoir._budget import Budget
 from moored.reservoir._core import Core, Waiter
 from moored.reservoir._item import Item
+from moored.reservoir._recipe import Recipe
 from moored.reservoir._reservoir import Reservoir
-from moored.reservoir._works import Works
+from moored.reservoir._upkeep import Upkeep
 from moored.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled, simulate
 
 
@@ -90,8 +91,8 @@ def test_a_look_that_lasts_into_the_guard_window_was_in_vain() -> None:
 # -- defects that must be noticed --------------------------------------------------------------
 
 _search, _leave, _hand_over = Core.search, Core.leave, Core._hand_over
-_undo, _bury, _arrive, _refill = Works._undo, Works._bury, Works._arrive, Works._refill
-_carry_out, _stop = Reservoir.carry_out, Works.stop
+_undo, _bury, _arrive, _refill = Upkeep._undo, Upkeep._bury, Upkeep._arrive, Upkeep._refill
+_carry_out, _stop = Reservoir.carry_out, Upkeep.stop
 
 
 def _looks_at_no_clock(self: Core[Any], now: float) -> Item[Any] | None:
@@ -130,30 +131,30 @@ def _never_fails(self: Core[Any]) -> None:
     """A connect that failed counts as on its way for ever."""
 
 
-def _ignores_lost_leases(self: Works[Any], item: Item[Any], error: BaseException) -> None:
+def _ignores_lost_leases(self: Upkeep[Any], item: Item[Any], error: BaseException) -> None:
     """A connection without a lease is as good as any other."""
 
 
-async def _keeps_the_lease(self: Works[Any], conn: Any, lease: Any) -> None:
+async def _keeps_the_lease(self: Upkeep[Any], conn: Any, lease: Any) -> None:
     """A connect that fails does not give its lease back."""
     await _undo(self, conn, None)
 
 
-async def _gives_back_early(self: Works[Any], item: Item[Any]) -> None:
+async def _gives_back_early(self: Upkeep[Any], item: Item[Any]) -> None:
     """The lease is given back before the connection is closed."""
     if item.lease is not None:
         await item.lease.release()
     await _bury(self, item)
 
 
-async def _gives_back_twice(self: Works[Any], item: Item[Any]) -> None:
+async def _gives_back_twice(self: Upkeep[Any], item: Item[Any]) -> None:
     """The lease is given back here, and by whoever closed the connection."""
     await _bury(self, item)
     if item.lease is not None and item.lease.error is None:
         await item.lease._keeper.release(item.lease._entry)
 
 
-async def _counts_anew(self: Works[Any], ctx: Any) -> None:
+async def _counts_anew(self: Upkeep[Any], ctx: Any) -> None:
     """A refiller that was restarted knows nothing of what the one before it has used up."""
     if (budget := self.budget) is not None:
         key = f"connects-{self.clock.monotonic()}"
@@ -166,7 +167,7 @@ async def _takes_no_turn(self: Budget) -> None:
     await asyncio.sleep(0)
 
 
-def _drops_the_late(self: Works[Any], conn: Any, lease: Any, began: float) -> None:
+def _drops_the_late(self: Upkeep[Any], conn: Any, lease: Any, began: float) -> None:
     """What arrives when the pool was closed meanwhile is nobody's."""
     if self.core.open:
         _arrive(self, conn, lease, began)
@@ -178,12 +179,12 @@ def _leaves_it_open(self: Reservoir[Any], waiter: Waiter[Any] | None) -> None:
         _carry_out(self, waiter)
 
 
-async def _waits_for_ever(self: Works[Any], token: str | None) -> Any:
+async def _waits_for_ever(self: Recipe, token: str | None, close: Any) -> Any:
     """A connect may take as long as it likes."""
-    return await self.recipe.connect(token)
+    return await self.connect(token)
 
 
-async def _cuts_short(self: Works[Any], timeout: float) -> int:
+async def _cuts_short(self: Upkeep[Any], timeout: float) -> int:
     """When the time is over, what still closes is cancelled, also what has only just come back."""
     left = await _stop(self, timeout)
     for task in self._tasks:
@@ -191,7 +192,7 @@ async def _cuts_short(self: Works[Any], timeout: float) -> int:
     return left
 
 
-def _does_not_look_again(self: Works[Any]) -> None:
+def _does_not_look_again(self: Upkeep[Any]) -> None:
     """What was wanted before a resize is opened after it."""
 
 
@@ -204,24 +205,24 @@ MUTANTS = [
     mutant(Core, "size", property(_size_without_those_in_use), name="those in use not counted"),
     mutant(Core, "leave", _takes_it_along, name="a cancelled caller keeps its connection"),
     mutant(Core, "failed", _never_fails, name="a failed connect counted for ever"),
-    mutant(Works, "_lease_lost", _ignores_lost_leases, name="a lost lease ignored"),
-    mutant(Works, "_undo", _keeps_the_lease, name="a failed connect keeps its lease"),
-    mutant(Works, "_bury", _gives_back_early, name="a lease given back too early"),
-    mutant(Works, "_bury", _gives_back_twice, name="a lease given back twice"),
-    mutant(Works, "_refill", _counts_anew, name="the rate counted anew after a crash"),
+    mutant(Upkeep, "_lease_lost", _ignores_lost_leases, name="a lost lease ignored"),
+    mutant(Upkeep, "_undo", _keeps_the_lease, name="a failed connect keeps its lease"),
+    mutant(Upkeep, "_bury", _gives_back_early, name="a lease given back too early"),
+    mutant(Upkeep, "_bury", _gives_back_twice, name="a lease given back twice"),
+    mutant(Upkeep, "_refill", _counts_anew, name="the rate counted anew after a crash"),
     mutant(Budget, "turn", _takes_no_turn, name="no rate limit"),
-    mutant(Works, "_arrive", _drops_the_late, name="a connect that ends after the close"),
+    mutant(Upkeep, "_arrive", _drops_the_late, name="a connect that ends after the close"),
     mutant(Reservoir, "carry_out", _leaves_it_open, name="a return that comes after the close"),
-    mutant(Works, "stop", _cuts_short, name="a close that is cut short"),
+    mutant(Upkeep, "stop", _cuts_short, name="a close that is cut short"),
     mutant(
-        Works,
+        Upkeep,
         "_check_wanted",
         _does_not_look_again,
         name="a connect that a resize made one too many",
     ),
-    mutant(Works, "_connect_once", _waits_for_ever, name="a connect without a time limit"),
-    mutant(_works, "CLOSE_PATIENCE", 1e9, name="a close without a time limit"),
-    mutant(_pool_async, "PING_TIMEOUT", 1e9, name="a look without a time limit"),
+    mutant(Recipe, "connect_in_time", _waits_for_ever, name="a connect without a time limit"),
+    mutant(_upkeep, "CLOSE_PATIENCE", 1e9, name="a close without a time limit"),
+    mutant(_pool, "PING_TIMEOUT", 1e9, name="a look without a time limit"),
     mutant(RateLimit, "_pace", lambda self, n, now: 0.0, name="a new burst when the store is down"),
 ]
 

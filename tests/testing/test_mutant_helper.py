@@ -17,6 +17,8 @@ from moored.testing import (
     simulate,
 )
 
+pytestmark = pytest.mark.pure
+
 
 class Sums:
     """What the tests break."""

@@ -55,7 +55,9 @@ async def test_over_the_limit_is_a_fatal_error(
     assert proxy.statistics().resets == 0
 
 
-async def test_refused(proxy: FaultProxy, url: str) -> None:
+async def test_refuse_rejects_new_connections_and_keeps_open_ones(
+    proxy: FaultProxy, url: str
+) -> None:
     async with await connect(url) as kept:
         proxy.refuse()
         with pytest.raises(psycopg.OperationalError, match=r"[Cc]onnection refused"):
@@ -66,6 +68,7 @@ async def test_refused(proxy: FaultProxy, url: str) -> None:
             assert await one(again) == 1
 
 
+@pytest.mark.every_loop
 async def test_a_stalled_query_goes_on(proxy: FaultProxy, url: str) -> None:
     async with await connect(url) as connection:
         await connection.execute("create table log (n int)")
@@ -79,7 +82,7 @@ async def test_a_stalled_query_goes_on(proxy: FaultProxy, url: str) -> None:
         assert await cursor.fetchone() == (1,)
 
 
-async def test_a_black_hole_is_silence(proxy: FaultProxy, url: str) -> None:
+async def test_a_query_into_a_black_hole_gets_no_answer(proxy: FaultProxy, url: str) -> None:
     async with await connect(url) as connection:
         proxy.black_hole()
         query = asyncio.create_task(one(connection))
@@ -94,7 +97,7 @@ async def test_a_black_hole_is_silence(proxy: FaultProxy, url: str) -> None:
         assert await one(connection) == 1
 
 
-async def test_a_reset_is_told_promptly(proxy: FaultProxy, url: str) -> None:
+async def test_a_reset_is_reported_at_once(proxy: FaultProxy, url: str) -> None:
     async with await connect(url) as connection:
         query = asyncio.create_task(connection.execute("select pg_sleep(60)"))
         await asyncio.sleep(0)
@@ -114,6 +117,7 @@ async def test_cut_in_the_middle_of_anything(proxy: FaultProxy, url: str, size: 
     assert counts.bytes_down % max(size, 1) == 0
 
 
+@pytest.mark.every_loop
 async def test_latency_is_felt_by_each_round_trip(proxy: FaultProxy, url: str) -> None:
     loop = asyncio.get_running_loop()
     async with await connect(url) as connection:
@@ -161,6 +165,6 @@ async def test_the_answer_byte_by_byte() -> None:
         assert (await talk(proxy, b"GET / HTTP/1.1\r\n\r\n"))[1] == b""
 
 
-def test_a_code_has_five_characters() -> None:
+def test_an_sqlstate_must_have_five_characters() -> None:
     with pytest.raises(ValueError, match="'4711' is no SQLSTATE"):
         postgres_fatal("4711")

@@ -88,8 +88,7 @@ def test_it_forwards_and_is_switched_by_its_input(server: socket.socket) -> None
         assert process.returncode == 0
         assert out == "ended\n"
         assert error == (
-            "moored: there is no command 'nonsense': help lists them\n"
-            "moored: 'much' is no number\n"
+            "moored: there is no command 'nonsense': help lists them\nmoored: 'much' is no number\n"
         )
 
 
@@ -111,7 +110,7 @@ def test_quit_ends_it(server: socket.socket) -> None:
         assert process.wait(30) == 0
 
 
-def test_commands_to_begin_with(server: socket.socket) -> None:
+def test_do_runs_commands_before_the_first_connection(server: socket.socket) -> None:
     arguments = ["--do", "limit 0 0", "--do", "latency 0.01", "--answer", "53400"]
     with program(name_of(server), *arguments) as process:
         with socket.create_connection(address(process), timeout=30) as client:
@@ -139,7 +138,7 @@ def test_its_help_lists_the_commands() -> None:
         (["127.0.0.1:1", "--listen", "here"], 2, "'here' is not HOST:PORT"),
     ],
 )
-def test_mistakes(arguments: list[str], code: int, text: str) -> None:
+def test_wrong_arguments_are_one_line_on_stderr(arguments: list[str], code: int, text: str) -> None:
     done = run(*arguments)
     assert done.returncode == code
     assert text in done.stderr

@@ -6,14 +6,16 @@ import asyncio
 
 import pytest
 
-from moored.sessions import Acked, Event, Poll, Session, Text
+from moored.sessions import Acked, Incoming, Poll, Session, Text
 from moored.testing import session_sandbox
+
+pytestmark = pytest.mark.pure
 
 
 async def test_a_handler_is_driven_and_what_it_sends_is_seen() -> None:
     answered = []
 
-    async def bot(event: Event) -> None:
+    async def bot(event: Incoming) -> None:
         if event.type == "messages_upsert":
             answered.append(
                 await sandbox.session.send_text(event.data.sender, event.data.content.text.upper())
@@ -41,10 +43,10 @@ async def test_a_bot_that_iterates_is_driven_as_well() -> None:
 
 
 async def test_a_handler_that_raises_fails_the_test() -> None:
-    def bot(event: Event) -> None:
+    def bot(event: Incoming) -> None:
         if event.type == "messages_upsert":
             raise ValueError("a defect")
 
     async with session_sandbox(on_event=bot) as sandbox:
-        with pytest.raises(AssertionError, match="the handler has raised"):
+        with pytest.raises(AssertionError, match="the handler raised an exception"):
             await sandbox.receive(Text("ping"))

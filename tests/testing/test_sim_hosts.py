@@ -12,6 +12,8 @@ from moored.kernel._clock import Clock
 from moored.testing import Host, HostKilled, Sim, SimulationError, run_one
 from moored.testing._loop import EPOCH
 
+pytestmark = pytest.mark.pure
+
 T = TypeVar("T")
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
@@ -204,6 +206,26 @@ def test_a_paused_host_does_nothing_and_then_everything_in_order() -> None:
     run(scenario)
 
 
+def test_what_ran_while_another_host_was_paused_does_not_run_again() -> None:
+    async def scenario(sim: Sim) -> None:
+        called: list[int] = []
+        host, other = sim.host("a"), sim.host("b")
+
+        async def plan() -> None:
+            for number in range(3):
+                sim.loop.call_later(number + 1, called.append, number)
+
+        other.pause()
+        await host.run(plan())
+        await asyncio.sleep(5)
+        host.pause()
+        host.resume()
+        await asyncio.sleep(5)
+        assert called == [0, 1, 2]
+
+    run(scenario)
+
+
 def test_callbacks_of_a_paused_host_keep_their_order_when_it_goes_on() -> None:
     async def scenario(sim: Sim) -> None:
         called: list[int] = []
@@ -333,6 +355,17 @@ def test_a_main_that_fails_fails_the_seed() -> None:
     assert "the main of host 'a' failed" in str(run_one(scenario, 1, check=False).error)
 
 
+def test_a_main_that_is_cancelled_does_not_fail_the_seed() -> None:
+    async def scenario(sim: Sim) -> None:
+        async def main() -> None:
+            raise asyncio.CancelledError
+
+        sim.host("a", main)
+        await asyncio.sleep(1)
+
+    run(scenario)
+
+
 def test_the_scenario_cannot_kill_itself() -> None:
     async def scenario(sim: Sim) -> None:
         main = sim.host("main")
@@ -392,7 +425,9 @@ def test_what_is_planned_happens_then_and_its_errors_fail_the_seed() -> None:
         sim.at(6.0, fail)
         await asyncio.sleep(5)
 
-    assert "what was planned at 6 s failed" in str(run_one(scenario, 1, check=False).error)
+    error = str(run_one(scenario, 1, check=False).error)
+    assert "name='planned at 6 s'" in error
+    assert "LookupError: planned" in error
 
 
 def test_a_host_describes_itself() -> None:

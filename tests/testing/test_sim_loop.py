@@ -6,6 +6,7 @@ import asyncio
 import gc
 import subprocess
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,17 @@ from moored.testing import (
     Outcome,
     Sim,
     SimLoop,
+    SimulationFailed,
     TimeLimit,
-    Unhandled,
+    Unretrieved,
     Unsimulated,
     run_one,
+    scaled,
+    simulate,
 )
 from moored.testing._loop import EPOCH
+
+pytestmark = pytest.mark.pure
 
 SEEDS = range(200)
 
@@ -141,6 +147,100 @@ def test_drift_leaves_virtual_times_exact_and_lateness_does_not() -> None:
     assert all(1.0 <= each <= 1.1 for each in late)
 
 
+def test_timer_slack_fires_timers_before_and_after_their_deadline() -> None:
+    async def scenario(sim: Sim) -> float:
+        await asyncio.sleep(1)
+        return sim.now
+
+    times = [run_one(scenario, seed, timer_slack=0.001).result() for seed in range(50)]
+    assert min(times) < 1.0 < max(times)
+    assert all(0.999 <= each <= 1.001 for each in times)
+    assert times == [run_one(scenario, seed, timer_slack=0.001).result() for seed in range(50)]
+
+
+def test_timer_slack_never_lets_time_go_back() -> None:
+    async def scenario(sim: Sim) -> None:
+        fired: list[float] = []
+        for number in range(100):
+            sim.loop.call_later(number / 10_000, lambda: fired.append(sim.now))
+        await asyncio.sleep(0.1)
+        assert len(fired) == 100
+        assert fired == sorted(fired)
+
+    for seed in SEEDS:
+        run_one(scenario, seed, timer_slack=0.001)
+
+
+def test_a_simulation_with_timer_slack_finds_a_timer_that_takes_early_as_nothing_to_do() -> None:
+    """The defect that uvloop shows: woken before the deadline, the code does not wait again."""
+
+    async def scenario(sim: Sim, *, mends: bool = False) -> None:
+        loop, over = sim.loop, asyncio.Event()
+        deadline = sim.now + 5.0
+
+        def look() -> None:
+            if sim.now >= deadline:
+                over.set()
+            elif mends:
+                loop.call_at(deadline, look)
+
+        loop.call_at(deadline, look)
+        await over.wait()
+
+    simulate(scenario, 100)
+    with pytest.raises(SimulationFailed) as failed:
+        simulate(scenario, 100, timer_slack=0.001)
+    assert isinstance(failed.value.__cause__, Deadlock)
+    simulate(partial(scenario, mends=True), 500, timer_slack=0.001)
+
+
+def test_the_network_is_as_exact_with_timer_slack_as_without() -> None:
+    async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    async def scenario(sim: Sim) -> float:
+        await sim.serve(hello)
+        sim.network.slow("server", latency=(1.0, 1.0))
+        reader, writer = await asyncio.open_connection("server", 8000)
+        assert await reader.read() == b"hello"
+        writer.close()
+        return sim.now
+
+    assert run_one(scenario, 1, timer_slack=0.001).result() == run_one(scenario, 1).result()
+
+
+def test_a_callback_that_is_cancelled_before_its_turn_does_not_run() -> None:
+    async def scenario(sim: Sim) -> None:
+        called: list[int] = []
+        handles = [sim.loop.call_soon(called.append, number) for number in range(3)]
+        handles[1].cancel()
+        await asyncio.sleep(1)
+        assert called == [0, 2]
+
+    for seed in range(20):
+        run_one(scenario, seed)
+
+
+def test_the_network_keeps_its_order_under_timer_slack() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(64):
+            writer.write(data)
+        writer.close()
+
+    async def scenario(sim: Sim) -> None:
+        await sim.serve(echo)
+        reader, writer = await asyncio.open_connection("server", 8000)
+        sent = b"".join(b"%d," % number for number in range(200))
+        for start in range(0, len(sent), 50):
+            writer.write(sent[start : start + 50])
+            await asyncio.sleep(0.0005)
+        assert await reader.readexactly(len(sent)) == sent
+        writer.close()
+
+    simulate(scenario, scaled(400), timer_slack=0.001)
+
+
 def test_cancelling_a_group_has_an_order_that_only_the_seed_decides() -> None:
     async def scenario(sim: Sim) -> tuple[int, ...]:
         cancelled: list[int] = []
@@ -234,7 +334,7 @@ def test_an_exception_that_nobody_retrieves_fails_the_schedule() -> None:
         del task
 
     outcome = run_one(scenario, 1, check=False)
-    assert isinstance(outcome.error, Unhandled)
+    assert isinstance(outcome.error, Unretrieved)
     assert isinstance(outcome.error.__cause__, LookupError)
     assert "Task exception was never retrieved" in _error(outcome)
 
@@ -244,7 +344,7 @@ def test_an_exception_in_a_callback_fails_the_schedule() -> None:
         sim.loop.call_soon(lambda: 1 / 0)
         await asyncio.sleep(1)
 
-    assert isinstance(run_one(scenario, 1, check=False).error, Unhandled)
+    assert isinstance(run_one(scenario, 1, check=False).error, Unretrieved)
 
 
 def test_a_pending_task_that_nobody_holds_fails_the_schedule() -> None:
@@ -320,7 +420,8 @@ def test_tasks_of_a_custom_factory_are_ended_too() -> None:
                 ended.append("ended")
 
         sim.loop.set_task_factory(lambda loop, coro, **options: asyncio.Task(coro, loop=loop))
-        sim.kept = asyncio.create_task(work())  # type: ignore[attr-defined]
+        sim.kept = task = asyncio.create_task(work())  # type: ignore[attr-defined]
+        assert type(task) is asyncio.Task, "the factory made it"
         await asyncio.sleep(1)
 
     assert run_one(scenario, 1, check=False).ok

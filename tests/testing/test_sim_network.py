@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from moored.testing import Deadlock, Sim, SimulationError, Unhandled, run_one, simulate
+from moored.testing import Deadlock, Sim, SimulationError, Unretrieved, run_one, simulate
 
 T = TypeVar("T")
 Reader = asyncio.StreamReader
@@ -529,6 +529,39 @@ def test_a_server_stops_taking_connections_when_it_is_closed() -> None:
     run(scenario)
 
 
+def test_serve_forever_is_for_one_task_and_ends_when_the_server_is_closed() -> None:
+    async def scenario(sim: Sim) -> None:
+        server = await asyncio.start_server(echo, "server", 80)
+        with pytest.raises(OSError, match="not connected") as caught:
+            server.sockets[0].getpeername()
+        assert caught.value.errno == errno.ENOTCONN
+        serving = asyncio.create_task(server.serve_forever())
+        await asyncio.sleep(1)
+        with pytest.raises(RuntimeError, match="already being awaited"):
+            await server.serve_forever()
+        server.close()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    run(scenario)
+
+
+def test_the_end_of_a_stream_that_is_lost_is_given_up_too() -> None:
+    async def scenario(sim: Sim) -> float:
+        near, far = Log(), Log()
+        await sim.serve(lambda: far)
+        transport, _ = await sim.loop.create_connection(lambda: near, "server", 8000)
+        await asyncio.sleep(1)
+        sim.network.blackhole("server")
+        transport.write_eof()
+        await near.ended.wait()
+        assert far.events == ["made"]
+        assert isinstance(near.events[-1], TimeoutError)
+        return sim.now
+
+    assert all(925 < seconds < 926 for seconds in run(scenario))
+
+
 def test_a_buffered_protocol_gets_its_bytes_too() -> None:
     class Buffered(asyncio.BufferedProtocol):
         def __init__(self) -> None:
@@ -565,7 +598,7 @@ def test_a_protocol_that_raises_loses_its_connection_and_fails_the_seed() -> Non
         writer.close()
 
     outcome = run_one(scenario, 1, check=False)
-    assert isinstance(outcome.error, Unhandled)
+    assert isinstance(outcome.error, Unretrieved)
     assert "protocol.data_received() failed" in str(outcome.error)
 
 

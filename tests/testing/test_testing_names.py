@@ -9,6 +9,8 @@ import pytest
 
 import moored.testing as testing
 
+pytestmark = pytest.mark.pure
+
 
 def test_every_public_name_is_there_and_says_what_it_is() -> None:
     for name in testing.__all__:

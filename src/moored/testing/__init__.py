@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         StressFailed,
         Stuck,
         TimeLimit,
-        Unhandled,
+        Unretrieved,
         Unsimulated,
     )
     from ._hosts import Host
@@ -94,14 +94,14 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "StressFailed",
     "Stuck",
     "TimeLimit",
-    "Unhandled",
+    "Unretrieved",
     "Unsimulated",
 ]
 
 _HOMES = {
     "_errors": (
         "Deadlock HostKilled Livelock MutantRejected MutantSurvived SimulationError "
-        "SimulationFailed StressFailed Stuck TimeLimit Unhandled Unsimulated"
+        "SimulationFailed StressFailed Stuck TimeLimit Unretrieved Unsimulated"
     ),
     "_hosts": "Host",
     "_loop": "SimLoop",

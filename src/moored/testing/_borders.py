@@ -20,34 +20,22 @@ _TLS = "TLS draws chance of its own; simulate the plain connection"
 _SIGNALS = "a simulation gets no signals; call the handler with sim.at(time, handler)"
 
 # Each of these would make a seed mean something else every time.
-_REASONS = {
-    "run_in_executor": _THREADS,
-    "set_default_executor": _THREADS,
+_REFUSED = {
+    _THREADS: "run_in_executor set_default_executor",
+    _PROCESSES: "subprocess_exec subprocess_shell connect_read_pipe connect_write_pipe",
+    _SOCKETS: (
+        "create_unix_connection create_unix_server connect_accepted_socket add_reader "
+        "remove_reader add_writer remove_writer sock_accept sock_connect sock_recv "
+        "sock_recv_into sock_sendall sock_sendfile sendfile"
+    ),
+    _DATAGRAMS: "create_datagram_endpoint",
+    _TLS: "start_tls",
+    _SIGNALS: "add_signal_handler remove_signal_handler",
+}
+_REASONS = {name: reason for reason, names in _REFUSED.items() for name in names.split()} | {
     "call_soon_threadsafe from another thread": _THREADS,
-    "subprocess_exec": _PROCESSES,
-    "subprocess_shell": _PROCESSES,
-    "connect_read_pipe": _PROCESSES,
-    "connect_write_pipe": _PROCESSES,
-    "create_unix_connection": _SOCKETS,
-    "create_unix_server": _SOCKETS,
-    "connect_accepted_socket": _SOCKETS,
-    "add_reader": _SOCKETS,
-    "remove_reader": _SOCKETS,
-    "add_writer": _SOCKETS,
-    "remove_writer": _SOCKETS,
-    "sock_accept": _SOCKETS,
-    "sock_connect": _SOCKETS,
-    "sock_recv": _SOCKETS,
-    "sock_recv_into": _SOCKETS,
-    "sock_sendall": _SOCKETS,
-    "sock_sendfile": _SOCKETS,
-    "sendfile": _SOCKETS,
     "sock=": _SOCKETS,
-    "create_datagram_endpoint": _DATAGRAMS,
-    "start_tls": _TLS,
     "ssl=": _TLS,
-    "add_signal_handler": _SIGNALS,
-    "remove_signal_handler": _SIGNALS,
 }
 
 

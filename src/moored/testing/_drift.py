@@ -1,4 +1,7 @@
-"""Which tasks a seed makes slow: the only freedom that a schedule has beside the network's."""
+"""What a seed delays: which tasks are slow, and how exact timers are.
+
+Beside the network's, this is the only freedom that a schedule has.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ _LATE = 0.1
 
 
 class Drift:
-    """Decides, when a task could run, whether it does."""
+    """Decides whether a task that could run does run, and when a timer fires."""
 
-    def __init__(self, rng: random.Random, *, drift: bool, lateness: float) -> None:
+    def __init__(
+        self, rng: random.Random, *, drift: bool, lateness: float, timer_slack: float
+    ) -> None:
         self._rng = rng
         # Some seeds keep asyncio's own order, which is what programs mostly meet.
         self.on = drift and rng.random() >= _FIFO_SEEDS
         self.lateness = lateness
+        self.timer_slack = timer_slack
 
     def pace(self) -> float:
         """How slow a new task is to be, for its whole life."""
@@ -43,3 +49,12 @@ class Drift:
         if task.late_until < now and self._rng.random() < _LATE:
             task.late_until = now + self._rng.random() * self.lateness
         return task.late_until > now
+
+    def fires_at(self, when: float, now: float) -> float:
+        """When a timer with this deadline fires: up to the slack early or late, never in the past.
+
+        A deadline that has passed already is left alone: such a timer fires in the next turn.
+        """
+        if when <= now:
+            return when
+        return max(now, when + self.timer_slack * (2 * self._rng.random() - 1))

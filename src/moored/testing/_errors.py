@@ -1,4 +1,4 @@
-"""What a simulation, a mutant or a thread test can say.
+"""The errors of simulations, mutants and thread tests.
 
 ::
 
@@ -8,7 +8,7 @@
     │   ├── Deadlock       nothing can run any more: says who waits for what
     │   ├── Livelock       tasks run and run, and the clock does not move
     │   └── TimeLimit      the scenario goes on for longer than it may, in virtual time
-    ├── Unhandled          an exception that nobody retrieved
+    ├── Unretrieved          an exception that nobody retrieved
     ├── HostKilled         the host that ran this was killed
     ├── Unsimulated        threads, processes, real sockets, TLS: a simulation has none of them
     ├── MutantRejected     the planted defect could not be planted, or is no test of anything
@@ -31,7 +31,7 @@ __all__ = [
     "StressFailed",
     "Stuck",
     "TimeLimit",
-    "Unhandled",
+    "Unretrieved",
     "Unsimulated",
 ]
 
@@ -72,7 +72,7 @@ class TimeLimit(Stuck):
     """The scenario needs more virtual time than it may take."""
 
 
-class Unhandled(SimulationError):
+class Unretrieved(SimulationError):
     """Exceptions that nobody retrieved, in tasks or in callbacks; the first is the `__cause__`."""
 
 

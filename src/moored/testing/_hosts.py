@@ -66,7 +66,7 @@ class Process:
             self.host.loop.troubled += 1
 
     def resume(self) -> None:
-        """Go on, with everything that came meanwhile, in its order."""
+        """Continue, with what arrived meanwhile, in order."""
         if self.alive and self.paused:
             self.paused = False
             self.host.loop.troubled -= 1
@@ -77,7 +77,7 @@ class Process:
                 transport.wake()
 
     def kill(self) -> None:
-        """End at once, with no chance to clean up."""
+        """End the process at once, without any clean-up."""
         if not self.alive:
             return
         loop = self.host.loop
@@ -156,10 +156,13 @@ class Host:
         What its peers see is up to the seed: a reset, or the end of the stream. (When the whole
         schedule is over, its coroutines are closed like all others; nothing is left to see it.)
         """
-        if self.name == "main":
-            raise SimulationError("the scenario itself runs on host 'main': kill another host")
+        self._refuse_main("kill")
         self.loop.mark(self.name, "killed", 1)
         self.process.kill()
+
+    def _refuse_main(self, what: str) -> None:
+        if self.name == "main":
+            raise SimulationError(f"the scenario itself runs on host 'main': {what} another host")
 
     def restart(self) -> None:
         """Kill what still runs, and start what the host was given to run, as a new process."""
@@ -189,7 +192,7 @@ class Host:
             )
 
     def forget_graves(self) -> None:
-        """Let go of the tasks of earlier lives."""
+        """Release the tasks of killed processes."""
         for process in (*self._graves, self.process):
             process.frozen.clear()
             process.started.clear()
@@ -197,8 +200,7 @@ class Host:
 
     def pause(self) -> None:
         """Stop the host's processor: nothing runs on it, what is sent to it waits."""
-        if self.name == "main":
-            raise SimulationError("the scenario itself runs on host 'main': pause another host")
+        self._refuse_main("pause")
         self.loop.mark(self.name, "paused", 3)
         self.process.pause()
 
@@ -226,7 +228,7 @@ def _hand_over(task: asyncio.Task[T], outcome: asyncio.Future[T]) -> None:
     elif not outcome.done():
         outcome.set_exception(error)
     else:
-        message = "a task on a host failed after nobody waited for it any more"
+        message = "a task on a host failed after its waiter was cancelled"
         task.get_loop().call_exception_handler(
             {"message": message, "exception": error, "task": task}
         )

@@ -9,6 +9,8 @@ it then overtakes it. What belongs to one task, or to one connection, never chan
 
 Virtual time moves only when nothing can run, straight to the next timer. Timers with the same
 deadline fire in the order in which they were set (asyncio's own heap does not promise that).
+With `timer_slack`, timers are as inexact as uvloop's: they also fire a little early, while `time()`
+is still less than their deadline, or a little late, and close deadlines may change their order.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ._drift import Drift
 from ._errors import Deadlock, Livelock, Stuck, TimeLimit
 from ._hosts import CURRENT
 from ._network import Network
+from ._pipe import NETWORK
 from ._tasks import SimFuture, SimTask
 from ._trace import Trace
 from ._waits import waiting, where
@@ -50,6 +53,8 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
     :param drift: whether tasks may be held back; without it the loop is as orderly as asyncio.
     :param lateness: how many virtual seconds a task may be late, as on a busy machine; 0 keeps
         virtual times exact.
+    :param timer_slack: how many virtual seconds before or after its deadline a timer may fire; 0
+        keeps timers exact.
     :param time_limit: virtual seconds after which a schedule counts as stuck.
     """
 
@@ -69,6 +74,7 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         *,
         drift: bool = True,
         lateness: float = 0.0,
+        timer_slack: float = 0.0,
         time_limit: float = 3600.0,
         trace: Trace | None = None,
     ) -> None:
@@ -90,7 +96,7 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         self._cancelled_timers = 0
         self._tasks: WeakValueDictionary[int, SimTask] = WeakValueDictionary()
         self._rng = random.Random(seed)
-        self._drift = Drift(self._rng, drift=drift, lateness=lateness)
+        self._drift = Drift(self._rng, drift=drift, lateness=lateness, timer_slack=timer_slack)
         self._clock = Clock(self.time, lambda: EPOCH + self._now + self.wall_offset, self._chance())
         self.network = Network(self, self._chance())
 
@@ -117,9 +123,15 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """As asyncio's, but timers with equal deadlines fire in the order of these calls."""
+        """As asyncio's, but timers with equal deadlines fire in the order of these calls.
+
+        With `timer_slack` they fire around their deadline, except those of the network, which has
+        latency of its own.
+        """
         self._check_closed()
         timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if self._drift.timer_slack and context is not NETWORK:
+            when = self._drift.fires_at(when, self._now)
         heapq.heappush(self._timers, (when, self.number(), timer))
         return timer
 

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ._errors import MutantRejected, MutantSurvived, SimulationFailed
@@ -60,12 +59,7 @@ class Mutant:
         self._planted = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._planted = False
         if self._before is _ABSENT:
             delattr(self.owner, self.attribute)

@@ -1,4 +1,12 @@
-"""The simulated network: names and connections; what can go wrong is in `Faults`."""
+"""The simulated network: names, connections, and faults that are switched while a scenario runs.
+
+refuse      new connections to a host are refused, as when nothing listens
+blackhole   packets vanish; connections that carried some meanwhile stay half-open for ever
+pause       packets wait; nothing is lost, and everything goes on after `heal`
+slow        packets take as long as this says
+reset       connections that exist now are reset, on both sides (this one is over at once)
+heal        all of that is over
+"""
 
 from __future__ import annotations
 
@@ -12,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from ._dial import Dial
 from ._errors import HostKilled, SimulationError
-from ._faults import Faults
 from ._hosts import CURRENT, Host, Process
-from ._paths import Path, Range
-from ._pipe import Pipe
+from ._paths import Direction, NetworkFault, Path, Range
+from ._pipe import RST, Pipe
 from ._server import SimServer, SimSocket
 from ._transport import SimTransport
 
@@ -33,11 +40,16 @@ _SPLITS = (0.0, 0.1, 0.5)
 _COALESCES = (0.0, 0.3, 0.8)
 
 
-class Network(Faults):
-    """Connects simulated hosts by name, and breaks what connects them."""
+class Network:
+    """Connects simulated hosts by name, and breaks what connects them.
+
+    A fault names one host, and then touches everything between it and the others; or two hosts,
+    and then touches what lies between these two. `direction` narrows a fault to packets that come
+    "in" to the first host or go "out" of it.
+    """
 
     def __init__(self, loop: SimLoop, rng: random.Random) -> None:
-        super().__init__(loop)
+        self.loop = loop
         self.rng = rng
         #: Seconds that a packet takes, from and to, where no `slow` says otherwise.
         self.latency: Range = (0.0002, 0.0002 + rng.choice(_SPREADS))
@@ -49,6 +61,9 @@ class Network(Faults):
         self.window = 64 * 1024
         #: Seconds for which lost bytes are repeated before the sender's connection times out.
         self.retransmit_for = 924.6
+        self._paths: dict[tuple[str, str], Path] = {}
+        self._faults: list[NetworkFault] = []
+        self._pipes: dict[Pipe, None] = {}
         self._hosts: dict[str, Host] = {}
         self._listeners: dict[tuple[str, int], SimServer] = {}
         self._next_port = _FIRST_PORT
@@ -57,11 +72,11 @@ class Network(Faults):
     # Chance
 
     def chance(self, probability: float) -> bool:
-        """Let the seed decide."""
+        """Return True with this probability, as the seed decides."""
         return self.rng.random() < probability
 
     def delay(self, path: Path) -> float:
-        """How long the next packet takes."""
+        """The latency of the next packet."""
         low, high = path.latency or self.latency
         return low + (high - low) * self.rng.random()
 
@@ -93,7 +108,7 @@ class Network(Faults):
         return list(self._hosts.values())
 
     def resolve(self, name: str | None) -> Host:
-        """Look a name up; one that nobody has is an error, as it would be."""
+        """Look up a host by name or address; raise `gaierror` for an unknown one."""
         known = name in _LOCAL or name in self._hosts
         if not known and all(host.ip != name for host in self._hosts.values()):
             names = ", ".join(self._hosts)
@@ -108,7 +123,7 @@ class Network(Faults):
         address = (self.resolve(text).ip, int(port or 0))
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", address)]
 
-    def known(self, name: str, peer: str | None) -> tuple[str, str | None]:
+    def _known(self, name: str, peer: str | None) -> tuple[str, str | None]:
         """The hosts that a fault means; the loopback is what lies between a host and itself."""
         try:
             first = self.resolve(name).name
@@ -118,18 +133,83 @@ class Network(Faults):
         return first, first if name in _LOCAL else second
 
     def paused_names(self) -> Iterator[str]:
-        """What is paused, for people who wonder why nothing moves."""
+        """What is paused: part of the text of a `Deadlock`."""
         yield from (f"host {host.name}" for host in self._hosts.values() if host.paused)
-        yield from (f"the network of {name}" for name in self.paused())
+        paused = (fault.host for fault in self._faults if fault.kind == "pause")
+        yield from (f"the network of {name}" for name in paused)
 
     def _process(self) -> Process:
         process = CURRENT.get(None)
         return self._main.process if process is None else process
 
     def port(self) -> int:
-        """A port that nobody uses yet."""
+        """Return a free port."""
         self._next_port += 1
         return self._next_port
+
+    # Faults
+
+    def refuse(self, host: str, peer: str | None = None) -> None:
+        """Refuse new connections to a host (from one peer, or from all)."""
+        self._add(NetworkFault("refuse", *self._known(host, peer), direction="in"))
+
+    def blackhole(
+        self, host: str, peer: str | None = None, *, direction: Direction = "both"
+    ) -> None:
+        """Swallow packets: writes succeed and nothing arrives, as when a cable is pulled.
+
+        A connection that loses bytes this way does not come back after `heal`: it stays half-open
+        until one of its sides gives up. An idle one survives.
+        """
+        self._add(NetworkFault("blackhole", *self._known(host, peer), direction=direction))
+
+    def pause(self, host: str, peer: str | None = None, *, direction: Direction = "both") -> None:
+        """Hold packets back until `heal`; nothing is lost."""
+        self._add(NetworkFault("pause", *self._known(host, peer), direction=direction))
+
+    def slow(self, host: str, peer: str | None = None, *, latency: Range) -> None:
+        """Let packets take between so many and so many seconds."""
+        self._add(NetworkFault("slow", *self._known(host, peer), latency=latency))
+
+    def heal(self, host: str | None = None, peer: str | None = None) -> None:
+        """End the faults of a host, those between two hosts, or (without a name) all of them."""
+        self.loop.mark("network", f"heal {host or 'everything'} {peer or ''}", 6)
+        if host is None:
+            self._faults.clear()
+        else:
+            name, other = self._known(host, peer)
+            self._faults = [each for each in self._faults if not each.is_about(name, other)]
+        self._reroute()
+
+    def reset(self, host: str, peer: str | None = None) -> None:
+        """Reset the connections of a host (or those between two), as a firewall that restarts."""
+        self.loop.mark("network", f"reset {host} {peer or ''}", 7)
+        reset = NetworkFault("refuse", *self._known(host, peer))
+        for pipe in list(self._pipes):
+            if reset.touches(pipe.path.source, pipe.path.target):
+                pipe.signal(RST)
+
+    def path(self, source: str, target: str) -> Path:
+        """The way from one host to another."""
+        key = (source, target)
+        path = self._paths.get(key)
+        if path is None:
+            path = self._paths[key] = Path(*key)
+            path.apply(self._faults)
+        return path
+
+    def _add(self, fault: NetworkFault) -> None:
+        between = f" and {fault.peer}" if fault.peer else ""
+        self.loop.mark("network", f"{fault.kind} {fault.host}{between} ({fault.direction})", 8)
+        self._faults.append(fault)
+        self._reroute()
+
+    def _reroute(self) -> None:
+        for path in self._paths.values():
+            path.apply(self._faults)
+        for pipe in self._pipes:
+            if pipe.stalled and not pipe.path.paused:
+                pipe.resume()
 
     # Connections
 
@@ -160,11 +240,11 @@ class Network(Faults):
         return server
 
     def unlisten(self, server: SimServer) -> None:
-        """Nothing listens there any more."""
+        """Remove a server from its ports."""
         self._listeners = {key: kept for key, kept in self._listeners.items() if kept is not server}
 
     def listener(self, host: Host, port: int) -> SimServer | None:
-        """Who takes connections there now."""
+        """The server that accepts connections on this port, or None."""
         server = self._listeners.get((host.name, port))
         return server if server is not None and server.is_serving() else None
 

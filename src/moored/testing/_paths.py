@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Direction", "Fault", "Kind", "Path", "Range"]
+__all__ = ["Direction", "Kind", "NetworkFault", "Path", "Range"]
 
 #: Seconds, from and to.
 Range = tuple[float, float]
@@ -16,7 +16,7 @@ Kind = Literal["refuse", "blackhole", "pause", "slow"]
 
 
 @dataclass(frozen=True)
-class Fault:
+class NetworkFault:
     """Something that is wrong with a host's network, or with what lies between two hosts."""
 
     kind: Kind
@@ -51,7 +51,7 @@ class Path:
         self.refuses = self.blackhole = self.paused = False
         self.latency: Range | None = None
 
-    def apply(self, faults: Iterable[Fault]) -> None:
+    def apply(self, faults: Iterable[NetworkFault]) -> None:
         """Take over the faults that hold from now on."""
         mine = [fault for fault in faults if fault.touches(self.source, self.target)]
         kinds = {fault.kind for fault in mine}

@@ -114,9 +114,8 @@ class Pipe:
 
     def _lose(self, item: bytes | Signal) -> None:
         self._note("lost ", item)
-        if not self.broken and isinstance(item, bytes):
-            # TCP would send again and again, and give up in the end.
-            self.sender.give_up_after(self.network.retransmit_for)
+        # TCP would send it again and again, and give up in the end.
+        self.sender.give_up_after(self.network.retransmit_for)
         self.broken = True
 
     def _note(self, fate: str, item: bytes | Signal) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Literal, Self, TypeVar
 
+from moored.kernel import LoopThread
 from moored.testing._proxy_answer import Answer
+from moored.testing._proxy_connection import ProxyConnection
 from moored.testing._proxy_desk import Desk
 from moored.testing._proxy_faults import Cut, Direction, Mode, ProxyStatistics, Rate
-from moored.testing._proxy_link import Link
-from moored.testing._proxy_listener import Listener
+from moored.testing._proxy_listener import ProxyListener
 
 __all__ = ["FaultProxy"]
 
@@ -43,9 +42,9 @@ class FaultProxy:
         listen_port: int = 0,
     ) -> None:
         self._desk = Desk(os.fspath(host), port)
-        self._listener = Listener(listen_host, listen_port, self._welcome)
+        self._listener = ProxyListener(listen_host, listen_port, self._welcome)
         self._refusing = False
-        self._links: dict[asyncio.Task[None], Link] = {}
+        self._links: dict[asyncio.Task[None], ProxyConnection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
 
@@ -71,34 +70,18 @@ class FaultProxy:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @contextlib.contextmanager
     def in_thread(self) -> Iterator[Self]:
         """Run the proxy on a loop in a thread of its own, for tests without asyncio."""
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="moored-fault-proxy", daemon=True)
-        thread.start()
-
-        def run(work: Coroutine[object, object, None]) -> None:
-            asyncio.run_coroutine_threadsafe(work, loop).result(_CALL_TIMEOUT)
-
-        try:
-            run(self.start())
+        with LoopThread("moored-fault-proxy") as thread:
+            thread.run(self.start(), _CALL_TIMEOUT)
             try:
                 yield self
             finally:
-                run(self.close())
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+                thread.run(self.close(), _CALL_TIMEOUT)
 
     def refuse(self, on: bool = True) -> None:
         """Refuse new connections, as a port does that nobody listens on; open ones are kept."""
@@ -222,7 +205,7 @@ class FaultProxy:
     def _welcome(self, client: socket.socket) -> None:
         self._desk.add("accepted")
         self._desk.add("open")
-        link = Link(client, self._desk, self._desk.over_limit(self._now()))
+        link = ProxyConnection(client, self._desk, self._desk.over_limit(self._now()))
         task = asyncio.get_running_loop().create_task(link.run())
         self._links[task] = link
         task.add_done_callback(self._ended)
@@ -252,13 +235,8 @@ class FaultProxy:
     def _on_loop(self, call: Callable[[], T]) -> T:
         if self._loop is None or threading.get_ident() == self._thread:
             return call()
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def run() -> None:
-            try:
-                done.set_result(call())
-            except Exception as error:
-                done.set_exception(error)
+        async def called() -> T:
+            return call()
 
-        self._loop.call_soon_threadsafe(run)
-        return done.result(_CALL_TIMEOUT)
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(_CALL_TIMEOUT)

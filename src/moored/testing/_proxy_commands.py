@@ -1,4 +1,4 @@
-"""The words by which a running proxy is switched from its command line."""
+"""The commands of a running proxy, one per line of its standard input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ quit                         end, as the end of the input does"""
 
 
 def obey(proxy: FaultProxy, line: str, answer: Answer | None = None) -> str:
-    """Do what one line says and return what to tell; ValueError says what is wrong with it.
+    """Carry out a command line and return its output; raises ValueError for a wrong one.
 
     `answer` is for connections over the limit.
     """

@@ -1,4 +1,4 @@
-"""What all connections of a proxy share: the faults, the way to the server, and the counts."""
+"""The state that all connections of a proxy share: faults, server address and counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moored.testing._proxy_answer import Answer, Caller
-from moored.testing._proxy_faults import Direction, Faults, Mode, ProxyStatistics, Rate
+from moored.testing._proxy_faults import Mode, ProxyFaults, ProxyStatistics, Rate
 
 __all__ = ["Desk"]
 
@@ -18,7 +18,7 @@ class Desk:
 
     def __init__(self, host: str, port: int | None) -> None:
         self.server = (host, port)
-        self.faults = Faults()
+        self.faults = ProxyFaults()
         self.rate: Rate | None = None
         self.answer: Answer | None = None
         self._gate = asyncio.Event()
@@ -50,18 +50,14 @@ class Desk:
         return await _connect(loop, family, address)
 
     def over_limit(self, now: float) -> Answer | None:
-        """What to say to one who comes just now, if that is one too many."""
+        """The answer to a new connection over the limit, or None within it."""
         if self.rate is None or self.faults.mode == "black_hole" or self.rate.take(now):
             return None
         self.add("limited")
         return self.answer or _hang_up
 
-    def count(self, direction: Direction, size: int) -> None:
-        """Bytes were carried."""
-        self.add(f"bytes_{direction}", size)
-
     def add(self, name: str, size: int = 1) -> None:
-        """Count something, and tell those who wait for it."""
+        """Add to a counter, and wake those that wait for it."""
         self._counts[name] += size
         if self._watchers:
             counts = self.statistics()
@@ -86,7 +82,7 @@ class Desk:
 
 
 async def _hang_up(caller: Caller) -> None:
-    raise ConnectionResetError("over the limit, and there is nothing to say")
+    raise ConnectionResetError("the connection is over the limit")
 
 
 async def _connect(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:

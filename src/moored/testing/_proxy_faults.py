@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-__all__ = ["DIRECTIONS", "Cut", "Direction", "Faults", "Mode", "ProxyStatistics", "Rate"]
+__all__ = ["DIRECTIONS", "Cut", "Direction", "Mode", "ProxyFaults", "ProxyStatistics", "Rate"]
 
 #: `up`: from the client to the server; `down`: from the server to the client.
 Direction = Literal["up", "down"]
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
 
 
 @dataclass
-class Faults:
+class ProxyFaults:
     """Everything that is switched while the proxy runs."""
 
     mode: Mode = "forward"
@@ -102,7 +102,7 @@ class Rate:
         self._at = now
 
     def take(self, now: float) -> bool:
-        """Take one, if there is one."""
+        """Take a token; return False if there is none."""
         self._tokens = min(self.burst, self._tokens + (now - self._at) * self.per_second)
         self._at = now
         if self._tokens < 1:

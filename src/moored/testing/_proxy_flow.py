@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from moored.testing._proxy_faults import Cut, Direction, Faults
+from moored.kernel import sleep_until
+from moored.testing._proxy_desk import Desk
+from moored.testing._proxy_faults import Cut, Direction
 
 __all__ = ["Flow", "WasCut"]
 
@@ -34,17 +36,14 @@ class Flow:
         source: socket.socket,
         target: socket.socket,
         *,
-        faults: Faults,
-        forwarding: Callable[[], Awaitable[None]],
-        count: Callable[[Direction, int], None],
+        desk: Desk,
         swallow: Callable[[int], None],
     ) -> None:
         self._direction = direction
         self._source = source
         self._target = target
-        self._faults = faults
-        self._forwarding = forwarding
-        self._count = count
+        self._desk = desk
+        self._faults = desk.faults
         self._swallow = swallow
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue()
@@ -52,9 +51,11 @@ class Flow:
         self._room = asyncio.Event()
         self._room.set()
         self._carried = 0
+        #: When a throttled connection may send again.
+        self._free_at = 0.0
         #: Whether something was swallowed.
         self._holed = False
-        self._cut_generation = faults.cut_generation
+        self._cut_generation = desk.faults.cut_generation
 
     async def read(self) -> None:
         """Take in what comes, until its end; the end itself waits its turn like all the rest."""
@@ -75,7 +76,7 @@ class Flow:
         """Pass on what came, when its time has come and forwarding is not stalled."""
         while True:
             arrived, data = await self._queue.get()
-            await asyncio.sleep(arrived + self._faults.latency[self._direction] - self._loop.time())
+            await sleep_until(arrived + self._faults.latency[self._direction])
             if not data or isinstance(data, OSError):
                 await self._end(data)
                 return
@@ -84,7 +85,7 @@ class Flow:
             self._room.set()
 
     async def _end(self, last: bytes | OSError) -> None:
-        await self._forwarding()
+        await self._desk.forwarding()
         if self._holed or self._faults.mode == "black_hole":
             self._swallow(0)
         elif isinstance(last, OSError):
@@ -94,7 +95,7 @@ class Flow:
 
     async def _pass_on(self, data: bytes) -> None:
         while data:
-            await self._forwarding()
+            await self._desk.forwarding()
             if self._holed or self._faults.mode == "black_hole":
                 # What comes after a hole never arrives, or the stream would have lost its middle.
                 self._holed = True
@@ -105,7 +106,9 @@ class Flow:
             await self._send(piece)
             data = data[len(piece) :]
             if rate:
-                await asyncio.sleep(len(piece) / rate)
+                # Added up, so that waits shorter than a timer's resolution are not lost.
+                self._free_at = max(self._free_at, self._loop.time()) + len(piece) / rate
+                await sleep_until(self._free_at)
 
     async def _send(self, data: bytes) -> None:
         if self._cut_generation != self._faults.cut_generation:
@@ -116,6 +119,6 @@ class Flow:
         part = data[:allowed]
         await self._loop.sock_sendall(self._target, part)
         self._carried += len(part)
-        self._count(self._direction, len(part))
+        self._desk.add(f"bytes_{self._direction}", len(part))
         if cut is not None and self._carried >= cut.after:
             raise WasCut(cut)

@@ -1,4 +1,4 @@
-"""A port that can stop listening and begin again, without anybody else getting it meanwhile."""
+"""A port that can stop listening and start again, and stays reserved meanwhile."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import socket
 import sys
 from collections.abc import Callable
 
-__all__ = ["Listener"]
+__all__ = ["ProxyListener"]
 
 
-class Listener:
+class ProxyListener:
     """A listening port; its clients are handed over as non-blocking sockets."""
 
     def __init__(self, host: str, port: int, welcome: Callable[[socket.socket], None]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ._errors import SimulationError, Unhandled
+from ._errors import SimulationError, Unretrieved
 from ._loop import SimLoop
 from ._sim import Sim
 from ._teardown import Teardown, still_machine
@@ -67,6 +67,7 @@ def run_one(
     *,
     drift: bool = True,
     lateness: float = 0.0,
+    timer_slack: float = 0.0,
     time_limit: float = 3600.0,
     trace: bool = False,
     check: bool = True,
@@ -78,6 +79,8 @@ def run_one(
     :param drift: whether tasks may overtake each other, as the seed likes.
     :param lateness: virtual seconds by which a task may be late, as on a busy machine; 0 keeps
         virtual times exact.
+    :param timer_slack: virtual seconds by which a timer may fire before or after its deadline;
+        uvloop's fire up to 0.001 s early.
     :param time_limit: virtual seconds after which the scenario counts as stuck.
     :param trace: keep what happened, in `Outcome.trace`; costs time.
     :param check: False returns a failed outcome too, for whoever looks at its `error`.
@@ -88,11 +91,12 @@ def run_one(
             seed,
             drift=drift,
             lateness=lateness,
+            timer_slack=timer_slack,
             time_limit=time_limit,
             trace=Trace() if trace else None,
         )
         try:
-            outcome = _Run(loop, scenario, unraisable).outcome()
+            outcome = _outcome(loop, scenario, unraisable)
         finally:
             loop.close()
     if check:
@@ -111,58 +115,54 @@ def refuse_running_loop() -> None:
     )
 
 
-class _Run(Generic[T]):
-    def __init__(self, loop: SimLoop, scenario: Scenario[T], unraisable: list[str]) -> None:
-        self._loop = loop
-        self._scenario = scenario
-        self._unraisable = unraisable
+def _outcome(loop: SimLoop, scenario: Scenario[T], unraisable: list[str]) -> Outcome[T]:
+    value, error = _main(loop, scenario)
+    # What follows is not part of the schedule.
+    trace, loop.trace = loop.trace, None
+    digest, seconds, turns = loop.digest, loop.time(), loop.turns
+    abandoned = Teardown(loop, unraisable).run(passed=error is None)
+    return Outcome(
+        seed=loop.seed,
+        value=value,
+        error=_with_unretrieved(error, loop, unraisable),
+        digest=digest & 0xFFFF_FFFF_FFFF_FFFF,
+        seconds=seconds,
+        turns=turns,
+        abandoned=abandoned,
+        trace=trace,
+    )
 
-    def outcome(self) -> Outcome[T]:
-        value, error = self._main()
-        loop = self._loop
-        # What follows is not part of the schedule.
-        trace, loop.trace = loop.trace, None
-        digest, seconds, turns = loop.digest, loop.time(), loop.turns
-        abandoned = Teardown(loop, self._unraisable).run(passed=error is None)
-        return Outcome(
-            seed=loop.seed,
-            value=value,
-            error=self._verdict(error),
-            digest=digest & 0xFFFF_FFFF_FFFF_FFFF,
-            seconds=seconds,
-            turns=turns,
-            abandoned=abandoned,
-            trace=trace,
-        )
 
-    def _main(self) -> tuple[T | None, BaseException | None]:
-        loop = self._loop
-        task = loop.create_task(
-            self._enter(), name="scenario", context=loop.network.host("main").process.context()
-        )
-        try:
-            return loop.run_until_complete(task), None
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            return None, _without_machinery(error)
+def _main(loop: SimLoop, scenario: Scenario[T]) -> tuple[T | None, BaseException | None]:
+    async def enter() -> T:
+        return await scenario(Sim(loop))
 
-    async def _enter(self) -> T:
-        return await self._scenario(Sim(self._loop))
+    context = loop.network.host("main").process.context()
+    task: asyncio.Task[T] = loop.create_task(enter(), name="scenario", context=context)
+    try:
+        return loop.run_until_complete(task), None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return None, _without_machinery(error)
 
-    def _verdict(self, error: BaseException | None) -> BaseException | None:
-        texts = [_context_text(context) for context in self._loop.unhandled] + self._unraisable
-        if not texts:
-            return error
-        many = "an exception" if len(texts) == 1 else f"{len(texts)} exceptions"
-        story = f"{many} that nobody retrieved:\n" + "\n".join(texts)
-        if error is not None:
-            error.add_note(story)
-            return error
-        unhandled = Unhandled(story)
-        causes = (context.get("exception") for context in self._loop.unhandled)
-        unhandled.__cause__ = next((cause for cause in causes if cause is not None), None)
-        return unhandled
+
+def _with_unretrieved(
+    error: BaseException | None, loop: SimLoop, unraisable: list[str]
+) -> BaseException | None:
+    """The error of the scenario, with the exceptions that were never retrieved as its note."""
+    texts = [_context_text(context) for context in loop.unhandled] + unraisable
+    if not texts:
+        return error
+    many = "an exception" if len(texts) == 1 else f"{len(texts)} exceptions"
+    story = f"{many} that nobody retrieved:\n" + "\n".join(texts)
+    if error is not None:
+        error.add_note(story)
+        return error
+    unretrieved = Unretrieved(story)
+    causes = (context.get("exception") for context in loop.unhandled)
+    unretrieved.__cause__ = next((cause for cause in causes if cause is not None), None)
+    return unretrieved
 
 
 def _without_machinery(error: BaseException) -> BaseException:

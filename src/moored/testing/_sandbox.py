@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from moored.sessions import Event, Msg, Outgoing, Protocol, Session, Sessions
-from moored.sessions.demo import Demo, DemoServer
+from moored.sessions import Incoming, Msg, Outgoing, Protocol, Session, Sessions
+from moored.testing.demo import Demo, DemoServer
 
 __all__ = ["SessionSandbox", "session_sandbox"]
 
@@ -32,8 +32,8 @@ class SessionSandbox:
     @property
     def sent(self) -> list[Outgoing]:
         """What was sent, the newest last; at most the last thousand."""
-        assert self.session._offline is not None
-        return list(self.session._offline.sent)
+        assert self.session._runtime.offline is not None
+        return list(self.session._runtime.offline.sent)
 
     async def receive(
         self,
@@ -61,17 +61,19 @@ class SessionSandbox:
             if not done.done():
                 done.set_result(handled)
 
-        if not self.session._sink.put(Event(kind, data, self.session.profile), is_done):
-            raise AssertionError("nobody takes the events: give a handler, or iterate over them")
+        if not self.session._runtime.sink.put(Incoming(kind, data, self.session.profile), is_done):
+            raise AssertionError(
+                "the session has no consumer of events: pass on_event, or iterate over them"
+            )
         try:
             async with asyncio.timeout(timeout):
                 handled = await done
         except TimeoutError:
             raise AssertionError(
-                f"nobody has handled it within {timeout:g} s: the bot has ended, or hangs"
+                f"the event was not handled within {timeout:g} s: the bot has ended, or hangs"
             ) from None
         if not handled:
-            raise AssertionError("the handler has raised: see the log for what")
+            raise AssertionError("the handler raised an exception: see the log")
 
     def __repr__(self) -> str:
         return f"<SessionSandbox of {self.session!r}: {len(self.sent)} sent>"

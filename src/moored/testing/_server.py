@@ -85,7 +85,7 @@ class SimServer(asyncio.AbstractServer):
         return tuple(map(SimSocket, self.addresses)) if self._open else ()
 
     def accept(self, transport: SimTransport) -> None:
-        """A connection is there; the process takes it when it next runs."""
+        """Accept a connection; its protocol is made when the process next runs."""
         transport.server = self
         self._clients[transport] = None
         self._loop.call_soon(self._take, transport, context=transport.context)
@@ -98,7 +98,7 @@ class SimServer(asyncio.AbstractServer):
         return self._context.copy()
 
     def detach(self, transport: SimTransport) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._clients.pop(transport, None)
         self._wake_waiters()
 
@@ -143,7 +143,7 @@ class SimServer(asyncio.AbstractServer):
         self._open = self._serving = False
         self.process.servers.pop(self, None)
         self._loop.network.unlisten(self)
-        if self._forever is not None and not self._forever.done():
+        if self._forever is not None:
             self._forever.cancel()
         self._wake_waiters()
 
@@ -172,7 +172,7 @@ class SimServer(asyncio.AbstractServer):
         await waiter
 
     def killed(self) -> None:
-        """The process is gone: nobody listens any more, nobody waits."""
+        """Stop listening, because the process was killed."""
         self._open = self._serving = False
         self.process.servers.pop(self, None)
         self._loop.network.unlisten(self)

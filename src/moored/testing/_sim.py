@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from typing import Any, Literal
 
+from moored.kernel import Tasks, awaited
+
 from ._errors import SimulationError
 from ._hosts import Host, Main
 from ._loop import SimLoop
@@ -32,7 +34,7 @@ class Sim:
         self.network: Network = loop.network
         #: Chance for the scenario's own decisions; the code under test has `Clock.random`.
         self.rng: random.Random = loop._chance()
-        self._spawned: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
         self._context = copy_context()
 
     @property
@@ -88,15 +90,7 @@ class Sim:
     def _act(self, action: Callable[..., Any], *args: Any) -> None:
         result = action(*args)
         if inspect.iscoroutine(result):
-            task = self.loop.create_task(result, name=f"at {self.now:g} s")
-            self._spawned.add(task)
-            task.add_done_callback(self._acted)
-
-    def _acted(self, task: asyncio.Task[Any]) -> None:
-        self._spawned.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            message = f"what was planned {task.get_name()} failed"
-            self.loop.call_exception_handler({"message": message, "exception": error})
+            self._tasks.start(result, name=f"planned at {self.now:g} s")
 
     def host(self, name: str, main: Main | None = None) -> Host:
         """The host with this name, made when it is new; `main` runs on it, from each restart on."""
@@ -166,9 +160,7 @@ def _starter(server: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[.
 def _weatherproof(handler: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, None]]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            result = handler(reader, writer)
-            if inspect.isawaitable(result):
-                await result
+            await awaited(handler(reader, writer))
         except _WEATHER:
             writer.transport.abort()
 

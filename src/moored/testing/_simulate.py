@@ -12,7 +12,7 @@ from ._errors import SimulationError
 from ._report import Report, failure
 from ._run import Scenario, refuse_running_loop, run_one
 from ._scale import base_seed
-from ._workers import Verdict, run_forked
+from ._workers import SeedResults, run_forked
 
 __all__ = ["explore", "simulate"]
 
@@ -28,6 +28,7 @@ def simulate(
     first_seed: int | None = None,
     drift: bool = True,
     lateness: float = 0.0,
+    timer_slack: float = 0.0,
     time_limit: float = 3600.0,
 ) -> Report:
     """Run a scenario once per seed, on a bad day of its own each time; raises at the first to fail.
@@ -42,9 +43,16 @@ def simulate(
     :param first_seed: where to begin when `seeds` is a number; MOORED_SEED, if not given.
     :param drift: whether tasks may overtake each other.
     :param lateness: virtual seconds by which a task may be late; 0 keeps virtual times exact.
+    :param timer_slack: virtual seconds by which a timer may fire before or after its deadline;
+        uvloop's fire up to 0.001 s early.
     :param time_limit: virtual seconds after which a schedule counts as stuck.
     """
-    options = {"drift": drift, "lateness": lateness, "time_limit": time_limit}
+    options = {
+        "drift": drift,
+        "lateness": lateness,
+        "timer_slack": timer_slack,
+        "time_limit": time_limit,
+    }
     chosen = _chosen(seeds, base_seed() if first_seed is None else first_seed)
     return explore(scenario, chosen, processes=processes, **options)
 
@@ -57,18 +65,18 @@ def explore(
     count = _processes(processes, len(chosen))
     begin = time.perf_counter()
     if count > 1:
-        verdict = run_forked(scenario, chosen, options, count)
+        results = run_forked(scenario, chosen, options, count)
     else:
-        verdict = Verdict.of(scenario, chosen, options)
+        results = SeedResults.of(scenario, chosen, options)
     seconds = time.perf_counter() - begin
-    if verdict.failed is not None:
-        _fail(scenario, chosen, verdict.failed, options)
+    if results.failed is not None:
+        _fail(scenario, chosen, results.failed, results.story, options)
     return Report(
-        schedules=len(verdict.digests),
-        distinct=len(set(verdict.digests.values())),
+        schedules=len(results.digests),
+        distinct=len(set(results.digests.values())),
         seconds=seconds,
         processes=count,
-        digest=verdict.digest(),
+        digest=results.digest(),
     )
 
 
@@ -104,7 +112,11 @@ def _processes(asked: int | None, seeds: int) -> int:
 
 
 def _fail(
-    scenario: Scenario[Any], seeds: Sequence[int], position: int, options: dict[str, Any]
+    scenario: Scenario[Any],
+    seeds: Sequence[int],
+    position: int,
+    story: str,
+    options: dict[str, Any],
 ) -> None:
     """Run the failing seed once more, here and with a trace, and raise what it shows."""
     seed = seeds[position]
@@ -112,6 +124,7 @@ def _fail(
     if outcome.error is None:
         raise SimulationError(
             f"seed {seed} failed, but passes when it is repeated: the scenario depends on more "
-            "than its seed (real time, os.urandom, the order of a set, what an earlier run left)"
+            "than its seed (real time, os.urandom, the order of a set, what an earlier run left). "
+            f"It failed with:\n{story}"
         )
     raise failure(outcome, position, len(seeds))

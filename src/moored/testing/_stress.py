@@ -7,8 +7,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+
+from moored.kernel import start_thread
 
 from ._errors import StressFailed
 
@@ -55,12 +59,27 @@ def stress_threads(
     :param always: checked again and again while they run, so it must itself be safe to call then.
     :param timeout: seconds after which the threads count as hung.
     """
-    run = _Stress(worker, threads, iterations)
+    barrier, stop = threading.Barrier(threads), threading.Event()
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait()
+            for iteration in range(iterations):
+                if stop.is_set():
+                    return
+                worker(number, iteration)
+        except BaseException:
+            stop.set()
+            raise
+
     begin = time.monotonic()
     with _eager_switching():
-        run.start()
-        checks = run.watch(always, begin + timeout)
-    run.raise_failures()
+        running = [start_thread(partial(run, n), name=f"stress-{n}") for n in range(threads)]
+        try:
+            checks = _watch(running, always, begin + timeout)
+        finally:
+            stop.set()
+    _raise_failures(running)
     if invariant is not None:
         _check(invariant, "the invariant")
     return StressReport(threads, threads * iterations, time.monotonic() - begin, checks)
@@ -76,74 +95,45 @@ def _eager_switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-class _Stress:
-    def __init__(self, worker: Callable[[int, int], object], threads: int, iterations: int) -> None:
-        self._worker = worker
-        self._iterations = iterations
-        self._barrier = threading.Barrier(threads)
-        self._stop = threading.Event()
-        self._errors: list[tuple[int, BaseException]] = []
-        self._threads = [
-            threading.Thread(target=self._run, args=(n,), name=f"stress-{n}", daemon=True)
-            for n in range(threads)
-        ]
+def _watch(
+    running: list[Future[None]], always: Callable[[], object] | None, deadline: float
+) -> int:
+    """Wait for the threads, checking what must always hold; returns how often."""
+    checks = 0
+    while pending := [each for each in running if not each.done()]:
+        if time.monotonic() > deadline:
+            raise StressFailed(
+                f"{len(pending)} of {len(running)} threads have not ended in time; "
+                f"where each thread is:\n\n{_stacks()}"
+            )
+        if always is not None:
+            _check(always, "what must always hold")
+            checks += 1
+        wait(pending, 0.0 if always is not None else 0.05)
+    return checks
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
 
-    def _run(self, number: int) -> None:
-        try:
-            self._barrier.wait()
-            for iteration in range(self._iterations):
-                if self._stop.is_set():
-                    return
-                self._worker(number, iteration)
-        except BaseException as error:
-            self._errors.append((number, error))
-            self._stop.set()
+def _stacks() -> str:
+    frames = sys._current_frames()
+    return "\n".join(
+        f"{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident]))
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    )
 
-    def watch(self, always: Callable[[], object] | None, deadline: float) -> int:
-        """Wait for the threads, checking what must always hold; returns how often."""
-        checks = 0
-        try:
-            for thread in self._threads:
-                while thread.is_alive():
-                    if time.monotonic() > deadline:
-                        raise StressFailed(self._hung())
-                    if always is not None:
-                        _check(always, "what must always hold")
-                        checks += 1
-                    thread.join(0.0 if always is not None else 0.05)
-        finally:
-            self._stop.set()
-        return checks
 
-    def _hung(self) -> str:
-        stuck = [thread for thread in self._threads if thread.is_alive()]
-        frames = sys._current_frames()
-        stacks = [
-            f"{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident]))
-            for thread in threading.enumerate()
-            if thread.ident in frames
-        ]
-        return (
-            f"{len(stuck)} of {len(self._threads)} threads have not ended in time; "
-            "where each thread is:\n\n" + "\n".join(stacks)
-        )
-
-    def raise_failures(self) -> None:
-        if not self._errors:
-            return
-        texts = [
-            f"stress-{number}:\n" + "".join(traceback.format_exception(error))
-            for number, error in self._errors[:_SHOWN]
-        ]
-        kinds = ", ".join(sorted({type(error).__name__ for _, error in self._errors}))
-        raise StressFailed(
-            f"{len(self._errors)} of {len(self._threads)} threads failed ({kinds}):\n\n"
-            + "\n".join(texts)
-        ) from self._errors[0][1]
+def _raise_failures(ended: list[Future[None]]) -> None:
+    failures = [(n, error) for n, each in enumerate(ended) if (error := each.exception())]
+    if not failures:
+        return
+    texts = [
+        f"stress-{number}:\n" + "".join(traceback.format_exception(error))
+        for number, error in failures[:_SHOWN]
+    ]
+    kinds = ", ".join(sorted({type(error).__name__ for _, error in failures}))
+    raise StressFailed(
+        f"{len(failures)} of {len(ended)} threads failed ({kinds}):\n\n" + "\n".join(texts)
+    ) from failures[0][1]
 
 
 def _check(invariant: Callable[[], object], what: str) -> None:

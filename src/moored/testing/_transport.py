@@ -149,13 +149,9 @@ class SimTransport(asyncio.Transport):
             self._break(self._reset_by_peer(), farewell=None)
         else:
             self._at_eof = True
-            if not self._call("eof_received", self._protocol_eof):
+            protocol: Any = self._protocol
+            if not self._call("eof_received", protocol.eof_received):
                 self.close()
-
-    def _protocol_eof(self) -> bool | None:
-        protocol: Any = self._protocol
-        keep_open: bool | None = protocol.eof_received()
-        return keep_open
 
     def _feed(self, data: bytes) -> None:
         protocol: Any = self._protocol
@@ -196,6 +192,9 @@ class SimTransport(asyncio.Transport):
             return
         self._buffer += data
         self._send()
+        self._check_high_mark()
+
+    def _check_high_mark(self) -> None:
         if len(self._buffer) > self._high and not self._protocol_paused:
             self._protocol_paused = True
             self._call("pause_writing", self.get_protocol().pause_writing)
@@ -258,9 +257,7 @@ class SimTransport(asyncio.Transport):
         if not high >= low >= 0:
             raise ValueError(f"high ({high!r}) must be >= low ({low!r}) must be >= 0")
         self._high, self._low = high, low
-        if len(self._buffer) > high and not self._protocol_paused:
-            self._protocol_paused = True
-            self._call("pause_writing", self.get_protocol().pause_writing)
+        self._check_high_mark()
 
     # Ending
 
@@ -327,7 +324,7 @@ class SimTransport(asyncio.Transport):
             self.server.detach(self)
 
     def killed(self) -> None:
-        """The process is gone; the machine ends the connection for it."""
+        """Close the connection, because the process was killed."""
         if not self._lost:
             self._buffer.clear()
             self._shut(RST if self._unread() or self.loop.network.chance(0.5) else FIN)

@@ -1,39 +1,42 @@
-"""Schedules shared among forked processes; the first failing seed is the same all the same."""
+"""Schedules shared among forked processes; the first failing seed does not depend on how."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Self
 
 from ._errors import SimulationError
 from ._run import Scenario, run_one
 
 _PATIENCE = 5.0
 
-__all__ = ["Verdict", "run_forked"]
+__all__ = ["SeedResults", "run_forked"]
 
 
 @dataclass
-class Verdict:
+class SeedResults:
     """Which schedules ran, and the first position at which one failed."""
 
     digests: dict[int, int] = field(default_factory=dict)
     failed: int | None = None
+    #: The traceback of that failure.
+    story: str = ""
 
     @classmethod
-    def of(cls, scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any]) -> Verdict:
+    def of(cls, scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any]) -> Self:
         """Run seeds here, up to the first that fails."""
-        verdict = cls()
+        results = cls()
         for position, seed in enumerate(seeds):
-            if not verdict.run(scenario, position, seed, options):
+            if not results.run(scenario, position, seed, options):
                 break
-        return verdict
+        return results
 
     def run(
         self, scenario: Scenario[Any], position: int, seed: int, options: dict[str, Any]
@@ -41,8 +44,9 @@ class Verdict:
         """Run one seed; whether it passed."""
         outcome = run_one(scenario, seed, check=False, **options)
         self.digests[position] = outcome.digest
-        if not outcome.ok:
+        if outcome.error is not None:
             self.failed = position
+            self.story = "".join(traceback.format_exception(outcome.error))
         return outcome.ok
 
     def digest(self) -> int:
@@ -51,16 +55,16 @@ class Verdict:
             hash(tuple(self.digests[key] for key in sorted(self.digests))) & 0xFFFF_FFFF_FFFF_FFFF
         )
 
-    def merge(self, other: Verdict) -> None:
+    def merge(self, other: SeedResults) -> None:
         """Take over what another process found."""
         self.digests |= other.digests
-        found = [each for each in (self.failed, other.failed) if each is not None]
-        self.failed = min(found, default=None)
+        if other.failed is not None and (self.failed is None or other.failed < self.failed):
+            self.failed, self.story = other.failed, other.story
 
 
 def run_forked(
     scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any], count: int
-) -> Verdict:
+) -> SeedResults:
     """Run every seed in one of `count` processes; worker k takes every count-th seed from k on."""
     context = multiprocessing.get_context("fork")
     # Everybody goes on until it has passed the lowest failure that anybody has seen.
@@ -97,22 +101,22 @@ def _end(process: Any) -> None:
         process.join()
 
 
-def _collect(workers: dict[Connection, Any]) -> Verdict:
-    verdict = Verdict()
+def _collect(workers: dict[Connection, Any]) -> SeedResults:
+    results = SeedResults()
     waiting = list(workers)
     while waiting:
         for ready in wait(waiting):
             assert isinstance(ready, Connection)
             waiting.remove(ready)
             try:
-                verdict.merge(ready.recv())
+                results.merge(ready.recv())
             except EOFError:
                 workers[ready].join()
                 raise SimulationError(
                     f"a worker died (exit code {workers[ready].exitcode}) in the middle of a "
                     "schedule: run with processes=1 to see where"
                 ) from None
-    return verdict
+    return results
 
 
 def _work(
@@ -125,13 +129,13 @@ def _work(
 ) -> None:
     # Ctrl-C goes to the whole group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    verdict = Verdict()
+    results = SeedResults()
     for position in positions:
         if position > lowest.value:
             break
-        if not verdict.run(scenario, position, seeds[position], options):
+        if not results.run(scenario, position, seeds[position], options):
             with lowest.get_lock():
                 lowest.value = min(lowest.value, position)
             break
-    result.send(verdict)
+    result.send(results)
     result.close()

@@ -34,16 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if seeds < 1:
         raise pytest.UsageError(f"--sim-seeds must be at least 1, not {seeds}")
-    before = os.environ.get(_SEEDS)
-    os.environ[_SEEDS] = str(seeds)
-    config.add_cleanup(lambda: _restore(before))
-
-
-def _restore(before: str | None) -> None:
-    if before is None:
-        os.environ.pop(_SEEDS, None)
-    else:
-        os.environ[_SEEDS] = before
+    environment = pytest.MonkeyPatch()
+    environment.setenv(_SEEDS, str(seeds))
+    config.add_cleanup(environment.undo)
 
 
 def pytest_report_header() -> list[str]:

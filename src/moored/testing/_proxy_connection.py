@@ -8,15 +8,14 @@ import struct
 
 from moored.testing._proxy_answer import Answer, Caller
 from moored.testing._proxy_desk import Desk
-from moored.testing._proxy_faults import Direction
 from moored.testing._proxy_flow import Flow, WasCut
 
-__all__ = ["Link"]
+__all__ = ["ProxyConnection"]
 
 _ANSWER_TIMEOUT = 5.0
 
 
-class Link:
+class ProxyConnection:
     """A client's socket, the server's, and how they are to end."""
 
     def __init__(self, client: socket.socket, desk: Desk, answer: Answer | None) -> None:
@@ -61,8 +60,9 @@ class Link:
         except OSError:
             self._desk.add("refused")
             raise
-        up = self._flow("up", self._client, self._server)
-        down = self._flow("down", self._server, self._client)
+        desk, swallow = self._desk, self._swallow
+        up = Flow("up", self._client, self._server, desk=desk, swallow=swallow)
+        down = Flow("down", self._server, self._client, desk=desk, swallow=swallow)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (up.read, up.write, down.read, down.write):
@@ -71,17 +71,6 @@ class Link:
             self.reset = cuts.subgroup(lambda e: isinstance(e, WasCut) and e.resets) is not None
         except* OSError:
             self.reset = True
-
-    def _flow(self, direction: Direction, source: socket.socket, target: socket.socket) -> Flow:
-        return Flow(
-            direction,
-            source,
-            target,
-            faults=self._desk.faults,
-            forwarding=self._desk.forwarding,
-            count=self._desk.count,
-            swallow=self._swallow,
-        )
 
     def _swallow(self, size: int) -> None:
         self.spoiled = True

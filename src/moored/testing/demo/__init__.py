@@ -1,0 +1,26 @@
+"""A protocol that is small and can do everything, and its server: for docs, demos and simulations.
+
+::
+
+    server = DemoServer()
+    async with Sessions() as sessions:
+        alice = await sessions.connect("alice", Demo(server))
+        await alice.send("bob", Text("hello"))
+
+The server is in the same process, or, after `await server.serve()`, behind a socket. It can be told
+to do everything bad that a server may do: to drop, delay and repeat acks, to refuse, to cut links,
+to ban. What may be asked of it (`query`) is an object with a `do`:
+
+- `echo` (value), `devices` (of);
+- `presence` (state), `watch` (who);
+- `read` (of, ids): tells a sender that his messages were read;
+- `group_create` (name, members), `group_info`, `group_add` and `group_remove` (group, who);
+- `upload` (data, as base64, and the location, to add to it) and `download` (location, begin).
+"""
+
+from ._frames import MAX_FRAME
+from ._memory import DemoMemory
+from ._protocol import Demo, DemoDialogue
+from ._server import DemoServer, ReceivedSend
+
+__all__ = ["MAX_FRAME", "Demo", "DemoDialogue", "DemoMemory", "DemoServer", "ReceivedSend"]

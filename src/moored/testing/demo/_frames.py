@@ -1,0 +1,191 @@
+"""DemoFrames of the demo protocol: a length of four bytes, then one JSON object.
+
+Every frame has a `k`, its kind. Nothing that comes in is trusted: a frame that is too long is
+refused by its first four bytes, so that what is kept of an unfinished one is bounded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any, NoReturn, TypeAlias
+
+from moored.sessions import Media, Poll, ProtocolError, StepFailed, Text
+
+__all__ = [
+    "MAX_FRAME",
+    "PIECE",
+    "DemoFrames",
+    "Frame",
+    "bytes_of",
+    "content_of",
+    "count_of",
+    "encode",
+    "text_from",
+    "text_of",
+    "wire_form",
+]
+
+Frame: TypeAlias = dict[str, Any]
+
+#: The longest frame, in bytes.
+MAX_FRAME = 256 * 1024
+#: How much of a medium goes into one frame.
+PIECE = 128 * 1024
+
+
+def encode(frame: Frame) -> bytes:
+    """A frame as bytes."""
+    body = json.dumps(frame, separators=(",", ":"), allow_nan=False).encode()
+    return len(body).to_bytes(4, "big") + body
+
+
+def _broken(text: str) -> ProtocolError:
+    return ProtocolError(text, encode({"k": "error", "reason": text}))
+
+
+class DemoFrames:
+    """Puts frames together from bytes, however they were cut."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest: bytearray | None = None
+
+    @property
+    def kept(self) -> int:
+        """How many bytes of an unfinished frame are kept."""
+        return 0 if self._rest is None else len(self._rest)
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that are complete now; raises `ProtocolError` at the first that is none."""
+        rest = self._rest
+        if rest is not None:
+            rest += data
+            if len(rest) < 4 or len(rest) < 4 + _size(rest[:4]):
+                return
+            data, self._rest = bytes(rest), None
+        begin, end = 0, len(data)
+        while end - begin >= 4:
+            stop = begin + 4 + _size(data[begin : begin + 4])
+            if stop > end:
+                break
+            yield _decode(data[begin + 4 : stop])
+            begin = stop
+        if begin < end:
+            self._rest = bytearray(data[begin:])
+
+
+def _size(head: bytes | bytearray) -> int:
+    size = int.from_bytes(head, "big")
+    if size > MAX_FRAME:
+        raise _broken(f"a frame of {size} bytes is longer than {MAX_FRAME}")
+    return size
+
+
+def _decode(body: bytes) -> Frame:
+    try:
+        frame = json.loads(body, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError):
+        raise _broken("a frame is not JSON") from None
+    if not isinstance(frame, dict) or not isinstance(frame.get("k"), str):
+        raise _broken("a frame is not an object with a kind")
+    return frame
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def text_of(frame: Frame, key: str, longest: int = 1024) -> str:
+    """A text that a frame must have."""
+    value = frame.get(key)
+    if not isinstance(value, str) or len(value) > longest:
+        raise _broken(f"a {frame['k'][:32]!r} frame needs a text {key!r} of at most {longest}")
+    return value
+
+
+def count_of(frame: Frame, key: str) -> int:
+    """A count that a frame must have."""
+    value = frame.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise _broken(f"a {frame['k'][:32]!r} frame needs a count {key!r}")
+    return value
+
+
+def bytes_of(text: Any) -> bytes:
+    """Bytes that were put into a frame as text; raises `ValueError`."""
+    if not isinstance(text, str):
+        raise ValueError("not a text")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("not base64") from None
+
+
+def text_from(data: bytes) -> str:
+    """Bytes as text that fits into a frame."""
+    return base64.b64encode(data).decode()
+
+
+def wire_form(content: Any) -> dict[str, Any]:
+    """What the user sends, as plain data; raises `StepFailed` for what cannot be sent."""
+    match content:
+        case bytes() | bytearray() | memoryview():
+            return {"type": "bytes", "data": text_from(bytes(content))}
+        case str():
+            return {"type": "text", "text": content}
+        case Text(text=text):
+            return {"type": "text", "text": text}
+        case Media():
+            return {
+                "type": "media",
+                "kind": content.kind,
+                "location": content.location,
+                "size": content.size,
+                "caption": content.caption,
+                "secret": text_from(content.secret),
+            }
+        case Poll():
+            return {
+                "type": "poll",
+                "question": content.question,
+                "options": list(content.options),
+                "choices": content.choices,
+            }
+        case {"type": str()}:
+            return dict(content)
+    raise StepFailed(f"the demo protocol cannot send a {type(content).__name__}")
+
+
+def content_of(form: Any) -> tuple[str, Any]:
+    """The type and the content of plain data; what is not as expected stays plain data."""
+    type = form.get("type") if isinstance(form, dict) else None
+    if not isinstance(type, str):
+        return "unknown", form
+    try:
+        match form:
+            case {"type": "bytes", "data": data}:
+                return type, bytes_of(data)
+            case {"type": "text", "text": str(text)}:
+                return type, Text(text)
+            case {"type": "media", "kind": str(kind), "location": str(location)}:
+                secret = bytes_of(form.get("secret", ""))
+                size, caption = int(form.get("size", 0)), str(form.get("caption", ""))
+                return type, Media(kind, location, size, caption, secret)
+            case {"type": "poll", "question": str(question), "options": [*options]}:
+                choices = int(form.get("choices", 1))
+                return type, Poll(question, tuple(map(str, options)), choices)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    return type, form

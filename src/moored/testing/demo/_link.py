@@ -1,0 +1,239 @@
+"""One link, as the demo server sees it: who it is, and what the script makes of its acks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from moored.sessions import ProtocolError
+from moored.sessions._transport import Transport
+
+from ._frames import DemoFrames, Frame, bytes_of, count_of, encode, text_of
+from ._world import DemoAccount, Denied
+
+if TYPE_CHECKING:
+    from ._server import DemoServer
+
+__all__ = ["ServerLink"]
+
+# What a client is told when its link is closed for good, by its class.
+_CODES = {
+    "takeover": 440,
+    "authentication": 401,
+    "banned": 403,
+    "outdated": 405,
+    "restart": 515,
+    "transient": 503,
+}
+
+
+class ServerLink:
+    """One link; a `Receiver`."""
+
+    __slots__ = (
+        "_arrived",
+        "_due",
+        "_frames",
+        "_server",
+        "_transport",
+        "account",
+        "code",
+        "cumulative",
+        "profile",
+        "resumes",
+    )
+
+    def __init__(self, server: DemoServer, transport: Transport) -> None:
+        self._server = server
+        self._transport = transport
+        self._frames = DemoFrames()
+        #: Who it says it is; `account` is set when that is proven.
+        self.profile = ""
+        self.account: DemoAccount | None = None
+        #: The pairing code that it was shown.
+        self.code: str | None = None
+        self.cumulative = False
+        self.resumes = False
+        # Sends that are to be confirmed by the next count.
+        self._arrived = 0
+        # When the last delayed answer is said.
+        self._due = 0.0
+
+    # -- what is said --------------------------------------------------------------------------
+
+    def say(self, frame: Frame) -> None:
+        """Send a frame."""
+        self._transport.write(encode(frame))
+
+    def say_bytes(self, data: bytes) -> None:
+        """Send bytes that may be anything."""
+        self._transport.write(data)
+
+    def close(self, kind: str, reason: str, **more: Any) -> None:
+        """Say why, then close."""
+        self.say({"k": "close", "class": kind, "code": _CODES[kind], "reason": reason, **more})
+        self._transport.close()
+        self._server._gone(self)
+
+    def cut(self) -> None:
+        """End it without a word."""
+        self._transport.abort()
+        self._server._gone(self)
+
+    # -- what is heard -------------------------------------------------------------------------
+
+    def received(self, data: bytes) -> None:
+        """Bytes have come in."""
+        if self._server.deaf:
+            return
+        try:
+            for frame in self._frames.feed(data):
+                self._hear(frame)
+        except (ProtocolError, RecursionError) as error:
+            # (A content that is nested so deeply that it could be read, but not be passed on.)
+            self._server.protocol_errors += 1
+            self._transport.write(getattr(error, "farewell", b""))
+            self._transport.close()
+            self._server._gone(self)
+        if self._arrived:
+            count, self._arrived = self._arrived, 0
+            self._confirm({"k": "upto", "more": count})
+
+    def lost(self, error: BaseException | None) -> None:
+        """It is over."""
+        self._server._gone(self)
+
+    def _hear(self, frame: Frame) -> None:
+        kind = frame["k"]
+        if kind == "send" and self.account is not None:
+            self._send(frame, self.account)
+        elif kind == "ping":
+            self.say({"k": "pong"})
+        elif kind == "got" and self.account is not None:
+            self._server.world.got(self.account.name, count_of(frame, "n"))
+        elif kind == "query" and self.account is not None:
+            self._query(frame, self.account)
+        elif kind == "notice" and self.account is not None:
+            with contextlib.suppress(Denied):
+                self._server.world.answer(self.account.name, frame.get("notice"))
+        elif kind == "hello" and not self.profile:
+            self._hello(frame)
+        elif kind == "login" and self.code is not None:
+            if text_of(frame, "answer") == self.code:
+                self._server.confirm(self.profile)
+            else:
+                self.close("authentication", "that is not the code")
+        elif kind == "bye":
+            self._transport.close()
+            self._server._gone(self)
+        elif kind not in ("pong", "error"):
+            raise ProtocolError(f"{kind[:32]!r} is not understood here", encode({"k": "error"}))
+
+    def _hello(self, frame: Frame) -> None:
+        server = self._server
+        profile = self.profile = text_of(frame, "profile")
+        if not profile:
+            raise ProtocolError("a profile needs a name", encode({"k": "error"}))
+        self.cumulative = frame.get("cumulative") is True
+        self.resumes = "resume" in frame
+        account = server.world.accounts.get(profile)
+        version = count_of(frame, "v")
+        try:
+            key = None if frame.get("key") is None else bytes_of(frame["key"])
+        except ValueError:
+            key = b""
+        if version < server.minimum_version:
+            self.close("outdated", f"version {version} is not spoken any more")
+        elif account is not None and account.banned:
+            self.close("banned", "the account is banned")
+        elif account is not None and account.key is not None and key is not None:
+            if key == account.key:
+                self._log_in(account, frame.get("resume"))
+            else:
+                self.close("authentication", "the credentials are not accepted")
+        elif server.pairing and key is None:
+            self.code = server.world.token(4)
+            server._pairs(self)
+            self.say({"k": "pair", "code": self.code})
+        elif server.pairing or (account is not None and account.key is not None):
+            self.close("authentication", "the credentials are not accepted")
+        else:
+            self._log_in(server.world.account(profile), frame.get("resume"))
+
+    def _log_in(self, account: DemoAccount, token: Any) -> None:
+        server = self._server
+        resumed = bool(token) and token == account.resumable
+        self.account = account
+        server._logs_in(self)
+        if not resumed:
+            account.resumable = server.world.token() if self.resumes else None
+        self.say(
+            {
+                "k": "welcome",
+                "resumed": resumed,
+                "token": account.resumable or "",
+                "window": server.window,
+            }
+        )
+        for frame in list(account.mail.values()):
+            self.say(frame)
+            frame["again"] = True  # if it has to be told once more
+
+    def _query(self, frame: Frame, account: DemoAccount) -> None:
+        id = text_of(frame, "id")
+        try:
+            value = self._server.world.answer(account.name, frame.get("question"))
+        except Denied as denied:
+            self._later({"k": "answer", "id": id, "code": denied.code, "value": denied.reason})
+        else:
+            self._later({"k": "answer", "id": id, "value": value})
+
+    # -- sends and their acks ------------------------------------------------------------------
+
+    def _send(self, frame: Frame, account: DemoAccount) -> None:
+        id, recipient = text_of(frame, "id"), text_of(frame, "to")
+        content = frame.get("content")
+        if self.cumulative:
+            self._arrived += 1
+        try:
+            extra = self._server._take(self, account.name, recipient, id, content)
+        except Denied as denied:
+            self._later({"k": "nack", "id": id, "code": denied.code, "reason": denied.reason})
+            return
+        if self.cumulative:
+            return
+        ack: Frame = {"k": "ack", "id": id}
+        if extra is not None:
+            ack["extra"] = extra
+        if self._server.partial_acks:
+            self._confirm({**ack, "partial": True})
+        self._confirm(ack)
+
+    def _confirm(self, frame: Frame) -> None:
+        server = self._server
+        if server.drop_acks > 0:
+            server.drop_acks -= 1
+            server.dropped_acks += 1
+            # A count that is not sent is part of the next one.
+            self._arrived += frame.get("more", 0)
+            return
+        self._later(frame)
+        if server.duplicate_acks and frame["k"] == "ack":
+            self._later(frame)
+
+    def _later(self, frame: Frame) -> None:
+        delay = self._server.delay
+        seconds = delay() if callable(delay) else delay
+        if seconds <= 0 and not self._due:
+            self.say(frame)
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+        if self.cumulative:
+            # A count covers all before it: nothing may overtake. (Equal times have no order.)
+            self._due = due = max(due, self._due + 1e-6)
+        loop.call_at(due, self.say, frame)
+
+    def __repr__(self) -> str:
+        return f"<ServerLink of {self.profile or 'nobody yet'} over {self._transport!r}>"

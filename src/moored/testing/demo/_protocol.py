@@ -1,0 +1,417 @@
+"""The client's side of the demo protocol."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from moored.sessions import (
+    Accepted,
+    Answered,
+    Bounced,
+    CloseClass,
+    Closing,
+    Confirmed,
+    ConfirmedUpTo,
+    Dialogue,
+    Feature,
+    Greeting,
+    Happening,
+    Ignored,
+    LoginStep,
+    Media,
+    Msg,
+    Notice,
+    Outgoing,
+    Poll,
+    Presence,
+    Protocol,
+    ProtocolError,
+    QueryFailed,
+    Ready,
+    Receipt,
+    Refused,
+    StepFailed,
+    Unhandled,
+)
+from moored.sessions._protocol import DialogueEvent
+from moored.sessions._transport import Endpoint
+
+from ._frames import (
+    MAX_FRAME,
+    PIECE,
+    DemoFrames,
+    Frame,
+    bytes_of,
+    content_of,
+    count_of,
+    encode,
+    text_from,
+    text_of,
+    wire_form,
+)
+from ._memory import DemoMemory
+
+if TYPE_CHECKING:
+    from ._server import DemoServer
+
+__all__ = ["VERSION", "Demo", "DemoDialogue"]
+
+#: The version of the protocol.
+VERSION = 1
+
+_CLASSES = {kind.name.lower(): kind for kind in CloseClass}
+
+
+class DemoDialogue(Dialogue):
+    """One link."""
+
+    __slots__ = (
+        "_credentials",
+        "_cumulative",
+        "_frames",
+        "_line",
+        "_memory",
+        "_over",
+        "_profile",
+        "_ready",
+        "_version",
+    )
+
+    def __init__(
+        self,
+        profile: str,
+        credentials: bytes | None,
+        memory: DemoMemory | None,
+        *,
+        cumulative: bool = False,
+        version: int = VERSION,
+    ) -> None:
+        self._profile = profile
+        self._credentials = credentials
+        self._memory = memory
+        self._cumulative = cumulative
+        self._version = version
+        self._frames = DemoFrames()
+        # What was written over this link and is not confirmed, for cumulative confirmations.
+        self._line = deque[str]() if cumulative else None
+        self._ready = False
+        self._over = False
+
+    # -- what is said --------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """Who we are, and what we want."""
+        key = None if self._credentials is None else text_from(self._credentials)
+        frame: Frame = {"k": "hello", "v": self._version, "profile": self._profile, "key": key}
+        if self._cumulative:
+            frame["cumulative"] = True
+        if self._memory is not None:
+            frame["resume"] = self._memory.token or ""
+        return encode(frame)
+
+    def write(self, outgoing: Outgoing) -> bytes:
+        """A send."""
+        body = wire_form(outgoing.content) if outgoing.body is None else outgoing.body
+        id = outgoing.id
+        try:
+            data = encode({"k": "send", "id": id, "to": outgoing.recipient, "content": body})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StepFailed(f"it cannot be written as JSON: {error}") from error
+        if len(data) > MAX_FRAME:
+            raise StepFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
+        if self._memory is not None:
+            self._memory.written(id, data)
+        if self._line is not None:
+            self._line.append(id)
+        return data
+
+    def resend(self, wanted: Container[str]) -> Iterator[tuple[str, bytes]]:
+        """What was unconfirmed when the last link was lost, and is not settled."""
+        if self._memory is None:
+            return
+        for id, data in list(self._memory.unconfirmed.items()):
+            if id not in wanted:
+                self._memory.settled(id)
+                continue
+            if self._line is not None:
+                self._line.append(id)
+            yield id, data
+
+    def query(self, id: str, question: Any) -> bytes:
+        """A question: an object with a `do`, which says what is asked."""
+        data = encode({"k": "query", "id": id, "question": question})
+        if len(data) > MAX_FRAME:
+            raise QueryFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
+        return data
+
+    def notice(self, data: Any) -> bytes:
+        """Something that is not answered: an object with a `do`, as in a question."""
+        return encode({"k": "notice", "notice": data})
+
+    def ping(self) -> bytes:
+        """Are you there?"""
+        return encode({"k": "ping"})
+
+    def acknowledge(self, token: Any) -> bytes:
+        """It was handled: the server may forget it."""
+        return encode({"k": "got", "n": token})
+
+    def login(self, answer: Any) -> bytes:
+        """The code that the server has shown, or what somebody typed instead."""
+        return encode({"k": "login", "answer": str(answer)})
+
+    def goodbye(self) -> bytes:
+        """We leave on purpose."""
+        return encode({"k": "bye"})
+
+    # -- what is heard -------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> Iterable[DialogueEvent]:
+        """Bytes have come in."""
+        for frame in self._frames.feed(data):
+            if self._over:
+                return
+            kind = frame["k"]
+            if not self._ready and kind in _ONLY_WHEN_READY:
+                raise ProtocolError(f"the server sent a {kind!r} frame before its welcome")
+            heard = _HEARD.get(kind)
+            if heard is None:
+                yield Unhandled(kind[:64])
+            else:
+                yield from heard(self, frame)
+
+    def _welcome(self, frame: Frame) -> Iterator[DialogueEvent]:
+        if self._ready:
+            raise ProtocolError("the server has welcomed us twice")
+        window = frame.get("window")
+        if window is not None:
+            window = max(1, count_of(frame, "window"))
+        resumed = frame.get("resumed") is True
+        if self._memory is not None:
+            self._memory.token = text_of(frame, "token")
+            if not resumed:
+                self._memory.unconfirmed.clear()
+        self._ready = True
+        yield Ready(resumed and self._memory is not None, window)
+
+    def _pair(self, frame: Frame) -> Iterator[DialogueEvent]:
+        yield LoginStep("pairing code", text_of(frame, "code"))
+
+    def _paired(self, frame: Frame) -> Iterator[DialogueEvent]:
+        try:
+            credentials = bytes_of(frame.get("key"))
+        except ValueError:
+            raise ProtocolError("the server gave no credentials") from None
+        yield Accepted(credentials)
+
+    def _ack(self, frame: Frame) -> Iterator[DialogueEvent]:
+        id = text_of(frame, "id")
+        if self._memory is not None:
+            self._memory.settled(id)
+        yield Confirmed(id, frame.get("extra"))
+
+    def _up_to(self, frame: Frame) -> Iterator[DialogueEvent]:
+        count, line = count_of(frame, "more"), self._line
+        if line is None or count > len(line):
+            raise ProtocolError("the server confirms more than was written")
+        for _ in range(count):
+            id = line.popleft()
+            if self._memory is not None:
+                self._memory.settled(id)
+        yield ConfirmedUpTo(count)
+
+    def _nack(self, frame: Frame) -> Iterator[DialogueEvent]:
+        id, code = text_of(frame, "id"), frame.get("code")
+        if self._memory is not None:
+            self._memory.settled(id)
+        yield Refused(id, code, text_of(frame, "reason") if "reason" in frame else "")
+
+    def _bounce(self, frame: Frame) -> Iterator[DialogueEvent]:
+        reason = text_of(frame, "reason") if "reason" in frame else ""
+        yield Bounced(text_of(frame, "id"), frame.get("code"), reason)
+
+    def _answer(self, frame: Frame) -> Iterator[DialogueEvent]:
+        yield Answered(text_of(frame, "id"), frame.get("value"), frame.get("code"))
+
+    def _message(self, frame: Frame) -> Iterator[DialogueEvent]:
+        id, number = text_of(frame, "id"), count_of(frame, "n")
+        text_of(frame, "from")
+        yield Happening(frame, number, (id, number), again=True)
+
+    def _happening(self, frame: Frame) -> Iterator[DialogueEvent]:
+        yield Happening(frame)
+
+    def _ping(self, frame: Frame) -> Iterator[DialogueEvent]:
+        yield Greeting(encode({"k": "pong"}))
+
+    def _pong(self, frame: Frame) -> Iterator[DialogueEvent]:
+        yield Ignored()
+
+    def _close(self, frame: Frame) -> Iterator[DialogueEvent]:
+        self._over = True
+        kind, after = str(frame.get("class")), frame.get("retry_after")
+        if isinstance(after, bool) or not isinstance(after, int | float) or not 0 <= after < 86_400:
+            after = None
+        yield Closing(
+            _CLASSES.get(kind, CloseClass.TRANSIENT),
+            frame.get("code"),
+            text_of(frame, "reason") if "reason" in frame else "",
+            retry_after=after,
+        )
+
+
+_HEARD = {
+    "welcome": DemoDialogue._welcome,
+    "pair": DemoDialogue._pair,
+    "paired": DemoDialogue._paired,
+    "ack": DemoDialogue._ack,
+    "upto": DemoDialogue._up_to,
+    "nack": DemoDialogue._nack,
+    "bounce": DemoDialogue._bounce,
+    "answer": DemoDialogue._answer,
+    "message": DemoDialogue._message,
+    "receipt": DemoDialogue._happening,
+    "presence": DemoDialogue._happening,
+    "group": DemoDialogue._happening,
+    "ping": DemoDialogue._ping,
+    "pong": DemoDialogue._pong,
+    "close": DemoDialogue._close,
+}
+_ONLY_WHEN_READY = {
+    "ack",
+    "upto",
+    "nack",
+    "bounce",
+    "answer",
+    "message",
+    "receipt",
+    "presence",
+    "group",
+}
+
+
+class Demo(Protocol):
+    """A small protocol with everything that a protocol may have, for docs, demos and simulations.
+
+    :param server: a `DemoServer` of this process, or an endpoint that leads to one.
+    :param cumulative: the server confirms by counting, not by ids.
+    :param resume: unconfirmed sends live on in the next link, and the server takes each id once.
+    """
+
+    name = "demo"
+    features = frozenset(Feature) - {Feature.SUBSCRIPTIONS}
+    redelivers = "always"
+    outlives = True
+
+    def __init__(
+        self,
+        server: DemoServer | Endpoint,
+        *,
+        cumulative: bool = False,
+        resume: bool = False,
+        keepalive: float | None = 30.0,
+        patience: float = 5.0,
+        version: int = VERSION,
+    ) -> None:
+        self._server = server
+        self.cumulative = cumulative
+        self.resumes = resume
+        self.keepalive = keepalive
+        self.patience = patience
+        self.steps = _STEPS
+        self._version = version
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the server is."""
+        endpoint = getattr(self._server, "endpoint", self._server)
+        assert hasattr(endpoint, "dial")
+        return endpoint
+
+    def remember(self) -> DemoMemory | None:
+        """What outlives a link."""
+        return DemoMemory() if self.resumes else None
+
+    def begin(
+        self, profile: str, credentials: bytes | None, memory: DemoMemory | None
+    ) -> DemoDialogue:
+        """A dialogue for a new link."""
+        return DemoDialogue(
+            profile, credentials, memory, cumulative=self.cumulative, version=self._version
+        )
+
+    def question(self, what: str, **details: Any) -> Any:
+        """What is asked; whether somebody is there is only told, and not answered."""
+        question = super().question(what, **details)
+        return Notice(question) if what == "presence" else question
+
+    async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Media:
+        """Give bytes to the server, piece by piece."""
+        location = ""
+        for begin in range(0, max(1, len(data)), PIECE):
+            piece = text_from(data[begin : begin + PIECE])
+            answer = await session.query(self.question("upload", data=piece, location=location))
+            location = answer["location"]
+        return Media(kind, location, len(data), caption)
+
+    async def download(self, session: Any, media: Media) -> bytes:
+        """Get bytes from the server, piece by piece."""
+        data = bytearray()
+        while len(data) < media.size:
+            question = self.question("download", location=media.location, begin=len(data))
+            piece = bytes_of(await session.query(question))
+            if not piece:
+                raise QueryFailed(f"{media.location} has {len(data)} bytes, not {media.size}")
+            data += piece
+        return bytes(data)
+
+    def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
+        """Whether it can be written at all, for sessions without a server."""
+        self.begin(profile, None, None).write(outgoing)
+
+    def sandbox_answer(self, question: Any) -> Any:
+        """Where something was put, for sessions without a server."""
+        return {"location": "sandbox"} if question.get("do") == "upload" else None
+
+    def sandbox_extra(self, outgoing: Outgoing) -> Any:
+        """The secret of a poll, for sessions without a server."""
+        return {"secret": "0" * 32} if isinstance(outgoing.content, Poll) else None
+
+    def route(self, frame: Frame) -> str:
+        """The tag of a frame is its kind."""
+        kind: str = frame["k"]
+        return kind if kind in ("message", "receipt", "presence", "group") else "unhandled"
+
+    def interpret(self, tag: str, frame: Frame) -> Any:
+        """What the user gets for a frame."""
+        match tag:
+            case "message":
+                kind, content = content_of(frame.get("content"))
+                to = frame.get("to")
+                return Msg(
+                    kind,
+                    content,
+                    frame["id"],
+                    frame["from"],
+                    to=to if isinstance(to, str) else "",
+                    duplicate=frame.get("again") is True,
+                )
+            case "receipt":
+                ids = frame.get("ids")
+                known = tuple(map(str, ids)) if isinstance(ids, list) else ()
+                return Receipt(known, str(frame.get("kind", "")), str(frame.get("by", "")))
+            case "presence":
+                return Presence(str(frame.get("who", "")), str(frame.get("state", "")))
+            case "group":
+                return {key: value for key, value in frame.items() if key != "k"}
+        return None
+
+
+def _encode_step(outgoing: Outgoing, session: Any) -> Outgoing:
+    outgoing.body = wire_form(outgoing.content)
+    return outgoing
+
+
+_STEPS = (("encode", _encode_step),)

@@ -1,0 +1,215 @@
+"""What the demo server knows: accounts, their mail, groups and media. Plain data, no I/O."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from ._frames import PIECE, Frame, bytes_of, text_from
+
+__all__ = ["DemoAccount", "Denied", "World"]
+
+#: The most that is kept for somebody who is away.
+MOST_MAIL = 10_000
+#: The most groups.
+MOST_GROUPS = 10_000
+#: The most that is kept of everybody's media, in bytes.
+MOST_MEDIA = 64 * 1024 * 1024
+
+
+class Denied(Exception):
+    """The server does not do that."""
+
+    def __init__(self, code: object, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class DemoAccount:
+    """One account."""
+
+    __slots__ = ("banned", "count", "key", "mail", "name", "resumable", "watchers")
+
+    def __init__(self, name: str, key: bytes | None) -> None:
+        self.name = name
+        #: Its credentials; None if it needs none.
+        self.key = key
+        self.banned = False
+        #: Messages that it has not acknowledged, by their number.
+        self.mail: dict[int, Frame] = {}
+        self.count = 0
+        #: What the last link is called, for one that wants to go on from it.
+        self.resumable: str | None = None
+        self.watchers: set[str] = set()
+
+
+class World:
+    """All that the server knows.
+
+    :param tell: sends a frame to somebody, if he is there.
+    """
+
+    def __init__(self, rng: random.Random, tell: Callable[[str, Frame], None]) -> None:
+        self._rng = rng
+        self._tell = tell
+        self.accounts: dict[str, DemoAccount] = {}
+        self.groups: dict[str, dict[str, Any]] = {}
+        self._media: dict[str, bytearray] = {}
+        self._media_size = 0
+
+    def token(self, size: int = 16) -> str:
+        """Something that cannot be guessed, unless one knows the seed."""
+        return self._rng.randbytes(size).hex()
+
+    def account(self, name: str, key: bytes | None = None) -> DemoAccount:
+        """The account of that name; made when it is new."""
+        found = self.accounts.get(name)
+        if found is None:
+            found = self.accounts[name] = DemoAccount(name, key)
+        return found
+
+    # -- mail ----------------------------------------------------------------------------------
+
+    def members(self, sender: str, recipient: str) -> list[str]:
+        """Who gets what is sent to a recipient; raises `Denied` for a group of others."""
+        group = self.groups.get(recipient)
+        if group is None:
+            return [recipient]
+        if sender not in group["members"]:
+            raise Denied(403, "not a member of the group")
+        return [member for member in group["members"] if member != sender]
+
+    def has_room(self, names: list[str]) -> bool:
+        """Whether mail for all of them can be kept."""
+        return all(
+            len(self.accounts[name].mail) < MOST_MAIL for name in names if name in self.accounts
+        )
+
+    def post(self, name: str, frame: Frame) -> None:
+        """Keep a message until it is acknowledged; nobody keeps any for a name never heard of."""
+        account = self.accounts.get(name)
+        if account is not None:
+            account.count += 1
+            account.mail[account.count] = {**frame, "n": account.count}
+            self._tell(name, account.mail[account.count])
+
+    def got(self, name: str, number: int) -> None:
+        """A message was acknowledged: its sender is told, and it is forgotten."""
+        frame = self.accounts[name].mail.pop(number, None)
+        if frame is not None:
+            self._tell(
+                frame["from"],
+                {"k": "receipt", "ids": [frame["id"]], "kind": "delivered", "by": name},
+            )
+
+    # -- what may be asked ---------------------------------------------------------------------
+
+    def answer(self, who: str, question: Any) -> Any:
+        """The answer to a question; raises `Denied`."""
+        if not isinstance(question, dict) or not isinstance(question.get("do"), str):
+            raise Denied(400, "a question is an object with a `do`")
+        method = getattr(self, f"_do_{question['do']}", None)
+        if method is None:
+            raise Denied(404, f"nobody knows how to do {question['do'][:64]!r}")
+        return method(who, question)
+
+    def _do_echo(self, who: str, question: Frame) -> Any:
+        return question.get("value")
+
+    def _do_devices(self, who: str, question: Frame) -> list[str]:
+        return [f"{_word(question, 'of')}/1"]
+
+    def _do_presence(self, who: str, question: Frame) -> None:
+        self.appear(who, _word(question, "state"))
+
+    def appear(self, who: str, state: str) -> None:
+        """Tell those who watch somebody."""
+        for watcher in sorted(self.account(who).watchers):
+            self._tell(watcher, {"k": "presence", "who": who, "state": state})
+
+    def _do_watch(self, who: str, question: Frame) -> None:
+        watched = self.accounts.get(_word(question, "who"))
+        if watched is None:
+            raise Denied(404, "nobody has that name")
+        watched.watchers.add(who)
+
+    def _do_read(self, who: str, question: Frame) -> None:
+        ids = _words(question, "ids")
+        self._tell(_word(question, "of"), {"k": "receipt", "ids": ids, "kind": "read", "by": who})
+
+    def _do_group_create(self, who: str, question: Frame) -> str:
+        if len(self.groups) >= MOST_GROUPS:
+            raise Denied(507, "there is no room for more groups")
+        members = list(dict.fromkeys([who, *_words(question, "members")]))
+        id = f"group-{len(self.groups) + 1}"
+        self.groups[id] = {"id": id, "name": _word(question, "name"), "members": members}
+        self._announce(id, "created", who)
+        return id
+
+    def _do_group_info(self, who: str, question: Frame) -> Any:
+        return self._group(who, question)
+
+    def _do_group_add(self, who: str, question: Frame) -> None:
+        group, new = self._group(who, question), _word(question, "who")
+        if new not in group["members"]:
+            group["members"].append(new)
+            self._announce(group["id"], "added", new)
+
+    def _do_group_remove(self, who: str, question: Frame) -> None:
+        group, old = self._group(who, question), _word(question, "who")
+        if old in group["members"]:
+            self._announce(group["id"], "removed", old)
+            group["members"].remove(old)
+
+    def _group(self, who: str, question: Frame) -> Any:
+        group = self.groups.get(_word(question, "group"))
+        if group is None or who not in group["members"]:
+            raise Denied(404, "no such group, or not a member of it")
+        return group
+
+    def _announce(self, id: str, what: str, who: str) -> None:
+        group = self.groups[id]
+        for member in group["members"]:
+            self._tell(member, {"k": "group", "group": id, "name": group["name"], what: who})
+
+    def _do_upload(self, who: str, question: Frame) -> Any:
+        try:
+            data = bytes_of(question.get("data"))
+        except ValueError as error:
+            raise Denied(400, f"data is {error}") from None
+        if self._media_size + len(data) > MOST_MEDIA:
+            raise Denied(413, "there is no room for more media")
+        location = _word(question, "location") if question.get("location") else ""
+        if not location:
+            location = f"media-{len(self._media) + 1}"
+            self._media[location] = bytearray()
+        elif location not in self._media:
+            raise Denied(404, "no such media")
+        self._media[location] += data
+        self._media_size += len(data)
+        return {"location": location, "size": len(self._media[location])}
+
+    def _do_download(self, who: str, question: Frame) -> str:
+        data = self._media.get(_word(question, "location"))
+        if data is None:
+            raise Denied(404, "no such media")
+        begin = question.get("begin", 0)
+        if type(begin) is not int or begin < 0:
+            raise Denied(400, "'begin' must be a count")
+        return text_from(bytes(data[begin : begin + PIECE]))
+
+
+def _word(question: Frame, key: str) -> str:
+    value = question.get(key)
+    if not isinstance(value, str) or len(value) > 1024:
+        raise Denied(400, f"{key!r} must be a text")
+    return value
+
+
+def _words(question: Frame, key: str) -> list[str]:
+    value = question.get(key)
+    if not isinstance(value, list) or len(value) > 1024:
+        raise Denied(400, f"{key!r} must be a list")
+    return [str(each)[:1024] for each in value]
