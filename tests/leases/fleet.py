@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.leases import observer
@@ -122,7 +121,9 @@ class Fleet:
 
     async def _refill(self, limit: int) -> float:
         got = 0
-        async with connect(self.url, service_name="refill", **self.options) as leases:
+        # It only looks: the short timeout of the processes is not what this measures.
+        patient = {**self.options, "timeout": PATIENCE}
+        async with connect(self.url, service_name="refill", **patient) as leases:
             deadline = time.monotonic() + self.ttl + PATIENCE
             while got < limit:
                 if await leases.acquire(KEY, limit=limit, ttl=60.0) is not None:
@@ -146,12 +147,7 @@ class Fleet:
         self._answer()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process is not None
         for pid in self.pids:
             self.go_on(pid)

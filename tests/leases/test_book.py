@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.leases.conformance import request
@@ -12,10 +13,13 @@ from tests.leases.conformance import request
 from moored.leases import Grant, Request
 from moored.leases._agenda import Agenda
 from moored.leases._book import Book, Entry
+from moored.leases._policy import Policy
+
+pytestmark = pytest.mark.pure
 
 
 def book(**options: float) -> Book:
-    return Book(chance=random.Random(7), **options)  # type: ignore[arg-type]
+    return Book(Policy(**options), chance=random.Random(7))  # type: ignore[arg-type]
 
 
 def held(book: Book, sent_at: float = 0.0, *, key: str = "db", ttl: float = 180.0) -> Entry:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
 from moored.leases import Lease, LeaseError, LeaseLost, Leases, Policy, StoreMisconfigured
-from moored.testing import Sim
+from moored.testing import Sim, run_one
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
 
 
 def is_over(lease: Lease) -> bool:
@@ -171,6 +172,7 @@ async def test_told_when_the_store_does_not_know_it_any_more(sim: Sim) -> None:
         error = await lease.lost()
         assert error is not None
         assert error.reason == "gone"
+        assert lease.remaining() == 0.0
         assert sim.now <= 60.0
         await lease.release()
         assert store.calls["release"] == 2  # the two that revoked it, and none for what is lost
@@ -205,7 +207,7 @@ async def test_a_late_listener_is_told_at_once(sim: Sim) -> None:
 @in_virtual_time
 async def test_a_callback_that_fails_keeps_nobody_from_being_told(sim: Sim) -> None:
     store = ScriptedStore()
-    async with client(store) as leases:
+    async with client(store, on_unavailable="refuse") as leases:
         told = []
         for n in range(3):
             lease = await leases.acquire("db", limit=3)
@@ -355,27 +357,6 @@ async def test_a_doubt_that_cannot_be_settled_is_left_to_time(sim: Sim) -> None:
         await asyncio.sleep(10.0)
         now = leases.statistics()
         assert (now.in_doubt, now.undone, now.left_to_time) == (0, 0, 1)
-
-
-@in_virtual_time
-async def test_a_lease_that_comes_too_late_is_none(sim: Sim) -> None:
-    """The process is stopped while the answer is on its way, for longer than the lease lives."""
-    store = ScriptedStore()
-    host = sim.host("worker")
-
-    async def work() -> None:
-        async with client(store, on_unavailable="refuse", timeout=100.0) as leases:
-            store.takes = 1.0
-            with pytest.raises(LeaseError, match=r"which is too late for a ttl of 30 s|within"):
-                await leases.acquire("db", limit=1, ttl=30.0)
-            assert leases.statistics().held == 0
-
-    task = host.start(work())
-    await asyncio.sleep(0.5)
-    host.pause()
-    await asyncio.sleep(60.0)
-    host.resume()
-    await task
 
 
 # -- for people ----------------------------------------------------------------------------------
@@ -534,6 +515,27 @@ def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
+def test_the_log_tells_of_lost_leases_once_and_not_of_those_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(sim: Sim) -> None:
+        store = ScriptedStore()
+        async with client(store, on_unavailable="refuse") as leases:
+            lost = [await leases.acquire("db", limit=3) for _ in range(3)]
+            assert lost[0] is not None
+            await lost[0].renew()  # nothing is lost, nothing is told
+            store.break_down()
+            await lost[0].lost()
+            store.error = None
+            await asyncio.sleep(10.0)
+            assert await leases.acquire("db", limit=3) is not None, "it ends with the client"
+
+    caplog.set_level(logging.WARNING, "moored.leases")
+    run_one(scenario, 1).result()
+    told = [record.message for record in caplog.records if " lost " in record.message]
+    assert told == ["the store: 3 leases lost (3 of 'db'): it could not be renewed in time"]
+
+
 def test_a_client_may_be_made_outside_a_loop() -> None:
     leases = Leases(ScriptedStore())
 
@@ -542,3 +544,36 @@ def test_a_client_may_be_made_outside_a_loop() -> None:
             assert await leases.acquire("db", limit=1) is not None
 
     asyncio.run(use())
+
+
+def cancel_the_keeper(store: ScriptedStore) -> None:
+    [keeper] = [task for task in asyncio.all_tasks() if task.get_name().endswith("/keeper")]
+    keeper.cancel()
+
+
+def cancel_its_call(store: ScriptedStore) -> None:
+    """A driver gives up a call by itself: its future is cancelled, not the keeper."""
+    store.error = asyncio.CancelledError()  # type: ignore[assignment]
+    asyncio.get_running_loop().call_later(60.5, setattr, store, "error", None)
+
+
+@pytest.mark.parametrize("cancel", [cancel_the_keeper, cancel_its_call])
+def test_a_lease_survives_a_keeper_that_was_cancelled(
+    cancel: Callable[[ScriptedStore], None],
+) -> None:
+    """Also when the task that opened the client has ended, as in the facade for threads."""
+
+    async def scenario(sim: Sim) -> None:
+        store = ScriptedStore()
+        leases = client(store)
+        await asyncio.create_task(leases.open())
+        lease = await leases.acquire("db", limit=1, ttl=180.0)
+        assert lease is not None
+        cancel(store)
+        await asyncio.sleep(600)
+        assert lease.live
+        assert [held.id for held in await leases.held("db")] == [lease.id]
+        await leases.close()
+
+    for seed in range(3):
+        run_one(scenario, seed)

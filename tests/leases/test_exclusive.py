@@ -12,7 +12,7 @@ from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 from moored.leases import LeaseLost, LeaseRefused, StoreUnavailable
 from moored.testing import Sim
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
 
 
 @in_virtual_time

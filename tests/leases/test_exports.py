@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 import moored.leases
 from moored.leases import sync
+
+pytestmark = pytest.mark.pure
 
 
 def test_the_public_names() -> None:
@@ -18,4 +22,4 @@ def test_the_public_names() -> None:
 
 
 def test_the_public_names_for_threads() -> None:
-    assert sync.__all__ == ["Lease", "Leases", "RateLimit", "connect"]
+    assert sync.__all__ == ["SyncLease", "SyncLeases", "SyncRateLimit", "connect"]

@@ -50,7 +50,6 @@ def written(target: str, url: str, server: RedisServer) -> list[int]:
         return [fence for (fence,) in connection.execute("select fence from written order by n")]
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("target", ["redis", "postgres"])
 @pytest.mark.parametrize("store", ["redis", "postgres"])
 def test_a_stopped_owner_is_refused(

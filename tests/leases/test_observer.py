@@ -7,7 +7,6 @@ import random
 import time
 from pathlib import Path
 
-import pytest
 from tests.leases.fleet import Fleet, one_shot, storm
 from tests.leases.observer import (
     SECOND,
@@ -118,7 +117,6 @@ def test_windows_against_a_plain_count() -> None:
     assert verdicts == {True, False}
 
 
-@pytest.mark.serial
 def test_a_store_that_nobody_shares_is_found_out(tmp_path: Path) -> None:
     # In memory, each process has a store of its own: nothing is agreed upon, and the trials see it.
     with Fleet("memory://", tmp_path / "leases", ttl=1.5) as fleet:

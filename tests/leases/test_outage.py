@@ -7,10 +7,19 @@ import asyncio
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
-from moored.leases import Lease, StoreMisconfigured, StoreUnavailable
+from moored.kernel import Clock
+from moored.leases import (
+    Grant,
+    Lease,
+    Leases,
+    Policy,
+    Request,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from moored.testing import Sim
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
 
 
 async def some(acquired: object) -> Lease:
@@ -38,6 +47,24 @@ async def test_a_local_lease_says_so(sim: Sim) -> None:
         assert (now.local, now.local_granted, now.outages, now.available) == (1, 1, 1, False)
         assert "local lease of 'db'" in leases.recorder.explain("leases")
         store.error = None
+
+
+@in_virtual_time
+async def test_a_local_lease_for_which_the_store_was_not_asked_is_exchanged_too(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        await asyncio.sleep(1.0)
+        store.break_down()
+        with pytest.raises(StoreUnavailable):
+            await leases.held()
+        # So soon after a failure the store is not asked, and there is nothing to give back.
+        asked = store.calls["acquire"]
+        lease = await some(leases.acquire("db", limit=5))
+        assert lease.local
+        assert store.calls["acquire"] == asked
+        store.error = None
+        await asyncio.sleep(60.0)
+        assert not lease.local
 
 
 @in_virtual_time
@@ -177,16 +204,73 @@ async def test_a_short_outage_is_not_noticed_by_holders(sim: Sim) -> None:
 @in_virtual_time
 async def test_holders_are_told_in_a_long_outage(sim: Sim) -> None:
     store = ScriptedStore()
-    async with client(store) as leases:
+    async with client(store, on_unavailable="refuse") as leases:
         held = [await some(leases.acquire("db", limit=10)) for _ in range(10)]
         store.break_down()
         errors = [await lease.lost() for lease in held]
         assert sim.now == 175.0
         assert {error.reason for error in errors if error} == {"expired"}
-        # And a new lease is a local one, as configured.
-        assert (await some(leases.acquire("db", limit=10))).local
         assert "connection refused" in leases.recorder.explain("leases")
         store.error = None
+
+
+@in_virtual_time
+async def test_an_exclusive_lease_expires_in_a_long_outage(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        lease = await some(leases.acquire("boss", limit=1))
+        store.break_down()
+        error = await lease.lost()
+        assert error is not None
+        assert (sim.now, error.reason) == (175.0, "expired")
+        store.error = None
+
+
+@in_virtual_time
+async def test_held_leases_become_local_in_a_long_outage_and_real_after_it(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases, client(store) as others:
+        held = [await some(leases.acquire("db", limit=10)) for _ in range(10)]
+        store.break_down()
+        await asyncio.sleep(1000.0)
+        assert all(lease.live and lease.local and lease.fence == 0 for lease in held)
+        assert leases.statistics().local == 10
+        assert await leases.acquire("db", limit=10) is None, "no more than the limit"
+        store.error = None
+        await asyncio.sleep(5.0)
+        assert all(lease.live and not lease.local and lease.fence for lease in held)
+        assert {each.id for each in await others.held()} == {lease.id for lease in held}
+        await asyncio.sleep(1000.0)
+        assert all(lease.live for lease in held)
+        assert leases.statistics().lost_expired == 0
+
+
+@in_virtual_time
+async def test_of_the_held_leases_as_many_become_local_as_the_local_limit_allows(
+    sim: Sim,
+) -> None:
+    store = ScriptedStore()
+    async with client(store, local_limit=2) as leases:
+        held = [await some(leases.acquire("db", limit=10)) for _ in range(5)]
+        store.break_down()
+        await asyncio.sleep(200.0)
+        assert sum(lease.live for lease in held) == 2
+        assert leases.statistics().lost_expired == 3
+        store.error = None
+
+
+@in_virtual_time
+async def test_leases_that_expire_while_the_store_answers_are_lost(sim: Sim) -> None:
+    store = ScriptedStore()
+    async with client(store) as leases:
+        lease = await some(leases.acquire("db", limit=10))
+        # As in a process that was stopped: nothing is known of an outage.
+        entry = leases._book.get(lease.id)
+        assert entry is not None
+        leases._book._deadlines.set(entry.id, sim.now)
+        leases._keeper._tell_expired()
+        assert lease.error is not None
+        assert lease.error.reason == "expired"
 
 
 # -- acquirers -----------------------------------------------------------------------------------
@@ -323,3 +407,26 @@ async def test_closing_does_not_wait_for_a_dead_store(sim: Sim) -> None:
     assert lease.error is not None
     # The lease, and the one that may have been given although the answer was an error.
     assert leases.statistics().left_to_time == 2
+
+
+class Halting(ScriptedStore):
+    """A store whose answer comes when the process has been stopped for a minute."""
+
+    halted = 0.0
+
+    async def acquire(self, request: Request) -> Grant | None:
+        grant = await super().acquire(request)
+        self.halted += 60.0
+        return grant
+
+
+@in_virtual_time
+async def test_a_lease_that_comes_too_late_is_none(sim: Sim) -> None:
+    """The timeout does not help here: a process that is stopped does not look at its timers."""
+    store = Halting()
+    clock = Clock(lambda: sim.now + store.halted)
+    policy = Policy(on_unavailable="refuse")
+    async with Leases(store, service_name="orders", policy=policy, clock=clock) as leases:
+        with pytest.raises(StoreUnavailable, match=r"which is too late for a ttl of 30 s"):
+            await leases.acquire("db", limit=1, ttl=30.0)
+        assert leases.statistics().held == 0

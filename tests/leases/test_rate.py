@@ -14,7 +14,7 @@ from moored.leases import Leases, StoreUnavailable, _gcra
 from moored.leases._rate import Purse
 from moored.testing import Sim
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
 
 
 # -- the arithmetic ------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ from moored.leases import Lease, LeaseLost, Leases, StoreUnavailable, connect
 from moored.testing import base_seed, scaled
 from moored.testing.proxy import FaultProxy
 
-pytestmark = pytest.mark.serial
-
 #: Seconds that one call of a store may take here.
 TIMEOUT = 0.4
 #: Three times what anything may take that waits for one call.

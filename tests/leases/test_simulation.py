@@ -12,7 +12,7 @@ from moored.leases import MemoryStore, Request
 from moored.leases._book import Book
 from moored.leases._keeper import Keeper
 from moored.leases._memory import _Room
-from moored.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
+from moored.testing import Mutant, Sim, Unretrieved, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -92,4 +92,4 @@ MUTANTS = [
 def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
     caught = assert_caught(cluster_on_a_bad_day, planted, within=400, clean=4)
     # What the store notices, it notices in a callback, where nobody retrieves it.
-    assert isinstance(caught.error, AssertionError | Unhandled), caught
+    assert isinstance(caught.error, AssertionError | Unretrieved), caught

@@ -10,7 +10,7 @@ from tests.leases.cluster import REFUSE, TROUBLE_UNTIL, Cluster
 
 from moored.leases._book import Book, Entry
 from moored.leases._keeper import Keeper
-from moored.testing import Mutant, Sim, Unhandled, assert_caught, mutant, scaled, simulate
+from moored.testing import Mutant, Sim, Unretrieved, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -70,4 +70,4 @@ MUTANTS = [
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
 def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
     caught = assert_caught(cluster_that_goes_on, planted, within=400, clean=4)
-    assert isinstance(caught.error, AssertionError | Unhandled), caught
+    assert isinstance(caught.error, AssertionError | Unretrieved), caught

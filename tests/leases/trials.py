@@ -24,7 +24,6 @@ __all__ = ["FleetTrials", "takers"]
 LIMIT = 10
 
 
-@pytest.mark.serial
 class FleetTrials:
     """The trials; a subclass gives `url`, and may change the numbers."""
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ._agenda import Agenda
+from ._policy import Policy
 from ._store import Grant, Request
 
 __all__ = ["Book", "Entry"]
@@ -67,26 +68,10 @@ class Doubt:
 
 
 class Book:
-    """All leases of one client, by id.
+    """All leases of one client, by id."""
 
-    :param renew_every: seconds between two renewals of a lease; a third of the ttl where that is
-        less.
-    :param margin: seconds before the end in the store at which a lease is over here; None takes a
-        tenth of the ttl, at most 5 s.
-    :param batch: how many leases are renewed or given back in one call.
-    """
-
-    def __init__(
-        self,
-        *,
-        renew_every: float = 60.0,
-        margin: float | None = None,
-        batch: int = 250,
-        chance: random.Random,
-    ) -> None:
-        self._renew_every = renew_every
-        self._margin = margin
-        self._batch = batch
+    def __init__(self, policy: Policy, *, chance: random.Random) -> None:
+        self._policy = policy
         self._chance = chance
         self._entries: dict[str, Entry] = {}
         self._local: dict[str, Entry] = {}
@@ -125,6 +110,13 @@ class Book:
         self._deadlines.set(entry.id, entry.deadline)
         self._renew_first(entry, sent_at)
         return True
+
+    def gone_local(self, entry: Entry, known: str) -> None:
+        """A lease has expired that its holder may keep while the store is away: it is held by this
+        process alone from now on, and asked for under another id."""
+        entry.request = replace(entry.request, id=known)
+        entry.local, entry.fence, entry.deadline = True, 0, math.inf
+        self._add(entry)
 
     def renamed(self, entry: Entry, known: str) -> None:
         """A local lease is asked for under another id from now on."""
@@ -182,7 +174,7 @@ class Book:
         """The leases to renew now, in batches; they are not due again before their answer."""
         if self._renewals.first() > now:
             return []
-        ids = self._renewals.pop(now + TOGETHER * self._renew_every)
+        ids = self._renewals.pop(now + TOGETHER * self._policy.renew_every)
         return self._batches(self._entries[known].request for known in ids)
 
     def expired(self, now: float) -> list[Entry]:
@@ -238,11 +230,12 @@ class Book:
 
     def margin(self, ttl: float) -> float:
         """How long before its end in the store a lease is over here."""
-        return min(5.0, ttl / 10) if self._margin is None else self._margin
+        margin = self._policy.margin
+        return min(5.0, ttl / 10) if margin is None else margin
 
     def interval(self, ttl: float) -> float:
         """Seconds between the renewals of a lease that lives this long."""
-        return min(self._renew_every, ttl / 3)
+        return min(self._policy.renew_every, ttl / 3)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -283,5 +276,5 @@ class Book:
         return (entry for known in ids if (entry := self._entries.get(known)) is not None)
 
     def _batches(self, requests: Iterable[Request]) -> list[list[Request]]:
-        todo = list(requests)
-        return [todo[start : start + self._batch] for start in range(0, len(todo), self._batch)]
+        todo, size = list(requests), self._policy.batch
+        return [todo[start : start + size] for start in range(0, len(todo), size)]

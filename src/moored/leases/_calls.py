@@ -11,7 +11,7 @@ from moored.kernel import Backoff, Clock, Recorder, describe, duration
 
 from ._counts import Counts
 from ._errors import StoreMisconfigured, StoreUnavailable
-from ._health import Health
+from ._health import StoreHealth
 from ._policy import Policy
 from ._store import Store
 
@@ -46,18 +46,18 @@ class Calls:
         counts: Counts,
     ) -> None:
         self.store = store
-        self._place = place
-        self._name = name
-        self._policy = policy
-        self._clock = clock
-        self._recorder = recorder
-        self._counts = counts
+        self.place = place
+        self.name = name
+        self.policy = policy
+        self.clock = clock
+        self.recorder = recorder
+        self.counts = counts
         #: Called when the store answers again.
         self.on_recovery: Callable[[], None] = _nothing
         self._opened = False
         self._refusal: StoreMisconfigured | None = None
         backoff = Backoff(*RETRY, jitter=0.25, clock=clock)
-        self.health = Health(backoff, policy.timeout)
+        self.health = StoreHealth(backoff, policy.timeout)
 
     @property
     def opened(self) -> bool:
@@ -66,7 +66,7 @@ class Calls:
 
     async def open(self, *, patience: float | None = None) -> None:
         """Connect the store."""
-        patience = patience or TIMES_TO_OPEN * self._policy.timeout
+        patience = patience or TIMES_TO_OPEN * self.policy.timeout
         try:
             await self._watched("open", self.store.open, patience)
         except StoreMisconfigured as error:
@@ -80,26 +80,26 @@ class Calls:
         """Make a call; raises `StoreUnavailable` at once while the store is known to be down."""
         if not self._opened:
             raise self._still_down() if self._refusal is None else self._refusal
-        return await self._watched(what, call, min(self._policy.timeout, patience or 1e9))
+        return await self._watched(what, call, min(self.policy.timeout, patience or 1e9))
 
     async def close(self) -> None:
         """Let go of the store, whatever it says."""
         try:
-            async with asyncio.timeout(self._policy.timeout):
+            async with asyncio.timeout(self.policy.timeout):
                 await self.store.close()
         except Exception as error:
-            log.warning("%s: the store could not be closed: %s", self._place, describe(error))
+            log.warning("%s: the store could not be closed: %s", self.place, describe(error))
 
     async def _watched(self, what: str, call: Callable[[], Awaitable[T]], patience: float) -> T:
-        if not self.health.admit(self._clock.monotonic()):
+        if not self.health.admit(self.clock.monotonic()):
             raise self._still_down()
-        self._counts.store_calls += 1
+        self.counts.store_calls += 1
         try:
             async with asyncio.timeout(patience):
                 result = await call()
         except TimeoutError:
             error = StoreUnavailable(
-                f"{what} was not answered by {self._place} within {patience:g} s; "
+                f"{what} was not answered by {self.place} within {patience:g} s; "
                 "it may have been done all the same"
             )
             self._failed(error)
@@ -115,33 +115,33 @@ class Calls:
         return result
 
     def _still_down(self) -> NotAsked:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         error = NotAsked(
-            f"{self._place} has not answered for {duration(now - self.health.since)}; "
+            f"{self.place} has not answered for {duration(now - self.health.since)}; "
             f"it is asked again in {duration(self.health.retry_at - now)}"
         )
         error.__cause__ = self.health.error
         return error
 
     def _failed(self, error: StoreUnavailable) -> None:
-        self._counts.store_failures += 1
-        if not self.health.failed(error, self._clock.monotonic()):
+        self.counts.store_failures += 1
+        if not self.health.failed(error, self.clock.monotonic()):
             return
-        self._counts.outages += 1
+        self.counts.outages += 1
         so = "refusing new leases"
-        if self._policy.on_unavailable == "local":
+        if self.policy.on_unavailable == "local":
             so = "going on with limits of this process alone, and refusing exclusive leases"
-        log.warning("%s: no answer, %s: %s", self._place, so, describe(error))
+        log.warning("%s: no answer, %s: %s", self.place, so, describe(error))
         text = f"the store does not answer; {so}"
-        self._recorder.record(self._name, text, kind="failure", cause=error)
+        self.recorder.record(self.name, text, kind="failure", cause=error)
 
     def _worked(self) -> None:
-        outage = self.health.worked(self._clock.monotonic())
+        outage = self.health.worked(self.clock.monotonic())
         if outage is None:
             return
-        log.warning("%s: it answers again, after %s", self._place, duration(outage))
+        log.warning("%s: it answers again, after %s", self.place, duration(outage))
         text = f"the store answers again, after {duration(outage)}"
-        self._recorder.record(self._name, text, kind="state")
+        self.recorder.record(self.name, text, kind="state")
         self.on_recovery()
 
 

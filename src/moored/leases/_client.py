@@ -6,11 +6,21 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from moored.kernel import Backoff, Child, Clock, Recorder, Supervisor, counted, duration, refuse
+from moored.kernel import (
+    Backoff,
+    Child,
+    Clock,
+    Recorder,
+    Supervisor,
+    counted,
+    duration,
+    redacted,
+    refuse,
+)
 
 from . import _connect
 from ._book import Book
@@ -23,7 +33,6 @@ from ._lease import Lease
 from ._policy import OnUnavailable, Policy, check_key, check_ttl
 from ._rate import RateLimit
 from ._store import Held, Holder, Request, Store
-from ._url import redacted
 
 __all__ = ["Leases", "connect"]
 
@@ -104,12 +113,7 @@ class Leases:
         self._clock = clock or Clock.current()
         self._recorder = recorder or Recorder(clock=self._clock)
         self._counts = Counts()
-        self._book = Book(
-            renew_every=self._policy.renew_every,
-            margin=self._policy.margin,
-            batch=self._policy.batch,
-            chance=self._clock.random,
-        )
+        self._book = Book(self._policy, chance=self._clock.random)
         self._calls = Calls(
             store,
             place=self._place,
@@ -119,15 +123,7 @@ class Leases:
             recorder=self._recorder,
             counts=self._counts,
         )
-        self._keeper = Keeper(
-            self._book,
-            self._calls,
-            name=name,
-            place=self._place,
-            clock=self._clock,
-            recorder=self._recorder,
-            counts=self._counts,
-        )
+        self._keeper = Keeper(self._book, self._calls)
         self._pid = os.getpid()
         self._state = "new"
         self._supervisor: Supervisor | None = None
@@ -154,11 +150,9 @@ class Leases:
         if self._policy.on_unavailable == "refuse":
             await self._calls.open()
             return
-        try:
+        with suppress(StoreUnavailable):
             # Not for long: the service can start without, and the keeper goes on trying.
             await self._calls.open(patience=self._policy.timeout)
-        except StoreUnavailable:
-            pass
 
     async def _supervise(self) -> None:
         backoff = Backoff(0.1, 5.0, clock=self._clock)
@@ -190,12 +184,7 @@ class Leases:
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- leases --------------------------------------------------------------------------------
@@ -261,8 +250,6 @@ class Leases:
             batch=batch,
             hold=hold,
             local_rate=local_rate if self._policy.on_unavailable == "local" else 0.0,
-            clock=self._clock,
-            counts=self._counts,
         )
 
     async def held(self, key: str | None = None) -> Sequence[Held]:

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple, cast
+from typing import cast
 
-from moored.kernel import Clock
+from moored.kernel import Clock, MissingExtra
 
 from ._errors import StoreMisconfigured
 from ._store import Store
 from ._url import parse
 
-__all__ = ["open_store", "schemes"]
-
-
-class _Adapter(NamedTuple):
-    module: str
-    #: The extra that brings what the adapter imports, and what that is.
-    extra: str | None = None
-    needs: tuple[str, ...] = ()
+__all__ = ["open_store"]
 
 
 _ADAPTERS = {
-    "memory": _Adapter("_memory"),
-    "postgres": _Adapter("postgres"),
-    "postgresql": _Adapter("postgres"),
-    "redis": _Adapter("redis", "redis", ("redis",)),
-    "rediss": _Adapter("redis", "redis", ("redis",)),
-    "unix": _Adapter("redis", "redis", ("redis",)),
-    "dynamodb": _Adapter("dynamodb", "dynamodb", ("aiobotocore", "botocore")),
+    "memory": "_memory",
+    "postgres": "postgres",
+    "postgresql": "postgres",
+    "redis": "redis",
+    "rediss": "redis",
+    "unix": "redis",
+    "dynamodb": "dynamodb",
 }
-
-
-def schemes() -> tuple[str, ...]:
-    """The schemes that a store's URL may have."""
-    return tuple(_ADAPTERS)
 
 
 def open_store(url: str, *, clock: Clock) -> Store:
@@ -47,13 +35,7 @@ def open_store(url: str, *, clock: Clock) -> Store:
             + ", ".join(f"{scheme}://" for scheme in _ADAPTERS)
         )
     try:
-        module = importlib.import_module(f".{adapter.module}", __package__)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in adapter.needs:
-            raise
-        raise StoreMisconfigured(
-            f"{parsed.scheme}:// needs {missing}, which is not installed: "
-            f"pip install 'moored[{adapter.extra}]'"
-        ) from error
+        module = importlib.import_module(f".{adapter}", __package__)
+    except MissingExtra as error:
+        raise StoreMisconfigured(str(error)) from error
     return cast(Store, module.open_store(url, clock=clock))

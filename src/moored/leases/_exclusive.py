@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moored.kernel import Backoff, Deadline, duration, refuse
+from moored.kernel import Backoff, Deadline, duration, refuse, unmet
 
 from ._errors import LeaseLost, LeaseRefused, StoreUnavailable
 from ._lease import Lease
@@ -45,7 +45,8 @@ class Exclusive:
         self._task: asyncio.Task[object] | None = None
         self._cancelled = False
         self._cancelling = 0
-        refuse("exclusive", _mistakes(wait))
+        what = "at least 0 seconds, or None for as long as it takes"
+        refuse("exclusive", unmet(("wait", wait, (wait or 0) >= 0, what)))
 
     async def acquire(self) -> Lease:
         """Wait for the lease, without a block; raises `LeaseRefused` when the wait is over."""
@@ -119,9 +120,3 @@ class Exclusive:
                 pass
         if task.uncancel() > self._cancelling:
             raise _CANCELLED
-
-
-def _mistakes(wait: float | None) -> list[str]:
-    if wait is None or wait >= 0:
-        return []
-    return [f"wait={wait!r} must be at least 0 seconds, or None for as long as it takes"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from moored.kernel import Backoff
 
-__all__ = ["Health"]
+__all__ = ["StoreHealth"]
 
 
-class Health:
+class StoreHealth:
     """Up until a call fails; then down, with one attempt at a time, until one works."""
 
     def __init__(self, backoff: Backoff, patience: float) -> None:

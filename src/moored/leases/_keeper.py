@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from moored.kernel import Backoff, Clock, Context, Recorder, counted, describe
+from moored.kernel import Backoff, Clock, Context, Timers, counted, describe
 
 from ._book import Book, Entry
 from ._calls import Calls, NotAsked
-from ._counts import Counts
 from ._errors import LeaseLost, LossReason, StoreUnavailable
 from ._lease import Lease
 from ._store import Request
@@ -39,32 +38,23 @@ RETRY = (0.1, 2.0)
 class Keeper:
     """Keeps the leases of one client."""
 
-    def __init__(
-        self,
-        book: Book,
-        calls: Calls,
-        *,
-        name: str,
-        place: str,
-        clock: Clock,
-        recorder: Recorder,
-        counts: Counts,
-    ) -> None:
+    def __init__(self, book: Book, calls: Calls) -> None:
         self.book = book
         self.calls = calls
-        self.clock = clock
-        self.counts = counts
+        self.clock = calls.clock
+        self.counts = calls.counts
         calls.on_recovery = self.recovered
-        self._name = name
-        self._place = place
-        self._recorder = recorder
+        self._policy = calls.policy
+        self._name = calls.name
+        self._place = calls.place
+        self._recorder = calls.recorder
         self._leases: dict[Entry, Lease] = {}
         self._wake = asyncio.Event()
         self._sleeps_until = math.inf
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
+        self._timers = Timers(calls.clock)
+        # In which holders are told: not in the context of whoever set the timer.
         self._context = contextvars.copy_context()
-        self._backoff = Backoff(*RETRY, jitter=0.25, clock=clock)
+        self._backoff = Backoff(*RETRY, jitter=0.25, clock=calls.clock)
         self._not_before = 0.0
 
     # -- leases come and go --------------------------------------------------------------------
@@ -107,8 +97,7 @@ class Keeper:
 
     async def close(self) -> None:
         """Tell every holder that it is over, and give everything back as far as it can be done."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timers.cancel_all()
         entries = self.book.close()
         self._lose(entries, "closed", "the client was closed")
         for entry in entries:
@@ -129,24 +118,40 @@ class Keeper:
     # -- deadlines: one timer ------------------------------------------------------------------
 
     def _arm(self) -> None:
-        first = self.book.next_deadline()
-        if first >= self._timer_at:
-            return  # a timer that is too early finds nothing, and is set again
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = first
-        delay = max(0.0, first - self.clock.monotonic())
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(delay, self._tell_expired, context=self._context)
+        first, set_for = self.book.next_deadline(), self._timers.at("deadline")
+        # A timer that is too early finds nothing, and is set again.
+        if first < (math.inf if set_for is None else set_for):
+            self._context.run(self._timers.set, "deadline", first, self._tell_expired)
 
     def _tell_expired(self) -> None:
-        self._timer, self._timer_at = None, math.inf
         entries = self.book.expired(self.clock.monotonic())
-        self._lose(entries, "expired", "it could not be renewed in time")
         for entry in entries:
             # A renewal may be on its way still, and would keep for nobody what nobody has.
             self.doubt(entry.request)
+        self._lose(self._not_kept(entries), "expired", "it could not be renewed in time")
         self._arm()
+
+    def _not_kept(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those of the expired leases that end; in an outage, the others become local ones.
+
+        To end them all would close what they protect everywhere at once, and open it again.
+        """
+        if self.calls.health.up or self._policy.on_unavailable != "local":
+            return list(entries)
+        ended: list[Entry] = []
+        for entry in entries:
+            request, most = entry.request, self._policy.local_limit
+            room = self.book.count(request.key) < (request.limit if most is None else most)
+            if request.limit > 1 and room:
+                self.book.gone_local(entry, new_id(self.clock))
+                self.counts.local_granted += 1
+            else:
+                ended.append(entry)
+        if kept := len(entries) - len(ended):
+            text = f"{counted(kept, 'lease')} expired in the outage; this process keeps them alone"
+            log.warning("%s: %s", self._place, text)
+            self._recorder.record(self._name, text, kind="info", cause=self.calls.health.error)
+        return ended
 
     def _lose(self, entries: Sequence[Entry], reason: LossReason, why: str) -> None:
         """Tell the holders of these; then the log, in one line however many they are."""

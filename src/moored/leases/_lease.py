@@ -7,7 +7,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from moored.kernel import duration
@@ -18,29 +17,18 @@ if TYPE_CHECKING:
     from ._book import Entry
     from ._keeper import Keeper
 
-__all__ = ["Lease"]
+__all__ = ["Lease", "LeaseFacts"]
 
 log = logging.getLogger("moored.leases")
 
 
-class Lease:
-    """A right that the whole cluster agrees on, until its deadline.
+class LeaseFacts:
+    """What a lease is, for asyncio and for threads."""
 
-    It is renewed in the background. Whoever holds it is told when it is over (`on_lost`,
-    `lost()`), before the store could give it to another. As an async context manager it is
-    released at the end.
-    """
+    __slots__ = ("_entry",)
 
-    __slots__ = ("_callbacks", "_ended", "_entry", "_error", "_keeper", "_pid", "_released")
-
-    def __init__(self, keeper: Keeper, entry: Entry) -> None:
-        self._keeper = keeper
+    def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self._pid = os.getpid()
-        self._released = False
-        self._error: LeaseLost | None = None
-        self._callbacks: list[Callable[[LeaseLost], object]] = []
-        self._ended: asyncio.Event | None = None
 
     @property
     def key(self) -> str:
@@ -76,6 +64,26 @@ class Lease:
     def deadline(self) -> float:
         """When it is over unless it is renewed, in monotonic seconds; infinity while local."""
         return self._entry.deadline
+
+
+class Lease(LeaseFacts):
+    """A right that the whole cluster agrees on, until its deadline.
+
+    It is renewed in the background. Whoever holds it is told when it is over (`on_lost`,
+    `lost()`), before the store could give it to another. As an async context manager it is
+    released at the end.
+    """
+
+    __slots__ = ("_callbacks", "_ended", "_error", "_keeper", "_pid", "_released")
+
+    def __init__(self, keeper: Keeper, entry: Entry) -> None:
+        super().__init__(entry)
+        self._keeper = keeper
+        self._pid = os.getpid()
+        self._released = False
+        self._error: LeaseLost | None = None
+        self._callbacks: list[Callable[[LeaseLost], object]] = []
+        self._ended: asyncio.Event | None = None
 
     @property
     def live(self) -> bool:
@@ -177,12 +185,7 @@ class Lease:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.release()
 
     def __repr__(self) -> str:

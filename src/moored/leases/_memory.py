@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moored.kernel import Clock
@@ -169,9 +169,7 @@ class MemoryStore:
 
 _named: dict[str, MemoryStore] = {}
 # What a child inherits by a fork is a copy: leases that nobody renews, a lock that may be held.
-if hasattr(os, "register_at_fork"):
-    _forget: Callable[[], None] = _named.clear
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_named.clear)
 
 
 def open_store(url: str, *, clock: Clock) -> MemoryStore:

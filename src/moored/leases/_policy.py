@@ -6,7 +6,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from moored.kernel import refuse
+from moored.kernel import refuse, unmet
 
 __all__ = ["OnUnavailable", "Policy", "check_key", "check_ttl"]
 
@@ -22,7 +22,8 @@ class Policy:
 
     _: KW_ONLY
     #: What `acquire` does while the store does not answer: "local" goes on with a limit of this
-    #: process alone, and says so; "refuse" raises `StoreUnavailable`.
+    #: process alone, and says so; "refuse" raises `StoreUnavailable`. With "local", leases of a
+    #: limit above 1 that expire in an outage stay with their holders as local ones, too.
     on_unavailable: OnUnavailable = "local"
     #: How many leases of a key this process may hold in an outage; None takes the key's limit,
     #: which is right for one process and generous for many.
@@ -41,21 +42,19 @@ class Policy:
         refuse("leases", self._mistakes())
 
     def _mistakes(self) -> list[str]:
-        found = []
-        if self.on_unavailable not in ("local", "refuse"):
-            found.append(f"on_unavailable={self.on_unavailable!r} must be 'local' or 'refuse'")
-        if self.local_limit is not None and self.local_limit < 0:
-            found.append(f"local_limit={self.local_limit!r} must be at least 0, or None")
-        found += [
-            f"{name}={value!r} must be more than 0 seconds, and finite"
-            for name, value in (("renew_every", self.renew_every), ("timeout", self.timeout))
-            if not 0 < value < math.inf
-        ]
-        if self.margin is not None and not 0 <= self.margin < math.inf:
-            found.append(f"margin={self.margin!r} must be at least 0 seconds, and finite, or None")
-        if self.batch < 1:
-            found.append(f"batch={self.batch!r} must be at least 1")
-        return found
+        mode, limit, margin = self.on_unavailable, self.local_limit, self.margin
+        positive, least = (
+            "more than 0 seconds, and finite",
+            "at least 0 seconds, and finite, or None",
+        )
+        return unmet(
+            ("on_unavailable", mode, mode in ("local", "refuse"), "'local' or 'refuse'"),
+            ("local_limit", limit, (limit or 0) >= 0, "at least 0, or None"),
+            ("renew_every", self.renew_every, 0 < self.renew_every < math.inf, positive),
+            ("timeout", self.timeout, 0 < self.timeout < math.inf, positive),
+            ("margin", margin, 0 <= (margin or 0) < math.inf, least),
+            ("batch", self.batch, self.batch >= 1, "at least 1"),
+        )
 
 
 def check_key(key: str) -> list[str]:

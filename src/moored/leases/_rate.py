@@ -14,11 +14,10 @@ import logging
 import math
 from collections import deque
 
-from moored.kernel import Clock, SingleFlight, duration, refuse
+from moored.kernel import SingleFlight, duration, refuse, unmet
 
 from . import _gcra
 from ._calls import Calls
-from ._counts import Counts
 from ._errors import StoreUnavailable
 from ._policy import check_key
 
@@ -28,6 +27,10 @@ log = logging.getLogger("moored.leases")
 
 #: To hold tokens for longer only keeps them from others.
 LONGEST_HOLD = 1.0
+_LEAST_BURST = (
+    "at least 2: a token is used a moment after it was given, and that moment is paid for out of "
+    "the burst"
+)
 #: How often one `take` asks the store before it lets its caller wait.
 ASKS = 3
 
@@ -84,12 +87,19 @@ class RateLimit:
         batch: int,
         hold: float | None,
         local_rate: float | None,
-        clock: Clock,
-        counts: Counts,
     ) -> None:
         if burst is None:
             burst = max(2, round(rate)) if 0 < rate < math.inf else 2
-        refuse(f"rate_limit {key!r}", _mistakes(key, rate, burst, batch, hold, local_rate))
+        good_hold = hold is None or 0 < hold < math.inf
+        good_local = 0 <= (local_rate or 0) < math.inf
+        mistakes = unmet(
+            ("rate", rate, 0 < rate < math.inf, "more than 0 per second, and finite"),
+            ("burst", burst, burst >= 2, _LEAST_BURST),
+            ("batch", batch, batch >= 1, "at least 1"),
+            ("hold", hold, good_hold, "more than 0 seconds, and finite, or None"),
+            ("local_rate", local_rate, good_local, "at least 0 per second, or None"),
+        )
+        refuse(f"rate_limit {key!r}", [*check_key(key), *mistakes])
         self.key = key
         self.rate = rate
         self.burst = burst
@@ -100,8 +110,8 @@ class RateLimit:
         self.store_burst = burst - math.ceil(self.hold * rate - 1e-9)
         refuse(f"rate_limit {key!r}", self._too_small())
         self._calls = calls
-        self._clock = clock
-        self._counts = counts
+        self._clock = calls.clock
+        self._counts = calls.counts
         self._local_rate = rate if local_rate is None else local_rate
         self._local_full_at: float | None = None
         self._full_at: float | None = None
@@ -254,23 +264,3 @@ class RateLimit:
         wait = max(0.0, self._next_at - self._clock.monotonic())
         state = f"next in {duration(wait)}" if wait else f"{self._purse.count} tokens here"
         return f"<RateLimit {self.key!r}: {self.rate:g}/s, burst {self.burst}, {state}>"
-
-
-def _mistakes(
-    key: str, rate: float, burst: int, batch: int, hold: float | None, local_rate: float | None
-) -> list[str]:
-    found = check_key(key)
-    if not 0 < rate < math.inf:
-        found.append(f"rate={rate!r} must be more than 0 per second, and finite")
-    if burst < 2:
-        found.append(
-            f"burst={burst!r} must be at least 2: a token is used a moment after it was given, "
-            "and that moment is paid for out of the burst"
-        )
-    if batch < 1:
-        found.append(f"batch={batch!r} must be at least 1")
-    if hold is not None and not 0 < hold < math.inf:
-        found.append(f"hold={hold!r} must be more than 0 seconds, and finite, or None")
-    if local_rate is not None and not 0 <= local_rate < math.inf:
-        found.append(f"local_rate={local_rate!r} must be at least 0 per second, or None")
-    return found

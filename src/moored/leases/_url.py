@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from moored.kernel import SECRETS, redacted, unescaped_password
+
 from ._errors import StoreMisconfigured
 
-__all__ = ["StoreUrl", "parse", "redacted"]
-
-_HIDDEN = "***"
+__all__ = ["StoreUrl", "parse"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,18 @@ class StoreUrl:
 
 def parse(url: str) -> StoreUrl:
     """Take a URL apart; raises `StoreMisconfigured` when it is none."""
+    SECRETS.add_from(url)
     shown = redacted(url)
+    if unescaped_password(url):
+        raise StoreMisconfigured(
+            f"{shown}: its password holds a character that a URL must escape: write %40 for @, "
+            "%2F for / and %25 for %"
+        )
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise StoreMisconfigured(f"{shown} is not a URL: {error}") from error
+        raise StoreMisconfigured(f"{shown} is not a URL: {SECRETS.hide(str(error))}") from None
     if not parts.scheme:
         raise StoreMisconfigured(f"{shown!r} is not a URL: write SCHEME://…, as in redis://cache")
     return StoreUrl(
@@ -57,29 +63,6 @@ def parse(url: str) -> StoreUrl:
         path=unquote(parts.path),
         parameters=dict(parse_qsl(parts.query, keep_blank_values=True)),
     )
-
-
-def redacted(url: str) -> str:
-    """The URL with its password, and what looks like one among its parameters, hidden."""
-    head, mark, query = url.partition("?")
-    scheme, colons, rest = head.partition("://")
-    place, slash, path = rest.partition("/")
-    account, at, host = place.rpartition("@")
-    if ":" in account:
-        account = f"{account.partition(':')[0]}:{_HIDDEN}"
-    return f"{scheme}{colons}{account}{at}{host}{slash}{path}{mark}{_redacted_query(query)}"
-
-
-def _redacted_query(query: str) -> str:
-    pairs = [pair.partition("=") for pair in query.split("&")]
-    return "&".join(
-        f"{name}{equals}{_HIDDEN if equals and _is_secret(name) else value}"
-        for name, equals, value in pairs
-    )
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name.lower() for word in ("password", "secret", "token", "passwd"))
 
 
 def _host(netloc: str) -> str:

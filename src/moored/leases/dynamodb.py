@@ -6,13 +6,14 @@ What is here is for those who need a layout's own methods, such as `CounterStore
 
 from __future__ import annotations
 
-from moored.kernel import Clock
+from moored.kernel import Clock, extra
 
-from ._dynamodb._config import SLOTS, DynamoConfig
-from ._dynamodb._counter import CounterStore
-from ._dynamodb._slots import SlotStore
-from ._dynamodb._sweep import Swept
-from ._dynamodb._texts import create_command, policy
+with extra("dynamodb", "dynamodb://"):
+    from ._dynamodb._config import SLOTS, DynamoConfig
+    from ._dynamodb._counter import CounterStore
+    from ._dynamodb._slots import SlotStore
+    from ._dynamodb._sweep import Swept
+    from ._dynamodb._texts import create_command, policy
 
 __all__ = [
     "CounterStore",

@@ -6,11 +6,12 @@ the other side, the data that a lease protects.
 
 from __future__ import annotations
 
-from moored.kernel import Clock
+from moored.kernel import Clock, extra
 
-from ._redis._config import RedisConfig
-from ._redis._fence import fenced, fenced_set, fenced_set_sync, fenced_sync
-from ._redis._store import RedisStore
+with extra("redis", "redis://"):
+    from ._redis._config import RedisConfig
+    from ._redis._fence import fenced, fenced_set, fenced_set_sync, fenced_sync
+    from ._redis._store import RedisStore
 
 __all__ = [
     "RedisStore",

@@ -1,4 +1,4 @@
-"""Leases for programs with threads: the same names, and every call waits for its answer.
+"""Leases for programs with threads: the same methods, and every call waits for its answer.
 
 The work is done by the asynchronous client, on the library's own loop thread; leases are renewed
 there while the program's threads do something else. All objects here may be shared by threads.
@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from moored.kernel import Clock, LoopThread, Recorder
@@ -22,7 +21,7 @@ from ._errors import LeaseError, LeaseLost
 from ._policy import OnUnavailable
 from ._store import Held
 
-__all__ = ["Lease", "Leases", "RateLimit", "connect"]
+__all__ = ["SyncLease", "SyncLeases", "SyncRateLimit", "connect"]
 
 T = TypeVar("T")
 
@@ -39,7 +38,7 @@ def connect(
     timeout: float = 5.0,
     recorder: Recorder | None = None,
     name: str = "leases",
-) -> Leases:
+) -> SyncLeases:
     """A client of the store that the URL names; use it with `with`.
 
     The parameters are those of `moored.leases.connect`.
@@ -57,10 +56,10 @@ def connect(
         recorder=recorder,
         name=name,
     )
-    return Leases(client)
+    return SyncLeases(client)
 
 
-class Leases:
+class SyncLeases:
     """Leases and rate limits that all users of one store agree on, for threads."""
 
     def __init__(self, client: _client.Leases) -> None:
@@ -78,7 +77,7 @@ class Leases:
 
     def acquire(
         self, key: str, *, limit: int, ttl: float = _client.TTL, owner: str | None = None
-    ) -> Lease | None:
+    ) -> SyncLease | None:
         """A lease, if fewer than `limit` of this key live in the whole cluster; else None."""
         return self._obtain(self._client.acquire(key, limit=limit, ttl=ttl, owner=owner))
 
@@ -90,7 +89,7 @@ class Leases:
         ttl: float = _client.TTL,
         wait: float | None = None,
         owner: str | None = None,
-    ) -> Iterator[Lease]:
+    ) -> Iterator[SyncLease]:
         """`with leases.exclusive(key) as lease`: the only owner of the key in the cluster.
 
         A thread cannot be interrupted: when the lease is lost the block goes on, and ends with
@@ -113,12 +112,12 @@ class Leases:
         batch: int = 1,
         hold: float | None = None,
         local_rate: float | None = None,
-    ) -> RateLimit:
+    ) -> SyncRateLimit:
         """A rate that all processes share; the parameters are those of the asynchronous one."""
         limit = self._client.rate_limit(
             key, rate=rate, burst=burst, batch=batch, hold=hold, local_rate=local_rate
         )
-        return RateLimit(limit, self._runner)
+        return SyncRateLimit(limit, self._runner)
 
     def held(self, key: str | None = None) -> Sequence[Held]:
         """The live leases of a key, or of all keys, whoever holds them."""
@@ -137,67 +136,28 @@ class Leases:
         """Where this client records what happens, and why."""
         return self._client.recorder
 
-    def _obtain(self, work: Coroutine[Any, Any, _lease.Lease | None]) -> Lease | None:
+    def _obtain(self, work: Coroutine[Any, Any, _lease.Lease | None]) -> SyncLease | None:
         lease = self._runner.obtain(work)
-        return None if lease is None else Lease(lease, self._runner)
+        return None if lease is None else SyncLease(lease, self._runner)
 
     def __enter__(self) -> Self:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return repr(self._client)
 
 
-class Lease:
+class SyncLease(_lease.LeaseFacts):
     """A right that the whole cluster agrees on, until its deadline; for threads."""
 
     def __init__(self, lease: _lease.Lease, runner: _Runner) -> None:
+        super().__init__(lease._entry)
         self._lease = lease
         self._runner = runner
-
-    @property
-    def key(self) -> str:
-        """What it is a right to."""
-        return self._lease.key
-
-    @property
-    def id(self) -> str:
-        """The id under which the store knows it; a local one may get another when exchanged."""
-        return self._lease.id
-
-    @property
-    def owner(self) -> str:
-        """The owner that is stored with it."""
-        return self._lease.owner
-
-    @property
-    def ttl(self) -> float:
-        """For how many seconds it lives from each renewal on."""
-        return self._lease.ttl
-
-    @property
-    def fence(self) -> int:
-        """The number to pass to what the lease protects; 0, which is always too old, if local."""
-        return self._lease.fence
-
-    @property
-    def local(self) -> bool:
-        """Whether this process gave it itself, because the store could not be asked."""
-        return self._lease.local
-
-    @property
-    def deadline(self) -> float:
-        """When it is over unless it is renewed, in monotonic seconds; infinity while local."""
-        return self._lease.deadline
 
     @property
     def live(self) -> bool:
@@ -242,19 +202,14 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
         return repr(self._lease)
 
 
-class RateLimit:
+class SyncRateLimit:
     """A limit of `rate` per second with at most `burst` at once, shared by all its users."""
 
     def __init__(self, limit: _rate.RateLimit, runner: _Runner) -> None:

@@ -17,7 +17,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.servers import free_port
@@ -52,8 +51,9 @@ class DynamoServer:
         return f"http://127.0.0.1:{self.port}"
 
     def url(self, table: str, **parameters: str | int | float) -> str:
-        """The URL of a store in this server."""
-        given = "".join(f"&{name}={value}" for name, value in parameters.items())
+        """The URL of a store in this server; on a busy machine, it takes seconds to answer."""
+        options = {"timeout": 20, **parameters}
+        given = "".join(f"&{name}={value}" for name, value in options.items())
         return f"dynamodb://{table}?endpoint_url={self.endpoint}{given}"
 
     @property
@@ -98,12 +98,7 @@ class DynamoServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -138,11 +133,6 @@ class DynamoLocal(DynamoServer):
         self._home = dynamo_local_home()
         self._durable = durable
         super().__init__()
-
-    @staticmethod
-    def may_be_here() -> bool:
-        """Whether this machine has what it takes to fetch and to start it."""
-        return all(shutil.which(tool) for tool in ("npm", "java"))
 
     def halt(self) -> None:
         assert self._durable

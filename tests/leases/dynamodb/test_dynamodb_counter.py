@@ -65,6 +65,21 @@ async def delete(store: CounterStore, lease: Request) -> None:
 # -- schema ------------------------------------------------------------------------------------
 
 
+async def test_the_connections_of_a_pool_are_counted_under_the_host_as_by_other_programs(
+    store: CounterStore,
+) -> None:
+    usual, other = request("connections:db.example:5432"), request("connections:db.example:6543")
+    assert await store.acquire(usual) is not None
+    assert await store.acquire(other) is not None
+    assert await counted(store, "db.example") == (1, 1)
+    assert await counted(store, "db.example:6543") == (1, 1)
+    assert [each.id for each in await store.held(usual.key)] == [usual.id]
+    assert [each.id for each in await store.held("db.example")] == [usual.id]
+    assert list(await store.renew([usual, other])) == [True, True]
+    assert list(await store.release([usual, other, usual])) == [True, True, False]
+    assert await counted(store, "db.example") == (0, 0)
+
+
 async def test_what_is_in_the_table(store: CounterStore) -> None:
     wanted = request("ep-1", ttl=100.0, limit=3)
     grant = await store.acquire(wanted)
@@ -440,7 +455,6 @@ async def test_a_killed_holder_is_counted_off(
 async def test_the_servers_ttl_is_told(open_counter: Opened) -> None:
     store = await open_counter()
     assert store.warnings == ()
-    assert store._table.ttl_attribute is None
     await store.link.call(
         "update_time_to_live",
         TimeToLiveSpecification={"Enabled": True, "AttributeName": "ttl_epoch"},

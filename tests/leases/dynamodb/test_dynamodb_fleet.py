@@ -11,7 +11,6 @@ import pytest
 from tests.leases.dynamodb.servers import DynamoServer
 from tests.leases.fleet import Fleet
 from tests.leases.observer import beliefs, counts, overfull
-from tests.leases.scale import thorough
 from tests.leases.trials import LIMIT, FleetTrials
 
 from moored.testing import base_seed, scaled
@@ -48,7 +47,8 @@ class DynamoTrials(FleetTrials):
             assert fleet.refill(LIMIT) < 3 * self.ttl
 
 
-@pytest.mark.parametrize("kind", thorough(["ministack"], ["ministack", "dynamo_local"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ministack", "dynamo_local"])
 class TestSlotsFleet(DynamoTrials):
     @pytest.fixture
     def url(self, request: pytest.FixtureRequest, kind: str, table: str) -> str:
@@ -56,7 +56,8 @@ class TestSlotsFleet(DynamoTrials):
         return server.url(table)
 
 
-@pytest.mark.parametrize("kind", thorough(["ministack"], ["ministack", "dynamo_local"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ministack", "dynamo_local"])
 class TestCounterFleet(DynamoTrials):
     @pytest.fixture
     def url(self, request: pytest.FixtureRequest, kind: str, table: str) -> str:

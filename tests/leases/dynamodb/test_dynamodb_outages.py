@@ -21,8 +21,6 @@ from moored.leases import Lease, Leases, StoreUnavailable, connect
 from moored.testing import base_seed, scaled
 from moored.testing.proxy import FaultProxy
 
-pytestmark = pytest.mark.serial
-
 #: Seconds that one call of the store may take here.
 TIMEOUT = 1.0
 #: Three times what anything may take that waits for one call.
@@ -102,6 +100,7 @@ def durable_place(mortal_dynamo_local: DynamoServer, table: str) -> Iterator[Pla
 # -- many processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("fault", "layout"),
     thorough([("black_holed", "counter")], list(itertools.product(FAULTS, LAYOUTS))),
@@ -110,6 +109,7 @@ def test_a_fleet_through_an_outage(place: Place, fault: str, layout: str, tmp_pa
     through_an_outage(place, fault, layout, tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", thorough(["slots"], LAYOUTS))
 def test_a_fleet_whose_server_is_killed_the_hard_way(
     durable_place: Place, layout: str, tmp_path: Path

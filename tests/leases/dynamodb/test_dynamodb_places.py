@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.leases.conformance import request
@@ -9,6 +10,8 @@ from tests.leases.conformance import request
 from moored.kernel import Clock
 from moored.leases._dynamodb._batch import Statement, _batches
 from moored.leases._dynamodb._places import Places
+
+pytestmark = pytest.mark.pure
 
 
 def test_a_place_is_known_until_it_is_forgotten() -> None:

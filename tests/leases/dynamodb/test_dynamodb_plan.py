@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moored.leases._dynamodb._plan import Slot, candidates, next_fence, read_order, room
+
+pytestmark = pytest.mark.pure
 
 NOW = 1_000
 

@@ -18,7 +18,7 @@ from moored.leases._dynamodb import _slot_reader
 from moored.leases._dynamodb._items import number, text
 from moored.leases._dynamodb._link import DynamoLink
 from moored.leases._dynamodb._plan import read_order
-from moored.leases._dynamodb._slot_reader import View
+from moored.leases._dynamodb._slot_reader import SlotView
 from moored.leases.dynamodb import SlotStore
 from moored.testing import scaled
 
@@ -315,7 +315,7 @@ async def test_a_fence_that_would_not_grow_is_not_written(
     looks = 0
     look = store._slots.look
 
-    async def look_and_be_late(wanted: Request) -> View:
+    async def look_and_be_late(wanted: Request) -> SlotView:
         nonlocal looks
         looks += 1
         view = await look(wanted)

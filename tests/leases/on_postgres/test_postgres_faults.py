@@ -22,7 +22,6 @@ from moored.leases.postgres import open_store as open_postgres
 from moored.testing.proxy import FaultProxy
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("fault", ["stall", "black_hole"])
 async def test_silence_is_noticed_in_time(
     far_store: PostgresStore, proxy: FaultProxy, fault: str
@@ -39,7 +38,6 @@ async def test_silence_is_noticed_in_time(
     assert await recovered(far_store)
 
 
-@pytest.mark.serial
 async def test_a_cancelled_call_ends_at_once(far_store: PostgresStore, proxy: FaultProxy) -> None:
     proxy.black_hole()
     call = asyncio.ensure_future(far_store.acquire(request()))
@@ -92,7 +90,6 @@ async def test_a_late_answer_reaches_nobody_else(
         assert grant.id == wanted.id
 
 
-@pytest.mark.serial
 async def test_a_call_is_one_round_trip(far_store: PostgresStore, proxy: FaultProxy) -> None:
     await far_store.acquire(request("warm"))
     proxy.latency(0.1)

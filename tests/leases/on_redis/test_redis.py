@@ -72,7 +72,6 @@ async def test_scripts_that_the_server_forgot_are_sent_again(
     assert len(await store.held()) == 5
 
 
-@pytest.mark.serial
 async def test_renewals_of_many_keys_take_one_round_trip(
     store: RedisStore, far_store: RedisStore, proxy: FaultProxy
 ) -> None:

@@ -20,7 +20,6 @@ from moored.leases.redis import open_store as open_redis
 from moored.testing.proxy import FaultProxy
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("fault", ["stall", "black_hole"])
 async def test_silence_is_noticed_in_time(
     far_store: RedisStore, proxy: FaultProxy, fault: str

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from .._settings import Settings
 from .._url import parse
+from .._url_parameters import UrlParameters
 
 __all__ = ["COUNTER", "SLOTS", "DynamoConfig"]
 
@@ -57,7 +57,7 @@ class DynamoConfig:
     def from_url(cls, url: str) -> DynamoConfig:
         """Read a URL; raises one `StoreMisconfigured` that names all its mistakes."""
         parsed = parse(url).check(_KNOWN)
-        settings = Settings(parsed)
+        settings = UrlParameters(parsed)
         given = parsed.parameters.get
         endpoint = given("endpoint_url")
         local = endpoint is not None and _is_local(endpoint)
@@ -98,7 +98,7 @@ class DynamoConfig:
         return f"{self.table} at {self.endpoint_url or self.region or 'AWS'}"
 
 
-def _skew(settings: Settings, given: str | None) -> float:
+def _skew(settings: UrlParameters, given: str | None) -> float:
     # Nothing at all may be right here (one server), so that `seconds` is too strict.
     return 0.0 if given in ("0", "0.0") else settings.seconds("skew", 0.1)
 

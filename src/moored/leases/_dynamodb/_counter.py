@@ -13,77 +13,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from moored.kernel import Clock
 
-from .._store import Grant, Held, Request, Taken
+from .._store import Grant, Held, Request
 from ._batch import Statement, update_all
 from ._config import DynamoConfig
-from ._counter_items import LIVE, add_lease, ends_ms, id_of, key_of, lease_of
+from ._counter_items import LIVE, add_lease, endpoint_of, ends_ms, id_of, key_of, lease_of
 from ._errors import Cancelled, ConditionFailed, Reason, unavailable
-from ._items import Item, expression, held, millis, number, number_of, text
-from ._link import DynamoLink
-from ._rate import DynamoRate
+from ._items import Item, expression, held, millis, number, number_of
+from ._store import DynamoStore
 from ._sweep import Sweeper, Swept
-from ._table import DynamoTable
 from ._time import ServerTime
 
 __all__ = ["CounterStore"]
 
-_RATE = "moored_rate#"
 #: How often a lease is asked for anew because a fence, or an old lease of its id, was in the way.
 _ROUNDS = 20
 _FENCES = 10_000
 
 
-class CounterStore:
-    """Leases and rate limits in DynamoDB, with a counter that is kept right."""
+class CounterStore(DynamoStore):
+    """Leases and rate limits in DynamoDB, with a counter that is kept right.
+
+    It sweeps in the background from its first use on.
+    """
+
+    _more_key: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, config: DynamoConfig, *, clock: Clock, time: ServerTime | None = None
     ) -> None:
-        self.link = DynamoLink(config, clock=clock, time=time)
-        self._table = DynamoTable(self.link)
-        self._time = self.link.time
+        super().__init__(config, clock=clock, time=time)
         self._sweeper = Sweeper(self._table)
-        self._rate = DynamoRate(self._table, lambda key: {"pk": text(_RATE + key)})
         # The last fence of each key that this client has seen, so that the next is proposed right.
         self._fences: dict[str, int] = {}
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What about the table puts leases at risk; empty before it answered."""
-        return self._table.warnings
-
-    async def open(self) -> None:
-        """Reach the table, make it where that is allowed, and begin to sweep."""
-        await self._ready()
 
     async def close(self) -> None:
         """Stop sweeping, and let go of the connections; leases stay as they are."""
         await self._sweeper.stop()
-        await self.link.close()
+        await super().close()
 
     async def sweep(self) -> Swept:
         """End the leases whose time is over, and correct counters that do not agree, now."""
         await self._table.ready()
         return await self._sweeper.sweep()
 
-    async def acquire(self, request: Request) -> Grant | None:
-        """Give a lease if fewer than the limit live, else None."""
-        await self._ready()
-        return await self._time.settled(lambda lives: self._acquire(request, lives))
-
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases by their ttl from now; False for each that does not live any more."""
         await self._ready()
         return await self._time.settled(
-            lambda lives: update_all(self._table, [self._renewal(r, lives) for r in requests])
+            lambda lives: update_all(
+                self._table, [self._renewal(_shared(r), lives) for r in requests]
+            )
         )
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that did not live."""
         await self._ready()
+        requests = [_shared(request) for request in requests]
         by_key: dict[str, list[str]] = {}
         for request in requests:
             by_key.setdefault(request.key, []).append(request.id)
@@ -94,24 +84,20 @@ class CounterStore:
         }
         return list(_once(requests, ended))
 
-    async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
-        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
-        return await self._rate.take(key, rate=rate, burst=burst, tokens=tokens)
-
     async def held(self, key: str | None = None) -> Sequence[Held]:
         """The live leases, of one key or of all: a scan of the whole table, either way."""
         await self._ready()
         now = self._time.reached()
-        items = await self._sweeper.leases(key)
+        items = await self._sweeper.leases(None if key is None else endpoint_of(key))
         return [self._held(item) for item in items if ends_ms(item) >= now]
 
     def __repr__(self) -> str:
-        sent = sum(self.link.requests.values())
-        return f"<CounterStore {self.link.config.place}, {sent} requests, {self._sweeper}>"
+        return f"{super().__repr__()[:-1]}, {self._sweeper}>"
 
     # -- acquire ---------------------------------------------------------------------------------
 
     async def _acquire(self, request: Request, lives: int) -> Grant | None:
+        request = _shared(request)
         for _ in range(_ROUNDS):
             fence = max(self._fences.get(request.key, 0) + 1, self._time.reached())
             try:
@@ -194,12 +180,17 @@ class CounterStore:
         )
 
     async def _ready(self) -> None:
-        await self._table.ready()
+        await super()._ready()
         await self._sweeper.start()
 
     def _held(self, item: Item) -> Held:
         latest = self._time.latest()
         return held(key_of(item), id_of(item), item, ends=ends_ms(item) / 1000, latest=latest)
+
+
+def _shared(request: Request) -> Request:
+    """The request under the key that other programs use."""
+    return replace(request, key=endpoint_of(request.key))
 
 
 def _once(requests: Sequence[Request], ended: set[tuple[str, str]]) -> Iterator[bool]:

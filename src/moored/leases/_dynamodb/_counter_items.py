@@ -7,8 +7,9 @@
                                        ``host``, ``pid``
 =====================================  =======================================================
 
-A lease's key is the endpoint. Items that another program wrote by the same schema, without what is
-ours, count too: they end by their `ttl_epoch`.
+A lease's key is the endpoint, and that of a pool's connections is the host, as in the programs that
+share the schema, with the port only if it is not the usual one (`endpoint_of`). Items that another
+program wrote by the same schema, without what is ours, count too: they end by their `ttl_epoch`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
     "LEASE",
     "add_lease",
     "counter_of",
+    "endpoint_of",
     "ends_ms",
     "id_of",
     "key_of",
@@ -34,6 +36,8 @@ __all__ = [
 
 COUNTER = "dsqllease_counter#"
 LEASE = "dsqllease#"
+#: How a pool names the leases of its connections: with the address and the port.
+_CONNECTIONS, _USUAL_PORT = "connections:", ":5432"
 
 #: A lease that lives: it has not ended at :now, or :now_s where only `ttl_epoch` is known.
 LIVE = (
@@ -45,6 +49,13 @@ ENDED = (
     "attribute_exists(#pk) AND (#expires_ms < :now OR "
     "(attribute_not_exists(#expires_ms) AND #ttl_epoch < :now_s))"
 )
+
+
+def endpoint_of(key: str) -> str:
+    """The name under which all programs count a key: that of connections is the server's alone."""
+    if not key.startswith(_CONNECTIONS):
+        return key
+    return key.removeprefix(_CONNECTIONS).removesuffix(_USUAL_PORT)
 
 
 def counter_of(key: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ._items import Item, expression, number, number_of, text, text_of
 from ._plan import Slot, candidates, read_order
 from ._table import DynamoTable
 
-__all__ = ["SLOT", "SlotReader", "View"]
+__all__ = ["SLOT", "SlotReader", "SlotView"]
 
 #: What the key of a slot begins with.
 SLOT = "moored_slot#"
@@ -24,7 +24,7 @@ FULL_FOR = 0.0005
 _LAST = 2**31
 
 
-class View(NamedTuple):
+class SlotView(NamedTuple):
     """What was read of a key: slots, and the free ones in the order to try them."""
 
     slots: dict[int, Slot]
@@ -42,10 +42,10 @@ class SlotReader:
         # Large keys that were found full: up to which limit, and until when that is believed.
         self._full: dict[str, tuple[int, float]] = {}
 
-    async def look(self, request: Request) -> View:
+    async def look(self, request: Request) -> SlotView:
         """Read as much of a key as it takes to find a free slot, or to know that there is none."""
         if self._believed_full(request):
-            return View({}, [], None)
+            return SlotView({}, [], None)
         if request.limit <= PAGE or await self._anything_above(request):
             slots = _slots([page async for page, _ in self._read(request.key, 0, _LAST)])
             return self._view(request, slots, range(request.limit))
@@ -58,7 +58,7 @@ class SlotReader:
                     return view
                 seen += len(span)
         self._full[request.key] = request.limit, self._time.monotonic() + seen * FULL_FOR
-        return View({}, [], None)
+        return SlotView({}, [], None)
 
     async def leases(self, key: str) -> dict[str, int]:
         """The slot of each lease that lives in a key."""
@@ -70,11 +70,11 @@ class SlotReader:
         """Something was given back: the key is not believed to be full any more."""
         self._full.pop(key, None)
 
-    def _view(self, request: Request, slots: dict[int, Slot], span: Sequence[int]) -> View:
+    def _view(self, request: Request, slots: dict[int, Slot], span: Sequence[int]) -> SlotView:
         now = self._time.reached()
         mine = [s.number for s in slots.values() if s.id == request.id and s.live(now)]
         free = candidates(request.id, request.limit, slots, span=span, now_ms=now)
-        return View(slots, free, mine[0] if mine else None)
+        return SlotView(slots, free, mine[0] if mine else None)
 
     def _believed_full(self, request: Request) -> bool:
         limit, until = self._full.get(request.key, (0, 0.0))

@@ -18,11 +18,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from moored.kernel import Clock
 
-from .._store import Grant, Held, Request, Taken
+from .._store import Grant, Held, Request
 from ._batch import Statement, update_all
 from ._config import DynamoConfig
 from ._errors import ConditionFailed
@@ -38,53 +38,30 @@ from ._items import (
     text,
     text_of,
 )
-from ._link import DynamoLink
 from ._places import Places
 from ._plan import next_fence
-from ._rate import DynamoRate
-from ._slot_reader import SLOT, SlotReader, View
-from ._table import DynamoTable
+from ._slot_reader import SLOT, SlotReader, SlotView
+from ._store import DynamoStore
 from ._time import ServerTime
 
 __all__ = ["SlotStore"]
-
-_RATE = "moored_rate#"
 
 #: How many slots are tried, and how often the key is read again, when others are faster.
 _TRIES = 4
 _ROUNDS = 10
 
 
-class SlotStore:
+class SlotStore(DynamoStore):
     """Leases and rate limits in DynamoDB, without a counter."""
+
+    _more_key: ClassVar[dict[str, Any]] = {"slot": number(0)}
 
     def __init__(
         self, config: DynamoConfig, *, clock: Clock, time: ServerTime | None = None
     ) -> None:
-        self.link = DynamoLink(config, clock=clock, time=time)
-        self._table = DynamoTable(self.link)
-        self._time = self.link.time
+        super().__init__(config, clock=clock, time=time)
         self._places = Places(clock)
-        self._rate = DynamoRate(self._table, lambda key: _item_key(_RATE + key, 0))
         self._slots = SlotReader(self._table)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What about the table puts leases at risk; empty before it answered."""
-        return self._table.warnings
-
-    async def open(self) -> None:
-        """Reach the table, and make it where it is missing and may be made."""
-        await self._table.ready()
-
-    async def close(self) -> None:
-        """Let go of the connections; leases stay as they are."""
-        await self.link.close()
-
-    async def acquire(self, request: Request) -> Grant | None:
-        """Give a lease if fewer than the limit live, else None."""
-        await self._table.ready()
-        return await self._time.settled(lambda lives: self._acquire(request, lives))
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases by their ttl from now; False for each that does not live any more."""
@@ -106,10 +83,6 @@ class SlotStore:
             self._slots.doubt(request.key)
         return answers
 
-    async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
-        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
-        return await self._rate.take(key, rate=rate, burst=burst, tokens=tokens)
-
     async def held(self, key: str | None = None) -> Sequence[Held]:
         """The live leases, of one key (one query) or of all (a scan of the whole table)."""
         await self._table.ready()
@@ -124,9 +97,6 @@ class SlotStore:
             wanted = expression(values, Filter=live)
             items = await self._table.collect("scan", ConsistentRead=True, **wanted)
         return [self._held(item) for item in items]
-
-    def __repr__(self) -> str:
-        return f"<SlotStore {self.link.config.place}, {sum(self.link.requests.values())} requests>"
 
     # -- acquire ---------------------------------------------------------------------------------
 
@@ -147,7 +117,9 @@ class SlotStore:
                     return grant
         return None
 
-    async def _occupy(self, request: Request, slot: int, view: View, lives: int) -> Grant | None:
+    async def _occupy(
+        self, request: Request, slot: int, view: SlotView, lives: int
+    ) -> Grant | None:
         """Write a slot that was free, on condition that it still is."""
         fence = next_fence(request.limit, slot, view.slots, self._time.reached())
         values = {

@@ -45,8 +45,6 @@ class DynamoTable:
         self.config = link.config
         #: What about the table puts leases at risk; known once it answered.
         self.warnings: tuple[str, ...] = ()
-        #: The attribute by which the server deletes items, None when it deletes none.
-        self.ttl_attribute: str | None = None
         self._ready = False
         self._looking = asyncio.Lock()
 
@@ -163,8 +161,9 @@ class DynamoTable:
         reply = await self.link.call("describe_time_to_live")
         state = reply.get("TimeToLiveDescription", {})
         on = state.get("TimeToLiveStatus") in ("ENABLED", "ENABLING")
-        self.ttl_attribute = state.get("AttributeName") if on else None
-        self.warnings = tuple(_risks(self.config, self.ttl_attribute))
+        # The attribute by which the server deletes items, None when it deletes none.
+        attribute = state.get("AttributeName") if on else None
+        self.warnings = tuple(_risks(self.config, attribute))
         for warning in self.warnings:
             log.warning("DynamoDB table %s: %s", self.config.place, warning)
 

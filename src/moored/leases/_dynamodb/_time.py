@@ -50,8 +50,6 @@ class ServerTime:
         self._at: float | None = None
         #: How often a response has shown that the bounds were wrong: one of the clocks jumped.
         self.corrections = 0
-        #: Responses without a readable date.
-        self.undated = 0
 
     def monotonic(self) -> float:
         """This machine's own time, to say when a request was sent and answered."""
@@ -61,7 +59,6 @@ class ServerTime:
         """A request that was sent and answered at these monotonic times carried this date."""
         said = _seconds(date)
         if said is None:
-            self.undated += 1
             return
         low = said - self._skew - received
         high = said + 1.0 + self._skew - sent

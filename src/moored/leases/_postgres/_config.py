@@ -9,9 +9,11 @@ from urllib.parse import parse_qsl, urlencode
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from moored.kernel import SECRETS
+
 from .._errors import StoreMisconfigured
-from .._settings import Settings
 from .._url import StoreUrl, parse
+from .._url_parameters import UrlParameters
 
 __all__ = ["PostgresConfig"]
 
@@ -37,7 +39,7 @@ class PostgresConfig:
     def from_url(cls, url: str) -> PostgresConfig:
         """Read a URL; raises one `StoreMisconfigured` that names all its mistakes."""
         parsed = parse(url)
-        settings = Settings(parsed)
+        settings = UrlParameters(parsed)
         schema = settings.text("schema", "moored")
         timeout = settings.seconds("timeout", 5.0)
         connections = settings.count("connections", 2)
@@ -59,10 +61,10 @@ def _libpq(url: str, parsed: StoreUrl) -> dict[str, str | int | None]:
     try:
         return dict(conninfo_to_dict(f"{head}?{urlencode(rest)}" if rest else head))
     except psycopg.Error as error:
-        said = str(error).strip()
+        said = SECRETS.hide(str(error).strip())
         raise StoreMisconfigured(
             f"{parsed.text}: {said}; ours are {', '.join(_OURS)}, the others are libpq's"
-        ) from error
+        ) from None
 
 
 def _defaults(timeout: float) -> dict[str, str | int | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import psycopg
 
+from moored.kernel import SECRETS
+
 from .._errors import LeaseError, StoreMisconfigured, StoreUnavailable
 
 __all__ = ["is_stale_primary", "translate"]
@@ -49,4 +51,4 @@ def is_stale_primary(error: psycopg.Error) -> bool:
 
 def _first_line(error: Exception) -> str:
     line = str(error).strip().partition("\n")[0].removeprefix("connection failed: ").rstrip(".")
-    return line or type(error).__name__
+    return SECRETS.hide(line) or type(error).__name__

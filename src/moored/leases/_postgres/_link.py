@@ -19,7 +19,7 @@ import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.pq import TransactionStatus
 
-from moored.kernel import Backoff, Clock, Deadline, forget_frames
+from moored.kernel import SECRETS, Backoff, Clock, Deadline, forget_frames
 
 from .._errors import StoreUnavailable
 from ._config import PostgresConfig
@@ -117,7 +117,7 @@ class PostgresLink:
                 self._failed("no answer in time")
             raise
         except (psycopg.Error, OSError) as error:
-            self._failed(str(error).strip().partition("\n")[0])
+            self._failed(SECRETS.hide(str(error).strip().partition("\n")[0]))
             raise
         self._retry_at = 0.0
         return connection

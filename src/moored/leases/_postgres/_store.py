@@ -15,12 +15,11 @@ by a sweep that every client does now and then.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from moored.kernel import Clock
+from moored.kernel import Clock, Tasks
 
 from .._errors import LeaseError, StoreMisconfigured
 from .._store import Grant, Held, Holder, Request, Taken
@@ -47,7 +46,7 @@ class PostgresStore:
         self._sql = Statements(config.schema)
         self._ready = False
         self._sweep_at = 0.0
-        self._sweeping: asyncio.Task[None] | None = None
+        self._sweeps = Tasks()
 
     async def open(self) -> None:
         """Connect, and make the tables where they are missing and that is allowed."""
@@ -55,9 +54,7 @@ class PostgresStore:
 
     async def close(self) -> None:
         """Let go of the connections; leases stay as they are."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.wait((self._sweeping,))
+        await self._sweeps.cancel()
         await self._link.close()
 
     async def acquire(self, request: Request) -> Grant | None:
@@ -136,7 +133,7 @@ class PostgresStore:
         if now < self._sweep_at:
             return
         self._sweep_at = now + _SWEEP_EVERY * (0.5 + self._clock.random.random())
-        self._sweeping = asyncio.create_task(self._sweep(), name="sweep of old leases")
+        self._sweeps.start(self._sweep(), name="sweep of old leases")
 
     async def _sweep(self) -> None:
         try:

@@ -10,8 +10,8 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .._settings import Settings
 from .._url import StoreUrl, parse
+from .._url_parameters import UrlParameters
 
 __all__ = ["RedisConfig"]
 
@@ -40,7 +40,7 @@ class RedisConfig:
     def from_url(cls, url: str) -> RedisConfig:
         """Read a URL; raises one `StoreMisconfigured` that names all its mistakes."""
         parsed = parse(url).check(_KNOWN)
-        settings = Settings(parsed)
+        settings = UrlParameters(parsed)
         prefix = settings.text("prefix", "moored")
         if "{" in prefix or "}" in prefix:
             settings.wrong(f"prefix={prefix!r} must not hold braces: they say where a key lives")
@@ -83,7 +83,7 @@ def _place(url: StoreUrl) -> str:
     return f"{host}:{url.port or 6379}"
 
 
-def _dial(url: StoreUrl, settings: Settings) -> dict[str, Any]:
+def _dial(url: StoreUrl, settings: UrlParameters) -> dict[str, Any]:
     dial: dict[str, Any] = {"username": url.username or None, "password": url.password}
     dial["db"] = settings.count("db", _database(url, settings), least=0)
     if url.scheme == "unix":
@@ -100,7 +100,7 @@ def _dial(url: StoreUrl, settings: Settings) -> dict[str, Any]:
     return dial
 
 
-def _database(url: StoreUrl, settings: Settings) -> int:
+def _database(url: StoreUrl, settings: UrlParameters) -> int:
     name = url.path.strip("/")
     if url.scheme == "unix" or not name:
         return 0

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from redis import exceptions as theirs
 
+from moored.kernel import SECRETS
+
 from .._errors import LeaseError, StoreMisconfigured, StoreUnavailable
 
 __all__ = ["is_stale_primary", "translate", "translated"]
@@ -58,7 +60,7 @@ def translated(place: str) -> Iterator[None]:
 
 def translate(error: Exception, place: str) -> LeaseError:
     """What an error of the driver means here."""
-    said = str(error).strip().rstrip(".") or type(error).__name__
+    said = SECRETS.hide(str(error).strip().rstrip(".")) or type(error).__name__
     # The driver takes the code off the text of the errors that it has a class for.
     code = getattr(error, "status_code", None) or ""
     whole = said if not isinstance(code, str) or said.startswith(code) else f"{code} {said}"

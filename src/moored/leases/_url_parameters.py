@@ -8,7 +8,7 @@ from typing import TypeVar
 from ._errors import StoreMisconfigured
 from ._url import StoreUrl
 
-__all__ = ["Settings"]
+__all__ = ["UrlParameters"]
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ _YES = ("1", "yes", "true", "on")
 _NO = ("0", "no", "false", "off")
 
 
-class Settings:
+class UrlParameters:
     """Reads parameters of a URL; `done()` raises one error that names all that are wrong."""
 
     def __init__(self, url: StoreUrl) -> None:
