@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import AsyncIterator, Iterator
 
 import psycopg
 import pytest
-from psycopg import sql
+from tests.servers import empty_database
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.testing import FaultProxy
-
-_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
 def module_url(postgres: SyncEmbeddedPostgres) -> Iterator[str]:
     """The URL of a database for all tests of a module: making one takes longer than most tests."""
-    name = f"module_{os.getpid()}_{next(_numbers)}"
-    with psycopg.connect(postgres.url, autocommit=True) as connection:
-        connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
-        yield postgres.url_of(name)
-        connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with empty_database(postgres) as url:
+        yield url
 
 
 @pytest.fixture

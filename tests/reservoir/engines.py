@@ -71,6 +71,13 @@ class Held:
             return await self.conn.scalar(text(query))
         return await in_thread(self.conn.scalar, text(query))
 
+    async def roll_back(self) -> None:
+        """Undo its transaction."""
+        if isinstance(self.conn, AsyncConnection):
+            await self.conn.rollback()
+        else:
+            await in_thread(self.conn.rollback)
+
     async def close(self) -> None:
         """Give it back to SQLAlchemy."""
         if isinstance(self.conn, AsyncConnection):
@@ -102,6 +109,13 @@ class Desk:
             await self.engine.dispose()
         else:
             await in_thread(self.engine.dispose)
+
+    async def fill(self) -> None:
+        """Open all connections, and wait for them."""
+        if isinstance(self.pool, AsyncConnectionPool):
+            await self.pool.open(wait=True)
+        else:
+            await in_thread(self.pool.open, True)
 
     async def take(self) -> Held:
         """A connection, to be closed."""
@@ -147,7 +161,7 @@ class Desk:
     def full(self) -> bool:
         """Whether nothing is missing, and nothing under way."""
         now = self.now
-        there = now.size + now.in_use + now.resting
+        there = now.size + now.in_use
         return there == now.target and not (now.in_flight or now.closing)
 
 

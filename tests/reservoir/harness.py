@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
@@ -100,12 +99,7 @@ class Rig:
         await self._do(self.pool.open)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._do(self.pool.close)
         self._threads.shutdown()
 
@@ -159,7 +153,7 @@ class Rig:
 
     async def restart_refiller(self) -> None:
         """End the refiller as a crash would, and let its supervisor start another."""
-        supervisor = self.pool.reservoir.works._supervisor
+        supervisor = self.pool.reservoir.upkeep._supervisor
         assert supervisor is not None
         if self.shell != "threads":
             await supervisor.restart_child("refiller")
@@ -204,7 +198,7 @@ class Load:
         *,
         hold: float = 0.02,
         think: float = 0.03,
-        timeout: float = LIMIT,
+        timeout: float | None = LIMIT,
     ) -> None:
         self._rig = rig
         self._callers = callers
@@ -228,12 +222,7 @@ class Load:
                 self._work.append(loop.run_in_executor(self._rig._threads, self._call_in_thread))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._over.set()
         await asyncio.gather(*self._work)
 

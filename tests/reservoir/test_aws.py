@@ -20,9 +20,12 @@ from botocore.credentials import (  # type: ignore[import-untyped]
     RefreshableCredentials,
 )
 
+from moored.kernel import MissingExtra
 from moored.reservoir import CachedTokens, Token, TokenError
 from moored.reservoir.aws import DsqlTokens, RdsTokens
 from moored.testing import scaled
+
+pytestmark = pytest.mark.pure
 
 DSQL = "foo0bar1baz2quux3quuux4.dsql.eu-central-1.on.aws"
 RDS = "orders.abc123def456.us-east-1.rds.amazonaws.com"
@@ -370,7 +373,7 @@ def no_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_botocore")
 def test_without_botocore_it_says_what_to_install() -> None:
-    with pytest.raises(TokenError, match=r"not installed: install moored\[aws\]"):
+    with pytest.raises(MissingExtra, match=r"botocore.* pip install 'moored\[aws\]'"):
         DsqlTokens(DSQL)
 
 

@@ -12,6 +12,8 @@ from moored.reservoir import ReservoirConfig
 from moored.reservoir._core import Core
 from moored.reservoir._item import FRESH, Item, Place
 
+pytestmark = pytest.mark.pure
+
 # Born at 0 with 660 s to live: the guard window of 45 s begins at 615.
 USABLE, OVER = 615.0, 660.0
 # Somebody is served each six seconds, after six seconds: longer than the target of five.
@@ -50,6 +52,12 @@ def test_the_quick_way_takes_only_what_needs_no_look() -> None:
     core.give(item, 10.0)
     assert core.take(10.0 + 0.9 * FRESH) is item
     assert (core.checkouts, item.since) == (2, 10.0 + 0.9 * FRESH)
+
+
+def test_there_is_nothing_to_take_where_nothing_is_ready() -> None:
+    core: Core[Conn] = Core(ReservoirConfig(max_size=1))
+    assert core.take(0.0) is None
+    assert core.search(0.0) is None
 
 
 def test_the_quick_way_never_hands_out_within_the_guard_window() -> None:
@@ -140,14 +148,6 @@ def test_the_guard_window_in_the_scan(now: float, reason: str) -> None:
     assert (core.retired, reasons(core)) == (items, {reason: 3})
 
 
-def test_the_scan_finds_what_rests_elsewhere() -> None:
-    core, (item,) = filled(1)
-    core.search(0.0)
-    item.place = Place.RESTING
-    core.scan(USABLE, replacing=False)
-    assert core.retired == [item]
-
-
 def test_the_scan_leaves_what_is_in_use_to_its_return() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
@@ -186,6 +186,36 @@ def test_what_comes_back_to_a_full_reservoir_is_let_go() -> None:
         core.give(item, 2.0)
     assert reasons(core) == {"reservoir_full": 1}
     assert list(core.ready) == items[1:]
+
+
+def test_where_none_is_kept_each_serves_those_who_wait_and_goes() -> None:
+    core: Core[Conn] = Core(ReservoirConfig(max_size=1, keep=False))
+    first, second = caller(core, 0.0), caller(core, 0.0)
+    assert core.plan() == 1
+    item, served = open_one(core)
+    assert served is first
+    assert core.give(item, 1.0) is second
+    assert core.give(item, 2.0) is None
+    assert (item.place, core.retired, reasons(core)) == (Place.GONE, [item], {"not_kept": 1})
+
+
+def test_none_is_kept_after_a_resize_either() -> None:
+    core: Core[Conn] = Core(ReservoirConfig(max_size=1, keep=False))
+    caller(core, 0.0)
+    core.plan()
+    item, _ = open_one(core)
+    core.resize(0, 2)
+    assert core.give(item, 1.0) is None
+    assert reasons(core) == {"not_kept": 1}
+
+
+def test_what_arrives_for_nobody_is_not_kept_either() -> None:
+    core: Core[Conn] = Core(ReservoirConfig(max_size=1, keep=False))
+    waiter = caller(core, 0.0)
+    core.plan()
+    core.leave(waiter, 0.5)
+    item, _ = open_one(core, 1.0)
+    assert (core.retired, reasons(core)) == ([item], {"not_kept": 1})
 
 
 def test_what_arrives_in_a_full_reservoir_is_let_go() -> None:
@@ -348,6 +378,9 @@ def test_a_close_ends_everything() -> None:
     core.give(used, 1.0)
     assert reasons(core) == {"closed": 3}
     assert core.items == {}
+    for _ in items:
+        core.closed()
+    assert (core.size, core.plan()) == (0, 0), "there is room, and nothing is opened"
 
 
 def test_what_arrives_after_the_close_is_let_go() -> None:
@@ -464,6 +497,8 @@ def test_those_in_use_come_longest_held_first() -> None:
     core.give(first, 4.0)
     core.search(5.0)
     assert list(core.in_use()) == [second, third, first]
+    core.give(third, 6.0)
+    assert list(core.in_use()) == [second, first]
 
 
 def test_a_connection_in_words() -> None:

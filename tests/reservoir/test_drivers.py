@@ -94,6 +94,36 @@ async def test_an_asyncpg_transaction_left_open_is_rolled_back_with_a_warning(
     assert pool.get_stats()["returns_bad"] == 0
 
 
+SPOIL = """set time zone 'Asia/Tokyo'; listen news; select pg_advisory_lock(7);
+           declare c cursor with hold for select 1"""
+SESSION = """select current_setting('TimeZone'), array(select pg_listening_channels()),
+             (select count(*) from pg_locks where pid = pg_backend_pid() and locktype = 'advisory'),
+             (select count(*) from pg_cursors where is_holdable)"""
+
+
+@pytest.mark.every_loop
+async def test_an_asyncpg_session_is_reset_when_it_comes_back(module_url: str) -> None:
+    pool: Asyncpg = AsyncConnectionPool(module_url, connect=asyncpg.connect, max_size=1)
+    async with pool:
+        async with pool.connection() as conn:
+            as_new = await conn.fetchrow(SESSION)
+            await conn.execute(SPOIL)
+        async with pool.connection() as conn:
+            assert await conn.fetchrow(SESSION) == as_new
+        assert pool.statistics().refills == 1
+
+
+async def test_an_asyncpg_session_is_kept_if_the_reset_is_turned_off(module_url: str) -> None:
+    pool: Asyncpg = AsyncConnectionPool(
+        module_url, connect=asyncpg.connect, max_size=1, reset=False
+    )
+    async with pool:
+        async with pool.connection() as conn:
+            await conn.execute("set time zone 'Asia/Tokyo'")
+        async with pool.connection() as conn:
+            assert await conn.fetchval("show time zone") == "Asia/Tokyo"
+
+
 async def test_an_asyncpg_backend_that_ended_is_not_handed_out(
     pool: Asyncpg, observer: psycopg.Connection[Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The settings from the environment: eleven variables, with the seed's defaults."""
+"""The settings from the environment: eleven variables, with their defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seed's error table, line by line, and then the classes of errors that go with it."""
+"""The error table, line by line, and the classes of errors that go with it."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from moored.reservoir import aws, prometheus
 
 def test_the_public_names() -> None:
     assert moored.reservoir.__all__ == [
-        *("AsyncConnectionPool", "ConnectionPool", "Reservoir", "ReservoirConfig", "Statistics"),
-        "retry_transaction",
+        *("AsyncConnectionPool", "AsyncNullConnectionPool", "ConnectionPool", "NullConnectionPool"),
+        *("Reservoir", "ReservoirConfig", "Statistics", "retry_transaction"),
         *("CachedTokens", "Token", "TokenProvider"),
         *("PoolClosed", "PoolOverloaded", "PoolTimeout", "ReservoirEmpty", "ReservoirError"),
-        "TokenError",
+        *("ServerUnreachable", "TokenError"),
     ]
     for name in moored.reservoir.__all__:
         assert hasattr(moored.reservoir, name)

@@ -24,7 +24,13 @@ from tests.reservoir.harness import (
 )
 
 from moored.embedded import SyncEmbeddedPostgres
-from moored.reservoir import CachedTokens, PoolTimeout, ReservoirConfig
+from moored.reservoir import (
+    AsyncConnectionPool,
+    CachedTokens,
+    ConnectionPool,
+    PoolTimeout,
+    ReservoirConfig,
+)
 from moored.testing import scaled
 from moored.testing.proxy import postgres_fatal
 
@@ -228,6 +234,37 @@ async def test_a_server_that_wants_fewer_is_left_alone_for_a_while(
         async with asyncio.timeout(LIMIT):
             assert await asyncio.gather(*callers) == [1] * 8
         await rig.full()
+
+
+@pytest.mark.every_loop
+async def test_a_rollback_to_a_server_that_vanished_ends_in_time(
+    shell: Shell, gate: Gate, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.reservoir._upkeep.CLOSE_PATIENCE", 0.2)
+    async with Rig(shell, url, max_size=1, kwargs={}) as rig:
+        rig.pool._ping_timeout = 0.2
+        with pytest.raises(ZeroDivisionError):
+            # Without a limit it would take as long as TCP tries.
+            await asyncio.wait_for(rig._do(_fail_in_a_transaction, rig, gate), LIMIT)
+        assert rig.now.discards == {"bad": 1}
+        gate.resume()
+
+
+def _fail_in_a_transaction(rig: Rig, gate: Gate) -> Any:
+    """Raise within a block after the server has vanished."""
+    if not isinstance(rig.pool, ConnectionPool):
+        return _fail_in_a_transaction_async(rig.pool, gate)
+    with rig.pool.connection() as conn:
+        conn.execute("begin")
+        gate.black_hole()
+        raise ZeroDivisionError
+
+
+async def _fail_in_a_transaction_async(pool: AsyncConnectionPool[Any], gate: Gate) -> None:
+    async with pool.connection() as conn:
+        await conn.execute("begin")
+        gate.black_hole()
+        raise ZeroDivisionError
 
 
 async def test_idle_connections_that_the_net_forgot(

@@ -1,4 +1,4 @@
-"""Steady load, bursts, and the end of connections under load: the seed's load tests."""
+"""Steady load, bursts, and the end of connections under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def gate(postgres: SyncEmbeddedPostgres) -> Iterator[Gate]:
 # -- 1: steady state -------------------------------------------------------------------------------
 
 
-@pytest.mark.serial
 async def test_steady_load_finds_the_target_size_at_all_times(
     shell: Shell, postgres: SyncEmbeddedPostgres
 ) -> None:
@@ -105,7 +104,8 @@ async def test_hopeless_callers_are_told_at_once_until_it_clears(
     async with Rig(shell, postgres.url, max_size=1, **settings) as rig:
         await rig.full()
         # Ten callers of 20 ms each for one connection: nobody waits for less than 150 ms.
-        async with Load(rig, 10, hold=0.02, think=0.0) as load:
+        # Only who has no timeout of its own is told: the others said how long they can wait.
+        async with Load(rig, 10, hold=0.02, think=0.0, timeout=None) as load:
             await until(lambda: load.errors, "somebody was told")
             with pytest.raises(PoolOverloaded, match="had to wait for longer than the queue's"):
                 await _told(rig)
@@ -145,7 +145,6 @@ async def test_a_full_queue_turns_callers_away(
 # -- 3: connection expiry --------------------------------------------------------------------------
 
 
-@pytest.mark.serial
 async def test_the_end_of_those_born_together_is_spread(
     shell: Shell, postgres: SyncEmbeddedPostgres, gate: Gate
 ) -> None:

@@ -6,6 +6,7 @@ import math
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.reservoir.stand_in import Conn, caller, filled, open_one
@@ -13,6 +14,8 @@ from tests.reservoir.stand_in import Conn, caller, filled, open_one
 from moored.reservoir import ReservoirConfig
 from moored.reservoir._core import Core
 from moored.reservoir._item import Place
+
+pytestmark = pytest.mark.pure
 
 
 def core_of(max_size: int, **settings: int | bool | float) -> Core[Conn]:
@@ -47,6 +50,13 @@ def test_one_at_a_time_from_the_low_watermark_on() -> None:
     core.search(0.0)
     assert len(core.ready) == 2
     assert core.plan() == 5, "below it again"
+
+
+def test_those_who_wait_are_not_served_one_at_a_time() -> None:
+    core = core_of(20, enabled=False)
+    for _ in range(7):
+        caller(core, 0.0)
+    assert [core.plan() for _ in range(3)] == [5, 2, 0], "though nothing is kept ready here"
 
 
 def test_without_a_watermark_of_its_own_the_target_is_it() -> None:
@@ -192,6 +202,14 @@ def test_one_is_replaced_ahead_and_the_next_one_later() -> None:
     assert core.retired == items[:1]
     core.closed()
     assert core.scan(100.0, replacing=True) == 615.0 - 8 * every
+
+
+def test_one_that_must_go_already_is_not_let_go_ahead_of_its_end_as_well() -> None:
+    core, (used, ready) = filled(2)
+    assert core.search(0.0) is used
+    core.doom(used, "drained")
+    assert core.scan(1.0, replacing=True) > 1.0, "or else the scan would never rest"
+    assert (ready.place, used.doom) == (Place.READY, "drained")
 
 
 def test_while_a_tenth_is_missing_nothing_is_replaced() -> None:

@@ -21,7 +21,7 @@ from moored.reservoir import (
     PoolOverloaded,
     PoolTimeout,
     ReservoirConfig,
-    _works,
+    _upkeep,
 )
 from moored.testing import FaultProxy
 
@@ -153,7 +153,7 @@ async def test_a_cancelled_block_rolls_back(pool: Pool, observer: psycopg.Connec
 
 
 async def test_a_timeout_says_where_all_connections_are(module_url: str) -> None:
-    async with AsyncConnectionPool(module_url, max_size=2, creation_rate=20) as pool:
+    async with AsyncConnectionPool(module_url, max_size=2, creation_rate=20, name="shop") as pool:
         await pool.wait()
 
         async def export() -> None:
@@ -168,7 +168,8 @@ async def test_a_timeout_says_where_all_connections_are(module_url: str) -> None
             with pytest.raises(PoolTimeout) as caught:
                 await pool.getconn(timeout=0.1)
         assert re.fullmatch(
-            r"no connection within 0\.1 s: 2 of 2 in use, 1 waiting \(the first for 0\.\d s\); "
+            r"shop: no connection within 0\.1 s: 2 of 2 in use, "
+            r"1 waiting \(the first for \d\.\d s\); "
             r'longest held \d\.\d s \(checkout of task "export"\); 0 connects in flight, creation '
             r"limited to 20/s",
             str(caught.value),
@@ -179,11 +180,12 @@ async def test_a_timeout_says_where_all_connections_are(module_url: str) -> None
 
 
 async def test_a_timeout_says_why_nothing_could_be_opened() -> None:
-    async with AsyncConnectionPool(f"host=127.0.0.1 port={free_port()}", max_size=2) as pool:
+    nobody = f"host=127.0.0.1 port={free_port()}"
+    async with AsyncConnectionPool(nobody, max_size=2, name="shop") as pool:
         with pytest.raises(PoolTimeout) as caught:
             await pool.getconn(timeout=0.3)
     text = str(caught.value)
-    assert text.startswith("no connection within 0.3 s: 0 of 2 in use; ")
+    assert text.startswith("shop: no connection within 0.3 s: 0 of 2 in use; ")
     assert re.search(r"connecting fails since \d\.\d s: .*[Cc]onnection refused", text)
 
 
@@ -246,12 +248,12 @@ async def test_open_starts_anyway_with_a_warning_and_tells_how_far_it_is(
     pool: Pool = AsyncConnectionPool(
         f"host=127.0.0.1 port={free_port()}", max_size=2, name="shop", open=False
     )
-    await pool.open(wait=True, timeout=1.2, progress=told.append)
+    await pool.open(wait=True, timeout=3.0, progress=told.append)
     assert not pool.closed
-    (text,) = told
+    text = told[0]
     assert text.startswith("shop: filling, 0 of 2 connections; the last connect failed: ")
     (warning,) = [r.getMessage() for r in caplog.records if "starting anyway" in r.getMessage()]
-    assert warning.startswith("shop has 0 of 2 connections after 1.2 s: ")
+    assert warning.startswith("shop has 0 of 2 connections after 3 s: ")
     await pool.close()
 
 
@@ -314,7 +316,7 @@ async def test_close_ends_in_time_although_a_connect_hangs(
 async def test_close_ends_in_time_although_a_connection_does_not(
     module_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_works, "CLOSE_PATIENCE", 2.0)
+    monkeypatch.setattr(_upkeep, "CLOSE_PATIENCE", 2.0)
     ended = asyncio.Event()
 
     async def close(conn: psycopg.AsyncConnection[Any]) -> None:
@@ -422,7 +424,9 @@ async def test_check_replaces_what_is_dead_and_keeps_the_rest(
         observer.execute("select pg_terminate_backend(%s, 5000)", [first.info.backend_pid])
         await pool.check()
         await pool.wait()
-        assert [item.conn for item in pool.reservoir.core.ready][:2] == others
+        ready = {item.conn for item in pool.reservoir.core.ready}
+        assert first not in ready
+        assert ready >= set(others)
         assert pool.get_stats()["connections_lost"] == 1
         assert pool.get_stats()["requests_num"] == 0
 

@@ -145,7 +145,7 @@ def test_ctrl_c_before_the_wait_begins_leaves_the_queue(
 
     with ConnectionPool(module_url, config=ReservoirConfig(enabled=False, max_size=1)) as pool:
         with monkeypatch.context() as patch:
-            patch.setattr(pool.reservoir.works, "nudge", interrupted)
+            patch.setattr(pool.reservoir.upkeep, "nudge", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pool.getconn()
         assert pool.statistics().waiting == 0
@@ -213,7 +213,8 @@ def test_a_timeout_says_where_all_connections_are(module_url: str) -> None:
             with pytest.raises(PoolTimeout) as caught:
                 pool.getconn(timeout=0.1)
         assert re.fullmatch(
-            r"no connection within 0\.1 s: 2 of 2 in use, 1 waiting \(the first for 0\.\d s\); "
+            r"pool-\d+: no connection within 0\.1 s: 2 of 2 in use, "
+            r"1 waiting \(the first for 0\.\d s\); "
             r'longest held \d\.\d s \(checkout of thread "export"\); 0 connects in flight, creation'
             r" limited to 20/s",
             str(caught.value),
@@ -228,7 +229,7 @@ def test_a_timeout_says_why_nothing_could_be_opened() -> None:
     with pool, pytest.raises(PoolTimeout) as caught:
         pool.getconn(timeout=0.3)
     text = str(caught.value)
-    assert text.startswith("no connection within 0.3 s: 0 of 2 in use; ")
+    assert text.startswith(f"{pool.name}: no connection within 0.3 s: 0 of 2 in use; ")
     assert re.search(r"connecting fails since \d\.\d s: .*[Cc]onnection refused", text)
 
 
@@ -317,6 +318,7 @@ def test_closing_is_told_to_who_waits(pool: Pool) -> None:
     pool.close()
     with pytest.raises(PoolClosed, match="shop was closed while this caller waited"):
         patient.outcome()
+    assert pool.statistics().timeouts == 0
     with pytest.raises(PoolClosed, match="shop is not open: it is closed"):
         pool.getconn()
     assert not conn.closed

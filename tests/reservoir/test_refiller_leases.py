@@ -15,6 +15,8 @@ from tests.reservoir.stand_in import Conn, Journal, Server, Tokens, reservoir, w
 from moored.reservoir import Reservoir, ReservoirConfig, TokenError
 from moored.testing import Sim
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(autouse=True)
 def silence(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -84,6 +85,40 @@ def test_a_conninfo_function_that_fails_is_not_a_matter_of_leases() -> None:
 )
 def test_an_endpoint_has_no_password(conninfo: str, address: str, user: str) -> None:
     assert _endpoint_of(conninfo, {}) == (address, user)
+
+
+@pytest.mark.parametrize(
+    ("conninfo", "options", "environment", "address"),
+    [
+        ("dbname=orders", {}, {"PGHOST": "db", "PGPORT": "6543"}, "db:6543"),
+        ("", {}, {"PGHOST": "db", "PGPORT": "6543"}, "db:6543"),
+        ("host=other", {}, {"PGHOST": "db", "PGPORT": "6543"}, "other:6543"),
+        ("host=other", {"port": 7}, {"PGHOST": "db", "PGPORT": "6543"}, "other:7"),
+        ("service=orders", {}, {}, "served:5433"),
+        ("service=orders", {"port": 7}, {"PGHOST": "db"}, "served:7"),
+        ("", {"service": "orders"}, {"PGPORT": "6543"}, "served:5433"),
+        ("", {}, {"PGSERVICE": "orders"}, "served:5433"),
+        ("service=unknown", {}, {"PGHOST": "db"}, "db:5432"),
+        ("dbname=orders", {}, {}, "localhost:5432"),
+    ],
+)
+def test_an_endpoint_is_the_server_that_libpq_connects_to(
+    conninfo: str,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    services = tmp_path / "services.conf"
+    services.write_text("# ours\n[orders]\nhost=served\nport=5433\n\n[more]\nhost=x\n")
+    for name in ("PGHOST", "PGPORT", "PGSERVICE", "PGHOSTADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PGSERVICEFILE": str(services), **environment}.items():
+        monkeypatch.setenv(name, value)
+    pool: ConnectionPool = ConnectionPool(conninfo, kwargs=options, open=False)
+    endpoint = asyncio.run(pool.reservoir.recipe.endpoint())
+    assert endpoint.address == address
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moored.reservoir._schedule import first_replacement
+
+pytestmark = pytest.mark.pure
 
 # Whole numbers as floats: then sums and differences are exact.
 seconds = st.integers(0, 10_000).map(float)

@@ -128,7 +128,7 @@ async def test_dispose_leaves_nothing_behind_and_the_engine_works_again(
         assert (desk.pool.reservoir.state, desk.pool.name) == ("new", before.name)
         second = await desk.ask()
         assert second != first
-        assert (desk.pool.reservoir.state, desk.now.resting) == ("open", 1)
+        assert desk.pool.reservoir.state == "open"
     await left(postgres_url)
 
 
@@ -154,8 +154,7 @@ async def test_what_overflows_goes_back_to_the_reservoir(way: Way, postgres_url:
         pids = {await one.ask() for one in held}
         for one in held:
             await one.close()
-        await until(lambda: desk.now.size == 2, "two have gone back")
-        assert (desk.now.resting, desk.now.in_use, desk.now.discards) == (1, 0, {})
+        assert (desk.now.size, desk.now.in_use, desk.now.discards) == (3, 0, {})
         again = await desk.take_all(3)
         assert {await one.ask() for one in again} == pids == backends(postgres_url)
         for one in again:
@@ -163,19 +162,23 @@ async def test_what_overflows_goes_back_to_the_reservoir(way: Way, postgres_url:
         assert desk.now.refills == 3
 
 
-async def test_a_detached_connection_still_counts(way: Way, postgres_url: str) -> None:
+async def test_a_detached_connection_counts_until_it_is_closed_with_its_session(
+    way: Way, postgres_url: str
+) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=0) as desk:
 
         def detach(conn: Connection) -> Any:
             conn.detach()
+            conn.execute(text("set time zone 'Asia/Tokyo'"))
+            conn.scalar(text("select pg_advisory_lock(1)"))
+            assert (desk.now.in_use, desk.now.size) == (1, 0)
             return conn.scalar(text("select pg_backend_pid()"))
 
         pid = await desk.run(detach)
-        kept = await desk.ask() == pid
-        # Under asyncio SQLAlchemy ends a detached connection as it ends a bad one.
-        assert (kept, desk.now.discards) == (
-            (True, {}) if way == "threads" else (False, {"bad": 1})
-        )
+        assert await desk.ask() != pid
+        assert await desk.ask("show time zone") != "Asia/Tokyo"
+        assert await desk.ask("select count(*) from pg_locks where locktype = 'advisory'") == 0
+        assert sum(desk.now.discards.values()) == 1
 
 
 async def test_without_a_pool_of_sqlalchemys(way: Way, postgres_url: str) -> None:
@@ -186,7 +189,7 @@ async def test_without_a_pool_of_sqlalchemys(way: Way, postgres_url: str) -> Non
         pids = {await desk.ask() for _ in range(5)}
         assert pids == backends(postgres_url)
         await until(lambda: desk.now.size == 1, "it is ready again")
-        assert (desk.now.resting, desk.now.discards) == (0, {})
+        assert desk.now.discards == {}
         # The same object each time, prepared once: SQLAlchemy's adapter keeps its statements, and
         # handlers do not pile up.
         assert len(set(map(id, seen))) == 1
@@ -234,17 +237,16 @@ def test_drivers_that_cannot_be_used(name: str) -> None:
 
 
 def test_sizes() -> None:
-    def sizes(**options: Any) -> tuple[int, int, int]:
+    def sizes(**options: Any) -> int:
         engine = create_engine("postgresql://db/orders", **options)
-        pool = engine.pool
-        assert isinstance(pool, QueuePool)
-        return pool.size(), pool._max_overflow, reservoir_of(engine).max_size
+        assert engine.pool.size() == reservoir_of(engine).max_size  # type: ignore[attr-defined]
+        return reservoir_of(engine).max_size
 
-    assert sizes() == (5, 10, 15)
-    assert sizes(pool_size=3, max_overflow=2) == (3, 2, 5)
+    assert sizes() == 15
+    assert sizes(pool_size=3, max_overflow=2, poolclass=QueuePool) == 5
     # What is said to SQLAlchemy counts; if nothing is, the settings of the reservoir do.
-    assert sizes(config=ReservoirConfig(max_size=7)) == (7, 0, 7)
-    assert sizes(config=ReservoirConfig(max_size=7), pool_size=2) == (2, 10, 12)
+    assert sizes(config=ReservoirConfig(max_size=7)) == 7
+    assert sizes(config=ReservoirConfig(max_size=7), pool_size=2) == 12
     with pytest.raises(ValueError, match="target_ready=7 must be between 0 and max_size=3"):
         sizes(config=ReservoirConfig(target_ready=7), pool_size=3, max_overflow=0)
     engine = create_engine("postgresql://db/orders", poolclass=NullPool)
@@ -330,18 +332,16 @@ async def test_a_type_that_sqlalchemy_found_late(postgres_url: str) -> None:
 # -- time ------------------------------------------------------------------------------------------
 
 
-async def test_what_sits_in_sqlalchemys_pool_ends_in_time(way: Way, postgres_url: str) -> None:
-    config = ReservoirConfig(
-        max_size=1, base_lifetime=1.2, lifetime_jitter=0.0, guard_window=0.4, scan_every=0.1
-    )
-    async with Desk(way, postgres_url, config=config) as desk:
+async def test_a_connection_that_nobody_uses_ends_in_time(
+    way: Way, postgres_url: str, clock: SteppedClock
+) -> None:
+    config = unseen(max_size=1, base_lifetime=1000.0, guard_window=400.0, scan_every=0.05)
+    async with Desk(way, postgres_url, config=config, clock=clock) as desk:
         first = await desk.ask()
-        assert desk.now.resting == 1
-        await until(lambda: desk.now.discards, "the scanner has looked", limit=3 * 0.8)
+        clock.ahead += 601.0
+        await until(lambda: desk.now.discards, "the scanner has looked")
         assert desk.now.discards == {"guard_on_scan": 1}
         await until(lambda: first not in backends(postgres_url), "the server knows it")
-        # SQLAlchemy still has it, and takes another one in its place without a word.
-        assert desk.sync_engine.pool.checkedin() == 1  # type: ignore[attr-defined]
         assert await desk.ask() != first
 
 

@@ -34,6 +34,8 @@ from moored.reservoir._core import Core
 from moored.reservoir._statistics import BUCKETS, Latency
 from moored.testing import Sim, scaled
 
+pytestmark = pytest.mark.pure
+
 # -- latency -------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter, deque
@@ -11,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from tests.logs import silent
 
 from moored.leases import Leases, MemoryStore, Request
 from moored.leases import sync as leases_sync
@@ -37,10 +37,8 @@ CONFIG = ReservoirConfig(
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """No log: connections are broken by the hundred."""
-    log = logging.getLogger("moored")
-    before, log.level = log.level, logging.CRITICAL
-    yield
-    log.level = before
+    with silent("moored"):
+        yield
 
 
 class Broken(Exception):
@@ -137,7 +135,7 @@ class Crowd:
         self.server = Server()
         self.ledger = Ledger()
         self.served = Counter[int]()
-        self._leases = leases_sync.Leases(Leases(self.ledger))
+        self._leases = leases_sync.SyncLeases(Leases(self.ledger))
         self._leases.open()
         self.pool: ConnectionPool[Wire] = ConnectionPool(
             config=CONFIG,
@@ -282,7 +280,7 @@ class NoLock:
 def _begins_without_a_lock(self: Reservoir[Any]) -> None:
     """Everybody changes everything at any time."""
     _begin(self)
-    self.lock = self.works._lock = NoLock()  # type: ignore[assignment]
+    self.lock = self.upkeep._lock = NoLock()  # type: ignore[assignment]
 
 
 _begin = Reservoir._begin

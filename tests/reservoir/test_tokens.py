@@ -16,6 +16,8 @@ from tests.leases.virtual import in_virtual_time
 from moored.reservoir import CachedTokens, Token, TokenError
 from moored.testing import Sim
 
+pytestmark = pytest.mark.pure
+
 
 class Provider:
     """Makes numbered tokens, as a test tells it."""

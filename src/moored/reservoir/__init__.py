@@ -25,8 +25,10 @@ from ._errors import (
     PoolTimeout,
     ReservoirEmpty,
     ReservoirError,
+    ServerUnreachable,
     TokenError,
 )
+from ._null import AsyncNullConnectionPool, NullConnectionPool
 from ._pool_async import AsyncConnectionPool
 from ._pool_threads import ConnectionPool
 from ._reservoir import Reservoir
@@ -37,7 +39,9 @@ from ._tokens import CachedTokens, Token, TokenProvider
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # What users call
     "AsyncConnectionPool",
+    "AsyncNullConnectionPool",
     "ConnectionPool",
+    "NullConnectionPool",
     "Reservoir",
     "ReservoirConfig",
     "Statistics",
@@ -52,5 +56,6 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "PoolTimeout",
     "ReservoirEmpty",
     "ReservoirError",
+    "ServerUnreachable",
     "TokenError",
 ]

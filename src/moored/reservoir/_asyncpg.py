@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Literal
 
-from ._driver import Driver, State
+from ._driver import Driver, DriverState
 
 __all__ = ["AsyncpgDriver"]
+
+RESET_TIMEOUT = 5.0
 
 
 class AsyncpgDriver(Driver):
@@ -23,13 +27,13 @@ class AsyncpgDriver(Driver):
         """Whether it works and nothing is under way."""
         return not (conn.is_closed() or conn.is_in_transaction() or self._busy(conn))
 
-    def state(self, conn: Any) -> State:
+    def state(self, conn: Any) -> DriverState:
         """What it is in the middle of."""
         if conn.is_closed():
-            return State.BROKEN
+            return DriverState.BROKEN
         if self._busy(conn):
-            return State.BUSY
-        return State.TRANSACTION if conn.is_in_transaction() else State.IDLE
+            return DriverState.BUSY
+        return DriverState.TRANSACTION if conn.is_in_transaction() else DriverState.IDLE
 
     def is_broken(self, conn: Any) -> bool:
         """Whether it was closed, by us or by the server, also if the loop has not read that yet."""
@@ -39,14 +43,34 @@ class AsyncpgDriver(Driver):
         """Never: a connection knows whether it is in the middle of something."""
         return False
 
-    async def rollback(self, conn: Any) -> None:
+    async def rollback(self, conn: Any, timeout: float) -> None:
         """Undo the transaction that somebody left open."""
-        await conn.execute("ROLLBACK")
+        if conn.is_in_transaction():
+            await self._in_time(conn, conn.execute("ROLLBACK"), timeout)
+
+    async def interrupt(self, conn: Any, timeout: float) -> None:
+        """Wait for the end of a cancelled query, for which asyncpg has sent the request."""
+        await self._in_time(conn, conn._protocol._wait_for_cancellation(), timeout)
+
+    async def _in_time(self, conn: Any, answer: Awaitable[object], timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await answer
+        except TimeoutError:
+            self.close(conn)
+            raise
 
     async def ping(self, conn: Any, timeout: float) -> None:
         """Ask for a sign of life."""
         # The empty query would be shorter, but asyncpg trips over its answer.
         await conn.execute("SELECT 1", timeout=timeout)
+
+    def resetter(self) -> Callable[[Any], Any]:
+        """What asyncpg's own pool does: settings, LISTEN, cursors and advisory locks are undone."""
+        return self._reset
+
+    async def _reset(self, conn: Any) -> None:
+        await self._in_time(conn, conn.reset(), RESET_TIMEOUT)
 
     def close(self, conn: Any) -> None:
         """Close it at once: a farewell could wait for a server that has vanished."""

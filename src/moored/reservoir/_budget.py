@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from moored.kernel import Clock, Recorder
@@ -19,7 +19,10 @@ from moored.leases import Lease, LeaseError, Leases, MemoryStore, connect
 
 from ._config import ReservoirConfig
 
-__all__ = ["Budget", "Endpoint", "LeaseDenied", "RateTimeout"]
+if TYPE_CHECKING:
+    from ._reservoir import Reservoir
+
+__all__ = ["Budget", "Destination", "LeaseDenied", "RateTimeout"]
 
 log = logging.getLogger("moored.reservoir")
 
@@ -29,7 +32,7 @@ RATE_PATIENCE = 30.0
 _REMEMBERED = 64
 
 
-class Endpoint(NamedTuple):
+class Destination(NamedTuple):
     """Who connects to what."""
 
     address: str
@@ -49,7 +52,7 @@ class RateTimeout(LeaseError, TimeoutError):
 
 class _Key(NamedTuple):
     loop: asyncio.AbstractEventLoop
-    endpoint: Endpoint
+    endpoint: Destination
     store: object
 
 
@@ -65,25 +68,18 @@ class Budget:
     # Those that nobody uses right now: a pool that is closed and made anew has no new burst.
     _unused: ClassVar[deque[MemoryStore]] = deque(maxlen=_REMEMBERED)
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        config: ReservoirConfig,
-        *,
-        leases: Leases | None,
-        clock: Clock,
-        service: str,
-    ) -> None:
+    def __init__(self, endpoint: Destination, user: Reservoir[Any]) -> None:
         self.endpoint = endpoint
-        self.config = config
-        self._clock = clock
+        self.config = config = user.config
+        self._clock = user.clock
+        leases = user.leases
         self._given = leases is not None
         self._users = 0
         self._store: MemoryStore | None = None
         self._opening = asyncio.Lock()
         self._slots = asyncio.Semaphore(config.max_in_flight)
         if leases is None:
-            leases = self._make_leases(service)
+            leases = self._make_leases(user.service)
         self.leases = leases
         # By address alone: a server's limit is for all its users together.
         self.rate = leases.rate_limit(
@@ -91,20 +87,13 @@ class Budget:
         )
 
     @classmethod
-    def of(
-        cls,
-        endpoint: Endpoint,
-        config: ReservoirConfig,
-        *,
-        leases: Leases | None,
-        clock: Clock,
-        service: str,
-    ) -> Budget:
+    def of(cls, endpoint: Destination, user: Reservoir[Any]) -> Budget:
         """The budget of this endpoint on the running loop; made when it is the first use."""
-        key = _Key(asyncio.get_running_loop(), endpoint, leases or config.lease_url)
+        config = user.config
+        key = _Key(asyncio.get_running_loop(), endpoint, user.leases or config.lease_url)
         budget = cls._shared.get(key)
         if budget is None:
-            budget = cls(endpoint, config, leases=leases, clock=clock, service=service)
+            budget = cls(endpoint, user)
             cls._shared[key] = budget
         elif (budget.config.rate, budget.config.burst) != (config.rate, config.burst):
             log.warning(

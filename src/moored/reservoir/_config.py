@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from moored.kernel import refuse
+from moored.kernel import refuse, unmet
 
 from ._environment import Environment
 
@@ -34,8 +34,8 @@ class ReservoirConfig:
     #: With fewer ready than this, `batch` are opened at once instead of one at a time; also what
     #: `open(wait=True)` waits for. `target_ready`, if not given.
     low_watermark: int | None = None
-    #: How long each connection may live at least. Well below the server's own limit, because the
-    #: server's end comes in the middle of a transaction.
+    #: How long each connection may live at least; infinity for as long as it works. Well below the
+    #: server's own limit, because the server's end comes in the middle of a transaction.
     base_lifetime: float = 660.0
     #: Up to so much is added to each connection's life, drawn once at its birth, so that those
     #: that were born together do not die together.
@@ -59,8 +59,10 @@ class ReservoirConfig:
     start_stagger: float | None = None
     #: Seconds between two looks at those that are ready, for what has expired or broken.
     scan_every: float = 1.0
-    #: What more than `target_ready` is closed when it was unused for so long.
+    #: What more than `target_ready` is closed when it was unused for so long; infinity for never.
     max_idle: float = 600.0
+    #: Whether a connection that comes back while nobody waits is kept; the null pools close it.
+    keep: bool = True
     #: Whether the number of connections is limited in the whole cluster, by leases.
     lease_enabled: bool = False
     #: The store of the leases, as `moored.leases.connect` takes it; it also keeps the rate.
@@ -107,6 +109,8 @@ class ReservoirConfig:
 
         The jitter is 5 % of it, the guard window a tenth, and never more than the usual 45 s.
         """
+        if longest == math.inf:
+            return cls(**{"base_lifetime": math.inf, "lifetime_jitter": 0.0, **settings})
         jitter = 0.05 * longest
         life = {"base_lifetime": longest - jitter, "lifetime_jitter": jitter}
         return cls(**{**life, "guard_window": min(45.0, 0.1 * longest), **settings})
@@ -151,23 +155,21 @@ class ReservoirConfig:
         return found
 
     def _wrong_numbers(self) -> list[str]:
-        found = [
-            f"{name}={getattr(self, name)!r} must be at least 1"
-            for name in ("max_size", "batch", "max_in_flight", "lease_limit")
-            if getattr(self, name) < 1
-        ]
-        found += [
-            f"{name}={getattr(self, name)!r} must be more than 0, and finite"
-            for name in ("base_lifetime", "rate", "connect_timeout", "scan_every", "lease_ttl")
-            if not 0 < getattr(self, name) < math.inf
-        ]
-        for name in ("lifetime_jitter", "guard_window", "start_stagger", "max_idle"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                found.append(f"{name}={value!r} must be at least 0 seconds, and finite")
-        if self.burst is not None and self.burst < 2:
-            found.append(f"burst={self.burst!r} must be at least 2")
-        return found
+        counts = ("max_size", "batch", "max_in_flight", "lease_limit")
+        finite = ("rate", "connect_timeout", "scan_every", "lease_ttl")
+        spans = ("lifetime_jitter", "guard_window", "start_stagger")
+        value = vars(self)
+        return unmet(
+            *((n, value[n], value[n] >= 1, "at least 1") for n in counts),
+            *((n, value[n], 0 < value[n] < math.inf, "more than 0, and finite") for n in finite),
+            *(
+                (n, value[n], 0 <= (value[n] or 0) < math.inf, "at least 0 seconds, and finite")
+                for n in spans
+            ),
+            ("base_lifetime", self.base_lifetime, self.base_lifetime > 0, "more than 0 seconds"),
+            ("max_idle", self.max_idle, self.max_idle >= 0, "at least 0 seconds"),
+            ("burst", self.burst, self.burst is None or self.burst >= 2, "at least 2"),
+        )
 
     def _wrong_sizes(self) -> list[str]:
         # As if it were on: what is wrong is told before somebody turns it on.

@@ -94,7 +94,9 @@ class Core(Generic[C]):
         self.births = 0
         self.discards: Counter[str] = Counter()
         self._fast_seen = 0
+        # Whether one that comes back can be handed on, and whether it is kept if nobody waits.
         self._accepting = True
+        self._keeping = config.keep
         self._spare = math.inf
         self._spare_until = -math.inf
 
@@ -139,12 +141,12 @@ class Core(Generic[C]):
         item.since = now
         return True
 
-    def refuses(self, now: float) -> str | None:
-        """Why one more caller may not wait, if so."""
+    def refuses(self, now: float, *, patient: bool = False) -> str | None:
+        """Why one more caller may not wait, if so; who is patient may join a slow queue."""
         if self.max_waiting and len(self.waiting) >= self.max_waiting:
             self.refused += 1
             return f"{len(self.waiting)} callers wait already (max_waiting={self.max_waiting})"
-        if self.overloaded(now):
+        if self.overloaded(now) and not patient:
             self.refused += 1
             return (
                 "every checkout of the last interval had to wait for longer than the queue's "
@@ -167,7 +169,7 @@ class Core(Generic[C]):
 
         Whoever does not want that one gives it back.
         """
-        if not waiter.settled and waiter in self.waiting:  # or else it was closed meanwhile
+        if waiter in self.waiting:  # or else it was served, or told an error, meanwhile
             self.waiting.remove(waiter)
             self.waited += now - waiter.since
         return waiter.item
@@ -180,6 +182,13 @@ class Core(Generic[C]):
             self.timeouts += 1
         return late
 
+    def give_up(self) -> list[Waiter[C]]:
+        """Let all who wait go without a connection; they must be told."""
+        left = list(self.waiting)
+        self.waiting.clear()
+        self.refused += len(left)
+        return left
+
     # -- return --------------------------------------------------------------------------------
 
     def give(self, item: Item[C], now: float) -> Waiter[C] | None:
@@ -189,7 +198,7 @@ class Core(Generic[C]):
             return None
         self.usage += now - item.since
         fresh_until = now + FRESH
-        if self.waiting or fresh_until > item.usable_until or not self._accepting:
+        if self.waiting or fresh_until > item.usable_until or not self._keeping:
             return self.put(item, now)
         item.fresh_until = fresh_until
         item.place = _READY
@@ -201,6 +210,9 @@ class Core(Generic[C]):
         if now < item.usable_until and self._accepting:
             if self.waiting:
                 return self._hand_over(item, now)
+            if not self.config.keep:
+                self._retire(item, "not_kept")
+                return None
             item.fresh_until = min(now + FRESH, item.usable_until)
             item.place = Place.READY
             self.ready.append(item)
@@ -223,25 +235,6 @@ class Core(Generic[C]):
             item.usable_until = -math.inf
         else:
             self.discard(item, reason)
-
-    def rest(self, item: Item[C], now: float) -> bool:
-        """Whoever has a connection keeps it for later; False if it must come back instead."""
-        if self.waiting or now >= item.usable_until or not self._accepting:
-            return False
-        self.usage += now - item.since
-        item.place = Place.RESTING
-        item.since = now
-        return True
-
-    def wake(self, item: Item[C], now: float) -> bool:
-        """Whoever kept a connection uses it again; False if its time is over, then it is let go."""
-        if now < item.usable_until:
-            item.place = Place.OUT
-            item.since = now
-            return True
-        over = "guard_on_checkout" if now < item.expires else "expired_on_checkout"
-        self.discard(item, item.doom or over)
-        return False
 
     # -- births and deaths ---------------------------------------------------------------------
 
@@ -268,7 +261,8 @@ class Core(Generic[C]):
         self.items[id(item.conn)] = item
         item.place = Place.OUT
         item.since = now
-        self._accepting = self._accepting and len(self.items) <= self.max_size
+        if len(self.items) > self.max_size:
+            self._accept(False)
         return self.put(item, now)
 
     def failed(self) -> None:
@@ -287,12 +281,13 @@ class Core(Generic[C]):
         :param replacing: whether connections may be let go ahead of their end; not while new ones
             cannot be had.
         """
-        for item in [*self.ready, *self._resting()]:
+        for item in list(self.ready):
             item.holder = None  # a task that has ended is not kept alive for a name
             if now >= item.usable_until:
                 self.discard(item, "guard_on_scan" if now < item.expires else "expired_on_scan")
         self._shrink(now)
-        if not (replacing and self.config.enabled and self.open):
+        ends = self.config.usable_lifetime < math.inf
+        if not (replacing and ends and self.config.enabled and self.open):
             return math.inf
         staying = [item for item in self.items.values() if item.doom is None]
         every = self.config.usable_lifetime / self.max_size
@@ -316,7 +311,7 @@ class Core(Generic[C]):
         self.target, self.max_size = target, max_size
         while len(self.items) + self.opening > max_size and self.ready:
             self._retire(self.ready.popleft(), "reservoir_full")
-        self._accepting = self.open and len(self.items) <= max_size
+        self._accept(self.open and len(self.items) <= max_size)
 
     def drain(self) -> None:
         """Let go of every connection there is: those in use when they come back."""
@@ -325,7 +320,8 @@ class Core(Generic[C]):
 
     def close(self) -> list[Waiter[C]]:
         """Hand out nothing more; returns those who wait in vain."""
-        self.open = self._accepting = False
+        self.open = False
+        self._accept(False)
         for item in list(self.items.values()):
             self.doom(item, "closed")
         left = list(self.waiting)
@@ -336,13 +332,8 @@ class Core(Generic[C]):
 
     @property
     def out(self) -> int:
-        """How many somebody has, in use or for later."""
+        """How many somebody has."""
         return len(self.items) - len(self.ready)
-
-    @property
-    def resting(self) -> int:
-        """How many of them are only kept for later."""
-        return len(self._resting())
 
     @property
     def size(self) -> int:
@@ -395,7 +386,11 @@ class Core(Generic[C]):
         self.closing += 1
         self.retired.append(item)
         if not self._accepting:
-            self._accepting = self.open and len(self.items) <= self.max_size
+            self._accept(self.open and len(self.items) <= self.max_size)
+
+    def _accept(self, accepting: bool) -> None:
+        self._accepting = accepting
+        self._keeping = accepting and self.config.keep
 
     def _why_not(self, item: Item[C], now: float) -> str:
         if item.doom is not None:
@@ -421,9 +416,6 @@ class Core(Generic[C]):
                 self.discard(item, "idle")
         self._spare = len(self.ready)
         self._spare_until = now + self.config.max_idle
-
-    def _resting(self) -> list[Item[C]]:
-        return [item for item in self._all() if item.place is Place.RESTING]
 
     def _all(self) -> list[Item[C]]:
         """A copy, made at one go: numbers and words are asked for by any thread, without a lock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import iscoroutinefunction
 from typing import Any, ClassVar, Literal
 
-from ._driver import Driver, State
+from ._driver import Driver, DriverState
 from ._sqlstate import sqlstate_of
 
 __all__ = ["DbapiDriver", "fits"]
@@ -34,15 +34,15 @@ class DbapiDriver(Driver):
         """Never known for certain."""
         return False
 
-    def state(self, conn: Any) -> State:
+    def state(self, conn: Any) -> DriverState:
         """Assume the worst, short of a broken connection."""
         try:
             open_one = getattr(conn, "in_transaction", True)
         except Exception:
-            return State.BROKEN  # sqlite3's way to say that it was closed
+            return DriverState.BROKEN  # sqlite3's way to say that it was closed
         if self.is_broken(conn):
-            return State.BROKEN
-        return State.TRANSACTION if open_one else State.IDLE
+            return DriverState.BROKEN
+        return DriverState.TRANSACTION if open_one else DriverState.IDLE
 
     def is_broken(self, conn: Any) -> bool:
         """Whether it says so itself; psycopg2 has a number there."""
@@ -60,8 +60,8 @@ class DbapiDriver(Driver):
         """End its transaction."""
         conn.commit()
 
-    def rollback(self, conn: Any) -> None:
-        """Undo its transaction."""
+    def rollback(self, conn: Any, timeout: float) -> None:
+        """Undo its transaction; how long that may take is up to the driver's own settings."""
         conn.rollback()
 
     def ping(self, conn: Any, timeout: float) -> None:

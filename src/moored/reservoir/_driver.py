@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-__all__ = ["Driver", "Hooks", "State", "driver_of"]
+__all__ = ["Driver", "DriverState", "Hooks", "driver_of", "in_time"]
 
 Connect = Callable[..., Any]
 
 
-class State(Enum):
+class DriverState(Enum):
     """What a connection that comes back is in the middle of."""
 
     IDLE = "idle"
@@ -49,11 +50,11 @@ class Driver:
 
     def clean(self, conn: Any) -> bool:
         """Whether it works and nothing is under way: the usual case, so it must be cheap."""
-        return self.state(conn) is State.IDLE
+        return self.state(conn) is DriverState.IDLE
 
-    def state(self, conn: Any) -> State:
+    def state(self, conn: Any) -> DriverState:
         """What it is in the middle of."""
-        return State.BROKEN if self.is_broken(conn) else State.IDLE
+        return DriverState.BROKEN if self.is_broken(conn) else DriverState.IDLE
 
     def is_broken(self, conn: Any) -> bool:
         """Whether it is known to be of no use, without asking the server."""
@@ -71,11 +72,22 @@ class Driver:
     def commit(self, conn: Any) -> Awaitable[None] | None:
         """End its transaction."""
 
-    def rollback(self, conn: Any) -> Awaitable[None] | None:
-        """Undo its transaction."""
+    def rollback(self, conn: Any, timeout: float) -> Awaitable[None] | None:
+        """Undo its transaction; raises if the server does not answer in time."""
+
+    def interrupt(self, conn: Any, timeout: float) -> Awaitable[None] | None:
+        """Cancel the statement that a `BUSY` connection executes, and wait until the server has
+        ended it; raises if that takes longer than the timeout."""
 
     def ping(self, conn: Any, timeout: float) -> Awaitable[None] | None:
         """Ask the server for a sign of life; raises if there is none."""
+
+    def cut(self, conn: Any) -> None:
+        """Close it as far as that takes no time, unless a statement runs; `close` does the rest."""
+
+    def resetter(self) -> Callable[[Any], Any] | None:
+        """What makes the session of a connection as new, if the driver's own pool does so."""
+        return None
 
     def close(self, conn: Any) -> Awaitable[None] | None:
         """Close it."""
@@ -87,28 +99,23 @@ class Driver:
         return f"<Driver {self.name}>"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Hooks:
     """What the user knows better than a driver's defaults do."""
 
-    def __init__(
-        self,
-        *,
-        is_broken: Callable[[Any], bool] | None = None,
-        ping: Callable[[Any], Any] | None = None,
-        close: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self._is_broken = is_broken
-        self._ping = ping
-        self._close = close
+    is_broken: Callable[[Any], bool] | None = None
+    ping: Callable[[Any], Any] | None = None
+    close: Callable[[Any], Any] | None = None
 
     def over(self, driver: Driver) -> Driver:
         """The driver with these hooks in place of its own."""
-        if self._is_broken is not None:
-            _hook_is_broken(driver, self._is_broken)
-        if (ping := self._ping) is not None:
-            driver.ping = lambda conn, timeout: _in_time(ping(conn), timeout)  # type: ignore[method-assign]
-        if (close := self._close) is not None:
+        if self.is_broken is not None:
+            _hook_is_broken(driver, self.is_broken)
+        if (ping := self.ping) is not None:
+            driver.ping = lambda conn, timeout: in_time(ping(conn), timeout)  # type: ignore[method-assign]
+        if (close := self.close) is not None:
             driver.close = lambda conn: _let_go(driver, conn, close)  # type: ignore[method-assign]
+            driver.cut = lambda conn: None  # type: ignore[method-assign]
             driver.closes_at_once = False  # type: ignore[misc]
         return driver
 
@@ -119,7 +126,7 @@ def _let_go(driver: Driver, conn: Any, close: Callable[[Any], Any]) -> Any:
     return close(conn)
 
 
-def _in_time(answer: Any, timeout: float) -> Awaitable[None] | None:
+def in_time(answer: Any, timeout: float) -> Awaitable[None] | None:
     """What a user's function knows nothing of: how long its caller can wait."""
     if not inspect.isawaitable(answer):
         return None
@@ -137,12 +144,12 @@ def _hook_is_broken(driver: Driver, is_broken: Callable[[Any], bool]) -> None:
     def broken(conn: Any) -> bool:
         return bool(is_broken(conn)) or known_broken(conn)
 
-    def state(conn: Any) -> State:
-        return State.BROKEN if is_broken(conn) else known_state(conn)
+    def state(conn: Any) -> DriverState:
+        return DriverState.BROKEN if is_broken(conn) else known_state(conn)
 
     driver.is_broken = broken  # type: ignore[method-assign]
     driver.state = state  # type: ignore[method-assign]
-    driver.clean = lambda conn: state(conn) is State.IDLE  # type: ignore[method-assign]
+    driver.clean = lambda conn: state(conn) is DriverState.IDLE  # type: ignore[method-assign]
 
 
 def driver_of(

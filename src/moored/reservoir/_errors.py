@@ -7,6 +7,7 @@
         ├── PoolTimeout       nobody gave a connection back in time, and none could be opened
         ├── PoolClosed        the pool is not open: not yet, not any more, or not in this process
         ├── PoolOverloaded    too many callers wait already, or have waited for too long
+        ├── ServerUnreachable no connection is there, none can be opened, and callers do not wait
         ├── ReservoirEmpty    no connection is ready right now, and the caller did not want to wait
         └── TokenError        nobody gave a token in time, or what was given is none
 
@@ -25,6 +26,7 @@ __all__ = [
     "PoolTimeout",
     "ReservoirEmpty",
     "ReservoirError",
+    "ServerUnreachable",
     "TokenError",
 ]
 
@@ -43,6 +45,10 @@ class PoolClosed(ReservoirError):
 
 class PoolOverloaded(ReservoirError):
     """The pool cannot keep up, so it says so at once instead of letting more callers wait."""
+
+
+class ServerUnreachable(ReservoirError):
+    """No connection is left and the server cannot be reached; raised with `fail_fast` alone."""
 
 
 class ReservoirEmpty(ReservoirError):

@@ -27,8 +27,6 @@ class Place(Enum):
     READY = "ready"
     #: With a caller.
     OUT = "in use"
-    #: With somebody who keeps it for later, as SQLAlchemy's own pool does.
-    RESTING = "resting"
     #: Not to be used any more: it is being closed, or has been.
     GONE = "gone"
 

@@ -6,24 +6,27 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from moored.kernel import describe
+from moored.kernel import Timers, awaited, describe
 
 from ._core import Waiter
-from ._driver import State
+from ._driver import DriverState
 from ._errors import PoolClosed, PoolTimeout
 from ._item import Item
 from ._pool import PING_TIMEOUT, Pool
 from ._psycopg import driver
-from ._recipe import settled as awaited
 from ._types import AsyncC as C
 
 __all__ = ["AsyncConnectionPool"]
 
 log = logging.getLogger("moored.reservoir")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Who takes a connection is noted each time, and 3.11's own way to ask takes as long as the rest.
 if sys.version_info < (3, 12):
@@ -56,15 +59,20 @@ class AsyncConnectionPool(Pool[C]):
     :param leases: the URL of a lease store, or a client: limits the connections of the cluster.
     :param connect: another driver's function, for example `asyncpg.connect`; it is called with the
         conninfo, if there is one, and `kwargs`.
+    :param reset: called when a connection comes back; asyncpg's are reset by default, as by
+        asyncpg's own pool, which takes a round trip: False leaves their sessions as they are.
     :param is_broken: tells whether a connection is of no use, without asking the server.
     :param ping: asks the server for a sign of life, or raises.
     :param close_connection: closes a connection.
     :param check_idle: a connection unused for so many seconds is pinged before it is handed out;
         None never does.
     :param leak_after: warn, with the place in the code, when one is in use for so many seconds.
-    :param queue_target: how long a checkout may wait, in the best case of an interval.
+    :param queue_target: how long a checkout may wait, in the best case of an interval; infinity
+        lets every caller join the queue, however slow it is.
     :param queue_interval: how long that interval is; after one in which every checkout waited
-        longer, new callers get `PoolOverloaded` at once.
+        longer, new callers get `PoolOverloaded` at once, unless they pass a timeout of their own.
+    :param fail_fast: while no connection is there and the server cannot be reached, callers get
+        `ServerUnreachable` at once instead of waiting.
     :param endpoint: what to call the server in leases, rate limits and metrics.
     :param service: the service's name in leases and metrics; the program's, if not given.
     """
@@ -73,8 +81,7 @@ class AsyncConnectionPool(Pool[C]):
 
     def _set_up(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        self._timers = Timers(self.reservoir.clock)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -93,21 +100,17 @@ class AsyncConnectionPool(Pool[C]):
             self._loop = asyncio.get_running_loop()
             self._nothing: Any = self._loop.create_future()
             self._nothing.set_result(None)
-            await self.reservoir.start()
-        if wait:
-            number = self._number_to_start_with()
-            if not await self.reservoir.wait_ready(number, timeout, progress):
-                log.warning("%s; starting anyway", self._not_full(number, timeout))
+        await self._fill(wait, timeout, progress)
 
     async def wait(self, timeout: float = 30.0) -> None:
         """Wait until all connections that are to be kept are there; else `PoolTimeout`, and the
         pool is closed."""
         await self._get_usable()
-        number = self._core.target
-        if not await self.reservoir.wait_ready(number, timeout):
-            text = self._not_full(number, timeout)
+        try:
+            await self._fill_up(timeout)
+        except PoolTimeout:
             await self.close()
-            raise PoolTimeout(text)
+            raise
 
     async def close(self, timeout: float = 5.0) -> None:
         """Hand out nothing more, tell those who wait, and close all connections.
@@ -115,30 +118,27 @@ class AsyncConnectionPool(Pool[C]):
         Those in use are closed when they come back. What does not close in time is left alone.
         """
         if self.reservoir.usable and self._loop is not asyncio.get_running_loop():
-            self._close_elsewhere()
+            if self._loop is None or not self._loop.is_closed():
+                raise RuntimeError(self._on_another_loop())
+            self._abandon()
             return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timers.cancel_all()
         await self.reservoir.stop(timeout)
 
     async def __aenter__(self) -> Self:
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- use -----------------------------------------------------------------------------------
 
-    def connection(self, timeout: float | None = None) -> _Checkout[C]:
+    def connection(self, timeout: float | None = None) -> _AsyncCheckout[C]:
         """`async with pool.connection() as conn`: a connection, and the end of its transaction."""
-        checkout: _Checkout[C] = _Checkout()
+        checkout: _AsyncCheckout[C] = (
+            _AsyncMethodCheckout() if self._by_methods else _AsyncCheckout()
+        )
         checkout._pool = self
         checkout._timeout = timeout
         return checkout
@@ -151,21 +151,13 @@ class AsyncConnectionPool(Pool[C]):
         """Give back what `getconn()` gave; an open transaction is rolled back, with a warning."""
         await self._release(self._item_of(conn))
 
-    async def _return(self, conn: C) -> None:
-        if (item := self._claim(conn)) is not None:
-            await self._release(item)
-
     async def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Keep so many connections from now on, and at most so many."""
         self._resize(min_size, max_size)
 
     async def check(self) -> None:
         """Ask every ready connection for a sign of life, and replace those that give none."""
-        self._check_process()
-        for item in list(self._core.ready):
-            picked = self._core.pick(item, self._monotonic())
-            if picked and await self._is_fit(item, ping=True):
-                self.reservoir.carry_out(self._core.put(item, self._monotonic()))
+        await self._check_all()
 
     async def drain(self) -> None:
         """Replace all connections: the ready ones now, those in use when they come back."""
@@ -184,26 +176,10 @@ class AsyncConnectionPool(Pool[C]):
             await self._get_usable()
         if self._loop is not asyncio.get_running_loop():
             raise PoolClosed(self._on_another_loop())
-        holder = _task_of(self._loop)
-        timeout = self.timeout if timeout is None else timeout
-        now = began = self._monotonic()
-        while True:
-            item = self.reservoir.obtain(now, holder)
-            if item is None:
-                item = await self._wait(now, began, timeout, holder)
-            if not self._must_look(item):
-                return item
-            if await self._is_fit(item, began + timeout):
-                if not self._came_too_late(item):
-                    return item
-                self._unfit += 1
-            else:
-                self._unfit += 1
-                self._suspect_others()
-                await asyncio.sleep(self._pause(item, began, timeout))
-            # Meanwhile it may have been closed.
-            self.reservoir.check_open()
-            now = self._monotonic()
+        return await self._obtain(timeout, _task_of(self._loop))
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     def _on_another_loop(self) -> str:
         assert self._loop is not None
@@ -213,31 +189,46 @@ class AsyncConnectionPool(Pool[C]):
             "alone: make a pool on each loop, and close it before the loop ends"
         )
 
-    def _close_elsewhere(self) -> None:
-        from ._beneath import abandon
-
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            raise RuntimeError(self._on_another_loop())
-        abandon(self)
+    def _abandon(self) -> None:
+        """Let go of a pool whose event loop has ended."""
+        log.warning(
+            "%s: its event loop has ended, so its connections end without a farewell, and leases "
+            "by their time: close it (or dispose of its engine) before the loop ends",
+            self.name,
+        )
+        reservoir = self.reservoir
+        reservoir.state = "closed"
+        reservoir.on_change_of_state()
+        reservoir.core.close()
+        for item in [*reservoir.core.items.values(), *reservoir.core.retired]:
+            try:
+                farewell = reservoir.recipe.driver.close(item.conn)
+            except RuntimeError:
+                continue  # asyncpg needs the loop even for this
+            if asyncio.iscoroutine(farewell):
+                farewell.close()
 
     async def _get_usable(self) -> None:
         if self._opens_itself and self.reservoir.state == "new":
             await self.open()
         self.reservoir.check_open()
 
-    async def _wait(self, now: float, began: float, timeout: float, holder: Any) -> Item[C]:
+    async def _wait(
+        self, now: float, began: float, timeout: float, holder: Any, patient: bool
+    ) -> Item[C]:
         reservoir = self.reservoir
         core = reservoir.core
-        if (why := core.refuses(now)) is not None:
+        if (why := core.refuses(now, patient=patient)) is not None:
             raise self._refused(why)
+        if (error := reservoir.upkeep.unreachable()) is not None:
+            raise error
         assert self._loop is not None
         waiter: _AsyncWaiter[C] = _AsyncWaiter(now, began + timeout, holder)
         waiter.future = self._loop.create_future()
         core.enqueue(waiter)
         self._set_timer(waiter.deadline)
         if core.can_grow:
-            reservoir.works.nudge()
+            reservoir.upkeep.nudge()
         try:
             await waiter.future
         except asyncio.CancelledError:
@@ -255,40 +246,16 @@ class AsyncConnectionPool(Pool[C]):
 
     def _set_timer(self, deadline: float) -> None:
         """One timer for all who wait: for the first of them whose time will be over."""
-        if self._timer is not None:
-            if self._timer_at <= deadline:
-                return
-            self._timer.cancel()
-        if deadline < float("inf"):
-            assert self._loop is not None
-            self._timer_at = deadline
-            self._timer = self._loop.call_later(deadline - self._monotonic(), self._on_time)
+        set_for = self._timers.at("deadline")
+        if deadline < (math.inf if set_for is None else set_for):
+            self._timers.set("deadline", deadline, self._on_time)
 
     def _on_time(self) -> None:
-        self._timer = None
         for waiter in self._core.expire(self._monotonic()):
             waiter.error = TimeoutError()
             waiter.wake()
         if self._core.waiting:
             self._set_timer(min(waiter.deadline for waiter in self._core.waiting))
-
-    async def _is_fit(
-        self, item: Item[C], deadline: float = math.inf, *, ping: bool = False
-    ) -> bool:
-        """Whether it gives a sign of life before the deadline; if not, it is let go."""
-        try:
-            if self._check is not None and not ping:
-                async with asyncio.timeout(PING_TIMEOUT):
-                    await awaited(self._check(item.conn))
-            else:
-                driver = self.reservoir.recipe.driver
-                await awaited(driver.ping(item.conn, self._patience(deadline)))
-        except BaseException as error:
-            self._failed_check(item, error)
-            if not isinstance(error, Exception):
-                raise
-            return False
-        return True
 
     # -- return --------------------------------------------------------------------------------
 
@@ -296,81 +263,23 @@ class AsyncConnectionPool(Pool[C]):
         """The end of a block: commit, or roll back, and give back."""
         if not self._owns(item):
             return
-        driver, conn = self.reservoir.recipe.driver, item.conn
-        doubt, settled = error, False
-        try:
-            if driver.is_broken(conn) or driver.interrupted(error):
-                return
-            if error is None:
-                await awaited(driver.commit(conn))
-            else:
-                await awaited(driver.rollback(conn))
-            settled = True
-        except BaseException as failure:
-            doubt = failure
-            if error is None or not isinstance(failure, Exception):
-                raise
-            log.warning("%s: rollback failed: %s", self.name, describe(failure))
-        finally:
-            await self._release(item, settled=settled, doubt=doubt)
+        if isinstance(error, asyncio.CancelledError):
+            # In a scope that anyio has cancelled, every await is: this must go on all the same.
+            await self.reservoir.upkeep.shielded(self._settle(item, error))
+        else:
+            await self._settle(item, error)
 
-    async def _release(
-        self, item: Item[C], *, settled: bool = False, doubt: BaseException | None = None
-    ) -> None:
-        """Give back a connection, made clean first.
-
-        :param settled: whether its transaction was ended just now.
-        :param doubt: an error after which it may be of no use.
-        """
-        try:
-            clean = await self._clean(item, settled, doubt)
-        except BaseException:
-            self._returns_bad += 1
-            self.reservoir.discard(item.conn, "bad")
-            raise
-        if not clean:
-            self._returns_bad += 1
-            self.reservoir.discard(item.conn, "bad")
-            return
-        self.reservoir.carry_out(self._core.give(item, self._monotonic()))
-
-    async def _clean(self, item: Item[C], settled: bool, doubt: BaseException | None) -> bool:
-        driver, conn = self.reservoir.recipe.driver, item.conn
-        if driver.interrupted(doubt):
-            log.warning("%s: closing a connection that was interrupted", self.name)
-            return False
-        state = self._state_of(conn, settled)
-        if state is State.TRANSACTION:
-            self._warn_open_transaction(conn)
+    async def _interrupt(self, conn: C) -> None:
+        """Let the server end a statement whose caller was cancelled; the connection works on."""
+        driver = self.reservoir.recipe.driver
+        if driver.state(conn) is DriverState.BUSY:
             try:
-                await awaited(driver.rollback(conn))
+                await awaited(driver.interrupt(conn, self._ping_timeout))
             except Exception as error:
-                log.warning("%s: rollback failed: %s", self.name, describe(error))
-                return False
-            state = self._state_of(conn, settled=True)
-        if state is not State.IDLE:
-            self._tell_unclean(state)
-            return False
-        if doubt is not None and driver.suspects(conn, doubt):
-            try:
-                await awaited(driver.ping(conn, PING_TIMEOUT))
-            except Exception as error:
-                log.warning("%s: closing a lost connection: %s", self.name, describe(error))
-                return False
-        if self._reset is not None:
-            try:
-                await awaited(self._reset(conn))
-            except Exception as error:
-                log.warning("%s: the reset callback failed: %s", self.name, describe(error))
-                return False
-            state = self._state_of(conn, settled=True)
-            if state is not State.IDLE:
-                self._warn_reset(state)
-                return False
-        return True
+                log.warning("%s: no end to a statement: %s", self.name, describe(error))
 
 
-class _Checkout(Generic[C]):
+class _AsyncCheckout(Generic[C]):
     """The block of `connection()`. The usual case, in which one is ready and comes back clean, does
     as little as it can.
 
@@ -417,3 +326,34 @@ class _Checkout(Generic[C]):
             nothing: Coroutine[Any, Any, None] = pool._nothing
             return nothing
         return pool._finish(item, error)
+
+    def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        """As a decorator: each call of the function has a connection of its own."""
+
+        @wraps(function)
+        async def within(*args: P.args, **kwargs: P.kwargs) -> T:
+            async with self._pool.connection(self._timeout):
+                return await function(*args, **kwargs)
+
+        return within
+
+
+class _AsyncMethodCheckout(_AsyncCheckout[C]):
+    """The block of a pool whose class has a `getconn` or a `putconn` of its own."""
+
+    __slots__ = ("_conn",)
+
+    async def __aenter__(self) -> C:
+        self._conn = await self._pool.getconn(self._timeout)
+        return self._conn
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._pool._end_transaction(self._conn, error)
+        finally:
+            await self._pool.putconn(self._conn)

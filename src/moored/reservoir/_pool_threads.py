@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
 import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from moored.kernel import LoopThread, describe
+from moored.kernel import LoopThread
 
+from ._at_once import at_once
 from ._core import Waiter
-from ._driver import State
 from ._errors import PoolTimeout
 from ._item import Item
 from ._pool import PING_TIMEOUT, Pool
@@ -23,7 +22,8 @@ from ._types import ThreadsC as C
 
 __all__ = ["ConnectionPool"]
 
-log = logging.getLogger("moored.reservoir")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _ThreadWaiter(Waiter[C]):
@@ -73,33 +73,18 @@ class ConnectionPool(Pool[C]):
         When that takes longer than the timeout, the pool is open all the same, with a warning:
         whoever wants an error instead calls `wait()`.
         """
-        if self.reservoir.state != "open":
-            LoopThread.shared().run(self._start())
-            self._opens_itself = True  # in a forked child, too
-        if wait:
-            number = self._number_to_start_with()
-            if not self._wait_ready(number, timeout, progress):
-                log.warning("%s; starting anyway", self._not_full(number, timeout))
-
-    async def _start(self) -> None:
-        # Looked at on the loop: of many threads that open it, one does.
-        if self.reservoir.state != "open":
-            await self.reservoir.start()
+        LoopThread.shared().run(self._fill(wait, timeout, progress))
+        self._opens_itself = True  # in a forked child, too
 
     def wait(self, timeout: float = 30.0) -> None:
         """Wait until all connections that are to be kept are there; else `PoolTimeout`, and the
         pool is closed."""
         self._check_open()
-        number = self._core.target
-        if not self._wait_ready(number, timeout, None):
-            text = self._not_full(number, timeout)
+        try:
+            LoopThread.shared().run(self._fill_up(timeout))
+        except PoolTimeout:
             self.close()
-            raise PoolTimeout(text)
-
-    def _wait_ready(
-        self, number: int, timeout: float, progress: Callable[[str], object] | None
-    ) -> bool:
-        return LoopThread.shared().run(self.reservoir.wait_ready(number, timeout, progress))
+            raise
 
     def close(self, timeout: float = 5.0) -> None:
         """Hand out nothing more, tell those who wait, and close all connections.
@@ -115,19 +100,14 @@ class ConnectionPool(Pool[C]):
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- use -----------------------------------------------------------------------------------
 
     def connection(self, timeout: float | None = None) -> _Checkout[C]:
         """`with pool.connection() as conn`: a connection, and the end of its transaction."""
-        checkout: _Checkout[C] = _Checkout()
+        checkout: _Checkout[C] = _MethodCheckout() if self._by_methods else _Checkout()
         checkout._pool = self
         checkout._timeout = timeout
         return checkout
@@ -138,11 +118,7 @@ class ConnectionPool(Pool[C]):
 
     def putconn(self, conn: C) -> None:
         """Give back what `getconn()` gave; an open transaction is rolled back, with a warning."""
-        self._release(self._item_of(conn))
-
-    def _return(self, conn: C) -> None:
-        if (item := self._claim(conn)) is not None:
-            self._release(item)
+        at_once(self._release(self._item_of(conn)))
 
     def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Keep so many connections from now on, and at most so many."""
@@ -150,15 +126,7 @@ class ConnectionPool(Pool[C]):
 
     def check(self) -> None:
         """Ask every ready connection for a sign of life, and replace those that give none."""
-        with self.reservoir.lock:
-            ready = list(self._core.ready)
-        for item in ready:
-            with self.reservoir.lock:
-                picked = self._core.pick(item, self._monotonic())
-            if picked and self._is_fit(item, ping=True):
-                with self.reservoir.lock:
-                    waiter = self._core.put(item, self._monotonic())
-                self.reservoir.carry_out(waiter)
+        at_once(self._check_all())
 
     def drain(self) -> None:
         """Replace all connections: the ready ones now, those in use when they come back."""
@@ -180,41 +148,32 @@ class ConnectionPool(Pool[C]):
     def _checkout(self, timeout: float | None) -> Item[C]:
         """A connection that was looked at, after waiting for it if need be."""
         self._check_open()
-        holder = get_ident()
-        timeout = self.timeout if timeout is None else timeout
-        began = self._monotonic()
-        while True:
-            item = self.reservoir.obtain(self._monotonic(), holder)
-            if item is None:
-                item = self._wait(began, began + timeout, timeout, holder)
-            if not self._must_look(item):
-                return item
-            if self._is_fit(item, began + timeout):
-                if not self._came_too_late(item):
-                    return item
-                self._unfit += 1
-            else:
-                self._unfit += 1
-                self._suspect_others()
-                time.sleep(self._pause(item, began, timeout))
+        return at_once(self._obtain(timeout, get_ident()))
 
-    def _wait(self, began: float, deadline: float, timeout: float, holder: Any) -> Item[C]:
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 (there is no loop: see `at_once`)
+
+    async def _wait(
+        self, now: float, began: float, timeout: float, holder: Any, patient: bool
+    ) -> Item[C]:
         core, reservoir = self._core, self.reservoir
-        now = self._monotonic()
-        waiter: _ThreadWaiter[C] = _ThreadWaiter(now, deadline, holder)
+        waiter: _ThreadWaiter[C] = _ThreadWaiter(now, began + timeout, holder)
         with reservoir.lock:
             # Between the last look and this lock one may have come back.
             item = core.take(now) or core.search(now)
             if item is None and not core.open:
                 reservoir.check_open()  # it was closed meanwhile: nobody would ever wake this one
-            why = None if item is not None else core.refuses(now)
-            if item is None and why is None:
+            why = None if item is not None else core.refuses(now, patient=patient)
+            error = None if item is not None else reservoir.upkeep.unreachable()
+            if item is None and why is None and error is None:
                 core.enqueue(waiter)
         if item is not None:
             reservoir.mark(item, holder)
             return item
         if why is not None:
             raise self._refused(why)
+        if error is not None:
+            raise error
         item = self._wait_for(waiter, timeout)
         reservoir.latency.add(self._monotonic() - began)
         reservoir.mark(item, holder)
@@ -224,7 +183,7 @@ class ConnectionPool(Pool[C]):
         core, reservoir = self._core, self.reservoir
         try:
             if core.can_grow:
-                reservoir.works.nudge()
+                reservoir.upkeep.nudge()
             waiter.wait(waiter.deadline - self._monotonic())
         except BaseException:
             # Interrupted (Ctrl-C): what it got meanwhile goes back.
@@ -242,100 +201,12 @@ class ConnectionPool(Pool[C]):
             return waiter.item
         raise waiter.error or self._timed_out(timeout)
 
-    def _is_fit(self, item: Item[C], deadline: float = math.inf, *, ping: bool = False) -> bool:
-        """Whether it gives a sign of life before the deadline; if not, it is let go."""
-        try:
-            if self._check is not None and not ping:
-                self._check(item.conn)
-            else:
-                self.reservoir.recipe.driver.ping(item.conn, self._patience(deadline))
-        except BaseException as error:
-            self._failed_check(item, error)
-            if not isinstance(error, Exception):
-                raise
-            return False
-        return True
-
     # -- return --------------------------------------------------------------------------------
 
     def _finish(self, item: Item[C], error: BaseException | None) -> None:
         """The end of a block: commit, or roll back, and give back."""
-        if not self._owns(item):
-            return
-        driver, conn = self.reservoir.recipe.driver, item.conn
-        doubt, settled = error, False
-        try:
-            if driver.is_broken(conn) or driver.interrupted(error):
-                return
-            if error is None:
-                driver.commit(conn)
-            else:
-                driver.rollback(conn)
-            settled = True
-        except BaseException as failure:
-            doubt = failure
-            if error is None or not isinstance(failure, Exception):
-                raise
-            log.warning("%s: rollback failed: %s", self.name, describe(failure))
-        finally:
-            self._release(item, settled=settled, doubt=doubt)
-
-    def _release(
-        self, item: Item[C], *, settled: bool = False, doubt: BaseException | None = None
-    ) -> None:
-        """Give back a connection, made clean first.
-
-        :param settled: whether its transaction was ended just now.
-        :param doubt: an error after which it may be of no use.
-        """
-        try:
-            clean = self._clean(item, settled, doubt)
-        except BaseException:
-            self._returns_bad += 1
-            self.reservoir.discard(item.conn, "bad")
-            raise
-        if not clean:
-            self._returns_bad += 1
-            self.reservoir.discard(item.conn, "bad")
-            return
-        with self.reservoir.lock:
-            waiter = self._core.give(item, self._monotonic())
-        self.reservoir.carry_out(waiter)
-
-    def _clean(self, item: Item[C], settled: bool, doubt: BaseException | None) -> bool:
-        driver, conn = self.reservoir.recipe.driver, item.conn
-        if driver.interrupted(doubt):
-            log.warning("%s: closing a connection that was interrupted", self.name)
-            return False
-        state = self._state_of(conn, settled)
-        if state is State.TRANSACTION:
-            self._warn_open_transaction(conn)
-            try:
-                driver.rollback(conn)
-            except Exception as error:
-                log.warning("%s: rollback failed: %s", self.name, describe(error))
-                return False
-            state = self._state_of(conn, settled=True)
-        if state is not State.IDLE:
-            self._tell_unclean(state)
-            return False
-        if doubt is not None and driver.suspects(conn, doubt):
-            try:
-                driver.ping(conn, PING_TIMEOUT)
-            except Exception as error:
-                log.warning("%s: closing a lost connection: %s", self.name, describe(error))
-                return False
-        if self._reset is not None:
-            try:
-                self._reset(conn)
-            except Exception as error:
-                log.warning("%s: the reset callback failed: %s", self.name, describe(error))
-                return False
-            state = self._state_of(conn, settled=True)
-            if state is not State.IDLE:
-                self._warn_reset(state)
-                return False
-        return True
+        if self._owns(item):
+            at_once(self._settle(item, error))
 
 
 class _Checkout(Generic[C]):
@@ -376,3 +247,34 @@ class _Checkout(Generic[C]):
                 pool.reservoir.carry_out(waiter)
             return
         pool._finish(item, error)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """As a decorator: each call of the function has a connection of its own."""
+
+        @wraps(function)
+        def within(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._pool.connection(self._timeout):
+                return function(*args, **kwargs)
+
+        return within
+
+
+class _MethodCheckout(_Checkout[C]):
+    """The block of a pool whose class has a `getconn` or a `putconn` of its own."""
+
+    __slots__ = ("_conn",)
+
+    def __enter__(self) -> C:
+        self._conn = self._pool.getconn(self._timeout)
+        return self._conn
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            at_once(self._pool._end_transaction(self._conn, error))
+        finally:
+            self._pool.putconn(self._conn)

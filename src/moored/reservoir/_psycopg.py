@@ -1,8 +1,9 @@
 """psycopg 3, for asyncio and for threads.
 
 What it takes to know a connection's state is local: libpq keeps it. A look at the socket tells
-whether the server has hung up, and a ping is the shortest of all questions, the empty query, asked
-with a time limit of its own, because a server that has vanished never answers.
+whether the server has hung up, and a ping is the shortest of all questions, the empty query. What
+the pool itself asks has a time limit, because a server that has vanished never answers; psycopg's
+own methods have none.
 """
 
 from __future__ import annotations
@@ -10,23 +11,28 @@ from __future__ import annotations
 import asyncio
 import select
 import time
-from typing import Any, ClassVar, Literal
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from typing import Any, ClassVar, Literal, get_origin
 
 import psycopg
 from psycopg import pq
+from psycopg.waiting import Wait
 
-from ._driver import Connect, Driver, State
+from ._driver import Connect, Driver, DriverState
 
 __all__ = ["driver", "driver_for"]
 
 _IDLE = int(pq.TransactionStatus.IDLE)
 _STATES = {
-    pq.TransactionStatus.IDLE: State.IDLE,
-    pq.TransactionStatus.INTRANS: State.TRANSACTION,
-    pq.TransactionStatus.INERROR: State.TRANSACTION,
-    pq.TransactionStatus.ACTIVE: State.BUSY,
-    pq.TransactionStatus.UNKNOWN: State.BROKEN,
+    pq.TransactionStatus.IDLE: DriverState.IDLE,
+    pq.TransactionStatus.INTRANS: DriverState.TRANSACTION,
+    pq.TransactionStatus.INERROR: DriverState.TRANSACTION,
+    pq.TransactionStatus.ACTIVE: DriverState.BUSY,
+    pq.TransactionStatus.UNKNOWN: DriverState.BROKEN,
 }
+#: Results that go on until the application has sent or read all of its data.
+_COPY = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
 #: How often a socket with something to read is read before it is believed to be alive: a farewell
 #: of the server comes before the end of the stream.
 _LOOKS = 3
@@ -46,7 +52,7 @@ class PsycopgDriver(Driver):
         """Whether it works and nothing is under way."""
         return conn.pgconn.transaction_status == _IDLE  # type: ignore[no-any-return]
 
-    def state(self, conn: Any) -> State:
+    def state(self, conn: Any) -> DriverState:
         """What it is in the middle of."""
         return _STATES[conn.pgconn.transaction_status]
 
@@ -67,6 +73,18 @@ class PsycopgDriver(Driver):
                 return True
         return bool(pgconn.status == pq.ConnStatus.BAD)
 
+    def _talk(self, conn: Any, conversation: Iterator[int], what: str, timeout: float) -> Any:
+        """Hold a conversation with the server, for so long at most."""
+        raise NotImplementedError
+
+    def ping(self, conn: Any, timeout: float) -> Any:
+        """Ask the empty query, and wait no longer than this for the answer."""
+        return self._talk(conn, _ask(conn.pgconn), "ping", timeout)
+
+    def rollback(self, conn: Any, timeout: float) -> Any:
+        """Undo its transaction."""
+        return self._talk(conn, _paced(conn._rollback_gen()), "ROLLBACK", timeout)
+
     def interrupted(self, error: BaseException | None) -> bool:
         """Never: a connection knows whether it is in the middle of something."""
         return False
@@ -75,9 +93,10 @@ class PsycopgDriver(Driver):
         """End its transaction."""
         return conn.commit()
 
-    def rollback(self, conn: Any) -> Any:
-        """Undo its transaction."""
-        return conn.rollback()
+    def cut(self, conn: Any) -> None:
+        """Close its socket at once, so that it says that it is closed."""
+        if conn.pgconn.transaction_status != pq.TransactionStatus.ACTIVE:
+            conn.pgconn.finish()
 
     def close(self, conn: Any) -> Any:
         """Close it, for good."""
@@ -92,15 +111,27 @@ class ThreadsPsycopg(PsycopgDriver):
 
     kind: ClassVar[Literal["threads"]] = "threads"
 
-    def ping(self, conn: Any, timeout: float) -> None:
-        """Ask the empty query, and wait no longer than this for the answer."""
+    def _talk(self, conn: Any, conversation: Iterator[int], what: str, timeout: float) -> None:
         ends = time.monotonic() + timeout
-        pgconn = conn.pgconn
         poll = select.poll()
-        for events in _ask(pgconn):
-            poll.register(pgconn.socket, events)
+        for events in conversation:
+            poll.register(conn.pgconn.socket, events)
             if not poll.poll(max(0.0, ends - time.monotonic()) * 1000):
-                raise psycopg.OperationalError(f"no answer to a ping within {timeout:g} s")
+                raise _no_answer(conn, what, timeout)
+
+    def interrupt(self, conn: Any, timeout: float) -> None:
+        """Cancel what the server executes, and wait for its end."""
+        try:
+            conn.cancel_safe(timeout=timeout)
+            # Another thread may execute it still; then that thread reads the answer.
+            if conn.lock.acquire(timeout=timeout):
+                try:
+                    self._talk(conn, _finish(conn.pgconn), "cancel request", timeout)
+                finally:
+                    conn.lock.release()
+        except Exception:
+            conn.pgconn.finish()
+            raise
 
 
 class AsyncPsycopg(PsycopgDriver):
@@ -108,33 +139,78 @@ class AsyncPsycopg(PsycopgDriver):
 
     kind: ClassVar[Literal["asyncio"]] = "asyncio"
 
-    async def ping(self, conn: Any, timeout: float) -> None:
-        """Ask the empty query, and wait no longer than this for the answer."""
+    async def _talk(
+        self, conn: Any, conversation: Iterator[int], what: str, timeout: float
+    ) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
-                for events in _ask(conn.pgconn):
+                for events in conversation:
                     await _ready(loop, conn.pgconn.socket, events)
         except TimeoutError:
-            raise psycopg.OperationalError(f"no answer to a ping within {timeout:g} s") from None
+            raise _no_answer(conn, what, timeout) from None
+
+    async def interrupt(self, conn: Any, timeout: float) -> None:
+        """Cancel what the server executes, and wait for its end."""
+        try:
+            async with asyncio.timeout(timeout):
+                await conn.cancel_safe(timeout=timeout)
+                # Another task may execute it still; then that task reads the answer.
+                async with conn.lock:
+                    await self._talk(conn, _finish(conn.pgconn), "cancel request", timeout)
+        except Exception:
+            conn.pgconn.finish()
+            raise
 
 
-def _ask(pgconn: pq.abc.PGconn) -> Any:
-    """Ask the empty query; yields what to wait for."""
+# -- conversations: generators that yield which events of the socket to wait for -------------------
+#
+# A connection whose server does not answer in time is closed: what it would read next is unknown.
+
+
+def _ask(pgconn: pq.abc.PGconn) -> Iterator[int]:
+    """Ask the empty query."""
     if pgconn.pipeline_status != pq.PipelineStatus.OFF:
         raise psycopg.OperationalError("somebody has left a pipeline open")
     pgconn.send_query(b"")
     while pgconn.flush():
         yield select.POLLOUT
+    for result in (yield from _results(pgconn)):
+        if result.status == pq.ExecStatus.FATAL_ERROR:
+            raise psycopg.OperationalError(result.get_error_message())
+
+
+def _finish(pgconn: pq.abc.PGconn) -> Iterator[int]:
+    """Read the rest of an answer; not in a pipeline or a COPY, which end with the connection."""
+    if pgconn.pipeline_status == pq.PipelineStatus.OFF:
+        yield from _results(pgconn)
+
+
+def _results(pgconn: pq.abc.PGconn) -> Generator[int, None, list[pq.abc.PGresult]]:
+    found: list[pq.abc.PGresult] = []
     while True:
         while pgconn.is_busy():
             yield select.POLLIN
             pgconn.consume_input()
         result = pgconn.get_result()
-        if result is None:
-            return
-        if result.status == pq.ExecStatus.FATAL_ERROR:
-            raise psycopg.OperationalError(result.get_error_message())
+        if result is None or result.status in _COPY:
+            return found
+        found.append(result)
+
+
+def _paced(generator: Generator[int, int, Any]) -> Iterator[int]:
+    """Psycopg's own conversation; a claim that all it waits for is ready does no harm."""
+    with suppress(StopIteration):
+        wanted = next(generator)
+        while True:
+            read, write = wanted & Wait.R, wanted & Wait.W
+            yield (select.POLLIN if read else 0) | (select.POLLOUT if write else 0)
+            wanted = generator.send(wanted)
+
+
+def _no_answer(conn: Any, what: str, timeout: float) -> Exception:
+    conn.pgconn.finish()
+    return psycopg.OperationalError(f"no answer to a {what} within {timeout:g} s")
 
 
 async def _ready(loop: asyncio.AbstractEventLoop, fd: int, events: int) -> None:
@@ -144,21 +220,24 @@ async def _ready(loop: asyncio.AbstractEventLoop, fd: int, events: int) -> None:
         if not ready.done():
             ready.set_result(None)
 
-    add, remove = loop.add_reader, loop.remove_reader
-    if events == select.POLLOUT:
-        add, remove = loop.add_writer, loop.remove_writer
-    add(fd, tell)
+    if events & select.POLLIN:
+        loop.add_reader(fd, tell)
+    if events & select.POLLOUT:
+        loop.add_writer(fd, tell)
     try:
         await ready
     finally:
-        remove(fd)
+        loop.remove_reader(fd)
+        loop.remove_writer(fd)
 
 
 def driver(connection_class: Any, *, asynchronous: bool) -> Driver:
     """The default: connections of psycopg, or of a class of the user's that is one."""
     base = psycopg.AsyncConnection if asynchronous else psycopg.Connection
     chosen = base if connection_class is None else connection_class
-    if not (isinstance(chosen, type) and issubclass(chosen, base)):
+    # One that is generic may come with its row type, as in Connection[DictRow].
+    plain = get_origin(chosen) or chosen
+    if not (isinstance(plain, type) and issubclass(plain, base)):
         raise TypeError(
             f"connection_class={chosen!r} must be a subclass of psycopg.{base.__name__}: for "
             "another driver, pass its connect function as connect="

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from moored.kernel import in_thread
+from moored.kernel import SECRETS, awaited, in_thread, run_callback
 
-from ._budget import Endpoint
+from ._asyncpg import AsyncpgDriver
+from ._budget import Destination
+from ._conninfo import resolve
 from ._driver import Connect, Driver, Hooks, driver_of
 from ._psycopg import PsycopgDriver
 from ._tokens import Tokens
 
-__all__ = ["Recipe", "settled"]
+__all__ = ["Recipe"]
 
 Conninfo = str | Callable[[], str | Awaitable[str]]
 Options = Mapping[str, Any] | Callable[[], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
-
-
-async def settled(value: Any) -> Any:
-    """The value, awaited if it must be."""
-    return await value if inspect.isawaitable(value) else value
 
 
 class Recipe:
@@ -56,6 +53,7 @@ class Recipe:
         self.asynchronous = asynchronous
         self._connect_timeout = connect_timeout
         self._name = name
+        self._first: tuple[str, dict[str, Any]] | None = None
         #: Called when the driver is known.
         self.on_driver: Callable[[], None] = lambda: None
         driver = driver_of(connect, connection_class, asynchronous=asynchronous)
@@ -83,20 +81,39 @@ class Recipe:
         self.known = True
         self.on_driver()
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self) -> Destination:
         """Who connects to what, as far as it can be told."""
         if self._endpoint is not None:
-            return Endpoint(self._endpoint)
-        text = await self._resolve(self._conninfo)
-        options = dict(await self._resolve(self._options) or {})
-        return _endpoint_of(str(text or ""), options) or Endpoint(self._name)
+            return Destination(self._endpoint)
+        text, options = self._first = await self._parameters()
+        libpq = isinstance(self.driver, PsycopgDriver | AsyncpgDriver)
+        return _endpoint_of(text, options, libpq=libpq) or Destination(self._name)
+
+    async def connect_in_time(
+        self, token: str | None, close: Callable[[Any], Awaitable[None]]
+    ) -> Any:
+        """A new connection within the time for a connect; if it is cancelled, none is left over."""
+        if self.asynchronous:
+            async with asyncio.timeout(self._connect_timeout):
+                return await self.connect(token)
+        # A thread cannot be stopped: what it opens although nobody waits for it any more must be
+        # closed, and until then it counts, with its lease.
+        connecting = asyncio.ensure_future(self.connect(token))
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            await close(await connecting)
+            raise
 
     async def connect(self, token: str | None) -> Any:
         """A new connection; the token, if there is one, is its password."""
-        conninfo = str(await self._resolve(self._conninfo) or "")
-        options = dict(await self._resolve(self._options) or {})
+        # A function is called once for each connection: the first one's has told the endpoint.
+        conninfo, options = self._first or await self._parameters()
+        self._first = None
         if token is not None:
             options["password"] = token
+        SECRETS.add_from(conninfo)
+        SECRETS.add(str(options.get("password") or ""))
         if isinstance(self.driver, PsycopgDriver):
             options.setdefault("connect_timeout", max(2, round(self._connect_timeout)))
         conn = await self._call(conninfo, options)
@@ -106,13 +123,17 @@ class Recipe:
                 assert found is not None
                 self._use(found)
             except BaseException:
-                await settled(self.driver.close(conn))
+                await awaited(self.driver.close(conn))
                 raise
         return conn
 
+    async def _parameters(self) -> tuple[str, dict[str, Any]]:
+        text = str(await self._resolve(self._conninfo) or "")
+        return text, dict(await self._resolve(self._options) or {})
+
     async def _call(self, conninfo: str, options: dict[str, Any]) -> Any:
         if self.asynchronous:
-            return await settled(self.driver.connect(conninfo, options))
+            return await awaited(self.driver.connect(conninfo, options))
         return await in_thread(
             lambda: self.driver.connect(conninfo, options),
             name=f"{self._name}-connect",
@@ -122,57 +143,54 @@ class Recipe:
     async def _resolve(self, value: Any) -> Any:
         if not callable(value):
             return value
-        if self.asynchronous or inspect.iscoroutinefunction(value):
-            return await settled(value())
-        return await in_thread(value, name=f"{self._name}-conninfo")
+        if self.asynchronous:
+            return await awaited(value())
+        return await run_callback(value, name=f"{self._name}-conninfo")
 
 
-def _endpoint_of(conninfo: str, options: Mapping[str, Any]) -> Endpoint | None:
+def _endpoint_of(
+    conninfo: str, options: Mapping[str, Any], *, libpq: bool = False
+) -> Destination | None:
+    """The server and the user in a conninfo; with libpq's defaults, if the driver follows them."""
     import psycopg
-    from psycopg.conninfo import conninfo_to_dict
 
     try:
-        found: dict[str, Any] = dict(conninfo_to_dict(conninfo)) if conninfo else {}
+        found = resolve(conninfo, options)
     except psycopg.Error:
         return _endpoint_in(conninfo)  # another driver's own way to say it
-    found.update(options)
-    host = found.get("host") or found.get("hostaddr")
-    if not host and not found.get("port"):
-        return None if not conninfo else Endpoint("localhost:5432", str(found.get("user") or ""))
-    return Endpoint(
-        f"{host or 'localhost'}:{found.get('port') or 5432}", str(found.get("user") or "")
-    )
+    if not (libpq or conninfo or options.get("host") or options.get("port")):
+        return None
+    host = found.get("host") or found.get("hostaddr") or "localhost"
+    return Destination(f"{host}:{found.get('port') or 5432}", str(found.get("user") or ""))
 
 
-def _endpoint_in(text: str) -> Endpoint:
+def _endpoint_in(text: str) -> Destination:
     """The endpoint in a URL that libpq does not take; it names leases, so no password is in it."""
     try:
         url = urlsplit(text)
         if url.hostname:
             port = f":{url.port or 5432}" if url.scheme.startswith("postgres") else ""
             port = port or (f":{url.port}" if url.port else "")
-            return Endpoint(f"{url.hostname}{port}", url.username or "")
+            return Destination(f"{url.hostname}{port}", url.username or "")
     except ValueError:
         pass  # not a URL
     if re.search(r"[=@]", text):
-        return Endpoint(f"endpoint-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
-    return Endpoint(text)
+        return Destination(f"endpoint-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+    return Destination(text)
 
 
 def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
     """A host and a database, as in "db/orders"; never a user, let alone a password."""
     import psycopg
-    from psycopg.conninfo import conninfo_to_dict
 
     try:
-        found: dict[str, Any] = dict(conninfo_to_dict(conninfo))
+        found = resolve(conninfo, options)
     except psycopg.Error:
         return ""
-    found.update(options)
     if not conninfo and not found.get("host"):
         return ""  # it is only known inside a function of the user's
     place = str(found.get("host") or "localhost")
-    if found.get("port"):
+    if str(found.get("port") or 5432) != "5432":
         place += f":{found['port']}"
     database = found.get("dbname") or found.get("database")
     return f"{place}/{database}" if database else place

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Generic, Self
 
 from moored.kernel import Clock, LoopThread, Recorder, counted, describe, duration
@@ -25,14 +25,14 @@ from moored.leases import sync as leases_sync
 from ._budget import Budget
 from ._config import ReservoirConfig
 from ._core import Core, Waiter
-from ._driver import Connect, Hooks, State
+from ._driver import Connect, DriverState, Hooks
 from ._errors import PoolClosed, ReservoirEmpty
-from ._item import FRESH, Item, Place, holder_name
+from ._item import Item, Place, holder_name
 from ._recipe import Conninfo, Options, Recipe
 from ._statistics import Latency, Statistics
 from ._tokens import CachedTokens, Provider, Tokens
 from ._types import AnyC as C
-from ._works import Works
+from ._upkeep import Upkeep, wait_set
 
 __all__ = ["Reservoir"]
 
@@ -66,7 +66,7 @@ class Reservoir(Generic[C]):
         connection_class: type[C] | None = None,
         kwargs: Options | None = None,
         tokens: Tokens | Provider | None = None,
-        leases: Leases | leases_sync.Leases | str | None = None,
+        leases: Leases | leases_sync.SyncLeases | str | None = None,
         endpoint: str | None = None,
         name: str | None = None,
         service: str | None = None,
@@ -84,9 +84,10 @@ class Reservoir(Generic[C]):
         clock: Clock | None = None,
         recorder: Recorder | None = None,
         owner: Any = None,
+        fail_fast: bool = False,
     ) -> None:
         config = config or ReservoirConfig()
-        self.config, self._leases = _with_leases(config, leases)
+        self.config, self.leases = _with_leases(config, leases)
         self.name = name or f"pool-{next(_numbers)}"
         self.service = service or Path(sys.argv[0]).name or "python"
         self.clock = clock or Clock.current()
@@ -94,9 +95,16 @@ class Reservoir(Generic[C]):
         self.leak_after = leak_after
         self.latency = Latency()
         self.asynchronous = asynchronous
-        self._owner = owner or self
-        self._on_demand = (configure, reconnect_failed, reconnect_timeout)
-        self._queue = (max_waiting, queue_target, queue_interval)
+        self.owner = owner or self
+        self.configure = configure
+        self.reconnect_failed = reconnect_failed
+        self.reconnect_timeout = reconnect_timeout
+        self.fail_fast = fail_fast
+        self._queue: dict[str, Any] = {
+            "max_waiting": max_waiting,
+            "queue_target": queue_target,
+            "queue_interval": queue_interval,
+        }
         self.recipe = Recipe(
             conninfo,
             kwargs,
@@ -120,31 +128,8 @@ class Reservoir(Generic[C]):
         """Start from nothing: at first, and in a forked child."""
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        max_waiting, queue_target, queue_interval = self._queue
-        self.core: Core[C] = Core(
-            self.config,
-            max_waiting=max_waiting,
-            queue_target=queue_target,
-            queue_interval=queue_interval,
-        )
-        configure, reconnect_failed, reconnect_timeout = self._on_demand
-        self.works: Works[C] = Works(
-            self.core,
-            self.lock,
-            self.recipe,
-            config=self.config,
-            clock=self.clock,
-            recorder=self.recorder,
-            name=self.name,
-            service=self.service,
-            leases=self._leases,
-            owner=self._owner,
-            configure=configure,
-            reconnect_failed=reconnect_failed,
-            reconnect_timeout=reconnect_timeout,
-            leak_after=self.leak_after,
-            on_change=self._changed,
-        )
+        self.core: Core[C] = Core(self.config, **self._queue)
+        self.upkeep: Upkeep[C] = Upkeep(self)
         self._change: asyncio.Event | None = None
 
     # -- life ----------------------------------------------------------------------------------
@@ -157,7 +142,7 @@ class Reservoir(Generic[C]):
         self.state = "open"
         self._change = asyncio.Event()
         self.on_change_of_state()
-        await self.works.start()
+        await self.upkeep.start()
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Hand out nothing more, close everything, and give the leases back."""
@@ -174,7 +159,7 @@ class Reservoir(Generic[C]):
         out = self.core.out
         if out:
             log.info("%s: closed with %s in use", self.name, counted(out, "connection"))
-        left = await self.works.stop(timeout)
+        left = await self.upkeep.stop(timeout)
         if isinstance(self.recipe.tokens, CachedTokens):
             self.recipe.tokens.close()
         if left:
@@ -186,12 +171,7 @@ class Reservoir(Generic[C]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def __enter__(self) -> Self:
@@ -203,12 +183,7 @@ class Reservoir(Generic[C]):
         LoopThread.shared().run(self.start())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.pid == os.getpid():
             LoopThread.shared().run(self.stop())
 
@@ -222,7 +197,7 @@ class Reservoir(Generic[C]):
         self.check_open()
         item = self.obtain(self.clock.monotonic(), holder=self._current())
         if item is None:
-            self.works.nudge()
+            self.upkeep.nudge()
             raise ReservoirEmpty(f"no connection is ready: {self.whereabouts()}")
         return item.conn
 
@@ -237,9 +212,6 @@ class Reservoir(Generic[C]):
                 return
             waiter: Waiter[C] | None = None
             now = self.clock.monotonic()
-            if item.place is Place.RESTING:
-                item.place = Place.OUT
-                item.since = now
             if bad or not self._fit(conn):
                 self.core.discard(item, "bad")
             else:
@@ -249,7 +221,7 @@ class Reservoir(Generic[C]):
     def _fit(self, conn: C) -> bool:
         driver = self.recipe.driver
         return driver.clean(conn) or (
-            not driver.knows_state and driver.state(conn) is not State.BROKEN
+            not driver.knows_state and driver.state(conn) is not DriverState.BROKEN
         )
 
     def obtain(self, now: float, holder: Any) -> Item[C] | None:
@@ -262,7 +234,7 @@ class Reservoir(Generic[C]):
                 elif now >= item.fresh_until and self.recipe.driver.is_broken(item.conn):
                     self.core.checkouts -= 1
                     self.core.discard(item, "bad")
-                    self.works.lost += 1
+                    self.upkeep.lost += 1
                     continue
             if self.core.retired:
                 self.carry_out(None)
@@ -282,30 +254,10 @@ class Reservoir(Generic[C]):
         if waiter is not None:
             waiter.wake()
         if self.core.retired:
-            self.works.sweep()
-            self.works.nudge()
-
-    def rest(self, conn: C, *, resting: bool) -> bool:
-        """Somebody keeps a connection for later (`resting`), or uses it again; False if they may
-        not: then give it back, or take another.
-
-        While it rests it can be let go: when its time is over, or the server has ended it.
-        """
-        now = self.clock.monotonic()
-        with self.lock:
-            item = self.core.items.get(id(conn))
-            if item is None or item.conn is not conn or item.place is Place.READY:
-                return False
-            if resting:
-                return self.core.rest(item, now)
-            rested = now - item.since
-            kept = self.core.wake(item, now)
-            if kept and rested >= FRESH and self.recipe.driver.is_broken(conn):
-                self.core.discard(item, "bad")
-                self.works.lost += 1
-                kept = False
-        self.carry_out(None)
-        return kept
+            for item in self.core.retired.copy():
+                self.recipe.driver.cut(item.conn)
+            self.upkeep.sweep()
+            self.upkeep.nudge()
 
     def discard(self, conn: C, reason: str = "bad") -> None:
         """Let go of a connection, wherever it is; harmless if it is gone."""
@@ -338,11 +290,7 @@ class Reservoir(Generic[C]):
                 if progress is not None:
                     progress(text)
             self._change.clear()
-            try:
-                async with asyncio.timeout(min(ends, next_word) - now):
-                    await self._change.wait()
-            except TimeoutError:
-                pass
+            await wait_set(self._change, min(ends, next_word) - now)
         return True
 
     async def changed(self) -> None:
@@ -353,12 +301,13 @@ class Reservoir(Generic[C]):
 
     def _progress(self, number: int) -> str:
         text = f"{self.name}: filling, {len(self.core.items)} of {number} connections"
-        error = self.works.last_error
-        if self.works.failing_for is not None and error is not None:
+        error = self.upkeep.last_error
+        if self.upkeep.failing_for is not None and error is not None:
             text += f"; the last connect failed: {describe(error)}"
         return text
 
-    def _changed(self) -> None:
+    def note_change(self) -> None:
+        """A connection has come, gone, or could not be opened."""
         if self._change is not None:
             self._change.set()
 
@@ -383,9 +332,7 @@ class Reservoir(Generic[C]):
     def whereabouts(self) -> str:
         """Where all the connections are, in words."""
         core, now = self.core, self.clock.monotonic()
-        parts = [f"{core.out - core.resting} of {core.max_size} in use"]
-        if core.resting:
-            parts[0] += f", {core.resting} resting"
+        parts = [f"{core.out} of {core.max_size} in use"]
         if waiting := list(core.waiting):  # a copy: they may be served meanwhile
             first = duration(now - waiting[0].since)
             parts[0] += f", {len(waiting)} waiting (the first for {first})"
@@ -394,22 +341,22 @@ class Reservoir(Generic[C]):
             parts.append(f"{held} ({holder_name(longest.holder)})" if longest.holder else held)
         flight = f"{counted(core.opening, 'connect')} in flight"
         parts.append(f"{flight}, creation limited to {self.config.rate:g}/s")
-        failing = self.works.failing_for
-        if failing is not None and self.works.last_error is not None:
+        failing = self.upkeep.failing_for
+        if failing is not None and self.upkeep.last_error is not None:
             since = f"connecting fails since {duration(failing)}"
-            parts.append(f"{since}: {describe(self.works.last_error)}")
+            parts.append(f"{since}: {describe(self.upkeep.last_error)}")
         return "; ".join(parts)
 
     def statistics(self) -> Statistics:
         """This reservoir in numbers."""
         with self.lock:
-            core, works = self.core, self.works
+            core, upkeep = self.core, self.upkeep
             fast = core.checkouts - core.handed
             latency = (self.latency.counts[0] + fast, *self.latency.counts[1:])
             leases = sum(item.lease is not None for item in list(core.items.values()))
             return Statistics(
                 size=len(core.ready),
-                in_use=core.out - core.resting,
+                in_use=core.out,
                 in_flight=core.opening,
                 closing=core.closing,
                 target=core.target,
@@ -425,13 +372,12 @@ class Reservoir(Generic[C]):
                 usage_seconds=core.usage,
                 returns=core.checkouts - core.out,
                 refills=core.births,
-                refill_seconds=works.connect_time,
+                refill_seconds=upkeep.connect_time,
                 discards=MappingProxyType(dict(core.discards)),
-                refill_failures=MappingProxyType(dict(works.failures)),
+                refill_failures=MappingProxyType(dict(upkeep.failures)),
                 leases_held=leases,
-                rate_tokens_left=works.tokens_left(),
+                rate_tokens_left=upkeep.tokens_left(),
                 latency=latency,
-                resting=core.resting,
             )
 
     def describe(self) -> str:
@@ -444,10 +390,8 @@ class Reservoir(Generic[C]):
         ends = min((item.usable_until for item in items), default=math.inf)
         text = (
             f"{len(core.items)} of {core.max_size}, {len(core.ready)} ready, "
-            f"{core.out - core.resting} in use, {len(core.waiting)} waiting"
+            f"{core.out} in use, {len(core.waiting)} waiting"
         )
-        if core.resting:
-            text += f", {core.resting} resting"
         if ends < math.inf:
             text += f", next expiry in {duration(max(0.0, ends - self.clock.monotonic()))}"
         return text
@@ -468,7 +412,7 @@ class Reservoir(Generic[C]):
 
     def _forked(self) -> None:
         """In a forked child: the parent's connections are never touched, not even to close them."""
-        _inherited.append((self.core, self.works))
+        _inherited.append((self.core, self.upkeep))
         if not self.asynchronous and self.state == "open":
             self.state = "new"
             self._begin()
@@ -484,12 +428,12 @@ def _tokens_of(tokens: Tokens | Provider | None) -> Tokens | None:
 
 
 def _with_leases(
-    config: ReservoirConfig, leases: Leases | leases_sync.Leases | str | None
+    config: ReservoirConfig, leases: Leases | leases_sync.SyncLeases | str | None
 ) -> tuple[ReservoirConfig, Leases | None]:
     if isinstance(leases, str):
         connect(leases)  # not opened: a wrong URL is told here, and not in the background
         return config.but(lease_enabled=True, lease_url=leases), None
-    if isinstance(leases, leases_sync.Leases):
+    if isinstance(leases, leases_sync.SyncLeases):
         leases = leases._client
     if leases is not None:
         return config.but(lease_enabled=True), leases

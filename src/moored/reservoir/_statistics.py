@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["BUCKETS", "Latency", "Statistics"]
+__all__ = ["BUCKETS", "DISCARDS", "FAILURES", "Latency", "Statistics"]
 
 #: The upper ends, in seconds, of the classes into which waits are sorted.
 BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
+
+#: Why connections are let go, and at which step of opening one it may fail.
+DISCARDS = (
+    *("bad", "closed", "drained", "expired_on_checkout", "expired_on_return", "expired_on_scan"),
+    *("failed_check", "guard_on_checkout", "guard_on_return", "guard_on_scan", "idle"),
+    *("lease_lost", "not_kept", "replaced_ahead", "reservoir_full"),
+)
+FAILURES = ("configure", "connect", "lease", "rate_limit", "token")
 
 
 class Latency:
@@ -31,7 +39,7 @@ class Statistics(NamedTuple):
 
     #: Connections that are ready.
     size: int
-    #: Connections that somebody uses.
+    #: Connections in use.
     in_use: int
     #: Connections on their way.
     in_flight: int
@@ -75,5 +83,3 @@ class Statistics(NamedTuple):
     rate_tokens_left: float = 0.0
     #: How many waits ended in each class of `BUCKETS`, the last one for all above.
     latency: tuple[int, ...] = ()
-    #: Connections that somebody keeps for later, as SQLAlchemy's own pool does.
-    resting: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import os
@@ -11,7 +10,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
-from moored.kernel import Clock, SingleFlight, describe, duration, in_thread, refuse
+from moored.kernel import (
+    Clock,
+    SingleFlight,
+    Timers,
+    describe,
+    duration,
+    refuse,
+    run_callback,
+    unmet,
+)
 
 from ._errors import TokenError
 
@@ -85,7 +93,14 @@ class CachedTokens:
         timeout: float = 30.0,
         clock: Clock | None = None,
     ) -> None:
-        refuse("CachedTokens", _mistakes(lifetime, refresh_at, keep, timeout))
+        seconds = "more than 0 seconds, and finite"
+        mistakes = unmet(
+            ("lifetime", lifetime, lifetime is None or 0 < lifetime < math.inf, seconds),
+            ("refresh_at", refresh_at, 0 < refresh_at < 1, "between 0 and 1"),
+            ("keep", keep, keep >= 1, "at least 1"),
+            ("timeout", timeout, 0 < timeout < math.inf, seconds),
+        )
+        refuse("CachedTokens", mistakes)
         self._provider = provider
         self._lifetime = lifetime
         self._refresh_at = refresh_at
@@ -93,7 +108,7 @@ class CachedTokens:
         self._clock = clock
         self._kept: deque[_Kept] = deque(maxlen=keep)
         self._flight = SingleFlight()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers = Timers(clock)
         self._refresh: asyncio.Task[None] | None = None
         self._used = False
         self._suspicious = False
@@ -130,9 +145,7 @@ class CachedTokens:
 
     def close(self) -> None:
         """Fetch nothing more in the background."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timers.cancel_all()
         if self._refresh is not None:
             self._refresh.cancel()
 
@@ -146,7 +159,7 @@ class CachedTokens:
         asked_at, asked_at_wall = clock.monotonic(), clock.wall()
         try:
             async with asyncio.timeout(self._timeout):
-                token = _checked(await self._call())
+                token = _checked(await run_callback(self._provider, name="moored-token"))
         except TimeoutError:
             self.failures += 1
             raise TokenError(
@@ -162,31 +175,10 @@ class CachedTokens:
         self._suspicious = False
         refresh_at = asked_at + life * self._refresh_at
         self._kept.append(_Kept(token.value, asked_at + life, refresh_at))
-        self._plan_refresh(refresh_at - clock.monotonic())
-
-    async def _call(self) -> object:
-        if inspect.iscoroutinefunction(self._provider) or inspect.iscoroutinefunction(
-            getattr(self._provider, "__call__", None)  # noqa: B004 - an object with an async call
-        ):
-            result: object = self._provider()
-        else:
-            result = await in_thread(self._provider, name="moored-token")
-        return await result if inspect.isawaitable(result) else result
-
-    def _plan_refresh(self, delay: float) -> None:
-        self.close_timer()
         self._used = False
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, delay), self._on_time)
-
-    def close_timer(self) -> None:
-        """Plan nothing."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timers.set("refresh", refresh_at, self._on_time)
 
     def _on_time(self) -> None:
-        self._timer = None
         # Nobody has asked since the last one: then nobody needs the next one either.
         if self._used:
             self._refresh_soon()
@@ -218,7 +210,7 @@ class CachedTokens:
         if self._home != home:
             self._home = home
             self._flight = SingleFlight()
-            self._timer = self._refresh = None
+            self._timers, self._refresh = Timers(self._clock), None
 
     def __repr__(self) -> str:
         best = self._best()
@@ -245,16 +237,3 @@ def _checked(found: object) -> Token:
             "return a text, or a Token whose expires_at is in seconds since 1970"
         )
     return token
-
-
-def _mistakes(lifetime: float | None, refresh_at: float, keep: int, timeout: float) -> list[str]:
-    found = []
-    if lifetime is not None and not 0 < lifetime < math.inf:
-        found.append(f"lifetime={lifetime!r} must be more than 0 seconds, and finite")
-    if not 0 < refresh_at < 1:
-        found.append(f"refresh_at={refresh_at!r} must be between 0 and 1")
-    if keep < 1:
-        found.append(f"keep={keep!r} must be at least 1")
-    if not 0 < timeout < float("inf"):
-        found.append(f"timeout={timeout!r} must be more than 0 seconds, and finite")
-    return found

@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any, ClassVar
 
-from moored.kernel import describe, refuse
+from moored.kernel import describe, extra, refuse
 
 from ._errors import TokenError
 from ._tokens import Token
@@ -44,7 +44,13 @@ class _Signer:
     _hosts: ClassVar[re.Pattern[str]]
 
     def __init__(
-        self, host: str, *, region: str | None, user: str, lifetime: int, session: Any
+        self,
+        host: str,
+        *,
+        region: str | None = None,
+        user: str = "admin",
+        lifetime: int = 900,
+        session: Any = None,
     ) -> None:
         refuse(type(self).__name__, _mistakes(host, user, lifetime))
         self.host = host
@@ -130,17 +136,6 @@ class DsqlTokens(_Signer):
     _service = "dsql"
     _hosts = _DSQL_HOST
 
-    def __init__(
-        self,
-        host: str,
-        *,
-        region: str | None = None,
-        user: str = "admin",
-        lifetime: int = 900,
-        session: Any = None,
-    ) -> None:
-        super().__init__(host, region=region, user=user, lifetime=lifetime, session=session)
-
     def _sign(self, client: Any) -> str:
         sign = client.generate_db_connect_auth_token
         if self.user == "admin":
@@ -179,12 +174,8 @@ class RdsTokens(_Signer):
 
 
 def _new_session() -> Any:
-    try:
+    with extra("aws", "a token of AWS"):
         import botocore.session  # type: ignore[import-untyped]
-    except ModuleNotFoundError as error:
-        raise TokenError(
-            "tokens of AWS need botocore, which is not installed: install moored[aws]"
-        ) from error
     return botocore.session.get_session()
 
 

@@ -1,9 +1,9 @@
 """SQLAlchemy engines whose connections are ready before they are needed.
 
 SQLAlchemy opens a connection when a caller needs one, and replaces it when it is too old. Engines
-that are made here are SQLAlchemy's own, with its own pool, events and settings; but that pool gets
-its connections from a reservoir, which opens them ahead, at a limited rate, and replaces them one
-by one before they end::
+that are made here are SQLAlchemy's own, with its own events and settings; but their pool is a
+reservoir, which opens connections ahead, at a limited rate, and replaces them one by one before
+they end::
 
     engine = create_engine("postgresql://app@db/orders", pool_size=20, max_overflow=0)
     with Session(engine) as session:
@@ -12,58 +12,63 @@ by one before they end::
 
 What always holds:
 
-- a connection that sits in SQLAlchemy's pool still belongs to the reservoir, which closes it when
-  its time is over, its lease is lost, or the server has ended it;
-- no caller gets such a connection: at checkout SQLAlchemy takes another one instead, in the same
-  call;
-- what SQLAlchemy closes is kept by the reservoir if it works and no transaction is open;
-- a connection that SQLAlchemy has found to be broken is not kept.
+- callers that wait get a connection in the order in which they came;
+- a connection that nobody uses belongs to the reservoir, which closes it when its time is over, its
+  lease is lost, or the server has ended it;
+- no caller gets such a connection, nor one in its guard window;
+- what SQLAlchemy closes (a detached or invalidated connection, one that is broken) is closed, and
+  counts until then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import os
 import weakref
+from _thread import get_ident
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-import sqlalchemy
 from psycopg.types.hstore import register_hstore
-from sqlalchemy import event, exc
-from sqlalchemy.dialects import plugins
-from sqlalchemy.engine import URL, CreateEnginePlugin, Engine, make_url
-from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.ext.asyncio import create_async_engine as sqlalchemy_create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry, NullPool, QueuePool
-from sqlalchemy.util import concurrency
 
-from moored.kernel import describe, refuse
+from moored.kernel import Tasks, extra, refuse
+
+with extra("sqlalchemy", "moored.reservoir.sqlalchemy"):
+    import sqlalchemy
+    from sqlalchemy import exc
+    from sqlalchemy.dialects import plugins
+    from sqlalchemy.engine import URL, CreateEnginePlugin, Engine, make_url
+    from sqlalchemy.ext.asyncio import AsyncEngine
+    from sqlalchemy.ext.asyncio import create_async_engine as sqlalchemy_create_async_engine
+    from sqlalchemy.pool import ConnectionPoolEntry, NullPool, QueuePool
+    from sqlalchemy.pool.base import _ConnectionRecord
+    from sqlalchemy.util import concurrency
+
 from moored.leases import Leases
 from moored.leases import sync as leases_sync
 
-from ._beneath import abandon, close_soon, holds, later, open_once, unread
 from ._config import ReservoirConfig
-from ._errors import PoolClosed, PoolTimeout
-from ._item import Item
-from ._pool import CHECK_IDLE, PING_TIMEOUT, Pool
+from ._errors import PoolClosed, PoolTimeout, ServerUnreachable
+from ._item import Item, Place
+from ._pool import PING_TIMEOUT, Pool
 from ._pool_async import AsyncConnectionPool
 from ._pool_threads import ConnectionPool
+from ._sqlalchemy_pool import ReservoirPool
 from ._tokens import Provider, Tokens
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import Dialect, ExceptionContext
+    from sqlalchemy.engine import Dialect
 
 __all__ = ["EngineTimeout", "create_async_engine", "create_engine", "reservoir_of"]
 
-log = logging.getLogger("moored.reservoir")
-
 P = TypeVar("P", bound=Pool[Any])
 
+#: How long a lock is waited for that others hold for microseconds, before this thread is believed
+#: to hold it itself.
+PATIENCE = 0.2
 #: SQLAlchemy's own defaults.
 POOL_SIZE, MAX_OVERFLOW, POOL_TIMEOUT = 5, 10, 30.0
 #: What is for the reservoir, of all that an engine is made with.
@@ -74,6 +79,9 @@ SETTINGS = (
 #: What SQLAlchemy's adapter of asyncpg keeps for itself.
 ADAPTER = ("prepared_statement_cache_size", "prepared_statement_name_func")
 PLUGIN = "moored.reservoir"
+
+# Pools that are closed without a waiter.
+_closing = Tasks()
 
 # SQLAlchemy 2.1 has given it this name.
 _await: Callable[[Any], Any] = getattr(concurrency, "await_", None) or concurrency.await_only
@@ -88,11 +96,11 @@ def create_engine(
     *,
     config: ReservoirConfig | None = None,
     tokens: Tokens | Provider | None = None,
-    leases: Leases | leases_sync.Leases | str | None = None,
+    leases: Leases | leases_sync.SyncLeases | str | None = None,
     creation_rate: float | None = None,
     **options: Any,
 ) -> Engine:
-    """SQLAlchemy's `create_engine`, with a reservoir under its pool.
+    """SQLAlchemy's `create_engine`, with a reservoir as its pool.
 
     It takes what SQLAlchemy's takes, and begins to connect at first use. How many connections there
     may be is `pool_size` + `max_overflow`, or `config.max_size` if neither is given; a caller waits
@@ -118,11 +126,11 @@ def create_async_engine(
     *,
     config: ReservoirConfig | None = None,
     tokens: Tokens | Provider | None = None,
-    leases: Leases | leases_sync.Leases | str | None = None,
+    leases: Leases | leases_sync.SyncLeases | str | None = None,
     creation_rate: float | None = None,
     **options: Any,
 ) -> AsyncEngine:
-    """SQLAlchemy's `create_async_engine`, with a reservoir under its pool.
+    """SQLAlchemy's `create_async_engine`, with a reservoir as its pool.
 
     It is `create_engine` for asyncio, with `postgresql+asyncpg://…` besides. The reservoir runs on
     the event loop that uses the engine first; end it there with `await engine.dispose()`.
@@ -137,7 +145,7 @@ def reservoir_of(engine: Engine) -> ConnectionPool[Any]: ...
 @overload
 def reservoir_of(engine: AsyncEngine) -> AsyncConnectionPool[Any]: ...
 def reservoir_of(engine: Engine | AsyncEngine) -> ConnectionPool[Any] | AsyncConnectionPool[Any]:
-    """The pool under SQLAlchemy's own: for its statistics, to `drain()` it, or to fill it ahead of
+    """The pool of an engine: for its statistics, to `drain()` it, or to fill it ahead of
     the first use with `open(wait=True)`.
 
     After `dispose()` the engine has another one.
@@ -166,12 +174,16 @@ def _planned(
     settings = {name: options.pop(name) for name in SETTINGS if name in options}
     refuse(subject, [*_wrong_driver(url, kind), *_wrong_options(options)])
     _agree_on_size(settings, options)
+    settings["fail_fast"] = True
     settings["timeout"] = options.get("pool_timeout", POOL_TIMEOUT)
     if options.get("pool_pre_ping"):
         settings["check_idle"] = None  # SQLAlchemy asks them all
     source = kind(url, options.pop("connect_args", {}), settings)
-    ours = {"pool_recycle": -1, "creator": source.take, "moored_source": source}
-    return url, {**options, **ours, "plugins": [*options.get("plugins", ()), PLUGIN]}
+    for name in ("pool_size", "max_overflow", "pool_timeout", "pool_use_lifo"):
+        options.pop(name, None)
+    ours = {"pool_recycle": -1, "creator": source.create, "poolclass": ReservoirPool}
+    plugins = [*options.get("plugins", ()), PLUGIN]
+    return url, {**options, **ours, "moored_source": source, "plugins": plugins}
 
 
 def _wrong_driver(url: URL, kind: type[_Source[Any]]) -> Iterator[str]:
@@ -185,7 +197,7 @@ def _wrong_options(options: Mapping[str, Any]) -> Iterator[str]:
     if options.get("pool_recycle", -1) != -1:
         yield (
             f"pool_recycle={options['pool_recycle']!r}: the reservoir manages how long connections "
-            "live, also those in SQLAlchemy's pool; set max_lifetime, or base_lifetime in config"
+            "live; set max_lifetime, or base_lifetime in config"
         )
     for name in ("creator", "async_creator", "pool"):
         if options.get(name) is not None:
@@ -199,17 +211,11 @@ def _wrong_options(options: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _agree_on_size(settings: dict[str, Any], options: dict[str, Any]) -> None:
-    """SQLAlchemy's pool and the reservoir have the same size: then a caller who found no connection
-    in the one can always get one from the other."""
-    config: ReservoirConfig | None = settings.get("config")
-    said = "pool_size" in options or "max_overflow" in options
-    if config is not None and not said:
-        if not issubclass(options.get("poolclass") or QueuePool, NullPool):
-            options.update(pool_size=config.max_size, max_overflow=0)
-        return
-    size = options.get("pool_size", POOL_SIZE) + options.get("max_overflow", MAX_OVERFLOW)
-    settings["max_size"] = size
+def _agree_on_size(settings: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """The reservoir has the size that SQLAlchemy's pool would have."""
+    if settings.get("config") is None or "pool_size" in options or "max_overflow" in options:
+        size = options.get("pool_size", POOL_SIZE) + options.get("max_overflow", MAX_OVERFLOW)
+        settings["max_size"] = size
 
 
 class _Plugin(CreateEnginePlugin):
@@ -223,6 +229,7 @@ class _Plugin(CreateEnginePlugin):
 
     def handle_pool_kwargs(self, pool_cls: Any, pool_args: dict[str, Any]) -> None:
         self._source.adopt(pool_args["dialect"])
+        pool_args["source"] = self._source
 
     def engine_created(self, engine: Engine) -> None:
         self._source.serve(engine)
@@ -235,7 +242,7 @@ plugins.register(PLUGIN, __name__, "_Plugin")
 
 
 class _Source(ABC, Generic[P]):
-    """Where an engine's connections come from, and go to: a pool under SQLAlchemy's own.
+    """Where an engine's connections come from, and go to.
 
     It must not hold on to the engine, which would then never be collected.
     """
@@ -247,16 +254,13 @@ class _Source(ABC, Generic[P]):
     ) -> None:
         self._url = url
         self._connect_args = connect_args
-        self._check_idle = settings.get("check_idle", CHECK_IDLE)
         self._parameters: dict[str, Any] = {}
         self._settings = {**settings, "kwargs": self._options}
         # The one in use, and those that were closed while connections of theirs were in use.
         self._pools: list[P] = [self._make()]
         self._settings["name"] = self.pool.name
-        # What SQLAlchemy has prepared, by the driver's connection in it.
-        self._prepared: dict[int, Any] = {}
-        # When SQLAlchemy last lost a connection: what rested then is asked for a sign of life.
-        self._doubt = -math.inf
+        # Connections for which SQLAlchemy is about to make a record, by that record.
+        self._arriving: dict[int, tuple[P, Item[Any]] | None] = {}
 
     @property
     def pool(self) -> P:
@@ -264,30 +268,23 @@ class _Source(ABC, Generic[P]):
         return self._pools[0]
 
     def adopt(self, dialect: Dialect) -> None:
-        """Let SQLAlchemy give back where it would close, and wake before it asks."""
-        on_connect, ping = dialect.on_connect, dialect.do_ping
-
-        def wake_and_ping(dbapi_connection: Any) -> bool:
-            self._wake(dbapi_connection)
-            return ping(dbapi_connection)
-
+        """Prepare an engine's dialect, before SQLAlchemy asks it how to prepare connections."""
+        on_connect = dialect.on_connect
+        self._do_rollback = dialect.do_rollback
         self._dialect = dialect
-        dialect.on_connect = lambda: self._once(on_connect())  # type: ignore[method-assign]
-        dialect.do_ping = wake_and_ping  # type: ignore[method-assign]
-        dialect.do_close = partial(self._take_back, bad=False)  # type: ignore[method-assign]
-        dialect.do_terminate = partial(self._take_back, bad=True)  # type: ignore[method-assign]
-        # What is given back need not be awaited, so it can be done by a garbage collector too.
+        dialect.on_connect = lambda: self._prepare(on_connect())  # type: ignore[method-assign]
+        # SQLAlchemy rolls back after an error and when a connection comes back, and the drivers
+        # would wait for a server that has vanished for as long as TCP tries.
+        dialect.do_rollback = self._roll_back  # type: ignore[method-assign]
+        # To close is never awaited, so that it can be done by a garbage collector too.
         dialect.has_terminate = True
         dialect.moored_source = self  # type: ignore[attr-defined]
 
     def serve(self, engine: Engine) -> None:
-        """Listen to what the engine and its pool do."""
+        """Know how the engine connects. Nothing listens to it: a single listener, to any event,
+        would slow down every statement."""
         _, found = self._dialect.create_connect_args(engine.url)
         self._parameters = {**found, **self._connect_args}
-        event.listen(engine, "checkout", self._on_checkout, insert=True)
-        event.listen(engine, "checkin", self._on_checkin)
-        event.listen(engine, "handle_error", self._on_error, insert=True)
-        event.listen(engine, "engine_disposed", self._on_disposed)
         weakref.finalize(engine, self._forsaken).atexit = False
 
     # -- what the reservoir asks ---------------------------------------------------------------
@@ -313,78 +310,73 @@ class _Source(ABC, Generic[P]):
 
     # -- what SQLAlchemy does --------------------------------------------------------------------
 
-    def _once(self, on_connect: Callable[[Any], object] | None) -> Callable[[Any], None]:
-        """Prepare each connection once, although SQLAlchemy may get it again and again."""
+    def get(self, pool: ReservoirPool) -> ConnectionPoolEntry:
+        """The record of a connection that a caller may use, after waiting for it if need be."""
+        home, item = self._take()
+        record = pool._records.get(id(item.conn))
+        if record is None or record.moored_home[1] is not item:  # type: ignore[attr-defined]
+            record = _ConnectionRecord(pool, connect=False)
+            self._arriving[id(record)] = home, item
+        return record
 
+    def create(self, connection_record: ConnectionPoolEntry) -> Any:
+        """The connection for a new record, or for one whose connection was invalidated."""
+        found = self._arriving.pop(id(connection_record), None)
+        home, item = self._take() if found is None else found
+        record: Any = connection_record
+        record.moored_home = home, item
+        records = record._ConnectionRecord__pool._records
+        for key, other in list(records.items()):
+            if other.moored_home[1].place is Place.GONE:
+                del records[key]
+        records[id(item.conn)] = record
+        return self._adapted(item.conn)
+
+    def give_back(self, record: ConnectionPoolEntry) -> None:
+        """A caller is done with a connection, and SQLAlchemy has ended its transaction."""
+        home, item = record.moored_home  # type: ignore[attr-defined]
+        if home._is_clean(item.conn):
+            self._give(home, item)
+        elif home._owns(item):
+            self._later(home, partial(home.reservoir.discard, item.conn))
+
+    def discard(self, dbapi_connection: Any) -> None:
+        """SQLAlchemy closes a connection: it is broken, or was detached or invalidated."""
+        conn = self._dialect.get_driver_connection(dbapi_connection)
+        for pool in self._pools:
+            if pool.reservoir.pid == os.getpid() and id(conn) in pool.reservoir.core.items:
+                self._later(pool, partial(pool.reservoir.discard, conn))
+
+    def suspect_all(self) -> None:
+        """Ask every ready connection for a sign of life, because one was lost."""
+        if self.pool.reservoir.usable:
+            self.pool.reservoir.upkeep.examine(0.0, PING_TIMEOUT)
+
+    def _prepare(self, on_connect: Callable[[Any], object] | None) -> Callable[[Any], None]:
         def prepare(dbapi_connection: Any) -> None:
-            conn = self._dialect.get_driver_connection(dbapi_connection)
-            if self._prepared.get(id(conn)) is dbapi_connection:
-                return
             if on_connect is not None:
                 on_connect(dbapi_connection)
+            conn = self._dialect.get_driver_connection(dbapi_connection)
             _teach(conn, self._parameters.get("context"))
-            for key, other in list(self._prepared.items()):
-                if self._home(self._dialect.get_driver_connection(other)) is None:
-                    self._prepared.pop(key, None)
-            self._prepared[id(conn)] = dbapi_connection
 
         return prepare
 
-    def _on_checkout(self, dbapi_connection: Any, record: object, proxy: object) -> None:
-        self._wake(dbapi_connection)
-
-    def _wake(self, dbapi_connection: Any) -> None:
-        """Make sure that a connection can be used, or let SQLAlchemy take another."""
-        conn = self._dialect.get_driver_connection(dbapi_connection)
-        home = self._home(conn)
-        if home is None or not self._is_fit(*home):
-            raise exc.DisconnectionError("the reservoir has replaced this connection")
-
-    def _is_fit(self, pool: P, item: Item[Any]) -> bool:
-        reservoir = pool.reservoir
-        rested_since = item.since
-        if not reservoir.rest(item.conn, resting=False):
-            return False
-        reservoir.mark(item, reservoir._current())
-        rested = item.since - rested_since
-        must_ask = self._check_idle is not None and rested >= self._check_idle
-        if not (must_ask or rested_since <= self._doubt or unread(item.conn)):
-            return True
+    @contextmanager
+    def _errors_of(self, pool: P) -> Iterator[None]:
+        """Turn a pool's errors into those that SQLAlchemy knows."""
         try:
-            self._ping(pool, item.conn)
-        except BaseException as error:
-            log.info("%s: a connection failed its check: %s", pool.name, describe(error))
-            reservoir.works.lost += 1
-            reservoir.discard(item.conn, "failed_check")
-            if not isinstance(error, Exception):
-                raise
-            return False
-        return True
+            yield
+        except ServerUnreachable as error:
+            dbapi: Any = self._dialect.loaded_dbapi
+            raise dbapi.OperationalError(str(error)) from error.__cause__
+        except PoolTimeout as error:
+            raise EngineTimeout(str(error)) from None
+        except PoolClosed:
+            if pool is self.pool:
+                raise  # else somebody has disposed of the engine meanwhile
 
-    def _on_checkin(self, dbapi_connection: Any, record: ConnectionPoolEntry) -> None:
-        if dbapi_connection is None:
-            return
-        home = self._home(self._dialect.get_driver_connection(dbapi_connection))
-        if home is None or not self._may_rest(*home):
-            record.close()
-
-    def _may_rest(self, pool: P, item: Item[Any]) -> bool:
-        return pool.reservoir.rest(item.conn, resting=True)
-
-    def _take_back(self, dbapi_connection: Any, *, bad: bool) -> None:
-        """SQLAlchemy would close a connection: it has no use for it, or it is bad."""
-        conn = self._dialect.get_driver_connection(dbapi_connection)
-        if (home := self._home(conn)) is not None:
-            self._give_back(home[0], partial(home[0].reservoir.give_back, conn, bad=bad))
-
-    def _on_error(self, context: ExceptionContext) -> None:
-        """One lost connection says nothing of the others, and to replace them all at once is what a
-        reservoir is there to avoid: they are asked, each at its next use."""
-        if context.is_disconnect:
-            context.invalidate_pool_on_disconnect = False
-            self._doubt = self.pool.reservoir.clock.monotonic()
-
-    def _on_disposed(self, engine: object) -> None:
+    def dispose(self) -> None:
+        """Close the pool; the next use opens a new one."""
         self._close(self._renew())
 
     def _renew(self) -> P:
@@ -398,15 +390,12 @@ class _Source(ABC, Generic[P]):
     def _forsaken(self) -> None:
         """The engine is gone, and nobody has disposed of it."""
         if self.pool.reservoir.usable:
-            close_soon(self.pool)
+            self._close_soon(self.pool)
 
-    def _home(self, conn: Any) -> tuple[P, Item[Any]] | None:
-        """The pool that a connection belongs to; None if it is gone, or a parent process's."""
-        for pool in self._pools:
-            item = pool.reservoir.core.items.get(id(conn))
-            if item is not None and item.conn is conn:
-                return (pool, item) if pool.reservoir.pid == os.getpid() else None
-        return None
+    def _close_soon(self, pool: P) -> None:
+        """Close a pool on its own loop, without waiting; from any thread."""
+        stop = pool.close if isinstance(pool, AsyncConnectionPool) else pool.reservoir.stop
+        pool.reservoir.upkeep.later(lambda: _closing.start(stop(), name=f"{pool.name}-close"))
 
     # -- what differs between threads and asyncio -----------------------------------------------
 
@@ -415,16 +404,25 @@ class _Source(ABC, Generic[P]):
         """A new pool, not open yet."""
 
     @abstractmethod
-    def take(self) -> Any:
-        """A connection for SQLAlchemy, after waiting for it if need be."""
+    def _take(self) -> tuple[P, Item[Any]]:
+        """A connection from the pool that is in use now, after waiting for it if need be."""
 
     @abstractmethod
-    def _ping(self, pool: P, conn: Any) -> None:
-        """Ask for a sign of life."""
+    def _adapted(self, conn: Any) -> Any:
+        """A driver's connection as SQLAlchemy uses it."""
 
     @abstractmethod
-    def _give_back(self, pool: P, give_back: Callable[[], None]) -> None:
-        """Give a connection back, wherever this is called from."""
+    def _roll_back(self, dbapi_connection: Any) -> None:
+        """Undo a transaction within `PING_TIMEOUT`, or close the connection and raise."""
+
+    @abstractmethod
+    def _give(self, pool: P, item: Item[Any]) -> None:
+        """Give a clean connection back."""
+
+    @abstractmethod
+    def _later(self, pool: P, call: Callable[[], None]) -> None:
+        """Tell a pool something, wherever this is called from: a garbage collector may be at work,
+        in any thread, in the middle of anything."""
 
     @abstractmethod
     def _close(self, pool: P) -> None:
@@ -437,30 +435,47 @@ class _Threads(_Source[ConnectionPool[Any]]):
     def _make(self) -> ConnectionPool[Any]:
         return ConnectionPool(self._place(), open=False, **self._settings)
 
-    def take(self) -> Any:
+    def _take(self) -> tuple[ConnectionPool[Any], Item[Any]]:
         while True:
-            pool = self.pool
-            try:
-                open_once(pool)
-                return pool.getconn()
-            except PoolTimeout as error:
-                raise EngineTimeout(str(error)) from None
-            except PoolClosed:
-                if pool is self.pool:
-                    raise  # else somebody has disposed of the engine meanwhile
+            pool = self._pools[0]
+            take, monotonic = pool._take, pool._monotonic
+            with pool._lock:
+                item = take(monotonic())
+            if item is not None:
+                item.holder = get_ident()
+                return pool, item
+            with self._errors_of(pool):
+                if pool.reservoir.state == "new":
+                    pool.open()
+                return pool, pool._checkout(pool.timeout)
 
-    def _ping(self, pool: ConnectionPool[Any], conn: Any) -> None:
-        pool.reservoir.recipe.driver.ping(conn, PING_TIMEOUT)
+    def _adapted(self, conn: Any) -> Any:
+        return conn
 
-    def _may_rest(self, pool: ConnectionPool[Any], item: Item[Any]) -> bool:
-        # If not now, it does not rest in the reservoir's eyes; it is looked at when it is used.
-        return holds(pool.reservoir.lock) or super()._may_rest(pool, item)
+    def _roll_back(self, dbapi_connection: Any) -> None:
+        self.pool.reservoir.recipe.driver.rollback(dbapi_connection, PING_TIMEOUT)
 
-    def _give_back(self, pool: ConnectionPool[Any], give_back: Callable[[], None]) -> None:
-        if holds(pool.reservoir.lock):
-            later(pool, give_back)
+    def _give(self, pool: ConnectionPool[Any], item: Item[Any]) -> None:
+        lock = pool._lock
+        if not (lock.acquire(False) or lock.acquire(timeout=PATIENCE)):
+            # This thread holds it: the garbage collector has interrupted the reservoir.
+            pool.reservoir.upkeep.later(partial(self._give, pool, item))
+            return
+        try:
+            waiter = pool._give(item, pool._monotonic())
+        finally:
+            lock.release()
+        if waiter is not None or pool._retired:
+            pool.reservoir.carry_out(waiter)
+
+    def _later(self, pool: ConnectionPool[Any], call: Callable[[], None]) -> None:
+        lock = pool.reservoir.lock
+        if lock.acquire(timeout=PATIENCE):
+            lock.release()
+            call()
         else:
-            give_back()
+            # This thread holds the lock that the call is about to take.
+            pool.reservoir.upkeep.later(call)
 
     def _close(self, pool: ConnectionPool[Any]) -> None:
         pool.close()
@@ -472,35 +487,56 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
     def _make(self) -> AsyncConnectionPool[Any]:
         settings = dict(self._settings)
         if self._url.drivername == "postgresql+asyncpg":
-            import asyncpg
-
+            with extra("asyncpg", "postgresql+asyncpg://"):
+                import asyncpg
             settings["connect"] = asyncpg.connect
-        return AsyncConnectionPool(self._place(), **settings)
+        # SQLAlchemy ends the transaction, and leaves the rest of a session to its events.
+        return AsyncConnectionPool(self._place(), reset=False, **settings)
 
-    def take(self) -> Any:
-        conn = _await(self._take())
-        known = self._prepared.get(id(conn))
-        if known is not None and self._dialect.get_driver_connection(known) is conn:
-            return known
+    def _take(self) -> tuple[AsyncConnectionPool[Any], Item[Any]]:
+        pool = self._pools[0]
+        loop = asyncio._get_running_loop()
+        item = pool._take(pool._monotonic()) if pool._loop is loop else None
+        if item is None:
+            self._follow()
+            return _await(self._wait())  # type: ignore[no-any-return]
+        item.holder = asyncio.current_task(loop)
+        return pool, item
+
+    async def _wait(self) -> tuple[AsyncConnectionPool[Any], Item[Any]]:
+        while True:
+            pool = self.pool
+            with self._errors_of(pool):
+                return pool, await pool._checkout(pool.timeout)
+
+    def _adapted(self, conn: Any) -> Any:
         adapter = {name: self._parameters[name] for name in ADAPTER if name in self._parameters}
         dbapi: Any = self._dialect.loaded_dbapi
         return dbapi.connect(async_creator_fn=partial(_at_hand, conn), **adapter)
 
-    async def _take(self) -> Any:
-        while True:
-            self._follow()
-            pool = self.pool
-            try:
-                return await pool.getconn()
-            except PoolTimeout as error:
-                raise EngineTimeout(str(error)) from None
-            except PoolClosed:
-                if pool is self.pool:
-                    raise  # else somebody has disposed of the engine meanwhile
+    def _roll_back(self, dbapi_connection: Any) -> None:
+        conn = self._dialect.get_driver_connection(dbapi_connection)
+        driver = self.pool.reservoir.recipe.driver
+        if driver.name == "psycopg":
+            _await(driver.rollback(conn, PING_TIMEOUT))
+            return
+        # SQLAlchemy's adapter of asyncpg keeps a transaction of its own, which must know of it.
+        timer = asyncio.get_running_loop().call_later(PING_TIMEOUT, conn.terminate)
+        try:
+            self._do_rollback(dbapi_connection)
+        finally:
+            timer.cancel()
 
-    def _wake(self, dbapi_connection: Any) -> None:
-        self._follow()
-        super()._wake(dbapi_connection)
+    def _give(self, pool: AsyncConnectionPool[Any], item: Item[Any]) -> None:
+        if pool._loop is asyncio._get_running_loop():
+            waiter = pool._give(item, pool._monotonic())
+            if waiter is not None or pool._retired:
+                pool.reservoir.carry_out(waiter)
+        else:
+            pool.reservoir.upkeep.later(partial(self._give, pool, item))
+
+    def _later(self, pool: AsyncConnectionPool[Any], call: Callable[[], None]) -> None:
+        pool.reservoir.upkeep.later(call)
 
     def _follow(self) -> None:
         """A loop that has ended, or was a parent process's, is left for the one that runs."""
@@ -514,25 +550,18 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
             )
         self._close(self._renew())
 
-    def _ping(self, pool: AsyncConnectionPool[Any], conn: Any) -> None:
-        _await(pool.reservoir.recipe.driver.ping(conn, PING_TIMEOUT))
-
-    def _give_back(self, pool: AsyncConnectionPool[Any], give_back: Callable[[], None]) -> None:
-        # A garbage collector may be at work, in any thread, in the middle of anything.
-        later(pool, give_back)
-
     def _close(self, pool: AsyncConnectionPool[Any]) -> None:
         if not pool.reservoir.usable:
             pool.reservoir.state = "closed"
         elif pool._loop is None or pool._loop.is_closed():
-            abandon(pool)
+            pool._abandon()
         elif pool._loop is not asyncio._get_running_loop():
-            close_soon(pool)
+            self._close_soon(pool)
         else:
             try:
                 _await(pool.close())
             except exc.MissingGreenlet:
-                close_soon(pool)  # of `sync_engine`, so it cannot be awaited
+                self._close_soon(pool)  # of `sync_engine`, so it cannot be awaited
 
 
 # -- small things ----------------------------------------------------------------------------------

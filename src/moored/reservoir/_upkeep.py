@@ -1,4 +1,4 @@
-"""The background of a reservoir: opens ahead of need, looks for what is over, closes what must go.
+"""The upkeep of a reservoir: opens connections ahead of need, checks them, and closes them.
 
 It is written once, for an event loop: the user's own under asyncio, the library's loop thread for
 users of threads, where connections are opened and closed in threads.
@@ -12,34 +12,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
-import traceback
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from moored.kernel import (
     Backoff,
     Child,
-    Clock,
     Context,
-    Recorder,
     Supervisor,
+    Tasks,
+    awaited,
     describe,
     duration,
-    in_thread,
+    run_callback,
 )
-from moored.leases import Lease, Leases
+from moored.leases import Lease
 
-from ._budget import Budget, Endpoint, LeaseDenied
-from ._config import ReservoirConfig
-from ._core import Core, Waiter
-from ._driver import State
-from ._item import Item, Place, holder_name
-from ._recipe import Recipe, settled
+from ._budget import Budget, Destination, LeaseDenied
+from ._core import Waiter
+from ._driver import DriverState
+from ._errors import ServerUnreachable
+from ._item import Item, Place
+from ._leaks import warn_of_leaks
 from ._sqlstate import Meaning, meaning_of
 
-__all__ = ["Works"]
+if TYPE_CHECKING:
+    from ._reservoir import Reservoir
+
+__all__ = ["Upkeep", "wait_set"]
 
 log = logging.getLogger("moored.reservoir")
 
@@ -47,6 +49,8 @@ C = TypeVar("C")
 
 #: After a failure, and after one in which the server said that we are too fast.
 FAILED = (0.25, 5.0)
+#: The same where callers do not wait for the server, and get the last error meanwhile.
+QUICK = (0.25, 0.5)
 THROTTLED = (1.0, 30.0)
 #: For how long a turn under the rate limit is good: who waits longer needs another one.
 TURN = 0.1
@@ -58,67 +62,40 @@ class _Unwanted(Exception):
     """A connection that was to be opened is one too many now."""
 
 
-class Works(Generic[C]):
+class Upkeep(Generic[C]):
     """Opens, looks after and closes the connections of one core."""
 
-    def __init__(
-        self,
-        core: Core[C],
-        lock: threading.Lock,
-        recipe: Recipe,
-        *,
-        config: ReservoirConfig,
-        clock: Clock,
-        recorder: Recorder,
-        name: str,
-        service: str,
-        leases: Leases | None,
-        owner: Any,
-        configure: Callable[[Any], Any] | None,
-        reconnect_failed: Callable[[], Any] | None,
-        reconnect_timeout: float,
-        leak_after: float | None,
-        on_change: Callable[[], None],
-    ) -> None:
-        self.core = core
-        self.recipe = recipe
-        self.config = config
-        self.clock = clock
-        self.recorder = recorder
-        self.name = name
-        self._lock = lock
-        self._service = service
-        self._leases = leases
-        self._owner = owner
-        self._configure = configure
-        self._reconnect_failed = reconnect_failed
-        self._reconnect_timeout = reconnect_timeout
-        self._leak_after = leak_after
-        self._on_change = on_change
+    def __init__(self, home: Reservoir[C]) -> None:
+        self._home = home
+        # After a fork the reservoir has others.
+        self.core, self._lock = home.core, home.lock
+        self.recipe, self.config, self.clock = home.recipe, home.config, home.clock
+        self.recorder, self.name = home.recorder, home.name
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: int | None = None
         self._need = asyncio.Event()
         self._full = asyncio.Event()
         self._entering = asyncio.Lock()
-        # Not a set, whose order would differ from run to run: a simulated day must repeat itself.
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        # Connects, whose end `stop` asks for; closes, checks and returns, for which it waits; and
+        # the user's callback, which may be what stops it.
+        self._opening, self._tasks, self._callbacks = Tasks(), Tasks(), Tasks()
         self._supervisor: Supervisor | None = None
         self.budget: Budget | None = None
-        self._where: Endpoint | None = None
+        self._where: Destination | None = None
         self._stopped = False
         # After a failure nothing is tried before this time; of several that fail together, only
         # one counts.
         self._pause_until = -math.inf
         self._failed_at = -math.inf
-        self._failing = Backoff(*FAILED, jitter="half", clock=clock)
-        self._throttled = Backoff(*THROTTLED, jitter="half", clock=clock)
+        steps = QUICK if home.fail_fast else FAILED
+        self._failing = Backoff(*steps, jitter="half", clock=home.clock)
+        self._throttled = Backoff(*THROTTLED, jitter="half", clock=home.clock)
         self._failing_since: float | None = None
         self._told_failed = False
+        self._unreachable = False
         self.last_error: BaseException | None = None
         #: Failed opens by reason, and seconds that successful ones took in all.
         self.failures: Counter[str] = Counter()
         self.connect_time = 0.0
-        self.close_errors = 0
         #: Connections that the server, or the net, ended while nobody used them.
         self.lost = 0
 
@@ -127,7 +104,6 @@ class Works(Generic[C]):
     async def start(self) -> None:
         """Begin, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         backoff = Backoff(0.1, 5.0, jitter="half", clock=self.clock)
         self._supervisor = Supervisor(
             self.name,
@@ -146,22 +122,19 @@ class Works(Generic[C]):
         """End everything; returns how many connections could not be closed in time."""
         if self._supervisor is not None:
             await self._supervisor.stop()
-        opening = [task for task in self._tasks if task.get_name().endswith("-open")]
-        for task in opening:
+        for task in self._opening:
             task.cancel()
         self.sweep()
         ends = self.clock.monotonic() + timeout
         # Those in use may come back meanwhile. What takes too long is left alone, not cut short:
         # a close that had no time to begin would leave its connection, and its lease, for ever.
-        while (left := self._left()) and (patience := ends - self.clock.monotonic()) > 0:
+        while (left := [*self._opening, *self._tasks]) and (
+            patience := ends - self.clock.monotonic()
+        ) > 0:
             await asyncio.wait(left, timeout=patience)
         self._stopped = True
         await self._leave_when_empty()
         return len(left)
-
-    def _left(self) -> list[asyncio.Task[None]]:
-        """What is still to be opened or closed; not the callback that closes the pool."""
-        return [task for task in self._tasks if not task.get_name().endswith("-reconnect-failed")]
 
     async def _leave_when_empty(self) -> None:
         """The leases are given back when their connections are gone: those in use at the end of
@@ -182,26 +155,27 @@ class Works(Generic[C]):
             self._on_loop(self._sweep)
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        if threading.get_ident() == self._thread:
+        if self._loop is not None and self._loop is asyncio._get_running_loop():
             call()
-        elif self._loop is not None:
-            try:
+        else:
+            self.later(call)
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Call something on the loop, soon; from any thread, and without a lock."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended: so has the need
                 self._loop.call_soon_threadsafe(call)
-            except RuntimeError:
-                pass  # the loop has ended: so has the need
 
     def _sweep(self) -> None:
         with self._lock:
             retired = self.core.retired.copy()
             self.core.retired.clear()
         for item in retired:
-            self._spawn(self._bury(item), "close")
+            self._tasks.start(self._bury(item), name=f"{self.name}-close")
 
-    def _spawn(self, work: Any, what: str) -> None:
-        assert self._loop is not None
-        task = self._loop.create_task(work, name=f"{self.name}-{what}")
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
+    async def shielded(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work that goes on when the caller is cancelled, and that `stop` waits for."""
+        await asyncio.shield(self._tasks.start(work, name=f"{self.name}-return"))
 
     # -- opening -------------------------------------------------------------------------------
 
@@ -216,10 +190,10 @@ class Works(Generic[C]):
                 with self._lock:
                     number = self.core.plan()
                 for _ in range(number):
-                    self._spawn(self._open(), "open")
+                    self._opening.start(self._open(), name=f"{self.name}-open")
                 if number:
                     continue
-            await _set(self._need, pause if pause > 0 else None)
+            await wait_set(self._need, pause if pause > 0 else None)
 
     async def _stagger(self) -> None:
         """The first connection is opened at once, the others a little later, each process by a
@@ -231,11 +205,11 @@ class Works(Generic[C]):
             # The rest of the batch is for later.
             self.core.opening -= max(0, one - 1)
         if one:
-            self._spawn(self._open(), "open")
+            self._opening.start(self._open(), name=f"{self.name}-open")
         ends = self.clock.monotonic() + self.clock.random.random() * self.config.stagger
         while (left := ends - self.clock.monotonic()) > 0 and not self.core.waiting:
             self._need.clear()
-            await _set(self._need, left)
+            await wait_set(self._need, left)
 
     async def _open(self) -> None:
         """Open one connection, with everything that it takes."""
@@ -277,22 +251,16 @@ class Works(Generic[C]):
             if self.core.overfull:
                 raise _Unwanted
 
-    async def _endpoint(self) -> Endpoint:
+    async def _endpoint(self) -> Destination:
         async with self._entering:
             if self._where is None:
                 self._where = await self.recipe.endpoint()
             return self._where
 
-    async def _budget(self, endpoint: Endpoint) -> Budget:
+    async def _budget(self, endpoint: Destination) -> Budget:
         async with self._entering:
             if self.budget is None:
-                budget = Budget.of(
-                    endpoint,
-                    self.config,
-                    leases=self._leases,
-                    clock=self.clock,
-                    service=self._service,
-                )
+                budget = Budget.of(endpoint, self._home)
                 await budget.enter()
                 self.budget = budget
             return self.budget
@@ -309,7 +277,7 @@ class Works(Generic[C]):
 
     async def _connect(self, budget: Budget, token: str | None) -> Any:
         try:
-            return await self._connect_once(token)
+            return await self.recipe.connect_in_time(token, self._close)
         except Exception as error:
             tokens = self.recipe.tokens
             if tokens is None or token is None or meaning_of(error) is not Meaning.UNAUTHORIZED:
@@ -322,32 +290,18 @@ class Works(Generic[C]):
                 raise
             log.warning("%s: the server refused a token (%s): trying a new one", self.name, error)
             await budget.turn()
-            return await self._connect_once(again)
-
-    async def _connect_once(self, token: str | None) -> Any:
-        if self.recipe.asynchronous:
-            async with asyncio.timeout(self.config.connect_timeout):
-                return await self.recipe.connect(token)
-        # A thread cannot be stopped: what it opens although nobody waits for it any more must be
-        # closed, and until then it counts, with its lease.
-        connecting = asyncio.ensure_future(self.recipe.connect(token))
-        try:
-            return await asyncio.shield(connecting)
-        except asyncio.CancelledError:
-            conn = await connecting
-            await self._close(conn)
-            raise
+            return await self.recipe.connect_in_time(again, self._close)
 
     async def _prepare(self, conn: Any) -> None:
         driver = self.recipe.driver
-        driver.adopt(conn, self._owner)
-        if self._configure is None:
+        driver.adopt(conn, self._home.owner)
+        if self._home.configure is None:
             return
-        await self._call(self._configure, conn)
+        await self._call(self._home.configure, conn)
         state = driver.state(conn)
-        if state is State.TRANSACTION and not driver.knows_state:
+        if state is DriverState.TRANSACTION and not driver.knows_state:
             await self._call(driver.commit, conn)
-        elif state is not State.IDLE:
+        elif state is not DriverState.IDLE:
             raise RuntimeError(
                 f"the configure callback left a connection {state.value}: end what it begins, "
                 "for example with conn.commit()"
@@ -387,7 +341,7 @@ class Works(Generic[C]):
             waiter.wake()
         self._sweep()
         self._need.set()
-        self._on_change()
+        self._home.note_change()
 
     async def _undo(self, conn: Any, lease: Lease | None) -> None:
         try:
@@ -410,6 +364,9 @@ class Works(Generic[C]):
         if began >= self._failed_at:
             throttled = meaning_of(error) is Meaning.THROTTLED
             wait = (self._throttled if throttled else self._failing).fail()
+            # The attempt that fails when `reconnect_timeout` ends is the one that is reported.
+            left = self._failing_since + self._home.reconnect_timeout - now
+            wait = left if 0 < left < wait and not (throttled or denied) else wait
             self._failed_at = now
             self._pause_until = now + wait
             text = f"could not open a connection ({stage}); next try in {duration(wait)}"
@@ -417,8 +374,15 @@ class Works(Generic[C]):
             log.warning("%s: %s: %s", self.name, text, describe(error))
         if not denied:
             self._tell_if_failing_for_long(now)
+        self._unreachable = stage == "connect" and meaning_of(error) is not Meaning.THROTTLED
+        if self.unreachable() is not None:
+            with self._lock:
+                in_vain = self.core.give_up()
+            for waiter in in_vain:
+                waiter.error = self.unreachable()
+                waiter.wake()
         self._need.set()
-        self._on_change()
+        self._home.note_change()
 
     def _note_success(self, began: float) -> None:
         if self._failing_since is not None:
@@ -426,7 +390,7 @@ class Works(Generic[C]):
             log.info("%s: connecting again after %s", self.name, duration(took))
             self.recorder.record(self.name, f"connecting again after {duration(took)}")
         self._failing_since = None
-        self._told_failed = False
+        self._told_failed = self._unreachable = False
         # What was on its way when the server said no does not mean that it says yes again.
         if began >= self._failed_at:
             self._failing.succeed()
@@ -435,23 +399,30 @@ class Works(Generic[C]):
 
     def _tell_if_failing_for_long(self, now: float) -> None:
         assert self._failing_since is not None
-        if self._told_failed or now - self._failing_since < self._reconnect_timeout:
+        if self._told_failed or now - self._failing_since < self._home.reconnect_timeout:
             return
         self._told_failed = True
-        log.error(
-            "%s: no connection could be opened for %s",
-            self.name,
-            duration(now - self._failing_since),
-        )
-        if self._reconnect_failed is not None:
-            self._spawn(self._call_reconnect_failed(), "reconnect-failed")
+        took = duration(now - self._failing_since)
+        log.error("%s: no connection could be opened for %s", self.name, took)
+        if (failed := self._home.reconnect_failed) is not None:
+            work = self._call_reconnect_failed(failed)
+            self._callbacks.start(work, name=f"{self.name}-reconnect-failed")
 
-    async def _call_reconnect_failed(self) -> None:
-        assert self._reconnect_failed is not None
+    async def _call_reconnect_failed(self, failed: Callable[[], Any]) -> None:
         try:
-            await self._call(self._reconnect_failed)
+            await self._call(failed)
         except Exception as error:
             log.error("%s: the reconnect_failed callback failed", self.name, exc_info=error)
+
+    def unreachable(self) -> ServerUnreachable | None:
+        """What a caller gets instead of waiting, if it is not to wait for a server that is down."""
+        core = self.core
+        if not (self._home.fail_fast and self._unreachable) or core.items or core.opening:
+            return None
+        assert self.last_error is not None
+        error = ServerUnreachable(f"{self.name}: {describe(self.last_error)}")
+        error.__cause__ = self.last_error
+        return error
 
     def tokens_left(self) -> float:
         """How many connections could be opened at once, as far as this process knows."""
@@ -483,26 +454,31 @@ class Works(Generic[C]):
                     # What was refused is there again, for a moment at least.
                     self._pause_until = -math.inf
                 self._need.set()
-                self._on_change()
+                self._home.note_change()
                 await self._leave_when_empty()
 
     async def _close(self, conn: Any) -> None:
         driver = self.recipe.driver
         try:
+            if driver.state(conn) is DriverState.BUSY:
+                # The server would go on with the statement, and keep the connection that long.
+                await self._call(driver.interrupt, conn, CLOSE_PATIENCE)
+        except Exception as error:
+            log.info("%s: a statement could not be cancelled: %s", self.name, describe(error))
+        try:
             if driver.closes_at_once or self.recipe.asynchronous:
                 async with asyncio.timeout(CLOSE_PATIENCE):
-                    await settled(driver.close(conn))
+                    await awaited(driver.close(conn))
             else:
                 await self._call(driver.close, conn)
         except Exception as error:
-            self.close_errors += 1
             log.debug("%s: a connection did not close well: %s", self.name, describe(error))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what may block (for users of threads, in a thread) or may have to be awaited."""
         if self.recipe.asynchronous:
-            return await settled(function(*args))
-        return await settled(await in_thread(lambda: function(*args), name=f"{self.name}-callback"))
+            return await awaited(function(*args))
+        return await run_callback(function, *args, name=f"{self.name}-callback")
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -514,26 +490,26 @@ class Works(Generic[C]):
             now = self.clock.monotonic()
             if now >= look_at_all:
                 self._find_broken()
-                self._find_leaks(now)
+                if (after := self._home.leak_after) is not None:
+                    warn_of_leaks(self.core, self._lock, after, now, self.name)
                 look_at_all = now + self.config.scan_every
             self._full.clear()
             with self._lock:
                 due = self.core.scan(now, replacing=self._failing_since is None)
             self._settle(None)
             # When none is missing any more, it is known anew which is replaced when.
-            await _set(self._full, max(0.0, min(due, look_at_all) - self.clock.monotonic()))
+            await wait_set(self._full, max(0.0, min(due, look_at_all) - self.clock.monotonic()))
 
     def _find_broken(self) -> None:
-        """Look at those that are ready, or rest: what the server has ended is kept for nobody."""
+        """Look at those that are ready: what the server has ended is kept for nobody."""
         driver = self.recipe.driver
-        idle = (Place.READY, Place.RESTING)
         with self._lock:
-            items = [item for item in self.core.items.values() if item.place in idle]
+            items = list(self.core.ready)
         now = self.clock.monotonic()
         for item in items:
             with self._lock:
                 # Only while nobody uses it: whoever has one looks after it.
-                quiet = item.place in idle and now >= item.fresh_until
+                quiet = item.place is Place.READY and now >= item.fresh_until
                 if quiet and driver.is_broken(item.conn):
                     self.core.discard(item, "bad")
                     self.lost += 1
@@ -552,7 +528,7 @@ class Works(Generic[C]):
 
         def begin() -> None:
             for item in items:
-                self._spawn(self._look_at(item, patience), "check")
+                self._tasks.start(self._look_at(item, patience), name=f"{self.name}-check")
 
         self._on_loop(begin)
 
@@ -569,29 +545,8 @@ class Works(Generic[C]):
                 waiter = self.core.put(item, self.clock.monotonic())
         self._settle(waiter)
 
-    def _find_leaks(self, now: float) -> None:
-        if self._leak_after is None:
-            return
-        with self._lock:
-            leaks = [
-                item
-                for item in self.core.in_use()
-                if now - item.since >= self._leak_after and not item.leak_told
-            ]
-            for item in leaks:
-                item.leak_told = True
-        for item in leaks:
-            log.warning(
-                "%s: a connection is in use for %s (leak_after=%g s): %s, at:\n%s",
-                self.name,
-                duration(now - item.since),
-                self._leak_after,
-                holder_name(item.holder),
-                "".join(traceback.format_list(item.stack)) if item.stack else "  (unknown)",
-            )
 
-
-async def _set(event: asyncio.Event, seconds: float | None) -> None:
+async def wait_set(event: asyncio.Event, seconds: float | None) -> None:
     """Wait until an event is set, or the time is over."""
     try:
         async with asyncio.timeout(seconds):

@@ -1,0 +1,36 @@
+"""Connections that somebody has had for too long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from typing import Any
+
+from moored.kernel import duration
+
+from ._core import Core
+from ._item import holder_name
+
+__all__ = ["warn_of_leaks"]
+
+log = logging.getLogger("moored.reservoir")
+
+
+def warn_of_leaks(
+    core: Core[Any], lock: threading.Lock, after: float, now: float, name: str
+) -> None:
+    """Name who has a connection for longer than `after` seconds; once for each checkout."""
+    with lock:
+        leaks = [item for item in core.in_use() if now - item.since >= after and not item.leak_told]
+        for item in leaks:
+            item.leak_told = True
+    for item in leaks:
+        log.warning(
+            "%s: a connection is in use for %s (leak_after=%g s): %s, at:\n%s",
+            name,
+            duration(now - item.since),
+            after,
+            holder_name(item.holder),
+            "".join(traceback.format_list(item.stack)) if item.stack else "  (unknown)",
+        )
