@@ -15,10 +15,14 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from moored.kernel import Backoff, Context, IllegalMove, Machine, Move
-from moored.postgres import _admin, _manager, _postgres, _replication
-from moored.postgres._faults import Diagnosis
-from moored.postgres._manager import Manager, SubsystemFailed
-from moored.postgres._manager_core import Actions, ManagerCore, Role
+from moored.postgres import _postgres
+from moored.postgres.consume import _store
+from moored.postgres.manage import _manager
+from moored.postgres.manage._manager import Manager, SubsystemFailed
+from moored.postgres.manage._manager_core import Actions, ManagerCore, Role
+from moored.postgres.server import _connect
+from moored.postgres.server._faults import Diagnosis
+from moored.postgres.stream import _replication
 from moored.testing import Sim
 
 from ._manager_world import Instance, KeptStore, World
@@ -45,11 +49,11 @@ async def _dial(conninfo: str, *, timeout: float, **options: Any) -> Link:
         return Link(await _world().server.connect("replication", _instance(conninfo).name))
 
 
-async def _connect(conninfo: str, **options: Any) -> Connection:
+async def _open(conninfo: str, **options: Any) -> Connection:
     return Connection(await _world().server.connect("short", _instance(conninfo).name))
 
 
-def _hang_up(connection: Connection) -> None:
+def _cut(connection: Connection) -> None:
     connection.session.server.hang_up(connection.session)
 
 
@@ -87,7 +91,7 @@ def _pool(
     return Pool(_world().server, who, role, on_ready, on_repopulating, on_failed)
 
 
-def _store(path: Path) -> KeptStore:
+def _kept_store(path: Path) -> KeptStore:
     return next(each.store for each in _world().instances if each.name == path.parent.name)
 
 
@@ -143,9 +147,14 @@ class WatchedManager(Manager):
     """The shell, with somebody who looks after each event, and at how its life ends."""
 
     async def run(self, ctx: Context) -> None:
+        begun = asyncio.get_running_loop().time()
         try:
             await super().run(ctx)
-        except (SubsystemFailed, asyncio.CancelledError):
+        except asyncio.CancelledError:
+            raise
+        except SubsystemFailed as error:
+            if asyncio.get_running_loop().time() - begun < 1.0:
+                _world().violated(f"the manager begins again without a wait: {error}")
             raise
         except BaseException as error:
             _world().violated(f"the manager failed: {error!r}")
@@ -175,15 +184,16 @@ def seams() -> Iterator[None]:
     """Put the scripted server in the place of the real one."""
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (_replication, "Link", mock.Mock(spec=["dial"], dial=_dial)),
-            (psycopg.AsyncConnection, "connect", _connect),
+            (_replication, "ReplicationLink", mock.Mock(spec=["dial"], dial=_dial)),
+            (psycopg.AsyncConnection, "connect", _open),
             (_manager, "ManagedPool", _pool),
-            (_postgres, "StateStore", _store),
+            (_postgres, "StateStore", _kept_store),
+            (_store, "_make_private", lambda path: None),
             (_postgres, "ManagerCore", WatchedCore),
             (_postgres, "Backoff", WatchedBackoff),
             (_postgres, "Machine", WatchedMachine),
             (_postgres, "Manager", WatchedManager),
-            (_admin, "_hang_up", _hang_up),
+            (_connect, "cut", _cut),
             (asyncio, "to_thread", _to_thread),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))

@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from moored.kernel import Condition, Move
-from moored.postgres._faults import Diagnosis, Verdict
-from moored.postgres._manager import Manager
-from moored.postgres._manager_core import Act, Actions
+from moored.postgres.manage._manager import Manager
+from moored.postgres.manage._manager_core import Act, Actions
+from moored.postgres.server._faults import Diagnosis, FaultVerdict
 
 from .scripted_server import Session, Txn
 
@@ -90,6 +90,7 @@ class Watcher:
 
     def moved(self, instance: Instance, move: Move) -> None:
         step = (move.source.step, move.target.step)
+        instance.was_active |= move.target.phase == "running"
         self.world.saw[f"at {move.target.step}"] += 1
         if step not in MOVES:
             self.world.violated(f"{instance.name}: moved from {step[0]} to {step[1]}")
@@ -144,10 +145,14 @@ class Watcher:
         in_place = any(a.act is Act.SET_TIMER and a.name == "retry" for a in actions)
         found = (in_place, Act.RESTART in acts, Act.GIVE_UP in acts, Act.DROP_SLOT in acts)
         about = step in ABOUT[part]
+        again = instance.was_active
         expected = {
-            Verdict.FATAL: (False, False, True, False),
-            Verdict.DROP_SLOT: (False, False, False, True),
-            Verdict.RETRY: (about, not about, False, False),
+            # What has worked once may work again; a pool tries that by itself.
+            FaultVerdict.FATAL: (again and about, again and not about, not again, False)
+            if part != "pool"
+            else (False, False, not again, False),
+            FaultVerdict.DROP_SLOT: (False, False, False, True),
+            FaultVerdict.RETRY: (about, not about, False, False),
         }[diagnosis.verdict]
         self.world.saw[f"{part} failed: {'in place' if in_place else acts[-1].name}"] += 1
         if found != expected:
@@ -156,10 +161,10 @@ class Watcher:
             self.world.violated(f"{instance.name}: {part} is tried again at {now}")
 
     def waits(self, instance: Instance, wait: float) -> None:
-        """Each wait is twice the last one, up to 10 s, and half of it may be added."""
-        base = min(2.0**instance.failures, 10.0)
+        """Each wait is twice the last one, half of it may be added, and none is above 10 s."""
+        base = min(2.0**instance.failures, 10.0 / 1.5)
         instance.failures += 1
-        if not base <= wait <= 1.5 * base:
+        if not base <= wait <= min(1.5 * base, 10.0):
             self.world.violated(f"{instance.name}: waits {wait:.2f} s instead of about {base} s")
 
     def proven(self, instance: Instance) -> None:
@@ -234,7 +239,8 @@ class Watcher:
         tasks = [
             task.get_name()
             for task in instance.world.sim.loop.tasks()
-            if task.process is process and task.get_name().startswith(("pg-", "moored"))
+            if task.process is process
+            and task.get_name().startswith(("postgres/connection/manager", "moored"))
         ]
         if tasks:
             self.world.violated(f"{instance.name}: {tasks} still run")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moored.kernel import WaitTimeout
 from moored.postgres import Changes, Postgres, Reset, Transaction
-from moored.postgres._errors import ConfigurationError, PostgresError
-from moored.postgres._store import StateStore
+from moored.postgres._errors import ConfigurationError, PostgresError, StateError
+from moored.postgres.consume._store import StateStore
 from moored.testing import Host, Sim
 
 from ._manager_watcher import Ledger, Seat, Watcher, brief
@@ -49,6 +50,8 @@ class Instance:
         self.locked_by: Session | None = None
         self.wrong_since: float | None = None
         self.failures = 0
+        #: Whether this process was ever active.
+        self.was_active = False
         self.opened = False
         self.closing = False
         self.napping = False
@@ -86,6 +89,7 @@ class Instance:
     async def main(self) -> None:
         self.locked_by = self.wrong_since = None
         self.failures = 0
+        self.was_active = False
         self.seats.clear()
         self.pg = pg = Postgres(
             self.url,
@@ -97,6 +101,8 @@ class Instance:
             application_name=self.name,
         )
         await pg.open()
+        # With few transactions kept, a consumer that comes back needs a new stream.
+        pg._hub.pressure.queue_length = self.world.rng.choice((1, 10_000))
         self.opened = True
         watcher = self.world.watcher
         pg.machine.observe(lambda move: watcher.moved(self, move))
@@ -109,14 +115,18 @@ class Instance:
         """Take and acknowledge; now and then crash with something in hand, and come back."""
         rng = self.world.rng
         while not self.closing and not self.fatal:
-            changes, seat = self._attach(pg, name)
+            try:
+                changes, seat = self._attach(pg, name)
+            except StateError:
+                await asyncio.sleep(1.0)
+                continue
             lifetime = None if self.world.calm else rng.choice((None, 3.0, 12.0))
             try:
                 async with changes, asyncio.timeout(lifetime):
                     async for item in changes:
                         self._take(seat, item)
                     return
-            except TimeoutError:
+            except (TimeoutError, StateError):
                 self.world.saw["a consumer crashed"] += 1
                 await asyncio.sleep(rng.choice((0.0, 0.5, 4.0)))
             except ConfigurationError:
@@ -138,6 +148,13 @@ class Instance:
         if isinstance(item, Reset):
             self.world.saw["a reset was told"] += 1
             seat.heard()
+            # What came before it was told is in the copy that it makes now.
+            assert self.pg is not None
+            progress = self.pg._hub._progress.get(seat.ledger.name)
+            if progress is not None and seat.ledger.owed is not None:
+                # Whatever the hub believes, the copy holds nothing that is written after it.
+                begins = min(progress.acknowledged, self.world.server.end)
+                seat.ledger.owed = max(seat.ledger.owed, begins)
             return
         end = item.position.lsn
         self.world.watcher.given(self, seat, end)
@@ -195,6 +212,15 @@ class KeptStore(StateStore):
         #: The consumers that are to come, and what each of them is owed.
         self.names = world.rng.sample(("x", "y", "z"), world.rng.choice((0, 1, 1, 2)))
         self.ledgers: dict[str, Ledger] = {}
+        self.full = False
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with super()._transaction():
+            yield
+            if self.full:
+                self._world.saw["a full disk"] += 1
+                raise StateError("the disk of the state file is full")
 
     def reset(self, reason: str, name: str | None = None) -> None:
         super().reset(reason, name)
@@ -295,6 +321,7 @@ class World:
             self.restart_server,
             self.time_out_statements,
             self.block_slot,
+            self.fill_disk,
             self.crash,
             self.freeze,
             self.stop,
@@ -363,6 +390,13 @@ class World:
 
     def block_slot(self) -> None:
         self.server.blocked_until = self.sim.now + self.rng.choice((2.0, 12.0, 25.0))
+
+    async def fill_disk(self) -> None:
+        """Nothing can be kept for a while."""
+        store = self.rng.choice(self.instances).store
+        store.full = True
+        await asyncio.sleep(self.rng.choice((1.0, 6.0, 25.0)))
+        store.full = False
 
     async def crash(self) -> None:
         """kill -9: its connections end, or nobody tells the server."""
@@ -480,6 +514,7 @@ class World:
         server.refusals.clear()
         server.write()
         for instance in self.instances:
+            instance.store.full = False
             instance.host.process.resume()
             if instance.fatal and instance.host.alive:
                 self.saw["a fatal end"] += 1

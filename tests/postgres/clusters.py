@@ -60,13 +60,13 @@ class Seen:
         assert self.items == list(expected), self.items
 
     async def reset(self) -> str:
-        """Wait until a reset is the last that it was given; returns its reason."""
+        """Wait until it was given a reset, with or without what comes after it; its reason."""
 
         async def there() -> bool:
-            return bool(self.items) and isinstance(self.items[-1], str)
+            return any(isinstance(item, str) for item in self.items)
 
         await until(there)
-        return str(self.items[-1])
+        return next(item for item in reversed(self.items) if isinstance(item, str))
 
 
 class Cluster:

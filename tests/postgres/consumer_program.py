@@ -20,13 +20,13 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-import moored.postgres._admin as _admin
 import moored.postgres._postgres as _postgres
+import moored.postgres.server._admin as _admin
 from moored.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Transaction
 from moored.postgres import Truncate as _Truncate
-from moored.postgres._hub import Hub
-from moored.postgres._integrity import Integrity
-from moored.postgres._store import StateStore
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._integrity import Integrity
+from moored.postgres.consume._store import StateStore
 
 __all__ = ["LEDGER", "checksum", "line"]
 

@@ -12,10 +12,10 @@ from typing import Any, LiteralString, Self
 import psycopg
 from psycopg import sql
 
-from moored.postgres._assembler import Assembler
-from moored.postgres._changes import Change, Emitted, Insert, Truncate
-from moored.postgres._setup import DISPLAY
-from moored.postgres._transaction import Committed
+from moored.postgres.decode._assembler import Assembler
+from moored.postgres.decode._changes import Change, Emitted, Insert, Truncate
+from moored.postgres.decode._transaction import Committed
+from moored.postgres.server._setup import DISPLAY
 
 __all__ = [
     "Recorder",

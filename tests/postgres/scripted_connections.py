@@ -11,8 +11,8 @@ import psycopg
 from psycopg import errors
 
 from moored.postgres._errors import StreamEnded
-from moored.postgres._faults import Diagnosis, Verdict, diagnose
-from moored.postgres._manager_core import Role
+from moored.postgres.manage._manager_core import Role
+from moored.postgres.server._faults import Diagnosis, FaultVerdict, diagnose
 from moored.reservoir import PoolClosed
 
 from .scripted_server import Server, Session
@@ -22,6 +22,9 @@ __all__ = ["Connection", "Link", "Pool"]
 
 class Link:
     """What the replication client has of its connection; the same methods as the real one."""
+
+    #: Messages come whole here.
+    arrivals = 0
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -85,6 +88,7 @@ class Connection:
     def __init__(self, session: Session, rows: list[Any] | None = None) -> None:
         self.session = session
         self._rows = rows or []
+        self.description = self._rows
 
     async def execute(self, query: Any, values: Any = None) -> Connection:
         text = query.decode() if isinstance(query, bytes) else query.as_string(None)
@@ -93,6 +97,9 @@ class Connection:
 
     async def fetchall(self) -> list[Any]:
         return self._rows
+
+    async def rollback(self) -> None:
+        pass
 
     async def close(self) -> None:
         self.session.server.hang_up(self.session)
@@ -160,7 +167,7 @@ class Pool:
                 break
             except psycopg.Error as error:
                 diagnosis = diagnose(error)
-                if diagnosis.verdict is Verdict.FATAL:
+                if diagnosis.verdict is FaultVerdict.FATAL:
                     self._on_failed(self.role, diagnosis)
                 await asyncio.sleep(self._server.rng.uniform(0.5, 3.0))
         self.ready = True

@@ -315,7 +315,10 @@ class Server:
         return []
 
     def check_publication(self, session: Session, values: Any) -> list[Any]:
-        return [("t", "t", "t", "t")] if self.publication else []
+        return [("1",)] if self.publication else []
+
+    def tables(self, session: Session, values: Any) -> list[Any]:
+        return []
 
     def drop_publication(self, session: Session, values: Any) -> list[Any]:
         self.publication = False
@@ -367,7 +370,7 @@ class Server:
         if self.owner is None:
             return []
         streaming = self.slot is not None and self.slot.active is not None
-        return [(self.owner.pid, self.owner.who, 1.0, streaming)]
+        return [(self.owner.pid, self.owner.who, "local", 1.0, streaming)]
 
     def blockers(self, session: Session, values: Any) -> list[Any]:
         return [(7, 1.0, "update")] if self.now < self.blocked_until else []
@@ -377,6 +380,9 @@ class Server:
             return []
         behind = self.end - self.slot.confirmed
         return [(behind, behind, str(Lsn(self.end)), None, "reserved")]
+
+    def is_there(self, session: Session, values: Any) -> list[Any]:
+        return [(1,)] if values["pid"] in self.sessions else []
 
     def terminate(self, session: Session, values: Any) -> list[Any]:
         if (found := self.sessions.get(values["pid"])) is not None:
@@ -477,7 +483,8 @@ _ANSWERS: Sequence[tuple[str, Callable[[Server, Session, Any], Any]]] = (
     ("server_version_num", Server.info),
     ("pg_advisory_lock", Server.lock),
     ("CREATE PUBLICATION", Server.create_publication),
-    ("pubinsert", Server.check_publication),
+    ("pg_publication_tables", Server.tables),
+    ("FROM pg_catalog.pg_publication WHERE", Server.check_publication),
     ("DROP PUBLICATION", Server.drop_publication),
     ("CREATE_REPLICATION_SLOT", Server.create_slot),
     ("pg_drop_replication_slot", Server.drop_slot),
@@ -487,6 +494,7 @@ _ANSWERS: Sequence[tuple[str, Callable[[Server, Session, Any], Any]]] = (
     ("pg_wal_lsn_diff", Server.retained),
     ("SELECT confirmed_flush_lsn", Server.query_slot),
     ("pg_terminate_backend", Server.terminate),
+    ("pg_stat_activity WHERE pid", Server.is_there),
     ("pg_log_standby_snapshot", Server.nothing),
     ("START_REPLICATION", Server.start),
     ("SELECT 1", Server.nothing),

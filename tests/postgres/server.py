@@ -9,26 +9,21 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psycopg
 import pytest
 
 from moored.embedded import EmbeddedPostgres
-from moored.postgres import (
-    Changes,
-    Postgres,
-    Reset,
-    Transaction,
-    _admin,
-    _manager_core,
-    _postgres,
-)
+from moored.postgres import Changes, Postgres, Reset, Transaction, _postgres
+from moored.postgres.consume._hub import Hub
+from moored.postgres.manage import _manager_core
+from moored.postgres.server import _admin
 
 __all__ = [
     "LIMIT",
     "ConsumerProcess",
+    "confirm_all",
     "connected",
     "following",
     "ids",
@@ -87,6 +82,12 @@ async def until(condition: Callable[[], Awaitable[object]], limit: float = LIMIT
     async with asyncio.timeout(limit):
         while not await condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.02)
+
+
+def confirm_all(hub: Hub) -> None:
+    """Where there is no publisher, every table counts as published."""
+    for changes in hub.attached():
+        hub._confirm(changes)
 
 
 async def one(conn: Sql, query: str, *values: Any) -> Any:
@@ -209,10 +210,5 @@ class ConsumerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()

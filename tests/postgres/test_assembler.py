@@ -26,10 +26,10 @@ from tests.postgres.recording import (
 from tests.postgres.workload import Workload
 
 from moored.embedded import SyncEmbeddedPostgres
-from moored.postgres import Emitted, Insert, ProtocolError
-from moored.postgres._assembler import Assembler
-from moored.postgres._body import Body, Shelf
-from moored.postgres._transaction import Committed
+from moored.postgres import DecodeError, Emitted, Insert
+from moored.postgres.decode._assembler import Assembler
+from moored.postgres.decode._body import Body, Shelf
+from moored.postgres.decode._transaction import Committed
 from moored.testing import base_seed, scaled
 
 T = relation([("id", 23)])
@@ -317,13 +317,13 @@ def test_what_is_out_of_order(messages: list[bytes]) -> None:
     assembler = Assembler()
     for message in messages[:-1]:
         assembler.feed(framed(message))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(DecodeError):
         assembler.feed(framed(messages[-1]))
 
 
 @pytest.mark.parametrize("size", range(26))
 def test_a_message_without_content(size: int) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(DecodeError):
         Assembler().feed(framed(b"\0")[:size])
 
 
@@ -332,20 +332,20 @@ def test_begins_and_commits_of_the_wrong_size(message: bytes) -> None:
     assembler = Assembler()
     if message[:1] == b"C":
         assembler.feed(framed(begin()))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(DecodeError):
         assembler.feed(framed(message))
 
 
 def test_a_streamed_row_that_is_too_short_for_its_transaction() -> None:
     (committed,) = feed_all([*PART, b"I\0", STOP, stream_abort(1, 11), stream_commit(1)])
-    with pytest.raises(ProtocolError, match="ends too early"):
+    with pytest.raises(DecodeError, match="ends too early"):
         list(committed)
 
 
 def test_only_changes_are_kept() -> None:
     body = Body()
     body.append(framed(STOP))
-    with pytest.raises(ProtocolError, match="StreamStop is not a change"):
+    with pytest.raises(DecodeError, match="StreamStop is not a change"):
         list(Committed(1, body, {}, False))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.postgres.recording import begin, commit, feed_all, framed, insert, relation, texts
 
-from moored.postgres import Insert, Relation, ReplicaIdentity
-from moored.postgres import _body as body_module
-from moored.postgres._assembler import Assembler
-from moored.postgres._body import SPILL_AFTER, Body, Shelf
+from moored.postgres import Insert, Relation, ReplicaIdentity, StateError
+from moored.postgres.decode import _body as body_module
+from moored.postgres.decode._assembler import Assembler
+from moored.postgres.decode._body import SPILL_AFTER, Body, Shelf
 from moored.testing import scaled
+
+pytestmark = pytest.mark.pure
 
 Entry = bytes | Relation
 
@@ -161,9 +163,8 @@ def test_no_file_is_left_behind(tmp_path: Path) -> None:
 def test_where_no_file_can_be_made_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     body = Body(Shelf(tmp_path / "file", spill_after=1))
-    with pytest.raises(OSError, match="exists") as caught:
+    with pytest.raises(StateError, match=r"file \(File exists\).*another state_dir"):
         filled(body, [b"12"])
-    assert caught.value.errno == errno.EEXIST
 
 
 def test_a_message_of_many_pieces_is_read_at_once(
@@ -215,3 +216,25 @@ def test_a_reader_that_stops_midway_can_be_followed_by_another(tmp_path: Path) -
 def test_sizes_count_what_came_with_its_header(tmp_path: Path) -> None:
     (committed,) = feed_all([begin(), relation([("id", 23)]), insert(texts("1")), commit()])
     assert committed.body.size == len(framed(insert(texts("1"))))
+
+
+def test_a_full_disk_is_named_with_the_directory(tmp_path: Path) -> None:
+    body = filled(Body(Shelf(tmp_path, spill_after=1)), [b"one", b"two"])
+    assert body._spilled is not None
+    assert body._spilled._file is not None
+    os.close(body._spilled._file)
+    body._spilled._file = os.open("/dev/full", os.O_RDWR)
+    with pytest.raises(StateError, match=rf"{tmp_path} \(No space left on device\): free some"):
+        list(body.entries())
+
+
+def test_a_large_message_is_in_memory_once_while_it_is_read(tmp_path: Path) -> None:
+    size = 20 * 2**20
+    body = Body(Shelf(tmp_path, spill_after=1))
+    body.append(bytes(size))
+    tracemalloc.start()
+    try:
+        assert [len(entry) for entry in body.entries() if isinstance(entry, bytes)] == [size]
+        assert tracemalloc.get_traced_memory()[1] < 1.3 * size
+    finally:
+        tracemalloc.stop()

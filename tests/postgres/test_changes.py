@@ -25,10 +25,10 @@ from tests.postgres.recording import (
 from moored.postgres import (
     UNCHANGED,
     Change,
+    DecodeError,
     Delete,
     Emitted,
     Insert,
-    ProtocolError,
     ReplicaIdentity,
     Truncate,
     Update,
@@ -180,7 +180,7 @@ def test_match_statements() -> None:
 def test_a_change_is_read_once_and_only_when_it_is_asked() -> None:
     broken = row_change(insert(texts("one", "a", None)))
     assert broken.table == "t"
-    with pytest.raises(ProtocolError, match=r"t\.id is not one of its type"):
+    with pytest.raises(DecodeError, match=r"t\.id is not one of its type"):
         assert broken.new
     change = row_change(insert(texts("1", "a", None)))
     assert change.new is change.new
@@ -211,23 +211,23 @@ BROKEN = {
 def test_a_message_that_is_none(message: bytes) -> None:
     change = row_change(message)
     for _ in range(2):  # it stays broken, however often it is asked
-        with pytest.raises(ProtocolError, match=r"public\.t"):
+        with pytest.raises(DecodeError, match=r"public\.t"):
             assert change.new
 
 
 @pytest.mark.parametrize("message", [b"I", b"U\0", b"D\0\0\x40"])
 def test_a_message_without_a_table(message: bytes) -> None:
     (committed,) = feed_all([begin(), T, message, commit()])
-    with pytest.raises(ProtocolError, match="ends too early"):
+    with pytest.raises(DecodeError, match="ends too early"):
         list(committed)
 
 
 def test_a_table_that_nobody_described() -> None:
     (committed,) = feed_all([begin(), insert(texts("1")), commit()])
-    with pytest.raises(ProtocolError, match=r"not described before \(oid 16400\)"):
+    with pytest.raises(DecodeError, match=r"not described before \(oid 16400\)"):
         list(committed)
     (committed,) = feed_all([begin(), b"T" + struct.pack("!IBI", 1, 0, 7), commit()])
-    with pytest.raises(ProtocolError, match=r"not described before \(oid 7\)"):
+    with pytest.raises(DecodeError, match=r"not described before \(oid 7\)"):
         list(committed)
 
 

@@ -10,13 +10,14 @@ import psycopg
 
 from moored.kernel import Clock
 from moored.postgres import History, Lsn
-from moored.postgres._collector import LogCollector
-from moored.postgres._hub import Hub
-from moored.postgres._integrity import Integrity
-from moored.postgres._replication import ReplicationClient
-from moored.postgres._setup import Findings, Step, StreamOptions
-from moored.postgres._store import StateStore
-from moored.postgres._transaction import Committed
+from moored.postgres._settings import Settings
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._integrity import Integrity
+from moored.postgres.consume._store import StateStore
+from moored.postgres.decode._transaction import Committed
+from moored.postgres.server._setup import Findings, Step
+from moored.postgres.stream._collector import LogCollector
+from moored.postgres.stream._replication import ReplicationClient
 
 from .conftest import Sql
 from .server import LIMIT, one, until
@@ -89,7 +90,14 @@ async def test_a_log_of_ones_own_takes_the_place_of_the_hub(
     await sql.execute("create publication everything for table orders")
     store = StateStore(tmp_path / "state.db")
     log, slot = Log(store), f"collected_{stream_id}"
-    options = StreamOptions(slot=slot, publication="everything", try_creating_publication=False)
+    options = Settings(
+        database_url=streamed_url,
+        replication_url=streamed_url,
+        state_dir=tmp_path,
+        slot=slot,
+        publication="everything",
+        manual_publication=True,
+    )
 
     async def conninfo() -> str:
         return psycopg.conninfo.make_conninfo(streamed_url)

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from tests.silence import silence
 
-from moored.postgres._connect import connect
-from moored.postgres._link import Link
+from moored.postgres.server._connect import connect
+from moored.postgres.stream._link import ReplicationLink
 
 
 async def test_one_that_is_cancelled_hangs_up_at_once() -> None:
@@ -26,6 +26,6 @@ async def test_one_that_takes_too_long_hangs_up_at_once() -> None:
     async with silence() as server, asyncio.timeout(3.0):
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         with pytest.raises(TimeoutError) as kept:
-            await Link.dial(conninfo, timeout=0.1)
+            await ReplicationLink.dial(conninfo, timeout=0.1)
         await server.gone.wait()
         assert kept.value.__cause__ is not None  # it is still known what happened

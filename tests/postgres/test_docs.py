@@ -12,10 +12,10 @@ import pytest
 
 import moored.postgres
 from moored.postgres import Postgres
-from moored.postgres._faults import FAULTS, Fault, Verdict
-from moored.postgres._health import CONDITIONS, Connection, Health, Persistent
-from moored.postgres._phases import CHART
-from moored.postgres._pools import pool_sizes
+from moored.postgres.manage._pools import pool_sizes
+from moored.postgres.report._health import CONDITIONS, ConnectionState, Health, Persistent
+from moored.postgres.report._phases import CHART
+from moored.postgres.server._faults import FAULTS, Fault, FaultVerdict
 
 from .conftest import MakePostgres, Sql
 
@@ -61,8 +61,8 @@ def test_the_table_of_errors_is_the_one_of_the_code() -> None:
     assert "\n".join([head, rule, *map(line, FAULTS), ""]) in MANAGER
 
 
-@pytest.mark.parametrize("verdict", Verdict, ids=lambda verdict: verdict.name)
-def test_every_verdict_is_explained(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", FaultVerdict, ids=lambda verdict: verdict.name)
+def test_every_verdict_is_explained(verdict: FaultVerdict) -> None:
     assert any(row[0] == verdict.value for row in rows(MANAGER))
 
 
@@ -78,13 +78,13 @@ def test_every_health_is_listed_with_its_code(page: str) -> None:
     assert said == {health.value: str(health.http) for health in Health}
 
 
-@pytest.mark.parametrize("status", [*Connection, *Persistent], ids=str)
-def test_every_status_is_listed(status: Connection | Persistent) -> None:
+@pytest.mark.parametrize("status", [*ConnectionState, *Persistent], ids=str)
+def test_every_status_is_listed(status: ConnectionState | Persistent) -> None:
     assert any(row[0] == f"`{status.value}`" for row in rows(MANAGER))
 
 
 def test_every_event_is_listed() -> None:
-    source = "".join(path.read_text() for path in SOURCE.glob("*.py"))
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
     told = set(re.findall(r"(?:_tell\(|Act\.TELL, )\"(\w+)\"", source))
     listed = {row[0].strip("`") for row in rows(OPERATIONS)}
     assert "ready" in told

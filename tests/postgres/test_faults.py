@@ -8,11 +8,13 @@ import socket
 import psycopg
 import pytest
 
-from moored.postgres import ConfigurationError, ProtocolError, StreamEnded
-from moored.postgres._faults import FAULTS, Verdict, diagnose
-from moored.postgres._setup import SlotLost
+from moored.postgres import ConfigurationError, DecodeError, StreamEnded
+from moored.postgres.server._faults import FAULTS, FaultVerdict, diagnose
+from moored.postgres.server._setup import SlotLost
 
-RETRY, FATAL, DROP = Verdict.RETRY, Verdict.FATAL, Verdict.DROP_SLOT
+pytestmark = pytest.mark.pure
+
+RETRY, FATAL, DROP = FaultVerdict.RETRY, FaultVerdict.FATAL, FaultVerdict.DROP_SLOT
 
 
 def said(text: str) -> psycopg.OperationalError:
@@ -60,7 +62,12 @@ WORDS = [
     (
         'could not translate host name "nope" to address: Name or service not known',
         "nxdomain",
-        FATAL,
+        RETRY,
+    ),
+    (
+        'FATAL:  database "orders" is not currently accepting connections',
+        "database_not_accepting_connections",
+        RETRY,
     ),
     ("Temporary failure in name resolution", "nxdomain_temporary", RETRY),
     ("server does not support SSL, but SSL was required", "ssl_not_available", FATAL),
@@ -90,7 +97,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("text", "kind", "verdict"), WORDS)
 def test_errors_while_connecting_are_known_by_their_words(
-    text: str, kind: str, verdict: Verdict
+    text: str, kind: str, verdict: FaultVerdict
 ) -> None:
     found = diagnose(said(text))
     assert (found.type, found.verdict) == (kind, verdict)
@@ -142,7 +149,7 @@ CODES = [
 
 @pytest.mark.parametrize(("state", "text", "kind", "verdict"), CODES)
 def test_errors_of_commands_are_known_by_their_code(
-    state: str, text: str, kind: str, verdict: Verdict
+    state: str, text: str, kind: str, verdict: FaultVerdict
 ) -> None:
     found = diagnose(coded(state, text))
     assert (found.type, found.verdict) == (kind, verdict)
@@ -157,7 +164,7 @@ def test_errors_of_commands_are_known_by_their_code(
         (socket.gaierror(socket.EAI_NONAME, "unknown"), "nxdomain"),
         (TimeoutError(), "connection_timeout"),
         (StreamEnded("the server has been silent for 10 s"), "connection_closed"),
-        (ProtocolError("a message ends too early"), "protocol_error"),
+        (DecodeError("a message ends too early"), "protocol_error"),
         (RuntimeError("surprise"), "unknown"),
     ],
 )

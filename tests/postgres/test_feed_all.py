@@ -21,11 +21,13 @@ from tests.postgres.recording import (
     update,
 )
 
-from moored.postgres import ProtocolError
-from moored.postgres._assembler import Assembler
-from moored.postgres._body import Body, Shelf
-from moored.postgres._transaction import Committed
+from moored.postgres import DecodeError
+from moored.postgres.decode._assembler import Assembler
+from moored.postgres.decode._body import Body, Shelf
+from moored.postgres.decode._transaction import Committed
 from moored.testing import scaled
+
+pytestmark = pytest.mark.pure
 
 often = settings(max_examples=scaled(1_000, least=50), deadline=None)
 KEEPALIVE = struct.pack("!cQqB", b"k", 0x2000, 0, 0)
@@ -120,5 +122,5 @@ def test_what_came_before_a_wrong_message_is_not_lost(wrong: bytes, more: list[b
     assert [each.xid for each in done] == [700, 701]
     assert place == len(messages)
     for _ in range(2):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(DecodeError):
             assembler.feed_all(batch, place)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import struct
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moored.postgres import ProtocolError
-from moored.postgres._frames import Frames, framed
+from moored.postgres import DecodeError
+from moored.postgres.stream import _frames
+from moored.postgres.stream._frames import CopyFrames, framed
 from moored.testing import scaled
+
+pytestmark = pytest.mark.pure
 
 often = settings(max_examples=scaled(1_000, least=50), deadline=None)
 contents = st.lists(st.binary(max_size=300), max_size=20)
@@ -33,13 +37,14 @@ def in_pieces(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @often
-@given(contents, st.lists(st.integers(min_value=0), max_size=30))
+@given(contents, st.lists(st.integers(min_value=0), max_size=30), st.sampled_from([6, 20, 2**20]))
 def test_messages_are_the_same_however_the_bytes_come(
-    messages: list[bytes], places: list[int]
+    messages: list[bytes], places: list[int], long: int
 ) -> None:
     line = b"".join(map(framed, messages))
-    frames = Frames()
-    found = [message for piece in in_pieces(line, places) for message in frames.cut(piece)]
+    frames = CopyFrames()
+    with mock.patch.object(_frames, "_LONG", long):
+        found = [message for piece in in_pieces(line, places) for message in frames.cut(piece)]
     assert found == messages
     assert frames.ended is None
 
@@ -47,11 +52,11 @@ def test_messages_are_the_same_however_the_bytes_come(
 @often
 @given(st.binary(max_size=100), st.lists(st.integers(min_value=0), max_size=10))
 def test_whatever_comes_is_a_message_or_an_error(data: bytes, places: list[int]) -> None:
-    whole, parts = Frames(), Frames()
+    whole, parts = CopyFrames(), CopyFrames()
     try:
         wanted = whole.cut(data)
-    except ProtocolError:
-        with pytest.raises(ProtocolError):
+    except DecodeError:
+        with pytest.raises(DecodeError):
             _ = [parts.cut(piece) for piece in in_pieces(data, places)]
         return
     assert [message for piece in in_pieces(data, places) for message in parts.cut(piece)] == wanted
@@ -60,26 +65,26 @@ def test_whatever_comes_is_a_message_or_an_error(data: bytes, places: list[int])
 
 def test_a_long_message_is_put_together() -> None:
     message = bytes(range(256)) * 20_000
-    line, frames = framed(message) + framed(b"after"), Frames()
+    line, frames = framed(message) + framed(b"after"), CopyFrames()
     pieces = [line[at : at + 10_000] for at in range(0, len(line), 10_000)]
     assert [found for piece in pieces for found in frames.cut(piece)] == [message, b"after"]
 
 
 def test_an_error_ends_the_stream_after_what_came_before_it() -> None:
-    frames = Frames()
+    frames = CopyFrames()
     said = fields(S="FATAL", C="57P01", M="terminating connection due to administrator command")
     assert frames.cut(framed(b"last") + other(b"E", said)) == [b"last"]
     assert frames.ended == "terminating connection due to administrator command"
 
 
 def test_the_server_may_end_the_stream_without_an_error() -> None:
-    frames = Frames()
+    frames = CopyFrames()
     assert frames.cut(other(b"c") + other(b"C", b"COPY 0\0") + other(b"Z", b"I")) == []
     assert frames.ended == "the server ended the stream"
 
 
 def test_what_the_server_says_beside_the_stream() -> None:
-    frames = Frames()
+    frames = CopyFrames()
     line = other(b"S", b"TimeZone\0UTC\0") + other(b"N", fields(C="55000", M="skipped"))
     assert frames.cut(line + framed(b"next")) == [b"next"]
     assert frames.notice == ("55000", "skipped")
@@ -92,6 +97,6 @@ def test_what_the_server_says_beside_the_stream() -> None:
     ids=["short", "empty", "endless", "too long", "unknown"],
 )
 def test_what_is_no_message(line: bytes) -> None:
-    frames = Frames()
-    with pytest.raises(ProtocolError, match="message of"):
+    frames = CopyFrames()
+    with pytest.raises(DecodeError, match="message of"):
         frames.cut(framed(b"before") + line)

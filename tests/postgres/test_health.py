@@ -7,15 +7,17 @@ import itertools
 import pytest
 
 from moored.kernel import Condition
-from moored.postgres._health import (
+from moored.postgres.manage._pools import pool_sizes
+from moored.postgres.report._health import (
     CONDITIONS,
-    Connection,
+    ConnectionState,
     Health,
     Persistent,
     Status,
     status_of,
 )
-from moored.postgres._pools import pool_sizes
+
+pytestmark = pytest.mark.pure
 
 
 def conditions(*met: str) -> dict[str, Condition]:
@@ -39,7 +41,7 @@ def test_the_conditions_are_the_seven() -> None:
 
 
 def test_without_the_lock_it_waits() -> None:
-    assert of().conn is Connection.WAITING_ON_LOCK
+    assert of().conn is ConnectionState.WAITING_ON_LOCK
     assert of().health is Health.WAITING
 
 
@@ -49,7 +51,7 @@ def test_a_standby_that_has_not_read_its_state_is_starting() -> None:
 
 
 def test_with_all_it_is_active() -> None:
-    assert of(*CONDITIONS) == Status(Connection.UP, Persistent.UP)
+    assert of(*CONDITIONS) == Status(ConnectionState.UP, Persistent.UP)
     assert of(*CONDITIONS).health is Health.ACTIVE
 
 
@@ -66,8 +68,8 @@ def test_with_nothing_but_a_pool_missing_it_is_degraded_and_with_anything_else_i
         for missing in map(set, itertools.combinations(CONDITIONS, number)):
             status = of(*(set(CONDITIONS) - missing))
             assert (status.health is Health.DEGRADED) == (bool(missing) and missing <= POOLS)
-            # What the seed's two values say stays as it is.
-            assert (status.conn is Connection.UP) == missing.isdisjoint(
+            # The two values that load balancers rely on stay as they are.
+            assert (status.conn is ConnectionState.UP) == missing.isdisjoint(
                 {*POOLS, "pg_lock_acquired", "replication_client_ready", "integrity_checks_passed"}
             )
 

@@ -23,12 +23,16 @@ from moored.postgres import (
     Reset,
     Transaction,
 )
-from moored.postgres._assembler import Assembler
-from moored.postgres._body import Body, Shelf
-from moored.postgres._hub import Hub
-from moored.postgres._setup import Findings
-from moored.postgres._store import StateStore
-from moored.postgres._transaction import Committed
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._store import StateStore
+from moored.postgres.decode._assembler import Assembler
+from moored.postgres.decode._body import Body, Shelf
+from moored.postgres.decode._transaction import Committed
+from moored.postgres.server._setup import Findings
+
+from .server import confirm_all
+
+pytestmark = pytest.mark.pure
 
 HISTORY = History("1", 1)
 LIMIT = 30.0
@@ -39,6 +43,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     """One with a stream that has begun."""
     store = StateStore(tmp_path / "state.db")
     made = Hub(store, Recorder())
+    made.on_tables = lambda: confirm_all(made)
     made.begin(HISTORY, 1000)
     yield made
     store.close()
@@ -170,6 +175,89 @@ async def test_whoever_is_dropped_while_it_is_here_is_told(hub: Hub) -> None:
     hub.attach("search")  # and may come back, as a new one
 
 
+async def test_who_comes_back_gets_the_same_again_without_a_new_stream(hub: Hub) -> None:
+    rewinds = []
+    hub.on_rewind = lambda: rewinds.append(True)
+    for attempt in range(3):
+        async with hub.attach("search") as changes:
+            if not attempt:
+                apply(hub, 1100, 1200, 1300)
+            first, second = await following(changes), await following(changes)
+            assert [first.position.lsn, second.position.lsn] == [1100, 1200]
+            if attempt == 1:
+                await second.ack()  # not the first: both come again
+        apply(hub, 1400 + attempt)  # while it is away
+    async with hub.attach("search") as changes:
+        found = [int((await following(changes)).position.lsn) for _ in range(6)]
+        assert found == [1100, 1200, 1300, 1400, 1401, 1402]
+    assert not rewinds
+
+
+async def test_what_was_given_before_a_new_stream_comes_again_after_it(hub: Hub) -> None:
+    changes = hub.attach("search")
+    apply(hub, 1100, 1200)
+    await following(changes)
+    hub.begin(HISTORY, 1000)
+    apply(hub, 1100, 1200, 1300)
+    await changes.aclose()
+    back = hub.attach("search")
+    found = [int((await following(back)).position.lsn) for _ in range(3)]
+    assert found == [1100, 1200, 1300]
+
+
+@pytest.mark.parametrize("start", [None, 1000])
+async def test_who_needs_more_than_is_kept_gets_a_new_stream(
+    tmp_path: Path, start: int | None
+) -> None:
+    store = StateStore(tmp_path / "state.db")
+    hub = Hub(store, Recorder())
+    hub.pressure.queue_length = 2
+    hub.begin(HISTORY, 1000)
+    rewinds = []
+    hub.on_rewind = lambda: rewinds.append(True)
+    async with hub.attach("search") as changes:
+        apply(hub, *((1100, 1200, 1300) if start is None else (1100,)))
+    async with hub.attach("search", start=None if start is None else at(start)) as changes:
+        assert rewinds == [True]
+        assert not changes._queue
+        apply(hub, 1400)  # too early for it
+    changes = hub.attach("search")  # it has missed one by now
+    assert len(rewinds) == 2
+    assert not changes._queue
+    hub.begin(HISTORY, 1000)
+    apply(hub, 1100)
+    assert (await following(changes)).position.lsn == 1100
+    store.close()
+
+
+async def test_what_came_while_a_new_stream_was_waited_for_comes_again(hub: Hub) -> None:
+    async with hub.attach("search"):
+        apply(hub, 1100)
+    await hub.drop("search", "too much")
+    apply(hub, 1200)
+    async with hub.attach("search") as changes:
+        assert await reset_of(changes) == "too much"
+        await hub.understood(changes, Reset("too much"))
+        apply(hub, 1300)  # too early for it
+    back = hub.attach("search")
+    assert not back._queue
+    hub.begin(HISTORY, 1000)
+    apply(hub, 1100, 1200, 1300)
+    assert [int((await following(back)).position.lsn) for _ in range(2)] == [1200, 1300]
+
+
+async def test_nothing_comes_after_a_reset_before_the_reset_was_told(hub: Hub) -> None:
+    changes = hub.attach("search")
+    await hub.reset("restored")
+    hub.begin(HISTORY, 900)
+    apply(hub, 950)
+    assert not changes._queue  # its tables were not confirmed yet
+    confirm_all(hub)
+    apply(hub, 960)
+    assert await reset_of(changes) == "restored"
+    assert (await following(changes)).position.lsn == 960
+
+
 # -- several tasks, one consumer -----------------------------------------------------------------
 
 
@@ -200,21 +288,20 @@ async def test_what_somebody_was_woken_for_who_is_cancelled_is_the_next_ones(hub
 
 async def test_who_pauses_the_reading_is_known(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
-    hub = Hub(store, Recorder(), queue_length=2)
+    hub = Hub(store, Recorder())
+    hub.pressure.queue_length = 2
     hub.begin(HISTORY, 1000)
     dead, quick = hub.attach("dead"), hub.attach("quick")
-    assert hub.paused_by == []
     apply(hub, 1100, 1200, 1300)
     for _ in range(3):
         await following(quick)
     assert hub.full
-    assert hub.paused_by == ["dead"]
     found = hub.consumers()
     assert (found["dead"]["queued"], found["dead"]["full"]) == (3, True)
     assert (found["quick"]["queued"], found["quick"]["full"]) == (0, False)
     assert found["dead"]["queued_bytes"] == 0  # there is nothing in them
     del dead
-    assert hub.paused_by == []
+    assert not hub.pressure.stalled
     await asyncio.wait_for(hub.room(), LIMIT)
     store.close()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moored.postgres._lag import EVERY, MOST, Lag
+from moored.postgres.stream._lag import EVERY, MOST, Lag
+
+pytestmark = pytest.mark.pure
 
 
 class Stream:

@@ -6,10 +6,13 @@ import asyncio
 
 import pytest
 
-from moored.postgres import Changes, Postgres, Transaction, _link
+from moored.postgres import Changes, Postgres, Transaction
+from moored.postgres.stream import _link
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, following, ids, one, published, until, walsender
+
+pytestmark = pytest.mark.every_loop
 
 
 @pytest.fixture(params=["line", "libpq"], autouse=True)

@@ -8,15 +8,17 @@ from functools import partial
 import pytest
 
 from moored.kernel import Backoff, Clock, Machine
-from moored.postgres._faults import Diagnosis, Verdict
-from moored.postgres._health import CONDITIONS
-from moored.postgres._manager_core import Act, Action, ManagerCore, Role, Timer
-from moored.postgres._phases import CHART
-from moored.postgres._setup import Step
+from moored.postgres.manage._manager_core import Act, Action, ManagerCore, Role, Timer
+from moored.postgres.report._health import CONDITIONS
+from moored.postgres.report._phases import CHART
+from moored.postgres.server._faults import Diagnosis, FaultVerdict
+from moored.postgres.server._setup import Step
 
-LOST = Diagnosis("connection_closed", Verdict.RETRY, "the connection was closed", "")
-WRONG = Diagnosis("invalid_username_or_password", Verdict.FATAL, "wrong password", "check it")
-GONE = Diagnosis("database_slot_invalidated", Verdict.DROP_SLOT, "the slot is gone", "")
+pytestmark = pytest.mark.pure
+
+LOST = Diagnosis("connection_closed", FaultVerdict.RETRY, "the connection was closed", "")
+WRONG = Diagnosis("invalid_username_or_password", FaultVerdict.FATAL, "wrong password", "check it")
+GONE = Diagnosis("database_slot_invalidated", FaultVerdict.DROP_SLOT, "the slot is gone", "")
 
 CLIENT_STEPS = (
     Step.CONNECTED,
@@ -78,14 +80,14 @@ def test_the_way_from_the_start_to_streaming_is_the_declared_one() -> None:
     ]
 
 
-def test_waiting_for_the_lock_is_told_and_looked_at_every_ten_seconds() -> None:
+def test_waiting_for_the_lock_is_looked_at_after_a_second_then_every_ten() -> None:
     made = core()
     made.start()
     actions = made.client_at(Step.ACQUIRE_LOCK)
     assert Action(Act.TELL, "waiting_for_connection_lock") in actions
-    assert Action(Act.SET_TIMER, "lock", 10.0) in actions
+    assert Action(Act.SET_TIMER, "lock", 1.0) in actions
     again = made.timer(Timer.LOCK)
-    assert acts(again) == [Act.BREAK_LOCK, Act.SET_TIMER]
+    assert again == [Action(Act.BREAK_LOCK), Action(Act.SET_TIMER, "lock", 10.0)]
 
 
 def test_with_the_lock_its_timer_ends_and_the_condition_holds() -> None:
@@ -185,12 +187,26 @@ def test_a_pool_that_refills_is_no_failure() -> None:
     assert made.pool_ready(Role.SNAPSHOT) == [Action(Act.SET, "snapshot_connection_pool_ready")]
 
 
-@pytest.mark.parametrize("step", ["start_replication_client:connecting", "streaming"])
-def test_what_trying_again_cannot_mend_stops_it_with_the_text(step: str) -> None:
+@pytest.mark.parametrize("step", ["start_replication_client:connecting", "start_shapes_supervisor"])
+def test_what_trying_again_cannot_mend_stops_it_before_it_was_active(step: str) -> None:
     actions = to(step).client_failed(WRONG)
     assert acts(actions) == [Act.TELL, Act.GIVE_UP]
     assert actions[0].name == "config_error"
     assert actions[1].detail == "wrong password: check it"
+
+
+def test_nothing_is_final_after_it_was_active() -> None:
+    made = to("streaming")
+    assert acts(made.client_failed(WRONG)) == [Act.TELL, Act.RESTART]
+    made.start("again")
+    assert Action(Act.SET_TIMER, "retry", 2.0) in made.client_failed(WRONG)
+    assert acts(made.subsystem_failed(WRONG)) == [Act.TELL, Act.RESTART]
+
+
+def test_a_pool_that_is_refused_does_not_end_a_stream_that_works() -> None:
+    assert to("streaming").pool_failed(Role.ADMIN, WRONG) == [
+        Action(Act.CLEAR, "admin_connection_pool_ready", detail="wrong password: check it")
+    ]
 
 
 def test_a_stream_that_begins_again_gives_the_lock_away_and_says_so_first() -> None:
@@ -221,3 +237,10 @@ def test_the_waits_grow_to_ten_seconds() -> None:
         waits.append(made.backoff._base)
         made.timer(Timer.RETRY)
     assert waits[-1] == 10.0
+
+
+@pytest.mark.parametrize("step", ["start_shapes_supervisor", "streaming"])
+def test_a_first_message_counts_only_while_it_is_waited_for(step: str) -> None:
+    made = to(step)
+    assert made.first_message() == []
+    assert made.machine.step == step

@@ -6,22 +6,23 @@ in `_manager_watcher`; here are the schedules, and the defects that they must no
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from tests.logs import silent
 
 from moored.kernel import StatusMonitor
-from moored.postgres._hub import Hub
-from moored.postgres._integrity import Integrity
-from moored.postgres._manager import Manager
-from moored.postgres._manager_core import Act, Action, Actions, ManagerCore, Timer
-from moored.postgres._positions import Positions
-from moored.postgres._progress import Progress
-from moored.postgres._setup import Setup, Step
-from moored.postgres._wire import Keepalive
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._integrity import Integrity
+from moored.postgres.consume._progress import Progress
+from moored.postgres.decode._wire import PrimaryKeepalive
+from moored.postgres.manage._manager import Manager
+from moored.postgres.manage._manager_core import Act, Action, Actions, ManagerCore, Timer
+from moored.postgres.server._setup import Setup, Step
+from moored.postgres.stream._positions import Positions
 from moored.testing import Mutant, assert_caught, base_seed, mutant, run_one, scaled, simulate
 
 from ._manager_seams import a_bad_day, seams
@@ -43,6 +44,10 @@ def test_five_thousand_bad_days(part: int) -> None:
     assert report.distinct == report.schedules
 
 
+def test_bad_days_with_timers_that_fire_early_and_late() -> None:
+    simulate(a_bad_day, scaled(500, least=20), first_seed=base_seed(), timer_slack=0.002)
+
+
 def test_the_days_are_bad_enough() -> None:
     """Every kind of trouble, every step and every way to fail is met within a few dozen."""
     saw: Counter[str] = Counter()
@@ -54,6 +59,7 @@ def test_the_days_are_bad_enough() -> None:
         "client failed: DROP_SLOT",
         "client failed: GIVE_UP",
         "a consumer crashed",
+        "a full disk",
         "a fatal end",
         "a reset was told",
         "it slept",
@@ -100,7 +106,7 @@ def _flushes_what_was_seen(self: Hub) -> int:
     return self.seen or 0
 
 
-def _flushes_inside(self: Positions, keepalive: Keepalive, *, inside: bool) -> bool:
+def _flushes_inside(self: Positions, keepalive: PrimaryKeepalive, *, inside: bool) -> bool:
     """A keepalive in the middle of a transaction is taken for one after it."""
     return _keepalive(self, keepalive, inside=False)
 
@@ -135,13 +141,11 @@ def _tries_anything_in_place(self: ManagerCore, *args: object) -> Actions:
 
 async def _waits_for_ever(self: Manager) -> None:
     """Every part is waited for until it has ended, however long that takes."""
-    for timer in list(self._timers):
-        self._cancel_timer(timer)
+    self._timers.cancel_all()
     self._clear_conditions("it stops")
-    for task in list(self._tasks.values()):
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+    for life in list(self._parts._supervisor._lives.values()):
+        life.child = replace(life.child, shutdown=math.inf)
+        await self._parts.stop(life.name)
 
 
 async def _tells_before_it_keeps(self: Hub, told: int) -> None:

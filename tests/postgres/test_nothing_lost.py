@@ -10,12 +10,14 @@ commit was cut short is looked up there after the reconnect, and so its writer k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,15 @@ import pytest
 from psycopg import sql
 
 from moored.embedded import EmbeddedPostgres
+from moored.postgres import Postgres, _postgres
+from moored.postgres.manage import _manager
 from moored.testing import FaultProxy, base_seed, scaled
 
 from .consumer_program import LEDGER, checksum, line
+from .mirror import Mirror, mirroring
 from .server import ConsumerProcess, connected, one, published, through, until
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 TABLES = ("accounts", "items", "notes")
 WRITERS = 3
@@ -66,6 +71,86 @@ async def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
         assert applied == [(place, named, named) for place, named in truth]
         assert copied == rows
         assert first_deliveries(plain) == [f"{place} {named} {named}" for place, named in truth]
+
+
+async def test_nothing_is_lost_whatever_is_done_to_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirror copies the table at each `Reset`, and believes every change in between."""
+    monkeypatch.setattr(_manager, "WATCH_EVERY", 0.2)
+    monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
+    rng = random.Random(base_seed())
+    async with EmbeddedPostgres() as server, connected(server.url) as conn:
+        await conn.execute(f"create table orders {COLUMNS}")
+        async with (
+            Postgres(server.url, state_dir=tmp_path, pool_size=2, stream_id="m") as pg,
+            mirroring(pg, server.url) as mirror,
+        ):
+            await pg.wait_until_published("orders", timeout=CATCH_UP)
+            over = asyncio.Event()
+            writer = asyncio.create_task(write_rows(server.url, over))
+            number = scaled(40, least=len(TABLE_FAULTS))
+            for fault in itertools.islice(itertools.cycle(shuffled(TABLE_FAULTS, rng)), number):
+                await asyncio.sleep(rng.uniform(0.0, 0.4))
+                resets = len(mirror.resets)
+                try:
+                    for statement in fault:
+                        await conn.execute(statement.encode())
+                    if rng.random() < 0.5:
+                        await conn.execute(
+                            "select pg_terminate_backend(pid) from pg_stat_activity "
+                            "where backend_type = 'walsender'"
+                        )
+                except psycopg.errors.UndefinedObject:
+                    continue  # it was taken out, and is not put back yet
+                await until(partial(was_told, mirror, resets), CATCH_UP)
+            over.set()
+            assert await writer > 50
+            await until(mirror.agrees, CATCH_UP)
+            assert len(mirror.resets) >= len(TABLE_FAULTS)
+
+
+COLUMNS = "(id bigint primary key, name text)"
+TABLE_FAULTS = (
+    ("begin; drop table orders; create table orders " + COLUMNS + "; commit",),
+    ("drop table orders", "create table orders " + COLUMNS),
+    (
+        "drop table if exists orders_old; drop table if exists orders_new; "
+        "create table orders_new (like orders including all); "
+        "insert into orders_new select * from orders limit 5",
+        "begin; alter table orders rename to orders_old; "
+        "alter table orders_new rename to orders; commit",
+    ),
+    ("alter publication moored_publication_m drop table orders",),
+    ("alter publication moored_publication_m set (publish = 'insert')",),
+)
+
+
+def shuffled(faults: tuple[Any, ...], rng: random.Random) -> list[Any]:
+    return rng.sample(faults, len(faults))
+
+
+async def was_told(mirror: Mirror, before: int) -> bool:
+    return len(mirror.resets) > before
+
+
+async def write_rows(url: str, over: asyncio.Event) -> int:
+    """Insert, update and delete, whatever becomes of the table; return how many were committed."""
+    done = 0
+    async with connected(url) as conn:
+        for number in itertools.count():
+            if over.is_set():
+                return done
+            with contextlib.suppress(psycopg.errors.UndefinedTable):
+                await conn.execute(
+                    f"begin; insert into orders values ({number}, 'new'); "
+                    f"update orders set name = 'changed' where id % 7 = {number % 7}; "
+                    f"delete from orders where id = {number - 20}; commit".encode()
+                )
+                done += 1
+                continue
+            await conn.execute("rollback")
+    return done
 
 
 # -- what is true --------------------------------------------------------------------------------

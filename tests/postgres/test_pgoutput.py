@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.postgres.recording import begin, commit, relation, text
 
-from moored.postgres import Column, Lsn, ProtocolError, Relation, ReplicaIdentity
-from moored.postgres._pgoutput import (
+from moored.postgres import Column, DecodeError, Lsn, Relation, ReplicaIdentity
+from moored.postgres.decode._pgoutput import (
     Begin,
     BeginPrepare,
     Commit,
@@ -31,6 +31,8 @@ from moored.postgres._pgoutput import (
     parse,
     time_of,
 )
+
+pytestmark = pytest.mark.pure
 
 #: 2001-01-01, in microseconds since 2000, and as a time.
 YEAR = 366 * 86_400_000_000
@@ -205,26 +207,26 @@ def test_every_message_that_is_too_short(data: bytes, streamed: bool) -> None:
     # An abort without its place is a shorter message, not a broken one.
     complete = {9} if data[:1] == b"A" else set()
     for size in set(range(len(data))) - complete:
-        with pytest.raises(ProtocolError):
+        with pytest.raises(DecodeError):
             parse(data[:size], 0, streamed=streamed)
 
 
 @every_message
 def test_every_message_that_is_too_long(data: bytes, streamed: bool) -> None:
     for extra in (b"\0", b"\0" * 5, b"x" * 100):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(DecodeError):
             parse(data + extra, 0, streamed=streamed)
 
 
 def test_only_known_first_bytes_are_messages() -> None:
     known = {data[0] for data, _ in ALL.values()}
     for byte in set(range(256)) - known:
-        with pytest.raises(ProtocolError, match=f"{byte:#04x}"):
+        with pytest.raises(DecodeError, match=f"{byte:#04x}"):
             parse(bytes([byte]) + bytes(60), 0, streamed=False)
 
 
 def test_an_empty_message() -> None:
-    with pytest.raises(ProtocolError, match="begins with nothing"):
+    with pytest.raises(DecodeError, match="begins with nothing"):
         parse(b"", 0, streamed=False)
 
 
@@ -240,22 +242,22 @@ def test_an_empty_message() -> None:
     ],
 )
 def test_a_text_that_is_not_utf_8(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="not UTF-8"):
+    with pytest.raises(DecodeError, match="not UTF-8"):
         parse(data, 0, streamed=False)
 
 
 def test_a_text_without_an_end() -> None:
-    with pytest.raises(ProtocolError, match="has no end"):
+    with pytest.raises(DecodeError, match="has no end"):
         parse(b"O" + PLACES[:8] + b"upstream", 0, streamed=False)
 
 
 def test_an_unknown_replica_identity() -> None:
-    with pytest.raises(ProtocolError, match="unknown replica identity 0x78"):
+    with pytest.raises(DecodeError, match="unknown replica identity 0x78"):
         parse(relation([("id", 20)], identity=b"x"), 0, streamed=False)
 
 
 def test_two_columns_of_one_name() -> None:
-    with pytest.raises(ProtocolError, match="two columns of one name"):
+    with pytest.raises(DecodeError, match="two columns of one name"):
         parse(relation([("id", 20), ("id", 25)]), 0, streamed=False)
 
 
@@ -266,14 +268,14 @@ def test_sizes_that_are_outside_of_the_message() -> None:
         b"M\x01" + PLACES[:8] + b"app\0\xff\xff\xff\xffx",
         b"R\x00\x00\x40\x01public\0t\0d\xff\xff",
     ):
-        with pytest.raises(ProtocolError, match="too early"):
+        with pytest.raises(DecodeError, match="too early"):
             parse(data, 0, streamed=False)
 
 
 def test_a_time_outside_of_the_calendar() -> None:
-    with pytest.raises(ProtocolError, match="is no time"):
+    with pytest.raises(DecodeError, match="is no time"):
         parse(b"b" + PLACES + b"\x7f" + b"\xff" * 7 + XID + b"gid\0", 0, streamed=False)
-    with pytest.raises(ProtocolError, match="is no time"):
+    with pytest.raises(DecodeError, match="is no time"):
         time_of(-(2**63))
 
 

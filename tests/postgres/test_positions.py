@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -14,13 +15,15 @@ from hypothesis.stateful import (
 
 from moored.postgres import Lsn
 from moored.postgres._lsn import LAST
-from moored.postgres._positions import Positions
-from moored.postgres._wire import Keepalive
+from moored.postgres.decode._wire import PrimaryKeepalive
+from moored.postgres.stream._positions import Positions
 from moored.testing import scaled
+
+pytestmark = pytest.mark.pure
 
 
 def keepalive(positions: Positions, end: int, *, inside: bool = False, reply: bool = False) -> bool:
-    return positions.keepalive(Keepalive(Lsn(end), reply), inside=inside)
+    return positions.keepalive(PrimaryKeepalive(Lsn(end), reply), inside=inside)
 
 
 def test_a_transaction_is_received_at_once_and_flushed_when_it_is_acknowledged() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moored.postgres._progress import Progress
+from moored.postgres.consume._progress import Progress
+
+pytestmark = pytest.mark.pure
 
 
 def test_a_gap_holds_back_what_was_acknowledged_behind_it() -> None:

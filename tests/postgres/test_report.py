@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moored.postgres import Postgres, PostgresError
-from moored.postgres._explain import EXPLAINED, explain
-from moored.postgres._health import Health
-from moored.postgres._phases import CHART
+from moored.postgres.consume import _backpressure
 from moored.postgres.prometheus import COUNTERS, GAUGES, PREFIX, PostgresCollector
+from moored.postgres.report._explain import EXPLAINED, explain
+from moored.postgres.report._health import Health
+from moored.postgres.report._phases import CHART, WORDS
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, connected, following, quicken, until, walsender
@@ -84,6 +85,46 @@ async def test_lag_and_consumers_follow_what_is_acknowledged(make: MakePostgres,
         assert pg.statistics()["consumers"]["search"]["outstanding"] == 0
 
 
+async def test_explain_names_who_is_away_and_who_must_begin_anew(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        away = pg.changes("away", tables=["orders"])
+        here = pg.changes("here", tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await away.aclose()
+        await sql.execute("insert into orders values (1, 'x')")
+        taken = await following(here)
+        assert "'here' is away" not in pg.explain()
+        await taken.ack()
+        text = pg.explain()
+        assert "the consumer 'away' is away, and the server keeps the log" in text
+        assert "drop_consumer('away')" in text
+        await pg._hub.drop("away", "too much was kept for it")
+        assert "'away' must begin anew" in pg.explain()
+        assert "too much was kept for it" in pg.explain()
+
+
+async def test_a_consumer_that_takes_nothing_makes_it_degraded(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backpressure, "STALLED_AFTER", 0.0)
+    async with make() as pg:
+        hung = pg.changes("hung", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        assert pg.health is Health.ACTIVE
+        pg._hub.pressure.queue_length = 0
+        await sql.execute("insert into orders values (1, 'x')")
+
+        async def degraded() -> bool:
+            return pg.health is Health.DEGRADED and pg.machine.step == "streaming"
+
+        await until(degraded)
+        assert "what is queued for 'hung' is not taken" in pg.explain()
+        await following(hung)
+        assert pg.health is Health.ACTIVE
+
+
 async def _caught_up(pg: Postgres) -> bool:
     lag = pg.statistics()["lag"]
     return lag is not None and lag["seconds"] == 0.0
@@ -94,7 +135,8 @@ async def test_the_slot_is_looked_at_soon(make: MakePostgres, sql: Sql) -> None:
         await pg.wait_until_active(LIMIT)
 
         async def looked() -> bool:
-            return pg.statistics()["slot"]["retained"] is not None
+            # The first look may come before the server has begun to send.
+            return pg.statistics()["slot"]["active_pid"] is not None
 
         await until(looked)
         slot = pg.statistics()["slot"]
@@ -119,7 +161,7 @@ async def test_what_was_received_is_counted_over_all_connections(
         assert now["event_counts"]["connection_error"] >= 2
 
 
-async def test_also_when_the_stream_begins_again_within_one_life(
+async def test_a_consumer_that_comes_back_needs_no_other_connection(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
@@ -131,7 +173,18 @@ async def test_also_when_the_stream_begins_again_within_one_life(
         changes = pg.changes(tables=["orders"])
         await following(changes)
         now = pg.statistics()
-        assert (now["transactions"], now["connects"], now["restarts"]) == (2, 2, 0)
+        assert (now["transactions"], now["connects"], now["restarts"]) == (1, 1, 0)
+        # Only when more waits for it than is kept here is there another stream.
+        pg._hub.pressure.queue_length = 0
+        await sql.execute("insert into orders values (2, 'x')")
+        await following(changes)
+        await changes.aclose()
+        pg._hub._backlogs["default"].complete = False
+        changes = pg.changes(tables=["orders"])
+        await following(changes)
+        now = pg.statistics()
+        assert (now["connects"], now["restarts"]) == (2, 0)
+        assert now["transactions"] >= 2
 
 
 async def _cut(pg: Postgres, sql: Sql) -> None:
@@ -160,7 +213,7 @@ async def test_while_it_pauses_before_a_new_life_it_does_not_say_that_it_streams
 
 
 async def test_a_wait_for_the_lock_that_fails_is_told(make: MakePostgres, sql: Sql) -> None:
-    """As the seed's `failed_to_acquire_connection_lock`; then it is tried again."""
+    """The event `failed_to_acquire_connection_lock` is reported, and the lock is tried again."""
     async with connected(make().settings.database_url) as other, make() as pg:
         await other.execute("select pg_advisory_lock(hashtext(%s))", (pg.settings.slot_name,))
 
@@ -225,7 +278,8 @@ def base(**more: Any) -> dict[str, Any]:
         "fatal": None,
         "lag": None,
         "flushed": "0/1",
-        "events": [],
+        "outage": None,
+        "last_outage": None,
         "consumers": {},
         "pools": {},
         "slot": {"name": "moored_slot_default"},
@@ -239,18 +293,28 @@ def base(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("health", [health.value for health in Health])
 def test_there_is_something_to_say_of_everything(step: str, health: str) -> None:
     head, *rest = explain(base(step=step, health=health)).splitlines()
-    assert head == f"{health}, at {step.replace(':', ' / ')} for 14 s"
+    assert head == f"{health}: {WORDS[step]} for 14 s"
     assert rest[-1].startswith("  so       ")
     assert all(re.match(r"  (because|so     )  \S", line) for line in rest)
 
 
-def test_between_two_tries_the_last_error_is_the_reason() -> None:
-    error = {"name": "connection_error", "detail": "nobody listens; next try in 2.0 s"}
-    lines = explain(base(step="start_replication_client", events=[error])).splitlines()
-    assert lines[1] == "  because  nobody listens; next try in 2.0 s"
-    old = [error, {"name": "connection_lock_acquired", "detail": ""}]
-    lines = explain(base(step="start_replication_client", events=old)).splitlines()
-    assert lines[1] == "  because  it was told to"
+OUTAGE = {"cause": "hung up", "last": "refused", "began": 1e9, "failures": 3, "took": 14.0}
+
+
+def test_between_two_tries_the_last_failure_is_the_reason() -> None:
+    outage = {**OUTAGE, "next_try": 2.0}
+    now = base(step="start_replication_client", outage=outage, last_outage=OUTAGE)
+    assert explain(now).splitlines()[1:] == [
+        "  because  refused (3 failures in 14 s); it began with: hung up",
+        "  so       it tries again by itself, in 2.0 s",
+    ]
+
+
+def test_after_an_outage_it_is_told_when_it_was_and_how_long_it_took() -> None:
+    lines = explain(base(health="active", last_outage=OUTAGE)).splitlines()
+    assert lines[-2] == (
+        "  before   from 2001-09-09 01:46:40 UTC it was down for 14 s, 3 failures: hung up"
+    )
 
 
 def test_a_pool_that_is_short_is_named_with_its_error() -> None:

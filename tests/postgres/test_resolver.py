@@ -14,10 +14,11 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from moored.postgres import ConfigurationError, Postgres, _resolver
-from moored.postgres._faults import Verdict, diagnose
-from moored.postgres._health import Health
-from moored.postgres._resolver import TRIAL, Resolver
+from moored.postgres import ConfigurationError, Postgres
+from moored.postgres.report._health import Health
+from moored.postgres.server import _resolver
+from moored.postgres.server._faults import FaultVerdict, diagnose
+from moored.postgres.server._resolver import TRIAL, Resolver
 from moored.testing import FaultProxy
 
 from .conftest import MakePostgres, Sql
@@ -149,7 +150,7 @@ async def test_no_address_answers(streamed_url: str, name: Name) -> None:
             await Resolver(timeout=2.0).conninfo(by_name(streamed_url))
         assert (one.statistics().accepted, other.statistics().accepted) == (1, 1)
     found = diagnose(caught.value)
-    assert (found.type, found.verdict) == ("connection_timeout", Verdict.RETRY)
+    assert (found.type, found.verdict) == ("connection_timeout", FaultVerdict.RETRY)
     assert "check the host, the port and the firewalls" in str(found)
 
 

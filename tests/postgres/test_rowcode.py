@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.postgres.recording import NULL, TOAST, Value, binary, row, texts
 
-from moored.postgres import UNCHANGED, Column, ProtocolError, Relation, ReplicaIdentity
-from moored.postgres import _rows as rows_module
-from moored.postgres._rowcode import MOST_COLUMNS
+from moored.postgres import UNCHANGED, Column, DecodeError, Relation, ReplicaIdentity
+from moored.postgres.decode import _rows as rows_module
+from moored.postgres.decode._rowcode import MOST_COLUMNS
 from moored.testing import scaled
+
+pytestmark = pytest.mark.pure
 
 often = settings(
     max_examples=scaled(1_000, least=50),
@@ -57,7 +59,7 @@ def outcome(read: Any, data: bytes, at: int) -> str:
     """What reading comes to, or that it is not possible."""
     try:
         return repr(read(data, at))
-    except (ProtocolError, IndexError, struct.error):
+    except (DecodeError, IndexError, struct.error):
         return "an error"
 
 
@@ -106,9 +108,9 @@ def test_a_row_that_ends_early_or_late(sample: list[Value]) -> None:
     relation = written(sample, *TYPES)
     message = b"N" + row(sample)
     for size in range(len(message)):
-        with pytest.raises((ProtocolError, IndexError, struct.error)):
+        with pytest.raises((DecodeError, IndexError, struct.error)):
             relation.whole(message[:size], 0)
-    with pytest.raises(ProtocolError, match="1 bytes more"):
+    with pytest.raises(DecodeError, match="1 bytes more"):
         relation.whole(message + b"x", 0)
 
 

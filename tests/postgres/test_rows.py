@@ -17,9 +17,9 @@ from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 from tests.postgres.recording import NULL, TOAST, Recorder, Value, binary, row, texts
 
-from moored.postgres import UNCHANGED, Column, ProtocolError, Relation, ReplicaIdentity
-from moored.postgres import _texts as written
-from moored.postgres._checks import SIZES
+from moored.postgres import UNCHANGED, Column, DecodeError, Relation, ReplicaIdentity
+from moored.postgres.decode import _texts as written
+from moored.postgres.decode._checks import SIZES
 from moored.testing import scaled, stress_threads
 
 INT4, INT8, TEXT, FLOAT8, NUMERIC, JSON, UUID = 23, 20, 25, 701, 1700, 114, 2950
@@ -139,9 +139,9 @@ def test_keys_alone() -> None:
 
 
 def test_a_wrong_number_of_columns() -> None:
-    with pytest.raises(ProtocolError, match=r"public\.t has 1 columns instead of 2"):
+    with pytest.raises(DecodeError, match=r"public\.t has 1 columns instead of 2"):
         read(table(INT4, INT4), int4(1))
-    with pytest.raises(ProtocolError, match=r"public\.t has 3 columns instead of 2"):
+    with pytest.raises(DecodeError, match=r"public\.t has 3 columns instead of 2"):
         read(table(INT4, INT4), int4(1), int4(2), int4(3))
 
 
@@ -150,7 +150,7 @@ def test_an_unknown_kind_of_value(first: Value) -> None:
     relation = table(INT4, TEXT)
     read(relation, first, *texts("a"))
     data = row([first, *texts("a")]).replace(b"t\0\0\0\1a", b"x\0\0\0\1a")
-    with pytest.raises(ProtocolError, match="unknown kind 0x78"):
+    with pytest.raises(DecodeError, match="unknown kind 0x78"):
         relation.row(data, 0)
 
 
@@ -159,13 +159,13 @@ def test_a_size_outside_of_the_message(size: int) -> None:
     relation = table(TEXT)
     read(relation, *texts("a"))
     for kind in (b"t", b"b"):
-        with pytest.raises(ProtocolError, match="ends outside of its message"):
+        with pytest.raises(DecodeError, match="ends outside of its message"):
             relation.row(b"\0\1" + kind + struct.pack("!I", size) + b"a", 0)
 
 
 def test_what_is_not_utf_8() -> None:
     for value in ((b"t", b"\xff"), (b"b", b"\xff")):
-        with pytest.raises(ProtocolError, match=r"public\.t\.c0 is not one of its type \(oid 25\)"):
+        with pytest.raises(DecodeError, match=r"public\.t\.c0 is not one of its type \(oid 25\)"):
             read(table(TEXT), value)
 
 
@@ -174,7 +174,7 @@ def test_what_is_not_utf_8() -> None:
     [(INT4, "one"), (FLOAT8, "x"), (JSON, "{"), (JSON, ""), (NUMERIC, "1,5"), (869, "host")],
 )
 def test_a_text_that_is_not_of_its_type(oid: int, value: str) -> None:
-    with pytest.raises(ProtocolError, match=rf"public\.t\.c1 is not one of its type \(oid {oid}\)"):
+    with pytest.raises(DecodeError, match=rf"public\.t\.c1 is not one of its type \(oid {oid}\)"):
         read(table(INT4, oid), *texts("1", value))
 
 
@@ -196,7 +196,7 @@ def test_arrays_with_quotes(text: str, wanted: object) -> None:
 )
 def test_an_array_whose_quotes_are_wrong(text: str) -> None:
     """The loader in C would write over the end of its memory."""
-    with pytest.raises(ProtocolError, match=r"c0 is not one of its type"):
+    with pytest.raises(DecodeError, match=r"c0 is not one of its type"):
         read(table(TEXTS), *texts(text))
 
 
@@ -205,7 +205,7 @@ def test_a_binary_value_of_the_wrong_size(oid: int) -> None:
     """The loaders would read memory that is not the value's."""
     for size in {0, 1, 3, SIZES[oid] - 1, SIZES[oid] + 1, 1000} - {SIZES[oid]}:
         relation = table(TEXT, oid)
-        with pytest.raises(ProtocolError, match=r"public\.t\.c1 is not one of its type"):
+        with pytest.raises(DecodeError, match=r"public\.t\.c1 is not one of its type"):
             read(relation, binary(b"x"), binary(bytes(size)))
 
 
@@ -286,7 +286,7 @@ def test_binary_values_made_of_parts(oid: int, data: bytes, wanted: object) -> N
 
 @pytest.mark.parametrize(("oid", "data"), UNSOUND.values(), ids=UNSOUND)
 def test_a_binary_value_that_is_not_of_its_type(oid: int, data: bytes) -> None:
-    with pytest.raises(ProtocolError, match=r"public\.t\.c0 is not one of its type"):
+    with pytest.raises(DecodeError, match=r"public\.t\.c0 is not one of its type"):
         read(table(oid), binary(data))
 
 
@@ -297,7 +297,7 @@ def test_a_binary_value_that_is_not_of_its_type(oid: int, data: bytes) -> None:
 def test_random_bytes_are_a_value_or_an_error(oid: int, data: bytes) -> None:
     try:
         (value,) = read(table(oid), binary(data))
-    except ProtocolError:
+    except DecodeError:
         return
     assert isinstance(value, str)
 
@@ -428,7 +428,7 @@ def test_other_values_of_such_a_row_and_of_later_rows_are_as_ever() -> None:
     relation = table(1082, INT4, JSON)
     assert read(relation, *texts("infinity", "1", "[1]")) == ["infinity", 1, [1]]
     assert read(relation, *texts("2020-02-03", "1", "[1]")) == [date(2020, 2, 3), 1, [1]]
-    with pytest.raises(ProtocolError, match=r"c1 is not one of its type"):
+    with pytest.raises(DecodeError, match=r"c1 is not one of its type"):
         read(relation, *texts("infinity", "one", "[1]"))
 
 

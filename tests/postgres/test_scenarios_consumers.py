@@ -19,10 +19,10 @@ from moored.postgres import (
     Reset,
     Transaction,
 )
-from moored.postgres._body import Body
-from moored.postgres._hub import Hub
-from moored.postgres._store import StateStore
-from moored.postgres._transaction import Committed
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._store import StateStore
+from moored.postgres.decode._body import Body
+from moored.postgres.decode._transaction import Committed
 
 from .conftest import MakePostgres, Sql
 from .server import (
@@ -92,6 +92,7 @@ async def take(changes: Changes, seen: list[int], number: int) -> None:
 
 def test_what_is_on_its_way_when_it_comes_back_does_not_count(tmp_path: Path) -> None:
     hub = Hub(StateStore(tmp_path / "state.db"), Recorder())
+    hub.pressure.queue_length = 0
     history = History("1", 1)
     hub.begin(history, 100)
     changes = hub.attach("search")
@@ -112,7 +113,7 @@ def test_what_is_on_its_way_when_it_comes_back_does_not_count(tmp_path: Path) ->
 
 def apply(hub: Hub, *ends: int) -> None:
     for end in ends:
-        hub.apply(Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0))
+        hub.apply_all([Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0)])
 
 
 def taken(changes: Changes) -> list[int]:
@@ -238,7 +239,7 @@ async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:
         changes = pg.changes(tables=["orders"])
         await published(server.url, "default")
         await pg.wait_until_active(LIMIT)
-        pg._hub._queue_length = 10
+        pg._hub.pressure.queue_length = 10
         await until(lambda: walsender(conn, pg))
         before = await walsender(conn, pg)
         total = 500
@@ -257,11 +258,11 @@ async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:
 async def test_a_reset_while_the_queue_is_full_lets_the_stream_go_on(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.postgres._replication.SILENCE", 0.3)
+    monkeypatch.setattr("moored.postgres.stream._replication.SILENCE", 0.3)
     async with make() as pg:
         changes = pg.changes("slow", tables=["orders"])
         await published(streamed_url, stream_id)
-        pg._hub._queue_length = 5
+        pg._hub.pressure.queue_length = 5
         await fill(sql, 0, 50)
         await until(lambda: full(pg))
         await until(lambda: lose_slot(sql, pg.settings.slot_name))

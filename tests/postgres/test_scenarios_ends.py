@@ -7,8 +7,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from moored.postgres import ConfigurationError, Postgres, PostgresError, Reset, _manager
-from moored.postgres._health import Health
+from moored.postgres import ConfigurationError, Postgres, PostgresError, Reset
+from moored.postgres.manage import _manager
+from moored.postgres.report._health import Health
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, connected, following, ids, one, own_server, quicken, until

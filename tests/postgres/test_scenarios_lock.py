@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moored.postgres import Postgres, StackEvent
-from moored.postgres._health import Health
+from moored.postgres.report._health import Health
 
 from .conftest import MakePostgres, Sql
 from .server import (
@@ -231,10 +231,23 @@ async def test_a_pending_transaction_delays_the_start_and_is_named(
         await blocker.execute("insert into orders values (1, 'pending')")
         told = await asyncio.wait_for(blocked(pg), LIMIT)
         assert f"pid {blocker.info.backend_pid}" in told.detail
-        assert "insert into orders" in told.detail
+        assert "insert" not in told.detail
+        (named,) = pg.statistics()["slot_blockers"]
+        assert named["query"] == ""
         assert pg.health is Health.STARTING
         await blocker.execute("commit")
         await pg.wait_until_active(LIMIT)
+
+
+async def test_the_sql_of_a_pending_transaction_is_shown_on_request_without_literals(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    async with connected(streamed_url) as blocker, make(show_queries=True) as pg:
+        await blocker.execute("begin")
+        await blocker.execute("insert into orders values (1, 'pending')")
+        await asyncio.wait_for(blocked(pg), LIMIT)
+        assert "insert into orders values (…, …)" in pg.explain()
+        await blocker.execute("commit")
 
 
 async def blocked(pg: Postgres) -> StackEvent:

@@ -11,7 +11,7 @@ from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import free_port, require_server
 
 from moored.postgres import Postgres
-from moored.postgres._health import Health
+from moored.postgres.report._health import Health
 
 from .conftest import Sql
 from .server import LIMIT, following, ids, one, published, quicken, through, until, walsender

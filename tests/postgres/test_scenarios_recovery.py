@@ -12,9 +12,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from moored.postgres import Postgres, _admin, _replication
-from moored.postgres._health import Health
-from moored.postgres._link import Link
+from moored.postgres import Postgres
+from moored.postgres.consume._publisher import Publisher
+from moored.postgres.report._health import Health
+from moored.postgres.server import _admin
+from moored.postgres.stream import _replication
+from moored.postgres.stream._link import ReplicationLink
 from moored.testing import FaultProxy
 
 from .conftest import MakePostgres, Sql
@@ -210,6 +213,43 @@ async def test_a_silent_drop_is_noticed(
             assert await walsender(sql, pg) != before
 
 
+async def test_a_look_at_tables_that_a_silent_server_holds_up_is_cancelled_at_once(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that begins again cancels it, and waits for its end before the next connect."""
+    known = psycopg.conninfo.conninfo_to_dict(streamed_url)
+    look, looking = Publisher.look, asyncio.Queue[psycopg.AsyncConnection[Any]]()
+    async with (
+        FaultProxy("127.0.0.1", int(str(known["port"]))) as proxy,
+        make(replication_url=through(streamed_url, proxy.port)) as pg,
+    ):
+        one = pg.changes("one", tables=["orders"])
+        await published(streamed_url, stream_id)
+        await pg.wait_until_active(LIMIT)
+
+        async def falls_silent(
+            publisher: Publisher, conn: psycopg.AsyncConnection[Any]
+        ) -> list[str]:
+            proxy.black_hole()
+            looking.put_nowait(conn)
+            return await look(publisher, conn)
+
+        monkeypatch.setattr(Publisher, "look", falls_silent)
+        other = pg.changes("other", tables=["orders"])
+        conn = await asyncio.wait_for(looking.get(), LIMIT)
+        await until(lambda: waits_for_an_answer(conn))
+        assert pg._manager is not None
+        # The driver alone waits for 5 s, twice; a child that takes as long is abandoned.
+        await pg._manager._parts.stop("publish")
+        assert pg._manager._parts._supervisor.abandoned == 0
+        proxy.resume()
+        await asyncio.gather(one.aclose(), other.aclose())
+
+
+async def waits_for_an_answer(conn: psycopg.AsyncConnection[Any]) -> bool:
+    return conn.pgconn.transaction_status == psycopg.pq.TransactionStatus.ACTIVE
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -233,16 +273,16 @@ async def test_a_server_that_vanishes_during_the_setup_is_noticed(
     monkeypatch.setattr(_replication, "PROMPT", 1.0)
     monkeypatch.setattr(_admin, "TIMEOUT", 1.0)
     known = psycopg.conninfo.conninfo_to_dict(streamed_url)
-    execute, fell = Link._execute, asyncio.Event()
+    execute, fell = ReplicationLink._execute, asyncio.Event()
     async with FaultProxy("127.0.0.1", int(str(known["port"]))) as proxy:
 
-        async def falls_silent(link: Link, text: str) -> Any:
+        async def falls_silent(link: ReplicationLink, text: str) -> Any:
             if text.startswith(command) and not fell.is_set():
                 proxy.black_hole()
                 fell.set()
             return await execute(link, text)
 
-        monkeypatch.setattr(Link, "_execute", falls_silent)
+        monkeypatch.setattr(ReplicationLink, "_execute", falls_silent)
         async with make(replication_url=through(streamed_url, proxy.port)) as pg:
             changes = pg.changes(tables=["orders"])
             await asyncio.wait_for(fell.wait(), LIMIT)
@@ -261,7 +301,7 @@ async def test_a_quiet_connection_is_kept(
     make: MakePostgres, sql: Sql, stream_id: str, streamed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is asked answers: also if the loop was busy for longer than a silence may last."""
-    monkeypatch.setattr("moored.postgres._replication.SILENCE", 0.4)
+    monkeypatch.setattr("moored.postgres.stream._replication.SILENCE", 0.4)
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
         await published(streamed_url, stream_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import sqlite3
 from pathlib import Path
 
 import psycopg
@@ -23,17 +24,19 @@ from moored.postgres import (
     StreamEnded,
     Transaction,
 )
-from moored.postgres._body import Body
-from moored.postgres._health import Health
-from moored.postgres._hub import Hub
-from moored.postgres._store import StateStore
-from moored.postgres._transaction import Committed
+from moored.postgres.consume import _store
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._store import StateStore
+from moored.postgres.decode._body import Body
+from moored.postgres.decode._transaction import Committed
+from moored.postgres.report._health import Health
 
 from .clusters import Seen, cluster
 from .conftest import MakePostgres, Sql
 from .server import (
     LIMIT,
     ConsumerProcess,
+    confirm_all,
     following,
     ids,
     next_reset,
@@ -396,14 +399,16 @@ class Process:
 
     def __init__(self, directory: Path) -> None:
         self.store = StateStore(directory / "state.db")
-        self.hub = Hub(self.store, Recorder())
+        self.hub = hub = Hub(self.store, Recorder())
+        hub.on_tables = lambda: confirm_all(hub)
 
     def stream(self, confirmed: int, *ends: int) -> None:
         """It has the lock, and so much comes."""
         self.hub.reload()
+        self.hub.on_tables()
         self.hub.begin(HISTORY, confirmed)
         for end in ends:
-            self.hub.apply(Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0))
+            self.hub.apply_all([Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0)])
 
 
 HISTORY = History("1", 1)
@@ -489,3 +494,35 @@ async def test_an_acknowledgement_of_the_time_before_a_reset_is_none(tmp_path: P
     assert process.hub.flushed() == 105
     assert given(changes) == ["restored", 110]
     assert isinstance(changes._queue[0], Reset)
+
+
+# -- a state file that others use ----------------------------------------------------------------
+
+
+async def test_a_reader_of_the_state_file_interrupts_the_stream_only_for_a_while(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stream_id: str
+) -> None:
+    monkeypatch.setattr(_store, "PATIENCE", 0.05)
+    async with make() as pg:
+        changes = pg.changes("search", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        reader = sqlite3.connect(tmp_path / f"{stream_id}.db", isolation_level=None)
+        reader.execute("begin")
+        reader.execute("select * from consumers").fetchall()
+        events = pg.events()
+        await insert(sql, 1)
+        txn = await following(changes)
+        await txn.ack()
+        async with asyncio.timeout(LIMIT):
+            while (event := await anext(events)).name != "connection_error":
+                pass
+        assert str(tmp_path) in event.detail
+        assert "locked" in event.detail
+        reader.close()
+        await insert(sql, 2)
+        last = await following(changes)
+        while ids(last) != [2]:
+            last = await following(changes)
+        await last.ack()
+        await confirmed(sql, pg, last.position)
+        assert pg.health is Health.ACTIVE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moored.postgres import History, Lsn, Position, Postgres
-from moored.postgres._store import StateStore
+from moored.postgres.consume._store import StateStore
 
 from .clusters import Seen, cluster, standby_of
 from .server import (
@@ -208,6 +208,38 @@ async def test_a_copy_of_the_disk_that_was_put_back(tmp_path: Path) -> None:
         assert "a copy of its disk was put back" in reason
         await db.insert(3)
         await seen.until(1, 2, reason, 3)
+
+
+async def test_a_copy_of_the_disk_that_was_put_back_and_written_past_the_old_place(
+    tmp_path: Path,
+) -> None:
+    """The log is as long as it was: only the commits in it are others."""
+    async with cluster() as db, Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
+        seen = Seen(pg.changes(tables=["orders"]))
+        await pg.wait_until_published("orders")
+        await db.insert(1)
+        await seen.until(1)
+        await pg.sleep()
+        await db.server.stop()
+        copy = db.copy_data()
+        await db.server.start()
+        await db.insert(2)
+        await pg.wake()
+        await seen.until(1, 2)
+        await pg.sleep()
+        before = await db.ask("select pg_current_wal_lsn()")
+        await db.server.stop()
+        db.replace_data(copy)
+        await db.server.start()
+        await db.insert(3)
+        await db.switch_log(3)
+        assert await db.ask("select pg_current_wal_lsn() > %s::pg_lsn", before)
+        await pg.wake()
+        reason = await seen.reset()
+        assert "a copy of its disk was put back" in reason
+        await pg.wait_until_active(LIMIT)
+        await db.insert(4)
+        await seen.until(1, 2, reason, 3, 4)
 
 
 # -- another database ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.servers import require_server
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import ConfigurationError, Postgres
-from moored.postgres._health import Health
+from moored.postgres.report._health import Health
 from moored.testing import scaled
 
 from .certificates import Authority, Certificate

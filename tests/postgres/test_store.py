@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from moored.postgres import ConfigurationError, History, Lsn
-from moored.postgres._store import Saved, StateStore
+from moored.postgres import ConfigurationError, History, Lsn, StateError
+from moored.postgres.consume import _store
+from moored.postgres.consume._store import Saved, StateStore
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from moored.postgres import History, Lsn\n"
-        "from moored.postgres._store import StateStore\n"
+        "from moored.postgres.consume import StateStore\n"
         "store = StateStore(Path(sys.argv[1]))\n"
         "store.add('search', 1)\n"
         "store.save(Lsn(77), {'search': 78})\n"
@@ -153,3 +155,72 @@ def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
     assert store.told() == 77
     assert store.consumers() == {"search": Saved(Lsn(78), None)}
     store.close()
+
+
+# -- a file that cannot be written ---------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StateStore]:
+    """A store that waits only a moment for another process."""
+    monkeypatch.setattr(_store, "PATIENCE", 0.05)
+    opened = StateStore(tmp_path / "state.db")
+    opened.add("search", 5)
+    yield opened
+    opened.close()
+
+
+def test_a_save_works_again_after_a_reader_held_the_file(impatient: StateStore) -> None:
+    reader = sqlite3.connect(impatient.path, isolation_level=None)
+    reader.execute("begin")
+    reader.execute("select * from consumers").fetchall()
+    with pytest.raises(StateError, match=r"state\.db.*locked.*0\.05 s"):
+        impatient.save(Lsn(100), {"search": 100})
+    reader.close()
+    impatient.save(Lsn(120), {"search": 120})
+    assert impatient.told() == 120
+
+
+def test_a_failed_save_leaves_the_file_free_for_other_writers(impatient: StateStore) -> None:
+    reader = sqlite3.connect(impatient.path, isolation_level=None)
+    reader.execute("begin")
+    reader.execute("select * from consumers").fetchall()
+    with pytest.raises(StateError):
+        impatient.save(Lsn(100), {"search": 100})
+    reader.close()
+    other = StateStore(impatient.path)
+    other.save(Lsn(110), {"search": 110})
+    other.close()
+
+
+def test_a_full_disk_is_named_with_its_path(impatient: StateStore) -> None:
+    impatient._database.execute("pragma max_page_count = 1")
+    with pytest.raises(StateError, match=r"disk of .*state\.db.* is full"):
+        impatient.add("x" * 100_000, 5)
+    impatient._database.execute("pragma max_page_count = 100000")
+    impatient.add("another", 5)
+    assert "another" in impatient.consumers()
+
+
+def test_a_read_that_cannot_be_done_names_the_path(impatient: StateStore) -> None:
+    writer = sqlite3.connect(impatient.path, isolation_level=None)
+    writer.execute("begin exclusive")
+    with pytest.raises(StateError, match=r"state\.db.*locked"):
+        impatient.consumers()
+    writer.close()
+    assert "search" in impatient.consumers()
+
+
+def test_only_the_user_can_read_the_file(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "streams" / "state.db")
+    store.add("search", 5)
+    store.close()
+    assert store.path.stat().st_mode & 0o777 == 0o600
+    assert store.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.db").touch()
+    (tmp_path / "state.db").symlink_to(tmp_path / "elsewhere.db")
+    with pytest.raises(ConfigurationError, match="state_dir"):
+        StateStore(tmp_path / "state.db")

@@ -9,6 +9,9 @@ import psycopg
 import pytest
 
 from moored.postgres import Changes, Position, Postgres, PostgresError, Reset, Transaction
+from moored.postgres.server import _admin
+from moored.postgres.server._setup import Setup
+from moored.postgres.stream._link import ReplicationLink
 
 from .conftest import MakePostgres, Sql
 
@@ -278,6 +281,30 @@ async def test_a_drop_request_leaves_nothing_behind(make: MakePostgres, sql: Sql
     ).fetchall()
     publications = await (await sql.execute("select 1 from pg_publication")).fetchall()
     assert (slots, publications) == ([], [])
+
+
+async def test_a_slot_that_is_read_for_a_moment_more_is_dropped(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        slot = pg.settings.slot_name
+        options = pg.settings
+    link = await ReplicationLink.dial(streamed_url)
+    setup = Setup(options)
+    await link.stream(setup.start_command(), timeout=LIMIT)
+    dropping = asyncio.create_task(_admin.drop_slot(sql, slot))
+    await asyncio.sleep(0.2)
+    assert not dropping.done(), "it is being read"
+    link.cut()
+    await link.close()
+    await asyncio.wait_for(dropping, LIMIT)
+    assert (
+        await (
+            await sql.execute("select 1 from pg_replication_slots where slot_name = %s", (slot,))
+        ).fetchall()
+        == []
+    )
 
 
 async def test_a_wrong_password_is_fatal_and_says_so(

@@ -1,13 +1,24 @@
 """Postgres connections that are kept alive: replication, pools, lock, timeline and health."""
 
-from ._changes import Change, Delete, Emitted, Insert, Truncate, Update
-from ._consumer import Changes, Reset, Transaction
-from ._errors import ConfigurationError, PostgresError, ProtocolError, StreamEnded
-from ._health import Connection, Health, Persistent, Status
+from ._errors import ConfigurationError, DecodeError, PostgresError, StateError, StreamEnded
 from ._lsn import Lsn
 from ._position import History, Position
 from ._postgres import Postgres, StackEvent
-from ._rows import UNCHANGED, Column, Relation, ReplicaIdentity, Row
+from .consume import Changes, Reset, Transaction
+from .decode import (
+    UNCHANGED,
+    Change,
+    Column,
+    Delete,
+    Emitted,
+    Insert,
+    Relation,
+    ReplicaIdentity,
+    Row,
+    Truncate,
+    Update,
+)
+from .report import ConnectionState, Health, Persistent, Status
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # What users call
@@ -19,7 +30,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "StackEvent",
     "Transaction",
     # How it is
-    "Connection",
+    "ConnectionState",
     "Health",
     "Persistent",
     "Status",
@@ -39,6 +50,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Errors
     "ConfigurationError",
     "PostgresError",
-    "ProtocolError",
+    "DecodeError",
+    "StateError",
     "StreamEnded",
 ]

@@ -1,4 +1,4 @@
-"""Places in the write-ahead log, written as PostgreSQL writes them."""
+"""LSNs: positions in the write-ahead log, written as PostgreSQL writes them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ LAST = 2**64 - 1
 
 
 class Lsn(int):
-    """A place in the write-ahead log: a number that reads like `16/B374D848`."""
+    """A position in the write-ahead log: an int that reads like `16/B374D848`."""
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The place that PostgreSQL calls by this text."""
+        """Parse an LSN as PostgreSQL writes it."""
         found = _FORM.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is not a place in the log: they look like 16/B374D848")
+            raise ValueError(f"{text!r} is not a valid LSN (expected e.g. 16/B374D848)")
         return cls(int(found[1], 16) << 32 | int(found[2], 16))
 
     def __str__(self) -> str:

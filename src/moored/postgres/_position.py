@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 from ._lsn import Lsn
 
-__all__ = ["History", "Position"]
+__all__ = ["History", "Position", "before_the_slot", "beyond_the_end", "of_another_history"]
 
 
 class History(NamedTuple):
@@ -42,3 +42,27 @@ class Position(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.history}/{self.lsn}"
+
+
+# Why a position that a consumer has chosen is refused.
+
+
+def before_the_slot(start: Position) -> str:
+    """It is of a time before the slot was made."""
+    return (
+        f"the position {start} is of a replication slot that was missing: what came after it is "
+        "not known"
+    )
+
+
+def beyond_the_end(start: Position, end: Lsn) -> str:
+    """It is not in the log, which ends before it."""
+    return (
+        f"the position {start} is beyond the end of the database's log, {end}: a copy of its disk "
+        "was put back"
+    )
+
+
+def of_another_history(start: Position, history: History) -> str:
+    """It is of another history than the database's."""
+    return f"the position {start} is of another history than the database's, {history}"

@@ -1,20 +1,19 @@
-"""The one object for users: a Postgres database whose connections are owned, watched and kept."""
+"""`Postgres`: supervised connections to one database, for queries and for its changes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import psycopg
 
 from moored.kernel import (
+    SECRETS,
     Backoff,
     Child,
     Clock,
@@ -25,46 +24,42 @@ from moored.kernel import (
     Recorder,
     StatusMonitor,
     Supervisor,
+    Tasks,
     Tree,
     WaitTimeout,
     describe,
+    refuse,
 )
 from moored.reservoir import PoolClosed
 
-from . import _admin
-from ._connect import connect
-from ._consumer import Changes
 from ._errors import ConfigurationError, PostgresError
-from ._explain import explain
-from ._health import CONDITIONS, Health, Status, status_of
-from ._hub import Hub
-from ._integrity import Integrity
-from ._manager import Manager
-from ._manager_core import ManagerCore, Role
-from ._phases import CHART
 from ._position import Position
-from ._report import Sources, report
-from ._resolver import Resolver
-from ._restarter import Restarter
-from ._settings import Settings
-from ._store import StateStore
+from ._settings import Settings, default_state_dir
+from .consume import Changes, Hub, Integrity, StateStore, mistakes
+from .manage import Manager, ManagerCore, Restarter, Role
+from .report import (
+    CHART,
+    CONDITIONS,
+    WORDS,
+    Health,
+    Outages,
+    Sources,
+    StackEvent,
+    StackEvents,
+    Status,
+    explain,
+    report,
+    status_of,
+    with_health,
+)
+from .server import Resolver, _admin, connect
 
 __all__ = ["Postgres", "StackEvent"]
 
 log = logging.getLogger("moored.postgres")
 
-#: Backoff between lives of the connection subsystem.
+#: The first and the longest wait before the next try, with what chance adds to it.
 BACKOFF = (1.0, 10.0)
-EVENTS = 100
-
-
-class StackEvent(NamedTuple):
-    """Something that the whole has to tell."""
-
-    name: str
-    detail: str
-    #: When, in seconds since 1970.
-    wall: float = 0.0
 
 
 class Postgres:
@@ -79,7 +74,8 @@ class Postgres:
     :param notify_url: the server itself, for the listener; `replication_url`, if not given.
     :param stream_id: one stream, one slot, one lock: another name is another stream.
     :param pool_size: connections of both pools together.
-    :param state_dir: where this machine keeps how far its consumers are.
+    :param state_dir: where this machine keeps how far its consumers are; by default
+        `MOORED_STATE_DIR`, or a directory for this database in the user's state home.
     :param manual_publication: never create or change the publication.
     :param temporary_slot: a slot that ends with its connection: nothing is kept for us meanwhile.
     :param recreate_slot: drop the slot at the start, and with it everything that was not consumed.
@@ -89,6 +85,8 @@ class Postgres:
     :param messages: receive what pg_logical_emit_message() writes.
     :param sleep_after: close all connections after so many seconds without use; None never does.
     :param max_retained_wal: bytes of log that the server may keep for us before something is done.
+    :param show_queries: show the SQL of transactions that a new slot waits for, without literals;
+        only for a report that nobody but its operators can read.
     :param on_retained_wal: "warn", or "drop" the consumer that holds it up, with a `Reset`.
     """
 
@@ -100,7 +98,7 @@ class Postgres:
         notify_url: str | None = None,
         stream_id: str = "default",
         pool_size: int = 20,
-        state_dir: str | os.PathLike[str] = ".moored",
+        state_dir: str | os.PathLike[str] | None = None,
         slot: str = "",
         publication: str = "",
         manual_publication: bool = False,
@@ -115,6 +113,7 @@ class Postgres:
         max_retained_wal: int | None = None,
         on_retained_wal: Literal["warn", "drop"] = "warn",
         application_name: str = "moored",
+        show_queries: bool = False,
         clock: Clock | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -123,7 +122,9 @@ class Postgres:
             replication_url=replication_url or database_url,
             stream_id=stream_id,
             pool_size=pool_size,
-            state_dir=Path(state_dir),
+            state_dir=Path(state_dir).absolute()
+            if state_dir is not None
+            else default_state_dir(replication_url or database_url),
             slot=slot,
             publication=publication,
             manual_publication=manual_publication,
@@ -138,9 +139,11 @@ class Postgres:
             max_retained_wal=max_retained_wal,
             on_retained_wal=on_retained_wal,
             application_name=application_name,
+            show_queries=show_queries,
         )
         #: Where a listener connects; it is a part of its own.
         self.notify_url = notify_url or self.settings.replication_url
+        SECRETS.add_from(self.notify_url)
         self._clock = clock
         self._recorder = recorder
         self._state = "new"
@@ -149,7 +152,7 @@ class Postgres:
     # -- life ----------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Begin, in the background; `async with` does it."""
+        """Open the connections in the background; `async with` calls this."""
         if self._state != "new":
             raise PostgresError(f"{self!r} was opened before: make a new one")
         self._state = "open"
@@ -161,13 +164,13 @@ class Postgres:
         path = self.settings.state_dir / f"{self.settings.stream_id}.db"
         # Not in a thread: whoever holds this object may use it from the first await on.
         self._store = StateStore(path)
-        self._hub = Hub(self._store, self.recorder)
+        self._hub = Hub(self._store, self.recorder, clock=self.clock)
         self._loaded = True
+        self._events = StackEvents(self.recorder, self.clock)
+        self._tell = self._events.tell
         #: The last events, the oldest first.
-        self.last_events: deque[StackEvent] = deque(maxlen=EVENTS)
-        self._event_counts: Counter[str] = Counter()
+        self.last_events = self._events.last
         self._received = (0, 0)
-        self._listeners: set[asyncio.Queue[StackEvent | None]] = set()
         self.machine = Machine("postgres", CHART, clock=self.clock, recorder=self.recorder)
         self.monitor: StatusMonitor[Status] = StatusMonitor(
             CONDITIONS,
@@ -176,12 +179,16 @@ class Postgres:
             clock=self.clock,
             recorder=self.recorder,
         )
-        self._core = ManagerCore(self.machine, Backoff(*BACKOFF, jitter="half", clock=self.clock))
+        first, longest = BACKOFF
+        # Chance adds up to a half.
+        backoff = Backoff(first, longest / 1.5, jitter="half", clock=self.clock)
+        self._core = ManagerCore(self.machine, backoff)
+        self._outages = Outages(self.clock)
         self._integrity = Integrity(self._store, self._hub, self._tell)
         self._manager: Manager | None = None
         self._resolver = Resolver(timeout=self.settings.connect_timeout)
         self._in_use = 0
-        self._wakes: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._restarter = Restarter(
             self._connection_child,
             clock=self.clock,
@@ -195,7 +202,7 @@ class Postgres:
         await self._supervisor.start()
 
     def _tree(self) -> Supervisor:
-        """The tree of the seed: the persistent side stays while the connections come and go."""
+        """The supervision tree of the connections; consumers stay while these come and go."""
         connection = Supervisor.child(
             "connection",
             children=[Child("restarter", self._restarter.run), self._connection_child()],
@@ -206,7 +213,7 @@ class Postgres:
         )
         return Supervisor(
             "postgres",
-            children=[Child("persistent", self._run_persistent), connection],
+            children=[connection],
             auto_shutdown="any_significant",
             recorder=self.recorder,
             clock=self.clock,
@@ -223,7 +230,8 @@ class Postgres:
         )
         return Supervisor.child(
             "manager",
-            children=[Child("resolver", self._run_resolver), manager],
+            # What the manager runs comes and goes with it; one of it alone is the manager's matter.
+            children=[Supervisor.child("connections", intensity=None), manager],
             strategy="one_for_all",
             intensity=None,  # a database may be away for days
             restart="transient",
@@ -231,17 +239,9 @@ class Postgres:
             auto_shutdown="any_significant",
         )
 
-    async def _run_resolver(self, ctx: Context) -> None:
+    async def _run_manager(self, ctx: Context) -> None:
         # Each life finds its own way: the server behind the name may be another one.
         self._resolver.forget()
-        ctx.started(self._resolver)
-        await asyncio.Event().wait()
-
-    async def _run_persistent(self, ctx: Context) -> None:
-        ctx.started(self._hub)
-        await asyncio.Event().wait()
-
-    async def _run_manager(self, ctx: Context) -> None:
         manager = Manager(
             self.settings,
             self._core,
@@ -251,6 +251,7 @@ class Postgres:
             clock=self.clock,
             recorder=self.recorder,
             tell=self._tell,
+            outages=self._outages,
             resolver=self._resolver,
             used=self._restarter.used,
         )
@@ -274,22 +275,21 @@ class Postgres:
         self.monitor.clear(CONDITIONS[0], text)
 
     async def close(self) -> None:
-        """Stop everything in order, within its time."""
+        """End every consumer, then close all connections, within `shutdown_timeout`."""
         if self._state != "open":
             self._state = "closed"
             return
         self._state = "closed"
         self._hub.end(None)
         await self._supervisor.stop()
-        for queue in self._listeners:
-            queue.put_nowait(None)
+        self._events.end()
         await asyncio.to_thread(self._store.close)
 
     async def drop(self) -> None:
-        """Close, and drop slot and publication: nothing is kept for this stream any more.
+        """Close, and drop the replication slot and the publication at the server.
 
-        Asleep, it wakes up first: it takes a connection to drop them. If that cannot be had, or
-        another instance reads the slot, it raises.
+        A stream that sleeps is woken first. Raises `PostgresError` if no connection can be opened,
+        or if another instance reads the slot.
         """
         self._check_open()
         if self._restarter.asleep:
@@ -323,12 +323,7 @@ class Postgres:
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- use -----------------------------------------------------------------------------------
@@ -337,7 +332,7 @@ class Postgres:
     async def connection(
         self, timeout: float = 30.0
     ) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """A pooled connection; at the end its transaction is committed, or rolled back."""
+        """Check out a pooled connection; commit its transaction at the end, or roll it back."""
         deadline = Deadline.after(timeout, self.clock)
         self._in_use += 1
         try:
@@ -374,13 +369,18 @@ class Postgres:
         tables: tuple[str, ...] | list[str] = (),
         start: Position | str | None = None,
     ) -> Changes:
-        """Committed transactions, in commit order, at least once: `async for txn in …`.
+        """Return committed transactions, in commit order, at least once: `async for txn in …`.
 
-        :param consumer: its name: under it the database remembers, also while it is away.
-        :param tables: the tables that it wants; they are published. None for all that are.
-        :param start: a position that it kept by itself: transactions after it come.
+        :param consumer: the name under which acknowledgements are kept, also while it is closed.
+        :param tables: the tables to follow, which are added to the publication; without any, all
+            tables of the publication.
+        :param start: a position that the consumer has stored itself, to receive what comes after.
         """
         self._check_open()
+        wrong: list[str] = (
+            [] if isinstance(consumer, str) else [f"consumer={consumer!r} must be a string"]
+        )
+        refuse("changes()", wrong + mistakes(tables))
         if self._fatal is not None:
             raise ConfigurationError(self._fatal)
         if isinstance(start, str):
@@ -389,36 +389,34 @@ class Postgres:
         return self._hub.attach(consumer, tables=tuple(tables), start=start)
 
     async def wait_until_published(self, *tables: str, timeout: float = 30.0) -> None:
-        """Wait until the tables of the consumers are published: changes before that are nobody's.
+        """Wait until these tables are published: changes that were made before are not received.
 
-        Without names, it waits for the tables of every consumer that is here.
+        Without names, wait for the tables of every attached consumer.
         """
         deadline = Deadline.after(timeout, self.clock)
         await self.wait_until_active(deadline.timeout)
         async with deadline.enforce("publishing"):
-            await self._hub.published(tables)
+            await self._hub.published.wait(tables, self._hub.attached)
 
     async def drop_consumer(self, name: str) -> None:
-        """A consumer does not come back: nothing is kept for it any more."""
+        """Forget a consumer: the server need not keep its log for it any longer."""
         self._check_open()
         await self._hub.drop(name)
 
     async def sleep(self) -> None:
-        """Close all connections now; the next use opens them again."""
+        """Close all connections until the next use."""
         self._check_open()
         await self._restarter.sleep()
 
     async def wake(self) -> None:
-        """Open the connections again, if they were closed for lack of use."""
+        """Open the connections again, if they were closed because nobody used them."""
         self._check_open()
         await self._restarter.wake()
 
     def _wake_soon(self) -> None:
         self._restarter.used()
         if self._restarter.asleep:
-            task = asyncio.get_running_loop().create_task(self._restarter.wake())
-            self._wakes.add(task)
-            task.add_done_callback(self._wakes.discard)
+            self._tasks.start(self._restarter.wake())
 
     def _goes_to_sleep(self) -> None:
         # What is lost from here on is lost on purpose: that is no failure on the way.
@@ -450,30 +448,33 @@ class Postgres:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was opened, and not closed since."""
+        """Whether it was opened and not closed."""
         return self._state == "open"
 
     @property
     def fatal(self) -> str | None:
-        """What must be changed before it can work; None if it needs no help."""
+        """The error that only a changed configuration can mend; None if there is none."""
         return self._fatal
 
     def status(self) -> Status:
-        """How the connections and the persistent part are."""
+        """The state of the connections and of the consumers' side."""
         self._check_open()
         return self.monitor.status()
 
     @property
     def health(self) -> Health:
-        """How it is, in one word."""
+        """The health, as `/v1/health` of the service reports it."""
         if self._state != "open":
             return Health.FAILED
-        return Health.FAILED if self._fatal is not None else self.monitor.status().health
+        if self._fatal is not None:
+            return Health.FAILED
+        found = self.monitor.status().health
+        return Health.DEGRADED if found is Health.ACTIVE and self._hub.pressure.stalled else found
 
     async def wait_until_active(self, timeout: float | None = None) -> None:
-        """Wait until everything works; raises what must be changed, or what is missing.
+        """Wait until the health is `ACTIVE`, and wake the stream if it sleeps.
 
-        Asleep, it is woken up.
+        Raises `WaitTimeout`, which says what is missing, or `ConfigurationError`.
         """
         await self.wake()
         await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
@@ -491,24 +492,22 @@ class Postgres:
                 lambda status: self._fatal is not None or predicate(status), timeout
             )
         except WaitTimeout as error:
-            at = f"{self.machine.phase} / {self.machine.step.replace(':', ' / ')}"
-            raise WaitTimeout(f"{error}; it is at {at}") from None
+            text = f"{error}; it is at the step: {WORDS[self.machine.step]}"
+            if self._outages.now is not None:
+                text += f"; the last failure: {self._outages.now.last}"
+            raise WaitTimeout(text) from None
         if self._fatal is not None:
             raise ConfigurationError(self._fatal)
 
     async def events(self) -> AsyncIterator[StackEvent]:
-        """What happens from now on: `ready`, `connection_lock_acquired`, `connection_error`, …"""
+        """Yield events from now on: `ready`, `connection_lock_acquired`, `connection_error`, …"""
         self._check_open()
-        queue: asyncio.Queue[StackEvent | None] = asyncio.Queue()
-        self._listeners.add(queue)
-        try:
-            while (event := await queue.get()) is not None:
+        async with aclosing(self._events.listen()) as listened:
+            async for event in listened:
                 yield event
-        finally:
-            self._listeners.discard(queue)
 
     def statistics(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it: the same that `/v1/status` of the service shows."""
+        """Return the whole state as plain data, as `/v1/status` of the service shows it."""
         self._check_opened()
         before = self._manager.received_before if self._manager is not None else (0, 0)
         return report(
@@ -517,25 +516,26 @@ class Postgres:
                 clock=self.clock,
                 machine=self.machine,
                 monitor=self.monitor,
+                outages=self._outages,
                 health=self.health,
                 fatal=self._fatal,
                 manager=self._manager,
                 consumers=self._hub.consumers(),
                 events=self.last_events,
-                counts=self._event_counts,
+                counts=self._events.counts,
                 received=(self._received[0] + before[0], self._received[1] + before[1]),
                 restarts=self._restarts,
             )
         )
 
     def explain(self) -> str:
-        """What it is doing, why it is not further, and what can be done about it, in words."""
+        """Return in words what it is doing, what it waits for, and what can be done about it."""
         return explain(self.statistics())
 
     def tree(self) -> Tree:
-        """The supervision tree, as it is now."""
+        """Return the supervision tree; the owners of the connections show their health in it."""
         self._check_opened()
-        return self._supervisor.tree()
+        return with_health(self._supervisor.tree(), self.health)
 
     def __repr__(self) -> str:
         if self._state != "open":
@@ -548,14 +548,6 @@ class Postgres:
         if self._kept_status is not None:
             return self._kept_status
         return status_of(conditions, asleep=self._asleep, loaded=self._loaded)
-
-    def _tell(self, name: str, detail: str) -> None:
-        event = StackEvent(name, detail, self.clock.wall())
-        self.last_events.append(event)
-        self._event_counts[name] += 1
-        for queue in self._listeners:
-            queue.put_nowait(event)
-        self.recorder.record("postgres", name, kind="info", cause=detail or None)
 
     def _check_opened(self) -> None:
         """What can be looked at also when it is closed."""

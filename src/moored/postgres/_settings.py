@@ -2,26 +2,72 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from moored.kernel import refuse
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
-from ._setup import StreamOptions
+from moored.kernel import SECRETS, refuse
 
-__all__ = ["Settings"]
+from ._errors import ConfigurationError
+
+__all__ = ["Settings", "default_state_dir"]
 
 _STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
+
+
+def default_state_dir(replication_url: str) -> Path:
+    """Where the state of a database's streams is kept, whatever the working directory is.
+
+    `MOORED_STATE_DIR`, if it is set. Otherwise a directory for this database, by its host, port
+    and name, below `/var/lib/moored/streams` for root, and below `moored/streams` of the XDG
+    state home (`~/.local/state`) for everybody else: programs that follow other databases under
+    the same stream_id have nothing to do with each other.
+    """
+    if given := os.environ.get("MOORED_STATE_DIR"):
+        return Path(given).absolute()
+    return _state_home() / "moored" / "streams" / _database_of(replication_url)
+
+
+def _state_home() -> Path:
+    if os.geteuid() == 0:
+        return Path("/var/lib")
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"this user has no home directory for the state of the stream ({error}): set state_dir "
+            "or MOORED_STATE_DIR"
+        ) from error
+
+
+def _database_of(url: str) -> str:
+    """A name for a directory: the host, the port and the database."""
+    SECRETS.add_from(url)  # a password that is not escaped becomes a part of the host
+    known = dict.fromkeys(("host", "hostaddr", "port", "dbname", "user"), "")
+    for each in psycopg.pq.Conninfo.get_defaults():
+        if each.val and (name := each.keyword.decode()) in known:
+            known[name] = each.val.decode()
+    try:
+        known |= {name: str(value) for name, value in conninfo_to_dict(url).items() if value}
+    except psycopg.ProgrammingError:
+        pass  # what is wrong with the URL is told when it is used
+    host = known["host"] or known["hostaddr"] or "localhost"
+    parts = (host, known["port"], known["dbname"] or known["user"])
+    name = SECRETS.hide("_".join(parts))
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "default"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of `Postgres`, under the names of its parameters."""
 
-    database_url: str
-    replication_url: str
+    database_url: str = field(repr=False)
+    replication_url: str = field(repr=False)
     stream_id: str = "default"
     pool_size: int = 20
     state_dir: Path
@@ -39,8 +85,11 @@ class Settings:
     max_retained_wal: int | None = None
     on_retained_wal: Literal["warn", "drop"] = "warn"
     application_name: str = "moored"
+    show_queries: bool = False
 
     def __post_init__(self) -> None:
+        SECRETS.add_from(self.database_url)
+        SECRETS.add_from(self.replication_url)
         refuse("Postgres", self._mistakes())
 
     @property
@@ -52,20 +101,6 @@ class Settings:
     def publication_name(self) -> str:
         """The name of the publication."""
         return self.publication or f"moored_publication_{self.stream_id}"
-
-    @property
-    def stream(self) -> StreamOptions:
-        """What to stream, and how."""
-        return StreamOptions(
-            slot=self.slot_name,
-            publication=self.publication_name,
-            try_creating_publication=not self.manual_publication,
-            recreate_slot=self.recreate_slot,
-            temporary_slot=self.temporary_slot,
-            failover=self.failover_slot,
-            binary=self.binary,
-            messages=self.messages,
-        )
 
     def _mistakes(self) -> list[str]:
         found = []

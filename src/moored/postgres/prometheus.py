@@ -1,4 +1,4 @@
-"""Metrics of streams for Prometheus, from their reports, when somebody scrapes::
+"""Prometheus metrics of streams, read from their reports at each scrape::
 
     collector = PostgresCollector(pg)
     prometheus_client.REGISTRY.register(collector)
@@ -10,16 +10,14 @@ rather than told as 0.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from moored.kernel.prometheus import Metric, Samples, SourceCollector, counter, gauge
 
-from ._health import Health
 from ._lsn import Lsn
 from ._postgres import Postgres
+from .report import Health
 
 __all__ = ["PostgresCollector"]
 
@@ -27,17 +25,38 @@ PREFIX = "moored_postgres_"
 LABEL = "stream"
 
 Report = Mapping[str, Any]
-#: For a metric: the values of its labels, and its own.
-Samples = Iterator[tuple[tuple[str, ...], float]]
 
 
-def _one(value: float | None) -> Samples:
-    if value is not None:
-        yield (), float(value)
+def _at(*path: str) -> Callable[[Report], Samples]:
+    """The value at a path of the report; none if it, or what it is in, is not known."""
+
+    def samples(now: Report) -> Samples:
+        value: Any = now
+        for name in path:
+            value = value and value[name]
+        if value is not None:
+            yield (), _number(value)
+
+    return samples
 
 
-def _place(text: str | None) -> Samples:
-    yield from _one(None if text is None else Lsn.parse(text))
+def _each(part: str, name: str | None = None) -> Callable[[Report], Samples]:
+    """One sample for each entry of a part of the report, of its value or of one in it."""
+
+    def samples(now: Report) -> Samples:
+        for key, each in now[part].items():
+            value = each if name is None else each[name]
+            if value is not None:
+                yield (key,), _number(value)
+
+    return samples
+
+
+def _number(value: Any) -> float:
+    """A number, an LSN as its position in bytes, or the length of a list."""
+    if isinstance(value, list):
+        return float(len(value))
+    return float(Lsn.parse(value) if isinstance(value, str) else value)
 
 
 def _healths(now: Report) -> Samples:
@@ -45,156 +64,74 @@ def _healths(now: Report) -> Samples:
         yield (health.value,), float(now["health"] == health.value)
 
 
-def _conditions(now: Report) -> Samples:
-    for name, condition in now["conditions"].items():
-        yield (name,), float(condition["met"])
-
-
 def _steps(now: Report) -> Samples:
     yield (now["phase"], now["step"]), now["for"]
 
 
-def _of_pools(name: str) -> Callable[[Report], Samples]:
-    def samples(now: Report) -> Samples:
-        for role, pool in now["pools"].items():
-            yield (role,), float(pool[name])
+_POOL, _CONSUMER = ("pool",), ("consumer",)
 
-    return samples
-
-
-def _of_consumers(name: str) -> Callable[[Report], Samples]:
-    def samples(now: Report) -> Samples:
-        for consumer, each in now["consumers"].items():
-            yield (consumer,), float(each[name])
-
-    return samples
-
-
-def _acknowledged(now: Report) -> Samples:
-    for consumer, each in now["consumers"].items():
-        if each["acknowledged"] is not None:
-            yield (consumer,), float(Lsn.parse(each["acknowledged"]))
-
-
-def _events(now: Report) -> Samples:
-    for name, count in now["event_counts"].items():
-        yield (name,), float(count)
-
-
-#: Name, text, further labels, and where the values are.
+#: Name, help, further labels, and where the values are.
 GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], Samples]], ...] = (
-    ("health", "1 for the word that says how it is.", ("health",), _healths),
-    ("condition_met", "1 while a condition is met.", ("name",), _conditions),
-    ("step_seconds", "Seconds that it has been at its step.", ("phase", "step"), _steps),
-    (
-        "lag_bytes",
-        "Bytes of log that are not acknowledged by everybody.",
-        (),
-        lambda now: _one(now["lag"] and now["lag"]["bytes"]),
-    ),
-    (
-        "lag_seconds",
-        "Seconds that the oldest transaction has been waiting to be acknowledged.",
-        (),
-        lambda now: _one(now["lag"] and now["lag"]["seconds"]),
-    ),
-    (
-        "retained_wal_bytes",
-        "Bytes of log that the server keeps for the slot.",
-        (),
-        lambda now: _one(now["slot"]["retained"]),
-    ),
-    ("received_lsn", "How far the log was received.", (), lambda now: _place(now["received"])),
-    ("flushed_lsn", "Before this place all is safe.", (), lambda now: _place(now["flushed"])),
-    (
-        "last_seen_lsn",
-        "The end of the last transaction that was received.",
-        (),
-        lambda now: _place(now["last_seen"]),
-    ),
-    (
-        "lock_held",
-        "1 while this instance is the one that streams.",
-        (),
-        lambda now: _one(now["lock"]["held"]),
-    ),
-    (
-        "slot_blockers",
-        "Transactions that a new slot waits for.",
-        (),
-        lambda now: _one(len(now["slot_blockers"])),
-    ),
-    ("pool_connections", "Connections of a pool.", ("pool",), _of_pools("connected")),
-    ("pool_max_size", "Connections that it should have.", ("pool",), _of_pools("max_size")),
-    ("pool_in_use", "Connections that somebody uses.", ("pool",), _of_pools("in_use")),
-    ("pool_waiting", "Callers that wait for one.", ("pool",), _of_pools("waiting")),
-    ("consumer_attached", "1 while it is here.", ("consumer",), _of_consumers("attached")),
+    ("health", "1 for the current health, 0 for the others.", ("health",), _healths),
+    ("condition_met", "1 while a condition is met.", ("name",), _each("conditions", "met")),
+    ("step_seconds", "Seconds since the current step began.", ("phase", "step"), _steps),
+    ("lag_bytes", "Bytes of log not acknowledged by every consumer.", (), _at("lag", "bytes")),
+    ("lag_seconds", "Age of the oldest unacknowledged transaction.", (), _at("lag", "seconds")),
+    ("retained_wal_bytes", "Bytes of log kept for the slot.", (), _at("slot", "retained")),
+    ("received_lsn", "LSN up to which the log was received.", (), _at("received")),
+    ("flushed_lsn", "LSN before which everything is acknowledged.", (), _at("flushed")),
+    ("last_seen_lsn", "LSN of the end of the last received transaction.", (), _at("last_seen")),
+    ("lock_held", "1 while this instance holds the lock.", (), _at("lock", "held")),
+    ("slot_blockers", "Transactions that a new slot waits for.", (), _at("slot_blockers")),
+    ("pool_connections", "Open connections of a pool.", _POOL, _each("pools", "connected")),
+    ("pool_max_size", "Connections that a pool should have.", _POOL, _each("pools", "max_size")),
+    ("pool_in_use", "Connections that are checked out.", _POOL, _each("pools", "in_use")),
+    ("pool_waiting", "Callers that wait for a connection.", _POOL, _each("pools", "waiting")),
+    ("consumer_attached", "1 while it is attached.", _CONSUMER, _each("consumers", "attached")),
     (
         "consumer_outstanding",
-        "Transactions that it was given and has not acknowledged.",
-        ("consumer",),
-        _of_consumers("outstanding"),
+        "Transactions that a consumer was given and has not acknowledged.",
+        _CONSUMER,
+        _each("consumers", "outstanding"),
     ),
     (
         "consumer_acknowledged_lsn",
-        "Everything up to here it has acknowledged.",
-        ("consumer",),
-        _acknowledged,
+        "LSN up to which a consumer has acknowledged everything.",
+        _CONSUMER,
+        _each("consumers", "acknowledged"),
     ),
 )
 COUNTERS: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], Samples]], ...] = (
-    (
-        "transactions",
-        "Transactions received.",
-        (),
-        lambda now: _one(now["transactions"]),
-    ),
-    ("bytes", "Bytes of transactions received.", (), lambda now: _one(now["bytes"])),
-    (
-        "connects",
-        "Replication connections that were made.",
-        (),
-        lambda now: _one(now["connects"]),
-    ),
-    (
-        "restarts",
-        "Times that the connection subsystem began again.",
-        (),
-        lambda now: _one(now["restarts"]),
-    ),
-    ("events", "Events told, by name.", ("event",), _events),
+    ("transactions", "Transactions received.", (), _at("transactions")),
+    ("bytes", "Bytes of transactions received.", (), _at("bytes")),
+    ("connects", "Replication connections opened.", (), _at("connects")),
+    ("restarts", "Restarts of the connection subsystem.", (), _at("restarts")),
+    ("events", "Events, by name.", ("event",), _each("event_counts")),
 )
 
 
-class PostgresCollector(Collector):
-    """Shows streams to Prometheus, each under its id; one that is not open has nothing to show."""
+class PostgresCollector(SourceCollector[Postgres]):
+    """Prometheus metrics of streams, by `stream_id`; a stream that is not open has none."""
 
-    def __init__(self, *streams: Postgres) -> None:
-        self._lock = threading.Lock()
-        self._streams: dict[str, Postgres] = {}
-        for pg in streams:
-            self.add(pg)
-
-    def add(self, pg: Postgres) -> None:
-        """Show this one too; in place of another with the same id."""
+    def add(self, source: Postgres) -> None:
+        """Include the metrics of this stream, in place of another with the same `stream_id`."""
+        stream_id = source.settings.stream_id
         with self._lock:
-            self._streams[pg.settings.stream_id] = pg
+            others = [one for one in self._sources if one.settings.stream_id == stream_id]
+            self._sources.difference_update(others)
+            self._sources.add(source)
 
-    def remove(self, pg: Postgres) -> None:
-        """Show this one no more; harmless if it was not shown."""
-        with self._lock:
-            if self._streams.get(pg.settings.stream_id) is pg:
-                del self._streams[pg.settings.stream_id]
-
-    def describe(self) -> Iterator[Metric]:
-        """The metrics without their values: enough for a registry to find clashes of names."""
-        yield from _families({})
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
-        with self._lock:
-            streams = [pg for pg in self._streams.values() if pg.is_open]
-        yield from _families({pg.settings.stream_id: _read(pg) for pg in streams})
+    def families(self, sources: Sequence[Postgres]) -> Iterator[Metric]:
+        """Yield everything that `statistics()` reports."""
+        reports = {pg.settings.stream_id: _read(pg) for pg in sources if pg.is_open}
+        for kind, table in ((gauge, GAUGES), (counter, COUNTERS)):
+            for name, text, labels, samples in table:
+                found = [
+                    ((stream, *values), value)
+                    for stream, now in reports.items()
+                    for values, value in samples(now)
+                ]
+                yield kind(PREFIX + name, text, (LABEL, *labels), found)
 
 
 def _read(pg: Postgres) -> Report:
@@ -205,13 +142,3 @@ def _read(pg: Postgres) -> Report:
         except RuntimeError:
             pass  # something came or went while it was counted
     return pg.statistics()
-
-
-def _families(reports: Mapping[str, Report]) -> Iterator[Metric]:
-    for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for name, text, labels, samples in table:
-            family = kind(PREFIX + name, text, labels=(LABEL, *labels))
-            for stream, now in reports.items():
-                for values, value in samples(now):
-                    family.add_metric((stream, *values), value)
-            yield family

@@ -1,0 +1,19 @@
+"""The consumers: what each has acknowledged, which tables it follows, and what is kept of it."""
+
+from ._consumer import Changes, Reset, Transaction
+from ._hub import Hub
+from ._integrity import Integrity
+from ._publisher import Publisher
+from ._store import StateStore
+from ._tables import mistakes
+
+__all__ = [
+    "Changes",
+    "Hub",
+    "Integrity",
+    "Publisher",
+    "Reset",
+    "StateStore",
+    "Transaction",
+    "mistakes",
+]

@@ -1,0 +1,289 @@
+"""What a consumer receives: transactions in commit order, and resets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from .._lsn import Lsn
+from .._position import History, Position
+from ..decode import Change, Committed, Emitted, Relation, Truncate
+from ._tables import Followed, parse_table
+
+if TYPE_CHECKING:
+    from ._hub import Hub
+
+__all__ = ["Changes", "Reset", "Transaction", "Visit"]
+
+log = logging.getLogger("moored.postgres")
+
+#: After so many transactions and changes that were at hand, the loop gets a turn.
+YIELD_EVERY = 2000
+
+
+class Reset(NamedTuple):
+    """Changes were missed, or the server's history is not the one that was consumed so far.
+
+    The database was restored from a backup, replaced, or has lost the slot; or a table was dropped
+    and created again, renamed, or taken out of the publication. Take a new copy of the tables: they
+    are published again, and every change after the copy follows. The reset counts as handled when
+    the next item is requested.
+    """
+
+    reason: str
+
+
+class Visit:
+    """A consumer's time under its name: what it is given then, it may acknowledge.
+
+    It ends when a reset comes, or when the name is dropped or comes back: not when the consumer is
+    closed. A transaction knows this and not its `Changes`, so that somebody who keeps one does not
+    keep the other: a loop that has failed is over, whatever is left of it.
+    """
+
+    __slots__ = ("hub", "name")
+
+    def __init__(self, hub: Hub, name: str) -> None:
+        self.hub = hub
+        self.name = name
+
+
+class Transaction:
+    """A committed transaction; call `ack()` once its effect is durable."""
+
+    __slots__ = ("_committed", "_history", "_length", "_tables", "_visit", "acknowledged")
+
+    def __init__(
+        self,
+        committed: Committed,
+        visit: Visit,
+        tables: frozenset[int] | None,
+        history: History,
+    ) -> None:
+        self._committed = committed
+        # They stay what they are, whatever becomes of the stream while somebody works on it.
+        self._visit = visit
+        self._tables = tables
+        self._history = history
+        self._length: int | None = None
+        #: Whether its acknowledgement has counted.
+        self.acknowledged = False
+
+    @property
+    def xid(self) -> int:
+        """The transaction ID; 0 for a message outside of any transaction."""
+        return self._committed.xid
+
+    @property
+    def commit_lsn(self) -> Lsn:
+        """The LSN of the commit record."""
+        return Lsn(self._committed.commit_lsn)
+
+    @property
+    def commit_time(self) -> datetime:
+        """The commit time, by the server's clock."""
+        return self._committed.commit_time
+
+    @property
+    def origin(self) -> str | None:
+        """The name of the replication origin, or None if it was committed by a client."""
+        return self._committed.origin
+
+    @property
+    def position(self) -> Position:
+        """The end of the transaction: store it with the effect, and pass it as `start=` later."""
+        return Position(self._history, Lsn(self._committed.end_lsn))
+
+    def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
+        """Yield the changes in the order in which they were made."""
+        if self._tables is None:
+            return self._committed.__iter__()
+        return self._chosen(self._tables)
+
+    def _chosen(self, tables: frozenset[int]) -> Iterator[Change | Truncate | Emitted]:
+        for change in self._committed:
+            if isinstance(change, Emitted) or change.relation.oid in tables:
+                yield change
+
+    def __len__(self) -> int:
+        """Return the number of changes that iteration yields."""
+        if self._length is None:
+            self._length = self._committed.count(self._tables)
+        return self._length
+
+    def __bool__(self) -> bool:
+        return True  # also without a change: it was committed, and wants to be acknowledged
+
+    async def ack(self) -> None:
+        """Acknowledge the transaction: PostgreSQL need not keep it for this consumer any longer.
+
+        Transactions may be acknowledged in any order, and also after the consumer was closed; a
+        second call has no effect. After a reset, or when a consumer of the same name has attached
+        again and receives the transaction anew, it does not count: `acknowledged` stays False.
+        """
+        if not self.acknowledged:
+            visit = self._visit
+            self.acknowledged = visit.hub.acknowledge(visit, self._committed.end_lsn)
+            if not self.acknowledged:
+                log.debug("an acknowledgement of %r by %r came too late", self, visit.name)
+
+    def __repr__(self) -> str:
+        return f"<Transaction {self.xid} at {self.commit_lsn}: {len(self)} changes>"
+
+
+class Changes:
+    """The transactions of one consumer: `async for txn in changes`.
+
+    Iteration ends when it, or its `Postgres`, is closed. Leaving the loop pauses the consumer: what
+    it has not acknowledged comes again when a consumer of the same name attaches.
+
+    Several tasks may share one: each transaction goes to the task that has waited longest.
+    """
+
+    def __init__(self, hub: Hub, name: str, tables: tuple[str, ...]) -> None:
+        self._hub = hub
+        self.name = name
+        #: The tables that it wants; none for all that are published.
+        self.tables = tables
+        self._names = {each: parse_table(each) for each in tables}
+        self._queue: deque[Transaction | Reset] = deque()
+        self._bytes = 0
+        self._taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._last: Reset | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        #: Another one after each reset.
+        self._visit = Visit(hub, name)
+        # The tables that were known when it was last looked which of them it wants, with those.
+        self._known: Mapping[int, Relation] | None = None
+        self._wanted: frozenset[int] = frozenset()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Transaction | Reset:
+        """Return the next transaction, or a `Reset`."""
+        if (last := self._last) is not None:
+            await self._hub.understood(self, last)
+            if self._last is last:  # another task may have got another one meanwhile
+                self._last = None
+        queue = self._queue
+        while not queue:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StopAsyncIteration
+            await self._wait()
+        if self._taken > YIELD_EVERY:
+            # A consumer that awaits nothing else must leave the reader, and its answers, a turn.
+            self._taken = 0
+            await asyncio.sleep(0)
+            if not queue:
+                return await self.__anext__()
+        item = queue.popleft()
+        if type(item) is Transaction:
+            body = item._committed.body
+            self._taken += 1 + body.count
+            self._bytes -= body.size
+            if self._hub.pressure.full:
+                self._hub.pressure.taken()
+        else:
+            assert isinstance(item, Reset)
+            self._last = item
+        return item
+
+    async def _wait(self) -> None:
+        """Wait until there may be something."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            await waiting
+        except BaseException:
+            if waiting.done() and not waiting.cancelled():
+                self._wake()  # what it was woken for is for the next one
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
+
+    async def aclose(self) -> None:
+        """Detach the consumer and end its iteration; its acknowledgements are kept."""
+        self._end(None)
+        self._hub.detach(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- for the hub ---------------------------------------------------------------------------
+
+    def _put(self, item: Transaction | Reset) -> None:
+        self._queue.append(item)
+        if type(item) is Transaction:
+            self._bytes += item._committed.body.size
+        if self._waiting:
+            self._wake()
+
+    def _choose(
+        self, committed: Committed, followed: Mapping[str, Followed]
+    ) -> frozenset[int] | None:
+        """The tables of a transaction that it wants; None for all of them."""
+        known = committed.known()
+        # The same tables are known to one transaction after the other.
+        if known is not self._known:
+            oids = {followed[each].oid for each in self.tables if each in followed}
+            # Before they were first confirmed, by their names.
+            names = [name for each, name in self._names.items() if each not in followed]
+            self._known = known
+            self._wanted = frozenset(
+                oid
+                for oid, relation in known.items()
+                if oid in oids or any(n.matches(relation.schema, relation.name) for n in names)
+            )
+        wanted = self._wanted
+        if len(wanted) == len(known):
+            return None  # nothing else is published: there is no need to look
+        touched = committed.touched()
+        mine = wanted & touched
+        return None if mine and len(mine) == len(touched) else mine
+
+    def _forget(self) -> None:
+        """What was queued belongs to a stream that is over."""
+        self._queue.clear()
+        self._bytes = 0
+        self._hub.pressure.taken()
+
+    def _begin_anew(self) -> None:
+        """History is not what it was: nothing from before it comes any more."""
+        self._forget()
+        self._visit = Visit(self._hub, self.name)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._closed = True
+        self._error = error
+        self._forget()
+        while self._waiting:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake the one that has waited longest."""
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._hub.detach(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._queue)} queued"
+        return f"<Changes of {self.name!r}: {state}>"

@@ -1,0 +1,321 @@
+"""Keeps the tables of consumers published, and notices when one was not.
+
+One look asks the catalog once for all tables of all consumers. A table that is not published, or
+that is not what its consumer follows, is locked first, then added, then confirmed under the lock;
+only after that is the consumer told to begin anew. Whoever copies the table then finds everything
+that is written after its copy in the stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from moored.kernel import describe
+
+from .._settings import Settings
+from ..server import _admin, uncancelled
+from ._consumer import Changes
+from ._hub import Hub
+from ._tables import Followed, Table, parse_table
+
+__all__ = ["Publisher"]
+
+log = logging.getLogger("moored.postgres")
+
+#: How long a table may be waited for: whoever wants to write to it waits behind.
+LOCK_PATIENCE = 1.0
+#: After so many tables that could not be locked the others wait for the next look, too.
+MOST_BUSY = 3
+
+_CATALOG = """
+WITH wanted AS (
+  SELECT w.wanted, CASE WHEN w.schema IS NULL THEN to_regclass(quote_ident(w.name))::oid ELSE (
+    SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = w.schema AND c.relname = w.name) END AS oid
+  FROM unnest(%(wanted)s::text[], %(schemas)s::text[], %(names)s::text[])
+    AS w (wanted, schema, name)
+),
+published AS (
+  SELECT quote_ident(t.schemaname) || '.' || quote_ident(t.tablename) AS wanted, c.oid
+  FROM pg_publication_tables t
+  JOIN pg_namespace n ON n.nspname = t.schemaname
+  JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+  WHERE t.pubname = %(publication)s
+),
+looked AS (
+  SELECT wanted, oid FROM wanted UNION SELECT wanted, oid FROM published WHERE %(everything)s
+)
+SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.relpersistence::text,
+  EXISTS (SELECT 1 FROM published WHERE published.oid = c.oid),
+  EXISTS (SELECT 1 FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid),
+  NOT EXISTS (
+    SELECT 1 FROM pg_class leaf
+    WHERE leaf.relkind = 'r' AND leaf.relreplident <> 'f'
+      AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)
+      AND NOT EXISTS (
+        SELECT 1 FROM pg_index i
+        WHERE i.indrelid = leaf.oid AND i.indisvalid AND i.indimmediate
+          AND CASE leaf.relreplident WHEN 'd' THEN i.indisprimary
+                                     WHEN 'i' THEN i.indisreplident ELSE false END)),
+  coalesce((
+    SELECT string_agg(r.oid::text, ',' ORDER BY r.oid) FROM pg_publication_rel r
+    WHERE r.prpubid = p.oid AND (r.prrelid = c.oid OR r.prrelid IN (
+      SELECT a.relid FROM pg_partition_ancestors(c.oid) a))), ''),
+  coalesce(p.oid || '/' || p.xmin, ''),
+  coalesce(p.pubinsert AND p.pubupdate AND p.pubdelete AND p.pubtruncate, false),
+  coalesce(p.pubviaroot, false),
+  pg_current_wal_insert_lsn()::text
+FROM looked l
+JOIN pg_class c ON c.oid = l.oid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+LEFT JOIN pg_publication p ON p.pubname = %(publication)s
+"""
+
+#: What the server says of a table that can never be published as it is.
+_REFUSED = (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError)
+
+Connection = psycopg.AsyncConnection[Any]
+Found = dict[str, Table]
+Consumers = Sequence[weakref.ref[Changes]]
+
+
+class Publisher:
+    """Looks at the tables of all consumers at once."""
+
+    def __init__(self, hub: Hub, settings: Settings) -> None:
+        self._hub = hub
+        self._publication = settings.publication_name
+        self._manual = settings.manual_publication
+        self._keyless: set[str] = set()
+        self._gone: set[str] = set()
+
+    async def look(self, conn: Connection) -> list[str]:
+        """Publish and confirm what can be; return the tables that others hold, or that are gone."""
+        # Weakly: a consumer that its user drops meanwhile has gone, and may come back at once.
+        consumers = [weakref.ref(changes) for changes in self._hub.attached()]
+        if not consumers:
+            return []
+        found, busy = await uncancelled(conn, self._published(conn, consumers))
+        waiting: set[str] = set()
+        followed: dict[str, str] = {}
+        try:
+            for consumer in consumers:
+                waiting |= await self._judge(consumer(), found, busy, followed)
+        finally:
+            if followed:
+                await self._hub.keep_followed(followed)
+        return sorted(waiting)
+
+    async def _published(self, conn: Connection, consumers: Consumers) -> tuple[Found, set[str]]:
+        """What the catalog says after what can be published was; and what others hold."""
+        found = await self._ask(conn, consumers)
+        needy, busy = self._needy(_alive(consumers), found), set[str]()
+        if needy:
+            confirmed, busy = await self._publish(conn, needy)
+            found = await self._ask(conn, consumers) | confirmed
+        return found, busy
+
+    async def _ask(self, conn: Connection, consumers: Consumers) -> Found:
+        tables = [changes.tables for changes in _alive(consumers)]
+        wanted = {name for each in tables for name in each}
+        everything = not all(tables)
+        return await self._catalog(conn, wanted, everything=everything)
+
+    async def _catalog(
+        self, conn: Connection, wanted: Iterable[str], *, everything: bool = False
+    ) -> Found:
+        names = sorted(wanted)
+        parsed = [parse_table(name) for name in names]
+        # What the view needs may be locked by an ALTER TABLE: that is looked at again later.
+        await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
+        rows = await _admin.rows(
+            conn,
+            _CATALOG,
+            wanted=names,
+            schemas=[each.schema for each in parsed],
+            names=[each.name for each in parsed],
+            publication=self._publication,
+            everything=everything,
+        )
+        return {row[0]: Table.of(row) for row in rows}
+
+    # -- what must be published ----------------------------------------------------------------
+
+    def _needy(self, consumers: Sequence[Changes], found: Found) -> Found:
+        """The tables to be published, or confirmed under a lock; refuse what cannot be."""
+        needy: Found = {}
+        for changes in consumers:
+            followed = self._hub.followed(changes.name)
+            own: Found = {}
+            for name in changes.tables:
+                table = found.get(name)
+                if (why := self._problem(name, table, followed.get(name))) is not None:
+                    self._hub.refuse(changes, why)
+                    break
+                if table is not None and not self._is_confirmed(table, followed.get(name)):
+                    own[name] = table
+            else:
+                if any(name in followed for name in own):
+                    # It begins anew with all its tables, from one place on.
+                    own = {name: found[name] for name in changes.tables if name in found}
+                needy |= own
+        return {} if self._manual else needy
+
+    def _is_confirmed(self, table: Table, followed: Followed | None) -> bool:
+        known = followed is None or followed == table.followed
+        return table.published and table.complete and known
+
+    def _problem(self, name: str, table: Table | None, followed: Followed | None) -> str | None:
+        """Why a table can never be published as it is."""
+        if table is None:
+            return None if followed is not None else f"there is no table {name}"
+        exact = f"{table.schema}.{table.name}"
+        if table.kind not in "rp" or table.persistence != "p":
+            return (
+                f"{exact} cannot be published: only ordinary tables can, neither views nor "
+                "unlogged or temporary tables"
+            )
+        if self._manual and not table.published:
+            return self._not_published([name])
+        if table.keyed:
+            return None
+        mend = (
+            f"{exact} has no primary key, or a partition of it has none: once it is published, the "
+            "server refuses every UPDATE and DELETE on it. Add a primary key, or run "
+            f"ALTER TABLE {exact} REPLICA IDENTITY FULL (for each partition, too)"
+        )
+        if not table.published:
+            return mend
+        if exact not in self._keyless:
+            self._keyless.add(exact)
+            log.warning("the table %s", mend)
+        return None
+
+    def _not_published(self, tables: Sequence[str]) -> str:
+        named = " and ".join(tables)
+        return (
+            f"the publication {self._publication} does not tell the changes of {named} under that "
+            "name. Add the table to it; those of a partition come under the name of the "
+            "partitioned table, if that is published, too, and those of a partitioned table need "
+            "publish_via_partition_root = true"
+        )
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    async def _publish(self, conn: Connection, needy: Found) -> tuple[Found, set[str]]:
+        """All at once if nobody is in the way, else one by one; return what was confirmed."""
+        # The look itself is a transaction: it must end before others that lock begin.
+        await conn.rollback()
+        await conn.set_autocommit(True)
+        try:
+            try:
+                return await self._publish_under_lock(conn, needy, "NOWAIT"), set()
+            except (psycopg.errors.LockNotAvailable, *_REFUSED):
+                return await self._publish_each(conn, needy)
+        finally:
+            await conn.set_autocommit(False)
+
+    async def _publish_each(self, conn: Connection, needy: Found) -> tuple[Found, set[str]]:
+        confirmed: Found = {}
+        busy: set[str] = set()
+        for name, table in needy.items():
+            if len(busy) >= MOST_BUSY:
+                busy.add(name)
+                continue
+            try:
+                confirmed |= await self._publish_under_lock(conn, {name: table}, "")
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable):
+                busy.add(name)  # others hold it, or have renamed it just now
+            except _REFUSED as error:
+                why = f"its tables cannot be published: {describe(error)}"
+                for changes in self._hub.attached():
+                    if name in changes.tables:
+                        self._hub.refuse(changes, why)
+        return confirmed, busy
+
+    async def _publish_under_lock(self, conn: Connection, tables: Found, nowait: str) -> Found:
+        """Lock, add and confirm tables in one transaction.
+
+        Without the lock, what a transaction that is under way has written to a table would be
+        published by nobody, for ever.
+        """
+        publication = sql.Identifier(self._publication)
+        listed = sql.SQL(", ").join(_identifier(each) for each in tables.values())
+        async with conn.transaction():
+            await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
+            lock = sql.SQL("LOCK TABLE {} IN SHARE MODE {}")
+            await conn.execute(lock.format(listed, sql.SQL(nowait)))
+            now = list((await self._catalog(conn, tables)).values())
+            options = []
+            if any(each.kind == "p" and not each.via_root for each in now):
+                # Otherwise its changes come under the names of its partitions.
+                options.append("publish_via_partition_root = true")
+            if not all(each.complete for each in now):
+                options.append("publish = 'insert, update, delete, truncate'")
+            if options:
+                change = sql.SQL("ALTER PUBLICATION {} SET ({})")
+                text = sql.SQL(", ".join(options))
+                await conn.execute(change.format(publication, text))
+            new = [each for each in now if not each.published and not each.listed]
+            if new:
+                add = sql.SQL("ALTER PUBLICATION {} ADD TABLE {}")
+                named = sql.SQL(", ").join(map(_identifier, new))
+                await conn.execute(add.format(publication, named))
+            confirmed = await self._catalog(conn, tables)
+        for table in new:
+            log.info("the table %s.%s is published from now on", table.schema, table.name)
+        if options:
+            before, after = now[0].publication, next(iter(confirmed.values())).publication
+            await self._hub.publication_changed(before, after)
+        return confirmed
+
+    # -- what consumers are told ---------------------------------------------------------------
+
+    async def _judge(
+        self, changes: Changes | None, found: Found, busy: set[str], followed: dict[str, str]
+    ) -> set[str]:
+        """Confirm the tables of a consumer, and have it begin anew if it missed something."""
+        if changes is None or changes not in self._hub.attached():
+            return set()  # it was refused, or has gone
+        names = changes.tables or [name for name, table in found.items() if table.published]
+        gone = {name for name in names if name not in found}
+        for name in gone - self._gone:
+            log.warning("the table %s does not exist any more: it is waited for", name)
+        self._gone = (self._gone - set(names)) | gone
+        waiting = {name for name in names if name in busy or name in gone}
+        self._hub.published.remove(waiting)
+        ready = {name: found[name] for name in names if name not in waiting}
+        if missing := [name for name, table in ready.items() if not table.published]:
+            self._hub.refuse(changes, self._not_published(missing))
+            return set()
+        self._hub.published.add(ready)
+        if not waiting:
+            now = {name: table.followed for name, table in ready.items()}
+            # What was committed before all of them were confirmed is in the copy that it makes.
+            # Given after it, a change whose successor was not published would stay for ever.
+            at = max((table.log_end for table in ready.values()), default=0)
+            followed |= await self._hub.follow(changes, now, self._missed(changes, now), at)
+        return waiting
+
+    def _missed(self, changes: Changes, now: dict[str, Followed]) -> str | None:
+        for name, before in self._hub.followed(changes.name).items():
+            if name in now:
+                if (why := before.difference(now[name])) is not None:
+                    return why
+            elif not changes.tables:
+                return f"the table {before.schema}.{before.name} is not published any more"
+        return None
+
+
+def _identifier(table: Table) -> sql.Identifier:
+    return sql.Identifier(table.schema, table.name)
+
+
+def _alive(consumers: Consumers) -> list[Changes]:
+    return [changes for each in consumers if (changes := each()) is not None]

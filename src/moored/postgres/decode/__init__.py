@@ -1,0 +1,30 @@
+"""From the bytes of pgoutput to committed transactions, their changes, and Python values."""
+
+from ._assembler import Assembler
+from ._body import Body, Shelf
+from ._changes import Change, Delete, Emitted, Insert, Truncate, Update
+from ._rows import UNCHANGED, Column, Relation, ReplicaIdentity, Row
+from ._transaction import Committed
+from ._wire import KEEPALIVE, PrimaryKeepalive, read_keepalive, status_update
+
+__all__ = [
+    "KEEPALIVE",
+    "UNCHANGED",
+    "Assembler",
+    "Body",
+    "Change",
+    "Column",
+    "Committed",
+    "Delete",
+    "Emitted",
+    "Insert",
+    "PrimaryKeepalive",
+    "Relation",
+    "ReplicaIdentity",
+    "Row",
+    "Shelf",
+    "Truncate",
+    "Update",
+    "read_keepalive",
+    "status_update",
+]

@@ -1,0 +1,245 @@
+"""The messages of one transaction: in memory while they are few, in a file when they are many."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import itemgetter
+from pathlib import Path
+from typing import cast
+
+from .._errors import StateError
+from ._rows import Relation
+
+__all__ = ["HEADER", "SPILL_AFTER", "TRUNCATE", "Body", "Shelf"]
+
+#: Every message is kept with the header of the replication protocol before it: cutting it off would
+#: be one more copy.
+HEADER = 25
+
+#: With more bytes than this, a transaction goes to a file.
+SPILL_AFTER = 16 * 2**20
+#: So much is read from the file, or gathered for it, at a time.
+_CHUNK = 2**20
+_head = struct.Struct("!i")
+#: Where the kind of a message is, and that with what tells its table and its subtransaction.
+_KIND, _KEY = slice(HEADER, HEADER + 1), slice(HEADER, HEADER + 9)
+_key_of = itemgetter(_KEY)
+TRUNCATE = b"T"
+#: With more tables, or subtransactions, than this it is not noted which ones they are.
+_MOST = 100_000
+
+
+def _note(found: dict[bytes, int], messages: Iterable[bytes]) -> dict[bytes, int]:
+    get = found.get
+    for key in map(_key_of, messages):
+        found[key] = get(key, 0) + 1
+    return found
+
+
+class Shelf:
+    """Where the bodies of transactions are kept, and from which size on in a file."""
+
+    __slots__ = ("directory", "spill_after")
+
+    def __init__(self, directory: Path | None = None, spill_after: int = SPILL_AFTER) -> None:
+        #: The directory of the files; the system's own for such things, if not given.
+        self.directory = directory
+        self.spill_after = spill_after
+
+
+_DEFAULT = Shelf()
+
+
+class Body:
+    """Messages in the order in which they came, with the tables that they speak of.
+
+    It may be read several times, also by several readers at once. A file goes with its last user.
+    """
+
+    __slots__ = ("_kept", "_shelf", "_spilled", "count", "described", "size")
+
+    def __init__(self, shelf: Shelf = _DEFAULT) -> None:
+        self._shelf = shelf
+        self._kept: list[bytes | Relation] = []
+        self._spilled: _Spilled | None = None
+        #: The tables that were described in it.
+        self.described: tuple[Relation, ...] = ()
+        #: How many changes, and how many bytes they came in.
+        self.count = 0
+        self.size = 0
+
+    def append(self, data: bytes) -> None:
+        """One more change, as it came."""
+        self.count += 1
+        self.size += len(data)
+        if self._spilled is not None:
+            self._spilled.gather(data)
+            return
+        self._kept.append(data)
+        if self.size > self._shelf.spill_after:
+            self._spill()
+
+    def extend(self, messages: list[bytes]) -> None:
+        """Some more changes."""
+        if len(messages) == 1:
+            self.append(messages[0])
+            return
+        self.count += len(messages)
+        self.size += sum(map(len, messages))
+        if self._spilled is not None:
+            for data in messages:
+                self._spilled.gather(data)
+            return
+        self._kept += messages
+        if self.size > self._shelf.spill_after:
+            self._spill()
+
+    def mentioned(self) -> Mapping[bytes, int] | None:
+        """How its messages begin, and how many of each: their kinds, and eight bytes more.
+
+        Of a row that is the table's oid, in a part of a transaction after the number of the
+        subtransaction. None if there are too many. Of a file it was noted when it was written.
+        """
+        if self._spilled is not None:
+            return self._spilled.mentioned
+        return _note({}, self._of_messages())
+
+    def truncates(self) -> list[bytes]:
+        """Those of its messages that truncate."""
+        if self._spilled is not None:
+            return self._spilled.truncates
+        return [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
+
+    def _of_messages(self) -> list[bytes]:
+        # A table's description is not a message, and rarely among them.
+        kept = (
+            [each for each in self._kept if type(each) is bytes] if self.described else self._kept
+        )
+        return cast("list[bytes]", kept)
+
+    def describe(self, relation: Relation) -> None:
+        """From here on, this is what the table is like."""
+        self.described = (*self.described, relation)
+        if self._spilled is not None:
+            self._spilled.gather(relation)
+        else:
+            self._kept.append(relation)
+
+    def entries(self) -> Iterator[bytes | Relation]:
+        """Everything, from the beginning."""
+        return iter(self._kept) if self._spilled is None else self._spilled.read()
+
+    @property
+    def spilled(self) -> bool:
+        """Whether it is in a file."""
+        return self._spilled is not None
+
+    def _spill(self) -> None:
+        self._spilled = _Spilled(self._shelf.directory)
+        for entry in self._kept:
+            self._spilled.gather(entry)
+        self._kept = []
+
+
+class _Spilled:
+    """Messages in a file without a name: it is gone with its last user, however that one ends."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._file: int | None = None
+        self._relations: list[Relation] = []
+        self._gathered = bytearray()
+        self.mentioned: dict[bytes, int] | None = {}
+        self.truncates: list[bytes] = []
+        # Readers in several threads may find something that is not written yet.
+        self._writing = threading.Lock()
+        self._directory = directory or Path(tempfile.gettempdir())
+        with self._errors():
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file, path = tempfile.mkstemp(prefix="transaction-", dir=self._directory)
+            os.unlink(path)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise an error of the system as one that names the directory."""
+        try:
+            yield
+        except OSError as error:
+            raise StateError(
+                f"a large transaction cannot be kept in {self._directory} "
+                f"({error.strerror or error}): free some space there, or set another state_dir"
+            ) from error
+
+    def gather(self, entry: bytes | Relation) -> None:
+        """One more; written when there is enough for it."""
+        if isinstance(entry, Relation):
+            self._relations.append(entry)
+            self._gathered += _head.pack(-len(self._relations))
+        else:
+            if (mentioned := self.mentioned) is not None:
+                key = entry[_KEY]
+                mentioned[key] = mentioned.get(key, 0) + 1
+                if len(mentioned) > _MOST:
+                    self.mentioned = None
+            if entry[_KIND] == TRUNCATE:
+                self.truncates.append(entry)
+            self._gathered += _head.pack(len(entry))
+            if len(entry) > _CHUNK:
+                self._write()
+                self._write_all(entry)
+                return
+            self._gathered += entry
+        if len(self._gathered) > _CHUNK:
+            self._write()
+
+    def read(self) -> Iterator[bytes | Relation]:
+        """Everything, from the beginning."""
+        self._write()
+        assert self._file is not None
+        rest, offset = b"", 0
+        while chunk := os.pread(self._file, _CHUNK, offset):
+            offset += len(chunk)
+            data, at = rest + chunk, 0
+            while len(data) - at >= _head.size:
+                (size,) = _head.unpack_from(data, at)
+                begin = at + _head.size
+                if size < 0:
+                    yield self._relations[-size - 1]
+                    at = begin
+                elif begin + size <= len(data):
+                    yield data[begin : begin + size]
+                    at = begin + size
+                elif size > _CHUNK:
+                    # A large one is read by itself: with others around it, it would be copied.
+                    offset += begin - len(data)
+                    yield self._read_one(offset, size)
+                    offset += size
+                    data, at = b"", 0
+                else:
+                    break
+            rest = data[at:]
+
+    def _read_one(self, offset: int, size: int) -> bytes:
+        assert self._file is not None
+        return os.pread(self._file, size, offset)
+
+    def _write(self) -> None:
+        assert self._file is not None
+        with self._writing:
+            self._write_all(self._gathered)
+            self._gathered = bytearray()
+
+    def _write_all(self, data: bytes | bytearray) -> None:
+        assert self._file is not None
+        with self._errors(), memoryview(data) as view:
+            done = 0
+            while done < len(view):
+                done += os.write(self._file, view[done:])
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)

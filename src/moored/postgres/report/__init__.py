@@ -1,0 +1,31 @@
+"""Health, phases and outages, as data and in words."""
+
+from ._events import StackEvent, StackEvents
+from ._explain import explain, lock_words
+from ._health import CONDITIONS, ConnectionState, Health, Persistent, Status, status_of, with_health
+from ._outages import Outages
+from ._phases import CHART, CLIENT, POOL, RUNNING, STREAM, WORDS
+from ._report import Sources, report
+
+__all__ = [
+    "CHART",
+    "CLIENT",
+    "CONDITIONS",
+    "POOL",
+    "RUNNING",
+    "STREAM",
+    "WORDS",
+    "ConnectionState",
+    "Health",
+    "Outages",
+    "Persistent",
+    "Sources",
+    "StackEvent",
+    "StackEvents",
+    "Status",
+    "explain",
+    "lock_words",
+    "report",
+    "status_of",
+    "with_health",
+]

@@ -1,0 +1,177 @@
+"""How a stream is, as data: one function makes it, and everybody shows the same.
+
+`pg.statistics()` returns it, `/v1/status` sends it, the metrics are taken from it, and
+`explain()` puts it into words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moored.kernel import Clock, Machine, StatusMonitor
+
+from .._lsn import Lsn
+from .._settings import Settings
+from ..server import diagnose
+from ._health import Health, Status
+from ._outages import Outages
+from ._phases import CLIENT, WORDS
+
+if TYPE_CHECKING:
+    from .._postgres import StackEvent
+    from ..manage import ManagedPool, Manager
+
+__all__ = ["Sources", "report"]
+
+#: How many of the last events are in a report.
+EVENTS = 20
+LOCKING = f"{CLIENT}:acquiring_lock"
+CONFIGURING = f"{CLIENT}:configuring_connection"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where a report is taken from."""
+
+    settings: Settings
+    clock: Clock
+    machine: Machine
+    monitor: StatusMonitor[Status]
+    outages: Outages
+    health: Health
+    fatal: str | None
+    #: The life of the connections that there is, or was last; None before the first.
+    manager: Manager | None
+    consumers: Mapping[str, Mapping[str, object]]
+    events: Iterable[StackEvent]
+    #: How often each event was told.
+    counts: Mapping[str, int]
+    #: What the connections before this one have received: transactions and bytes.
+    received: tuple[int, int]
+    #: How often the connection subsystem began again.
+    restarts: int
+
+
+def report(of: Sources) -> dict[str, Any]:
+    """Everything, as JSON can hold it."""
+    machine, status = of.machine, of.monitor.status()
+    now = of.clock.monotonic()
+    events = [event._asdict() for event in of.events]
+    return {
+        "stream_id": of.settings.stream_id,
+        "health": of.health.value,
+        "fatal": of.fatal,
+        "conn": status.conn.value,
+        "shape": status.shape.value,
+        "phase": machine.phase,
+        "step": machine.step,
+        "doing": WORDS[machine.step],
+        "for": now - machine.since,
+        "since": of.clock.wall() - (now - machine.since),
+        "cause": machine.history[-1].cause if machine.history else None,
+        **of.outages.report(),
+        "conditions": of.monitor.as_dict()["conditions"],
+        "server": _server(of),
+        **_stream(of, now),
+        "slot": _slot(of, now),
+        "lock": _lock(of),
+        "slot_blockers": _blockers(of),
+        "pools": {role.value: _pool(pool) for role, pool in _pools(of).items()},
+        "consumers": {name: dict(each) for name, each in of.consumers.items()},
+        "connects": of.counts.get("waiting_for_connection_lock", 0),
+        "restarts": of.restarts,
+        "event_counts": dict(of.counts),
+        "resets": [event for event in events if event["name"] == "warning"][-EVENTS:],
+        "events": events[-EVENTS:],
+    }
+
+
+def _server(of: Sources) -> dict[str, Any] | None:
+    client = of.manager.client if of.manager is not None else None
+    if client is None or not client.setup.findings.version:
+        return None
+    found = client.setup.findings
+    return {
+        "version": f"{found.version // 10000}.{found.version % 10000}",
+        "system_id": found.system_id,
+        "timeline_id": found.timeline_id,
+        "backend_pid": found.backend_pid,
+    }
+
+
+def _stream(of: Sources, now: float) -> dict[str, Any]:
+    """How far it is, and how much came; places are written as PostgreSQL writes them."""
+    client = of.manager.client if of.manager is not None else None
+    positions = client.positions if client is not None else None
+    transactions, size = of.received
+    if client is not None:
+        transactions += client.received_transactions
+        size += client.received_bytes
+    places: dict[str, Any] = dict.fromkeys(("received", "flushed", "last_seen", "lag"))
+    if positions is not None and client is not None:
+        places = {
+            # Kept as last bytes; told, as everywhere, as the place after them.
+            "received": str(Lsn(positions.received + 1)),
+            "flushed": str(Lsn(positions.flushed + 1)),
+            "last_seen": str(Lsn(positions.last_seen)),
+            "lag": None,
+        }
+        if of.machine.phase == "running":
+            kept = of.manager.retained if of.manager is not None else None
+            ahead = max(positions.received + 1, 0 if kept is None else kept.current)
+            places["lag"] = {
+                "bytes": max(ahead - positions.flushed - 1, 0),
+                "seconds": client.lag.seconds(positions.flushed + 1, positions.last_seen, now),
+            }
+    return {**places, "transactions": transactions, "bytes": size}
+
+
+def _slot(of: Sources, now: float) -> dict[str, Any]:
+    """The slot, with what the server keeps for it, as it was when it was last looked at."""
+    names = {"name": of.settings.slot_name, "publication": of.settings.publication_name}
+    kept = of.manager.retained if of.manager is not None else None
+    if of.manager is None or kept is None:
+        return {**names, "retained": None, "active_pid": None, "wal_status": None, "looked": None}
+    return {
+        **names,
+        "retained": kept.bytes,
+        "active_pid": kept.active_pid,
+        "wal_status": kept.wal_status,
+        "looked": now - of.manager.retained_at,
+    }
+
+
+def _lock(of: Sources) -> dict[str, Any]:
+    """Whether it is ours; while it is not, who has it, as far as that is known."""
+    held = of.monitor.conditions()["pg_lock_acquired"].met
+    waiting = of.machine.step == LOCKING and of.manager is not None
+    holder = of.manager.holder if waiting and of.manager is not None else None
+    return {"held": held, "holder": None if holder is None else holder._asdict()}
+
+
+def _blockers(of: Sources) -> list[dict[str, Any]]:
+    """The transactions that a new slot waits for."""
+    if of.manager is None or of.machine.step != CONFIGURING:
+        return []
+    return [blocker._asdict() for blocker in of.manager.blockers]
+
+
+def _pools(of: Sources) -> dict[Any, ManagedPool]:
+    pools = of.manager.pools if of.manager is not None else {}
+    return {role: each for role, each in pools.items() if not each.pool.closed}
+
+
+def _pool(managed: ManagedPool) -> dict[str, Any]:
+    works = managed.pool.reservoir.upkeep
+    failing = works.last_error if works.failing_for is not None else None
+    return {
+        "state": managed.status.value,
+        "connected": len(managed.pool.reservoir.core.items),
+        "error": None if failing is None else diagnose(failing).message,
+        **{
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in managed.pool.statistics()._asdict().items()
+        },
+    }

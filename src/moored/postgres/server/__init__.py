@@ -1,0 +1,19 @@
+"""The server: how it is reached, set up for a stream, asked, and what its errors mean."""
+
+from ._connect import connect, cut, uncancelled
+from ._faults import Diagnosis, FaultVerdict, diagnose
+from ._resolver import Resolver
+from ._setup import Findings, Setup, Step
+
+__all__ = [
+    "Diagnosis",
+    "FaultVerdict",
+    "Findings",
+    "Resolver",
+    "Setup",
+    "Step",
+    "connect",
+    "cut",
+    "diagnose",
+    "uncancelled",
+]

@@ -1,0 +1,11 @@
+"""The replication connection: its link, its protocol, and the client that streams over it."""
+
+from ._collector import LogCollector
+from ._link import KEEPALIVES
+from ._replication import ReplicationClient
+
+__all__ = [
+    "KEEPALIVES",
+    "LogCollector",
+    "ReplicationClient",
+]

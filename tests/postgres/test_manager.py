@@ -1,0 +1,151 @@
+"""What the manager ignores: events of parts that were replaced meanwhile. Without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from moored.kernel import Backoff, Clock, Machine, Recorder, StatusMonitor, Supervisor
+from moored.postgres._settings import Settings
+from moored.postgres.consume._hub import Hub
+from moored.postgres.consume._integrity import Integrity
+from moored.postgres.consume._store import StateStore
+from moored.postgres.manage._manager import Manager
+from moored.postgres.manage._manager_core import Act, Action, Actions, ManagerCore, Timer
+from moored.postgres.manage._parts import Parts
+from moored.postgres.report._health import CONDITIONS, Status, status_of
+from moored.postgres.report._outages import Outages
+from moored.postgres.report._phases import CHART
+from moored.postgres.server._faults import Diagnosis
+from moored.postgres.server._resolver import Resolver
+from moored.postgres.stream._replication import ReplicationClient
+
+pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
+
+URL = "postgresql://nobody@127.0.0.1:1/none"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StateStore]:
+    opened = StateStore(tmp_path / "state.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+async def manager(store: StateStore, tmp_path: Path) -> AsyncIterator[Manager]:
+    clock = Clock.current()
+    recorder = Recorder(clock=clock)
+    hub = Hub(store, recorder)
+    monitor: StatusMonitor[Status] = StatusMonitor(
+        CONDITIONS, lambda conditions: status_of(conditions, asleep=False, loaded=True)
+    )
+    made = Manager(
+        Settings(database_url=URL, replication_url=URL, state_dir=tmp_path),
+        ManagerCore(Machine("postgres", CHART, clock=clock), Backoff(1.0, 10.0, clock=clock)),
+        hub,
+        Integrity(store, hub, lambda name, detail: None),
+        monitor,
+        clock=clock,
+        recorder=recorder,
+        tell=lambda name, detail: None,
+        outages=Outages(clock),
+        resolver=Resolver(),
+        used=lambda: None,
+    )
+    async with Supervisor("connections", intensity=None) as connections:
+        made._parts = Parts(connections, made._happened)
+        yield made
+
+
+async def fail() -> None:
+    raise ConnectionError("lost")
+
+
+def told(diagnosis: Diagnosis) -> Actions:
+    return [Action(Act.TELL, "failed", detail=diagnosis.message)]
+
+
+async def test_the_failure_of_a_job_is_an_event(manager: Manager) -> None:
+    await manager._parts.start("job", fail, told)
+    event = await manager._events.get()
+    assert event() == [Action(Act.TELL, "failed", detail="lost")]
+
+
+async def test_the_failure_of_a_job_that_was_replaced_changes_nothing(manager: Manager) -> None:
+    await manager._parts.start("job", fail, told)
+    event = await manager._events.get()
+    await manager._parts.start("job", partial(asyncio.sleep, 60), told)
+    assert event() == []
+
+
+async def test_a_failure_of_an_owner_is_an_event_and_a_restart_that_waits_for_work(
+    manager: Manager,
+) -> None:
+    parts, ran = manager._parts, asyncio.Event()
+
+    async def run() -> None:
+        ran.set()
+
+    await parts.own("owner", fail, told, parts.replace("owner"))
+    event = await manager._events.get()
+    assert event() == [Action(Act.TELL, "failed", detail="lost")]
+    await _until_restarted(parts, "owner")
+    (shown,) = parts._supervisor.tree().children
+    assert (shown.state, shown.restarts, shown.last_failure) == ("running", 1, "lost (PartFailed)")
+    await parts.own("owner", run, told, parts.replace("owner"))
+    await asyncio.wait_for(ran.wait(), 10)
+
+
+async def _until_restarted(parts: Parts, name: str) -> None:
+    tree = parts._supervisor.tree
+    while tree().children[0].generation < 2 or not parts.is_running(name):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_an_event_of_a_client_that_was_replaced_changes_nothing(manager: Manager) -> None:
+    manager._core.start()
+    post = manager._parts.replace("replication")
+    post(lambda: [Action(Act.START_POOLS)])
+    await manager._start_client()
+    events = [manager._events.get_nowait()() for _ in range(manager._events.qsize())]
+    assert [Action(Act.START_POOLS)] not in events
+
+
+async def test_a_timer_that_fires_early_waits_for_the_rest(manager: Manager) -> None:
+    at = Clock.current().monotonic() + 0.05
+    manager._set_timer(Timer.LIVENESS.value, 0.05)
+    await manager._events.get()
+    assert Clock.current().monotonic() >= at
+
+
+async def test_a_timer_that_was_cancelled_is_no_event(manager: Manager) -> None:
+    manager._set_timer(Timer.LIVENESS.value, 0.0)
+    manager._set_timer(Timer.RETRY.value, 0.0)
+    manager._timers.cancel(Timer.LIVENESS.value)
+    await manager._events.get()
+    assert manager._events.empty()
+
+
+async def test_a_look_is_not_begun_again_while_one_is_under_way(manager: Manager) -> None:
+    manager._core.start()
+    await manager._start_client()
+    looks: list[ReplicationClient] = []
+    may_end = asyncio.Event()
+
+    async def look(client: ReplicationClient) -> None:
+        looks.append(client)
+        await may_end.wait()
+
+    await manager._start_look("lock", look)
+    await manager._start_look("lock", look)
+    assert len(looks) == 1
+    may_end.set()
+    while manager._parts.is_running("lock"):  # noqa: ASYNC110 (nothing tells when)
+        await asyncio.sleep(0)
+    await manager._start_look("lock", look)
+    assert len(looks) == 2

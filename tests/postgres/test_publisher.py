@@ -1,0 +1,45 @@
+"""What the publisher does between its questions to the server. Without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from moored.kernel import Recorder
+from moored.postgres import History
+from moored.postgres._settings import Settings
+from moored.postgres.consume import Hub, Publisher, StateStore
+from moored.postgres.server import _admin
+
+pytestmark = pytest.mark.every_loop
+
+
+async def test_a_look_does_not_keep_a_consumer_alive_that_its_user_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def rows(*args: Any, **values: Any) -> list[Any]:
+        looking.set()
+        await may_answer.wait()
+        return []
+
+    monkeypatch.setattr(_admin, "rows", rows)
+    store = StateStore(tmp_path / "state.db")
+    hub = Hub(store, Recorder())
+    hub.begin(History("1", 1), 1000)
+    changes = hub.attach("search", tables=("orders",))
+    settings = Settings(database_url="", replication_url="", state_dir=tmp_path)
+    conn = mock.Mock(execute=mock.AsyncMock())
+    look = asyncio.create_task(Publisher(hub, settings).look(conn))
+    await asyncio.wait_for(looking.wait(), 10)
+    del changes
+    again = hub.attach("search", tables=("orders",))
+    may_answer.set()
+    assert await asyncio.wait_for(look, 10) == []
+    await again.aclose()
+    store.close()

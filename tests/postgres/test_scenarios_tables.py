@@ -1,0 +1,329 @@
+"""Tables that are dropped, renamed, swapped or unpublished while a consumer follows them.
+
+The consumer is a mirror that trusts only what it is told: it copies the tables when it gets a
+`Reset`, applies every change, and must end up with the rows that the server has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from moored.postgres.consume._store import StateStore
+from moored.postgres.manage import _manager
+
+from .conftest import MakePostgres, Sql
+from .mirror import Mirror, mirroring
+from .server import LIMIT, connected, following, ids, next_reset, quicken, until
+
+Faults = Callable[[Sql], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+    monkeypatch.setattr(_manager, "WATCH_EVERY", 0.2)
+
+
+async def run(conn: Sql, *statements: str) -> None:
+    for statement in statements:
+        await conn.execute(statement.encode())
+
+
+def publication(stream_id: str) -> str:
+    return f"moored_publication_{stream_id}"
+
+
+NEW = "(id int primary key, name text)"
+FAULTS = {
+    "dropped and created": ("drop table orders", f"create table orders {NEW}"),
+    "renamed and created": (
+        "alter table orders rename to orders_old",
+        f"create table orders {NEW}",
+    ),
+    "swapped": (
+        f"create table orders_new {NEW}",
+        "insert into orders_new values (50, 'new')",
+        "begin; alter table orders rename to orders_old; "
+        "alter table orders_new rename to orders; commit",
+    ),
+    "unpublished": ("alter publication {publication} drop table orders",),
+    "published again by others": (
+        "alter publication {publication} drop table orders",
+        "insert into orders values (60, 'nobody is told of it')",
+        "alter publication {publication} add table orders",
+    ),
+    "only inserts": ("alter publication {publication} set (publish = 'insert')",),
+    "only inserts for a moment": (
+        "alter publication {publication} set (publish = 'insert')",
+        "delete from orders where id = 1",
+        "alter publication {publication} set (publish = 'insert, update, delete, truncate')",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_mirror_agrees_after_a_table_fault_while_it_streams(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, fault: str
+) -> None:
+    async with make() as pg, mirroring(pg, streamed_url) as mirror:
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "insert into orders values (1, 'x'), (2, 'x')")
+        await until(mirror.agrees)
+        await run(sql, *(each.format(publication=publication(stream_id)) for each in FAULTS[fault]))
+        await run(
+            sql,
+            "insert into orders values (70, 'after')",
+            "update orders set name = 'changed' where id = 70",
+        )
+        await until(lambda: has_resets(mirror, 1))
+        await run(sql, "insert into orders values (80, 'x')", "delete from orders where id = 70")
+        await until(mirror.agrees)
+        assert len(mirror.resets) == 1
+        assert "orders" in mirror.resets[0] or publication(stream_id) in mirror.resets[0]
+        assert pg.statistics()["restarts"] == 0
+
+
+async def has_resets(mirror: Mirror, number: int) -> bool:
+    assert not mirror._task.done() or mirror._task.result()
+    return len(mirror.resets) >= number
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_mirror_agrees_after_a_table_fault_while_it_was_away(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, fault: str
+) -> None:
+    async with make() as pg, mirroring(pg, streamed_url) as mirror:
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "insert into orders values (1, 'x'), (2, 'x')")
+        await until(mirror.agrees)
+        rows = mirror.rows
+    await run(sql, *(each.format(publication=publication(stream_id)) for each in FAULTS[fault]))
+    await run(sql, "insert into orders values (70, 'after')", "delete from orders where id = 2")
+    async with make() as pg, mirroring(pg, streamed_url) as mirror:
+        mirror.rows = rows
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "insert into orders values (80, 'x')")
+        await until(mirror.agrees)
+        assert len(mirror.resets) == 1
+
+
+async def test_a_consumer_of_everything_is_told_when_a_table_leaves(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    await run(sql, f"create table other {NEW}")
+    async with make() as pg:
+        everything = pg.changes("everything")
+        orders = pg.changes("orders", tables=["orders"])
+        other = pg.changes("other", tables=["other"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await run(sql, "insert into other values (1, 'x')")
+        assert ids(await following(everything)) == [1]
+        await other.aclose()
+        await run(sql, f"alter publication {publication(stream_id)} drop table other")
+        assert "other" in (await next_reset(everything)).reason
+        await run(sql, "insert into orders values (1, 'x')")
+        assert ids(await following(everything)) == [1]
+        assert ids(await following(orders)) == [1]
+
+
+async def test_a_table_renamed_and_back_within_a_transaction_loses_nothing(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(
+            sql,
+            "begin",
+            "insert into orders values (1, 'x')",
+            "alter table orders rename to parked",
+            "insert into parked values (2, 'x')",
+            "alter table parked rename to orders",
+            "insert into orders values (3, 'x')",
+            "alter table orders rename to parked",
+            "commit",
+        )
+        await run(sql, "insert into parked values (4, 'x')")
+        await run(sql, "alter table parked rename to orders")
+        assert ids(await following(changes)) == [1, 2, 3]
+        assert ids(await following(changes)) == [4]
+
+
+async def test_a_renamed_table_is_noticed_without_waiting_for_the_watch(
+    make: MakePostgres, sql: Sql, stream_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_manager, "WATCH_EVERY", 3600.0)
+    await run(sql, f"create publication {publication(stream_id)} for tables in schema public")
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "drop table orders", f"create table orders {NEW}")
+        await run(sql, "insert into orders values (1, 'x')")
+        assert "another table" in (await next_reset(changes)).reason
+
+
+async def test_a_table_that_is_gone_is_waited_for(
+    make: MakePostgres, sql: Sql, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "drop table orders")
+
+        async def warned() -> bool:
+            return "does not exist any more" in caplog.text
+
+        await until(warned)
+        await run(sql, f"create table orders {NEW}")
+        assert "another table" in (await next_reset(changes)).reason
+        await run(sql, "insert into orders values (1, 'x')")
+        assert ids(await following(changes)) == [1]
+
+
+async def test_no_reset_is_delivered_before_the_tables_are_published_again(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """A writer holds the table: whoever copies it now would miss what the writer commits."""
+    async with make() as pg, mirroring(pg, streamed_url) as mirror:
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "insert into orders values (1, 'x')")
+        await until(mirror.agrees)
+        rows, slot = mirror.rows, pg.settings.slot_name
+    await run(
+        sql,
+        f"select pg_drop_replication_slot('{slot}')",
+        f"alter publication {publication(stream_id)} drop table orders",
+    )
+    async with connected(streamed_url) as writer:
+        async with make() as pg:
+            await pg.wait_until_active(LIMIT)  # a new slot would wait for the writer
+        await run(writer, "begin", "insert into orders values (2, 'x')")
+        async with make() as pg, mirroring(pg, streamed_url) as mirror:
+            mirror.rows = rows
+            await pg.wait_until_active(LIMIT)
+            with pytest.raises(TimeoutError):
+                await pg.wait_until_published("orders", timeout=2.0)
+            assert mirror.resets == []
+            await run(writer, "commit")
+            await pg.wait_until_published("orders", timeout=LIMIT)
+            await run(sql, "insert into orders values (3, 'x')")
+            await until(mirror.agrees)
+            assert len(mirror.resets) == 1
+
+
+async def test_what_was_published_before_a_reset_is_published_again(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """`wait_until_published` speaks of the time after the reset."""
+    async with make() as pg, mirroring(pg, streamed_url) as mirror:
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await pg.sleep()
+        await run(
+            sql,
+            f"select pg_drop_replication_slot('{pg.settings.slot_name}')",
+            f"drop publication {publication(stream_id)}",
+        )
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await run(sql, "insert into orders values (1, 'x')")
+        await until(mirror.agrees)
+        assert len(mirror.resets) == 1
+
+
+async def test_a_table_without_a_key_is_refused_before_it_is_published(
+    make: MakePostgres, sql: Sql
+) -> None:
+    await run(sql, "create table keyless (id int)", "insert into keyless values (1)")
+    async with make() as pg:
+        with pytest.raises(Exception, match=r"ALTER TABLE public\.keyless REPLICA IDENTITY FULL"):
+            await following(pg.changes("keyless", tables=["keyless"]))
+        await run(sql, "update keyless set id = 2")  # the application goes on
+        await run(sql, "alter table keyless replica identity full")
+        changes = pg.changes("keyless", tables=["keyless"])
+        await pg.wait_until_published("keyless", timeout=LIMIT)
+        await run(sql, "update keyless set id = 3")
+        assert ids(await following(changes)) == [3]
+
+
+WRONG = [[1], "wide", [""], ["a."], [".a"], [None], ["a\0b"], ["\ud800"]]
+
+
+@pytest.mark.parametrize("tables", WRONG)
+async def test_tables_that_cannot_be_names_are_refused_at_the_call(
+    make: MakePostgres, sql: Sql, tables: Any
+) -> None:
+    async with make() as pg:
+        with pytest.raises(ValueError, match="tables"):
+            pg.changes("wrong", tables=tables)
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await run(sql, "insert into orders values (1, 'x')")
+        assert ids(await following(changes)) == [1]
+        assert pg.statistics()["restarts"] == 0
+
+
+async def test_a_schema_with_a_dot_is_named_in_quotes(make: MakePostgres, sql: Sql) -> None:
+    await run(
+        sql,
+        'create schema "a.b"',
+        'create table "a.b"."Odd ""one""" (id int primary key)',
+    )
+    async with make() as pg:
+        changes = pg.changes(tables=['"a.b"."Odd ""one"""'])
+        await pg.wait_until_published(timeout=LIMIT)
+        await run(sql, 'insert into "a.b"."Odd ""one""" values (1)')
+        assert ids(await following(changes)) == [1]
+
+
+async def test_waiting_for_a_table_that_was_refused_fails_at_once(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        changes = pg.changes("wrong", tables=["nothing"])
+        orders = pg.changes(tables=["orders"])
+        async with asyncio.timeout(LIMIT):
+            with pytest.raises(Exception, match="nothing"):
+                await pg.wait_until_published("nothing", timeout=3600.0)
+            with pytest.raises(Exception, match="nothing"):
+                await pg.wait_until_published(timeout=3600.0)
+            await pg.wait_until_published("orders", timeout=3600.0)
+            await changes.aclose()
+            await pg.wait_until_published(timeout=3600.0)
+        await orders.aclose()
+
+
+async def test_many_consumers_of_many_tables_are_published_at_once(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query for all of them, however many there are, and one write of what they follow."""
+    kept: list[int] = []
+    follow = StateStore.follow
+
+    def keeping(store: StateStore, followed: Mapping[str, str]) -> None:
+        kept.append(len(followed))
+        follow(store, followed)
+
+    monkeypatch.setattr(StateStore, "follow", keeping)
+    names = [f"t{number}" for number in range(20)]
+    await run(sql, *(f"create table {name} {NEW}" for name in names))
+    async with make() as pg:
+        here = [pg.changes(f"c{number}", tables=names) for number in range(40)]
+        await pg.wait_until_published(timeout=LIMIT)
+        await pg.sleep()
+        assert sum(kept) >= 40
+        assert len(kept) < 10
+        queries = 0
+        execute = type(sql).execute
+
+        async def counting(*args: Any, **options: Any) -> Any:
+            nonlocal queries
+            queries += 1
+            return await execute(*args, **options)
+
+        monkeypatch.setattr(type(sql), "execute", counting)
+        await pg.wait_until_published(timeout=LIMIT)
+        assert queries < 40
+        assert len(here) == 40
