@@ -201,6 +201,7 @@ def add_generated(server: grpc.Server, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--tls", type=Path)
     parser.add_argument("--mutual", action="store_true")
     parser.add_argument("--stubs", type=Path)
@@ -221,7 +222,7 @@ def main() -> None:
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     if options.stubs is not None:
         add_generated(server, options.stubs)
-    address = f"127.0.0.1:{options.port}"
+    address = f"{options.host}:{options.port}"
     if options.tls is None:
         server.add_insecure_port(address)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -23,7 +24,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,25 @@ ENDLESS = "/test.Echo/Endless"
 def call(channel: grpc.Channel, request: bytes = b"hello") -> None:
     answer = channel.unary_unary(ECHO)(request, timeout=TIMEOUT)
     assert answer == request, answer
+
+
+@contextlib.contextmanager
+def fork_patience(seconds: float) -> Iterator[None]:
+    """How long a fork waits for calls."""
+    before, _fork.PATIENCE = _fork.PATIENCE, seconds
+    try:
+        yield
+    finally:
+        _fork.PATIENCE = before
+
+
+#: That of the library; here a fork may wait longer, as on a busy machine short calls are not short.
+_PATIENCE, _fork.PATIENCE = _fork.PATIENCE, 5.0
+
+
+def call_later(delay: float, channel: grpc.Channel) -> None:
+    threading.Event().wait(delay)
+    call(channel)
 
 
 class Children:
@@ -378,11 +398,14 @@ def refused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 def expect_refusal(
     manager: ConnectionManager, channel: grpc.Channel, config: ConnectionConfig
 ) -> None:
-    """The child is told, instead of hanging, also by a manager of its own."""
+    """The child is told, instead of hanging, also by a manager of its own, and always."""
     for use in (
-        lambda: call(channel),
+        *[lambda: call(channel)] * 2,
         lambda: manager.get_or_create(config),
         lambda: ConnectionManager().get_or_create(config),
+        lambda: grpc.channel_ready_future(channel).result(TIMEOUT),
+        # A connect that one of these had caused would be there by now.
+        *[lambda: call_later(0.05, channel)] * 10,
     ):
         failed = error_of(use)
         assert isinstance(failed, ManagerClosed), failed
@@ -392,18 +415,19 @@ def expect_refusal(
 def streaming(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     """A stream that does not end: the child is told so, and the parent goes on."""
     children = Children()
-    _fork.PATIENCE = 0.5
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
         stream = channel.unary_stream(ENDLESS)(b"0.01")
         next(stream)
 
         work = functools.partial(expect_refusal, manager, channel, config)
-        with Callers(channel) as callers:
+        with Callers(channel) as callers, fork_patience(_PATIENCE):
             for number in range(forks):
                 children.make(work, gently=number % 2 == 0)
                 next(stream)
         stream.cancel()
+        while channel.calls:
+            time.sleep(0.001)
         children.make(lambda: call(channel))
     return report(children, callers)
 

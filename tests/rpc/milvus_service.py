@@ -28,6 +28,8 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
         self.greetings: list[dict[str, str]] = []
         self.told: list[dict[str, str]] = []
         self.calls: list[dict[str, str]] = []
+        #: Old ones do not know the greeting.
+        self.greets = True
         self.refuse: grpc.StatusCode | None = None
         self.accepts: str | None = None
         self.greeting = common_pb2.Status()
@@ -38,6 +40,8 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
     def Connect(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.greetings.append(dict(context.invocation_metadata()))
         self.told.append(dict(request.client_info.reserved))
+        if not self.greets:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "what do you mean?")
         if self.refuse is not None:
             context.abort(self.refuse, "auth check failure, please check")
         if self.accepts not in (None, self.greetings[-1].get("authorization")):
@@ -66,9 +70,9 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
 class Server:
     """The service on a port."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "") -> None:
         self.service = Service()
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = address or f"127.0.0.1:{free_port()}"
         self.uri = f"http://{self.address}"
         self._server = grpc.server(ThreadPoolExecutor(CALLERS + 4))
         milvus_pb2_grpc.add_MilvusServiceServicer_to_server(self.service, self._server)

@@ -26,6 +26,8 @@ class World:
         self.token = 0
         self.up = dict.fromkeys(ADDRESSES, True)
         self.hangs = dict.fromkeys(ADDRESSES, False)
+        #: Who lives, and answers UNAVAILABLE all the same.
+        self.busy = dict.fromkeys(ADDRESSES, False)
         self.open: set[Channel] = set()
         #: What must never be: not raised where it happens, as a failure is nothing special there.
         self.wrong: list[str] = []
@@ -91,6 +93,11 @@ class Channel:
     def hangs(self) -> bool:
         return self.world.hangs[self.address] and not self.dead
 
+    def get_state(self) -> grpc.ChannelConnectivity:
+        """As gRPC's own: that a connection is lost is not known at once."""
+        lost = self.dead and self.world.chance.random() < 0.7
+        return grpc.ChannelConnectivity.IDLE if lost else grpc.ChannelConnectivity.READY
+
     async def channel_ready(self) -> None:
         world = self.world
         under_way = world.dialling.setdefault(self.key, 0)
@@ -143,6 +150,8 @@ class Call:
                     await asyncio.sleep(0.1)
             if self.channel.dead or not self.channel.world.up[self.channel.address]:
                 self.channel.dead = True
+                self._code = grpc.StatusCode.UNAVAILABLE
+            elif self.channel.world.busy[self.channel.address]:
                 self._code = grpc.StatusCode.UNAVAILABLE
             elif self._token != str(self.channel.world.token):
                 self._code = grpc.StatusCode.UNAUTHENTICATED

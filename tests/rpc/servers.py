@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 from tests.servers import free_port
@@ -40,9 +39,18 @@ class EchoServer:
         token: str = "",
         strict: bool = False,
         streams: int | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
-        given = {"tls": tls, "stubs": stubs, "token": token or None, "streams": streams}
+        self.host = host
+        self.port = port or free_port()
+        given = {
+            "host": host,
+            "tls": tls,
+            "stubs": stubs,
+            "token": token or None,
+            "streams": streams,
+        }
         self._more = [
             text
             for name, value in given.items()
@@ -55,7 +63,7 @@ class EchoServer:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def uri(self) -> str:
@@ -95,12 +103,7 @@ class EchoServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 
 from moored.kernel import in_thread
@@ -12,7 +13,7 @@ from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManag
 
 from .servers import EchoServer
 
-__all__ = ["LIMIT", "SIDES", "Aio", "Client", "Kind", "Threads", "both", "config_of"]
+__all__ = ["LIMIT", "SIDES", "Aio", "Client", "Kind", "Threads", "aborted", "both", "config_of"]
 
 LIMIT = 30.0
 
@@ -90,6 +91,11 @@ class Client:
 def config_of(server: EchoServer) -> ConnectionConfig:
     """How to reach a server."""
     return ConnectionConfig.from_uri(server.uri)
+
+
+def aborted(error: BaseException) -> bool:
+    """For `classify`: the server lives, and answers with an error that a new connection mends."""
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.ABORTED
 
 
 async def _elsewhere(call: Any, *given: Any, **named: Any) -> Any:

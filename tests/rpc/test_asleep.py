@@ -204,7 +204,7 @@ def test_many_threads_that_never_have_it_and_call(echo: EchoServer) -> None:
             thread.join(seconds + LIMIT)
         assert not failures, failures
         assert manager.get_stats()["counters"]["connects"] > 3, "it has never slept"
-        works = manager._works
+        works = manager._background
     eventually(lambda: not works._tasks and not works._timers and not works._closings)
 
 
@@ -235,7 +235,6 @@ async def test_clients_that_are_equal_are_not_the_same(
         channel = await side.get(config_of(echo), client=one, timeout=LIMIT)
         await side.get(config_of(echo), client=other, timeout=LIMIT)
         (managed,) = side.manager._book
-        assert isinstance(managed.clients, weakref.WeakSet)
         assert side.manager.get_stats()["connections"][0]["client_count"] == 2
         await side.run(side.manager.release, channel, client=one)
         await side.run(side.manager.release, channel, client=one)
@@ -259,3 +258,18 @@ async def test_a_client_that_cannot_be_held_weakly(
             await side.get(config_of(echo), client=client, timeout=LIMIT)
         await side.run(side.manager.release, channel, client=client)
         assert side.manager.get_stats()["connections"][0]["client_count"] == 1
+
+
+@both
+async def test_a_dedicated_channel_that_is_forgotten_without_a_client_is_closed(
+    kind: Kind, echo: EchoServer
+) -> None:
+    async with kind(linger=0.2) as side:
+        kept = await side.get(config_of(echo), dedicated=True)
+        forgotten = weakref.ref(await side.get(config_of(echo), dedicated=True))
+        assert side.manager.get_stats()["dedicated_connections"] == 2
+        async with asyncio.timeout(LIMIT):
+            while side.manager.get_stats()["total_connections"] or forgotten() is not None:
+                gc.collect()
+                await asyncio.sleep(0.02)
+        assert await side.call(kept, ECHO, b"a") == b"a", "who still has one may call"

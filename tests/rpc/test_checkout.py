@@ -10,7 +10,9 @@ import pytest
 from moored.kernel import Clock, Recorder
 from moored.rpc import ConnectionConfig, ManagedConnection
 from moored.rpc._core import CHART
-from moored.rpc._policy import Policy
+from moored.rpc._manager_options import ManagerOptions
+
+pytestmark = pytest.mark.pure
 
 CONFIG = ConnectionConfig.from_uri("http://server")
 STATES = [f"{phase}/{step}" for phase, steps in CHART.phases.items() for step in steps or (phase,)]
@@ -23,7 +25,7 @@ class Client:
 
 
 def managed_at(state: str, used_at: float = 0.0) -> ManagedConnection[Any]:
-    policy = Policy(idle=IDLE)
+    policy = ManagerOptions(idle=IDLE)
     managed = ManagedConnection[Any](
         types.SimpleNamespace(_used_at=used_at),
         CONFIG,

@@ -42,7 +42,7 @@ def test_closing_a_manager_of_threads_lets_calls_end(echo: EchoServer) -> None:
 async def test_an_endless_call_does_not_hold_up_the_end(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._works.CLOSING", 0.1)
+    monkeypatch.setattr("moored.rpc._background.CLOSING", 0.1)
     manager = AsyncConnectionManager()
     channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
     call = channel.unary_stream("/test.Echo/Endless")(b"0.01")
@@ -55,7 +55,7 @@ async def test_an_endless_call_does_not_hold_up_the_end(
 def test_an_endless_call_of_threads_does_not_hold_up_the_end(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._works.CLOSING", 0.1)
+    monkeypatch.setattr("moored.rpc._background.CLOSING", 0.1)
     manager = ConnectionManager()
     channel = manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
     numbers = channel.unary_stream("/test.Echo/Endless")(b"0.01")

@@ -34,17 +34,17 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
 @pytest.mark.parametrize(
     ("uri", "address", "token", "db_name"),
     [
-        # Those of the seed.
+        # The defaults.
         ("http://localhost:19530", "localhost:19530", "", ""),
         ("https://host:19530/mydb", "host:19530", "", "mydb"),
         ("https://user:pass@host:19530", "host:19530", "user:pass", ""),
         ("https://user:pass@host:19530/mydb", "host:19530", "user:pass", "mydb"),
         # The port that is not given.
-        ("http://localhost", "localhost:19530", "", ""),
-        ("tcp://localhost", "localhost:19530", "", ""),
+        ("http://localhost", "localhost:80", "", ""),
+        ("tcp://localhost", "localhost:80", "", ""),
         ("https://localhost", "localhost:443", "", ""),
         ("https://localhost:", "localhost:443", "", ""),
-        ("http://localhost:/db", "localhost:19530", "", "db"),
+        ("http://localhost:/db", "localhost:80", "", "db"),
         ("HTTPS://localhost", "localhost:443", "", ""),
         # Tokens.
         ("https://token@host", "host:443", "token", ""),
@@ -54,18 +54,18 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
         ("https://user:a:b@host", "host:443", "user:a:b", ""),
         ("https://user:p@ss@host", "host:443", "user:p@ss", ""),
         # Percent-decoding, of each part by itself.
-        ("http://us%40er:p%3Ass@host", "host:19530", "us@er:p:ss", ""),
-        ("http://a%2Fb:c%3Fd%23e@host", "host:19530", "a/b:c?d#e", ""),
-        ("http://host/my%20db", "host:19530", "", "my db"),
-        ("http://host/my%2Fdb", "host:19530", "", "my/db"),
-        ("http://host/%E2%82%AC", "host:19530", "", "€"),
+        ("http://us%40er:p%3Ass@host", "host:80", "us@er:p:ss", ""),
+        ("http://a%2Fb:c%3Fd%23e@host", "host:80", "a/b:c?d#e", ""),
+        ("http://host/my%20db", "host:80", "", "my db"),
+        ("http://host/my%2Fdb", "host:80", "", "my/db"),
+        ("http://host/%E2%82%AC", "host:80", "", "€"),
         # The path.
-        ("http://host/", "host:19530", "", ""),
-        ("http://host//db/", "host:19530", "", "db"),
-        ("http://host/db/more", "host:19530", "", "db"),
+        ("http://host/", "host:80", "", ""),
+        ("http://host//db/", "host:80", "", "db"),
+        ("http://host/db/more", "host:80", "", "db"),
         # IPv6.
         ("http://[::1]:19530", "[::1]:19530", "", ""),
-        ("http://[::1]", "[::1]:19530", "", ""),
+        ("http://[::1]", "[::1]:80", "", ""),
         ("https://t@[2001:db8::1]/db", "[2001:db8::1]:443", "t", "db"),
         ("http://127.0.0.1:65535", "127.0.0.1:65535", "", ""),
         ("http://127.0.0.1:1", "127.0.0.1:1", "", ""),
@@ -148,7 +148,7 @@ def test_https_is_encrypted_unless_it_is_said_otherwise(
         ("", "URI is empty"),
         ("   ", "URI is empty"),
         (None, "URI is empty"),
-        (5, "URI must be a text, not int"),
+        (5, "URI must be a str, not int"),
         ("localhost:19530", "has no scheme: write it as in http://localhost:19530"),
         ("localhost", "has no scheme"),
         ("://localhost", "has no scheme"),
@@ -204,16 +204,16 @@ def test_a_wrong_uri_is_told_by_its_part(uri: Any, said: str) -> None:
         ({"channel_options": [1]}, "channel_options must have pairs"),
         ({"channel_options": ["ab"]}, "pairs of a name and a value"),
         ({"channel_options": [("a", 1, 2)]}, "not tuple"),
-        ({"channel_options": {5: 1}}, "a name in the option channel_options must be a text"),
+        ({"channel_options": {5: 1}}, "a name in the option channel_options must be a str"),
         ({"channel_options": {"grpc.a": 1.5}}, "'grpc.a' in the option channel_options must be"),
         ({"channel_options": [("grpc.a", None)]}, "int, str or bytes, not NoneType"),
         ({"channel_options": {"grpc.a": 2**31}}, "'grpc.a' in the option channel_options must fit"),
         ({"certificate": b"x"}, "go together"),
         ({"private_key": b"x"}, "go together"),
-        ({"token": 5}, "token must be a text, not int"),
-        ({"token": b"x"}, "token must be a text, not bytes"),
+        ({"token": 5}, "token must be a str, not int"),
+        ({"token": b"x"}, "token must be a str, not bytes"),
         ({"token": "x\n"}, "the token has a control character in it"),
-        ({"db_name": 5}, "db_name must be a text, not int"),
+        ({"db_name": 5}, "db_name must be a str, not int"),
     ],
 )
 def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
@@ -256,7 +256,7 @@ def test_the_same_address_and_identity_share_a_connection() -> None:
     assert key("http://host:1/db1") == key("http://host:1/db2"), "a database is not another wire"
     assert key("http://host:1", db_name="x") == key()
     assert key("http://u:p@host:1") == key("http://host:1", token="u:p")
-    assert key("http://host") == key("http://host:19530")
+    assert key("http://host") == key("http://host:80")
     assert key("http://host:1") == key("tcp://host:1")
     assert key("http://host:1/") == key()
     assert key("https://host:1") == key("http://host:1", secure=True)
@@ -391,7 +391,7 @@ def test_what_is_percent_encoded_comes_back(
     uri = f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{host}"
     uri += "" if port is None else f":{port}"
     config = ConnectionConfig.from_uri(f"{uri}/{quote(db_name, safe='')}")
-    assert config.address == f"{host}:{port or (443 if scheme == 'https' else 19530)}"
+    assert config.address == f"{host}:{port or (443 if scheme == 'https' else 80)}"
     assert config.token == f"{user}:{password}"
     assert config.db_name == db_name
 

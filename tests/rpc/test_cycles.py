@@ -27,6 +27,7 @@ from moored.testing import mutant, scaled
 
 from .handlers import ECHO, FAIL, descriptors, own_threads
 from .servers import EchoServer
+from .sides import aborted
 
 LIMIT = 30.0
 WARM_UP = 30
@@ -106,7 +107,7 @@ class Client:
 def cycle(config: ConnectionConfig, number: int) -> None:
     """Create, use, recover, use, close."""
     clock = Leaping()
-    with ConnectionManager(clock=clock) as manager:
+    with ConnectionManager(clock=clock, classify=aborted) as manager:
         client = Client()
         channel = manager.get_or_create(config, dedicated=number % 2 == 0, client=client)
         assert channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
@@ -119,7 +120,7 @@ def cycle(config: ConnectionConfig, number: int) -> None:
 def recover(manager: ConnectionManager, channel: grpc.Channel, clock: Leaping) -> None:
     clock.leap()
     with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+        channel.unary_unary(FAIL)(b"ABORTED", timeout=LIMIT)
     assert manager.handle_error(channel, caught.value, timeout=LIMIT)
 
 
@@ -141,7 +142,7 @@ def test_one_manager_whose_connections_come_and_go(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     cycles = scaled(1000, least=60)
     clock = Leaping()
-    with traced(), ConnectionManager(clock=clock) as manager:
+    with traced(), ConnectionManager(clock=clock, classify=aborted) as manager:
 
         def once() -> None:
             channel = manager.get_or_create(config, dedicated=True)
@@ -161,7 +162,7 @@ def test_one_manager_whose_connections_come_and_go(echo: EchoServer) -> None:
 def test_one_connection_that_recovers_again_and_again(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     clock = Leaping()
-    with traced(), ConnectionManager(clock=clock) as manager:
+    with traced(), ConnectionManager(clock=clock, classify=aborted) as manager:
         channel = manager.get_or_create(config)
         for _ in range(WARM_UP + 256 // 3):
             recover(manager, channel, clock)
@@ -206,13 +207,13 @@ def test_channels_that_are_never_closed_are_noticed(echo: EchoServer) -> None:
 
 async def cycle_async(config: ConnectionConfig, number: int) -> None:
     clock = Leaping()
-    async with AsyncConnectionManager(clock=clock) as manager:
+    async with AsyncConnectionManager(clock=clock, classify=aborted) as manager:
         client = Client()
         channel = await manager.get_or_create(config, dedicated=number % 2 == 0, client=client)
         assert await channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
         clock.leap()
         with pytest.raises(grpc.RpcError) as caught:
-            await channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+            await channel.unary_unary(FAIL)(b"ABORTED", timeout=LIMIT)
         assert await manager.handle_error(channel, caught.value, timeout=LIMIT)
         assert await channel.unary_unary(ECHO)(b"b", timeout=LIMIT) == b"b"
         assert channel.generation == 2

@@ -264,10 +264,12 @@ async def test_credentials_of_grpc_are_used_as_they_are(authority: Path) -> None
     own = grpc.ssl_channel_credentials((authority / "ca.pem").read_bytes())
     with EchoServer(tls=authority) as server:
         config = ConnectionConfig.from_uri(
-            server.uri, channel_options={"grpc.ssl_target_name_override": "server.test"}
+            server.uri,
+            channel_credentials=own,
+            channel_options={"grpc.ssl_target_name_override": "server.test"},
         )
         for make in (make_channel, make_aio_channel):
-            channel = make(config, 1, credentials=own)
+            channel = make(config, 1)
             await asyncio.wait_for(ready(channel), 10)
             await close_channel(channel)
 

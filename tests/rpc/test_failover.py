@@ -24,6 +24,7 @@ from moored.rpc import (
 
 from .handlers import FAIL, PID, eventually
 from .servers import EchoServer
+from .sides import aborted
 from .topology_server import TopologyServer, body_of
 
 LIMIT = 30.0
@@ -159,8 +160,11 @@ def check(cluster: Cluster, calls: Calls, order: str) -> None:
     assert tallied(cluster.south)[after] >= 50
     assert not [word for word, _ in calls.errors if word == calls.word], calls.errors
     if order == "killed first":
-        # Those that were under way; the word may have been read just before it changed.
-        assert sum(calls.errors.values()) <= 3, calls.errors
+        # Of each caller, the call that was under way, and those that fail until gRPC reports the
+        # loss, which it does in a thread of its own: mostly none, on a busy machine a few. A caller
+        # that is not made to wait afterwards fails hundreds of times.
+        assert {code for _, code in calls.errors} <= {"UNAVAILABLE"}, calls.errors
+        assert sum(calls.errors.values()) <= 30, calls.errors
     else:
         assert not calls.errors, "the old one has ended its calls"
 
@@ -179,11 +183,11 @@ def test_a_primary_that_was_restarted_is_connected_to_again(cluster: Cluster) ->
 
 
 def test_without_a_primary_the_old_one_is_kept(cluster: Cluster) -> None:
-    with ConnectionManager() as manager:
+    with ConnectionManager(classify=aborted) as manager:
         channel = manager.get_or_create(cluster.config)
         cluster.tell(2, north=1, south=1)
         with pytest.raises(grpc.RpcError):
-            channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+            channel.unary_unary(FAIL)(b"ABORTED", timeout=LIMIT)
         assert channel.unary_unary(PID)(b"", timeout=LIMIT) == str(cluster.north.pid).encode()
         assert_told(manager)
         # Who has no old one is told why there is none.
@@ -270,11 +274,11 @@ async def test_a_primary_that_was_restarted_is_connected_to_again_async(cluster:
 
 
 async def test_without_a_primary_the_old_one_is_kept_async(cluster: Cluster) -> None:
-    async with AsyncConnectionManager() as manager:
+    async with AsyncConnectionManager(classify=aborted) as manager:
         channel = await manager.get_or_create(cluster.config)
         cluster.tell(2, north=1, south=1)
         with pytest.raises(grpc.RpcError):
-            await channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+            await channel.unary_unary(FAIL)(b"ABORTED", timeout=LIMIT)
         answer = await channel.unary_unary(PID)(b"", timeout=LIMIT)
         assert answer == str(cluster.north.pid).encode()
         assert_told(manager)

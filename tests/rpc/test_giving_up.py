@@ -40,7 +40,7 @@ async def test_an_attempt_that_nobody_waits_for_is_given_up(kind: Kind, echo: Ec
             with pytest.raises(ConnectFailed):
                 await side.get(config, timeout=0.5)
             async with asyncio.timeout(SOON):
-                while side.manager._works._tasks:  # noqa: ASYNC110 - nothing tells
+                while side.manager._background._tasks:  # noqa: ASYNC110 - nothing tells
                     await asyncio.sleep(0.01)
             for channel in made:
                 with pytest.raises((ValueError, grpc.aio.UsageError), match=r"(?i)closed"):

@@ -304,8 +304,9 @@ def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
 
 def test_a_call_without_a_limit_waits_for_as_long_as_the_handler_says(make: Make) -> None:
     handler = make(wait_limit=0.05)
+    stream = handler.unary_stream(COUNT)(b"")
     with pytest.raises(ConnectFailed) as raised:
-        handler.unary_stream(COUNT)(b"")
+        next(stream)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
@@ -363,15 +364,19 @@ def test_a_replaced_generation_ends_its_calls_and_is_closed(make: Make, echo: Ec
         old.channel.unary_unary(ECHO)(b"")
 
 
-def test_calls_that_outlive_the_grace_are_cancelled(make: Make, echo: EchoServer) -> None:
+def test_calls_to_another_server_that_outlive_the_grace_are_cut(
+    make: Make, echo: EchoServer
+) -> None:
     old = new_live(echo.uri)
     told: list[int] = []
     handler = make(old, grace=0.2, on_rpc_error=lambda error, number: told.append(number))
     call = handler.unary_unary(SLEEP).future(b"60")
-    handler._swap(new_live(echo.uri))
+    new = new_live(echo.uri)
+    new.address = "elsewhere:1"
+    handler._swap(new)
     with pytest.raises(grpc.RpcError) as raised:
         call.result(10)
-    assert raised.value.code() is grpc.StatusCode.CANCELLED
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     assert handler._wait_closed(10)
     assert handler.unary_unary(ECHO)(b"a") == b"a"
 

@@ -20,6 +20,7 @@ import pytest
 from moored.rpc._dial import TokenCredentials
 from moored.rpc._errors import ConnectFailed, ManagerClosed
 from moored.rpc._handler_async import AsyncHandler
+from moored.rpc._live import Live
 from moored.testing import scaled
 
 from .handlers import (
@@ -396,11 +397,22 @@ async def test_a_replaced_generation_ends_its_calls_and_is_closed(
     assert old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
-async def test_calls_that_outlive_the_grace_are_cancelled(make: Make, echo: EchoServer) -> None:
+async def elsewhere(echo: EchoServer) -> Live:
+    """A generation that leads to another server, as far as its address says."""
+    live = await new_aio_live(echo.uri)
+    live.address = "elsewhere:1"
+    return live
+
+
+async def test_calls_to_another_server_that_outlive_the_grace_are_cut(
+    make: Make, echo: EchoServer
+) -> None:
     handler = make(await new_aio_live(echo.uri), grace=0.2)
     call = handler.unary_unary(SLEEP)(b"60")
-    handler._swap(await new_aio_live(echo.uri))
-    assert await asyncio.wait_for(call.code(), 10) is CANCELLED
+    handler._swap(await elsewhere(echo))
+    with pytest.raises(grpc.RpcError) as raised:
+        await asyncio.wait_for(call, 10)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     await asyncio.wait_for(handler._wait_closed(), 10)
     assert await handler.unary_unary(ECHO)(b"a") == b"a"
 
@@ -413,7 +425,7 @@ async def test_a_forgotten_stream_keeps_a_generation_no_longer_than_the_grace(
     handler = make(old, grace=0.2)
     numbers = handler.unary_stream(ENDLESS)(b"0.01")
     await numbers.read()
-    handler._swap(await new_aio_live(echo.uri))
+    handler._swap(await elsewhere(echo))
     del numbers
     gc.collect()
     await asyncio.wait_for(handler._wait_closed(), 10)

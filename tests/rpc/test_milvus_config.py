@@ -20,10 +20,9 @@ from pymilvus.client.connection_manager import (  # type: ignore[import-untyped]
 )
 from pymilvus.client.grpc_handler import GrpcHandler  # type: ignore[import-untyped]
 
-from moored.rpc import ConfigError, ConnectionConfig, _milvus_config
+from moored.rpc import ConfigError, ConnectionConfig
 from moored.rpc._config import _OPTIONS
 from moored.rpc._dial import make_aio_channel, make_channel
-from moored.rpc._milvus_config import _PATHS, NEEDLESS, REFUSED
 from moored.rpc.milvus import (
     AsyncMilvusClient,
     AsyncMilvusManager,
@@ -34,6 +33,8 @@ from moored.rpc.milvus import (
     MilvusUnreachable,
     milvus_config,
 )
+from moored.rpc.milvus import _config as _milvus_config
+from moored.rpc.milvus._config import _PATHS, NEEDLESS, REFUSED
 
 from .milvus_service import Server
 

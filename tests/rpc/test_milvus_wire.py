@@ -20,7 +20,6 @@ import pytest
 from pymilvus.grpc_gen import common_pb2  # type: ignore[import-untyped]
 
 from moored.rpc import Member, TokenCredentials, Topology
-from moored.rpc._milvus import _refusals
 from moored.rpc.milvus import (
     AsyncMilvusClient,
     AsyncMilvusManager,
@@ -29,6 +28,7 @@ from moored.rpc.milvus import (
     MilvusRefused,
     milvus_probe,
 )
+from moored.rpc.milvus._wire import _refusals
 
 from .milvus_service import CALLERS, LIMIT, VIOLATION, Server
 
@@ -292,3 +292,48 @@ async def test_a_late_answer_of_a_lost_primary_changes_nothing_for_coroutines(
         await late
         (line,) = manager.get_stats()["connections"]
         assert (line["generation"], server.service.violations) == (2, 2)
+
+
+def test_a_refused_write_with_an_unchanged_primary_is_sent_once(server: Server) -> None:
+    server.service.moved = True
+    with MilvusManager(fetch_topology=lambda: [Member("one", server.uri)]) as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        with pytest.raises(pymilvus.MilvusException, match="REPLICATE_VIOLATION"):
+            client.drop_alias("a", timeout=LIMIT)
+        (line,) = manager.get_stats()["connections"]
+        assert (line["generation"], server.service.violations) == (1, 1)
+
+
+async def test_a_refused_write_of_a_coroutine_with_an_unchanged_primary_is_sent_once(
+    server: Server,
+) -> None:
+    server.service.moved = True
+    async with AsyncMilvusManager(fetch_topology=lambda: [Member("one", server.uri)]) as manager:
+        client = AsyncMilvusClient(server.uri, manager=manager)
+        with pytest.raises(pymilvus.MilvusException, match="REPLICATE_VIOLATION"):
+            await client.drop_alias("a", timeout=LIMIT)
+        (line,) = manager.get_stats()["connections"]
+        assert (line["generation"], server.service.violations) == (1, 1)
+
+
+def test_the_first_call_after_a_restart_greets(server: Server) -> None:
+    """gRPC connects again by itself, over the same channel: its calls have no valid identifier."""
+    with MilvusManager() as manager:
+        client = MilvusClient(server.uri, manager=manager)
+        client.get_server_version()
+        server.stop()
+        again = Server(server.address)
+        client.get_server_version(timeout=LIMIT)
+        assert len(again.service.greetings) == 1
+        again.stop()
+
+
+async def test_the_first_call_of_a_coroutine_after_a_restart_greets(server: Server) -> None:
+    async with AsyncMilvusManager() as manager:
+        client = AsyncMilvusClient(server.uri, manager=manager)
+        await client.get_server_version()
+        await asyncio.to_thread(server.stop)
+        again = await asyncio.to_thread(Server, server.address)
+        await client.get_server_version(timeout=LIMIT)
+        assert len(again.service.greetings) == 1
+        await asyncio.to_thread(again.stop)

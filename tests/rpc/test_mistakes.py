@@ -64,7 +64,7 @@ async def test_a_uri_is_no_configuration(kind: Kind, echo: EchoServer) -> None:
 
 
 def test_bytes_are_no_uri() -> None:
-    with pytest.raises(ConfigError, match="the URI must be a text, not bytes"):
+    with pytest.raises(ConfigError, match="the URI must be a str, not bytes"):
         ConnectionConfig.from_uri(b"http://localhost")  # type: ignore[arg-type]
 
 

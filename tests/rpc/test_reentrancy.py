@@ -26,7 +26,7 @@ from moored.rpc import (
     Handler,
     retry_on_rpc_failure,
 )
-from moored.rpc._changes import Changes, Work
+from moored.rpc._changes import ManagerChanges, Work
 from moored.testing import mutant, scaled
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
@@ -100,6 +100,7 @@ class Trapped:
 @pytest.fixture
 def trapped(echo: EchoServer) -> Iterator[Trapped]:
     gc.collect()
+    gc.freeze()  # the trap collects often: it need not look at everything that was there before
     gc.disable()  # only where the trap is
     made = Trapped(echo)
     try:
@@ -230,13 +231,13 @@ def test_everything_is_closed_in_the_middle_of_a_change(
     assert not complaints
 
 
-def _changes_within_a_change(self: Changes, change: Callable[[], Work]) -> None:
+def _changes_within_a_change(self: ManagerChanges, change: Callable[[], Work]) -> None:
     with self._lock:
         work = change()
-    self.post(work)
+    self._post(work)
 
 
-@mutant(Changes, "make", _changes_within_a_change, name="changes within a change")
+@mutant(ManagerChanges, "make", _changes_within_a_change, name="changes within a change")
 def test_changes_within_a_change_are_noticed(trapped: Trapped, complaints: list[Any]) -> None:
     # One that is closed is made to wait for a probe, and lives on unseen.
     with pytest.raises((AssertionError, ConnectFailed, IllegalMove)):
@@ -341,13 +342,13 @@ def test_it_is_given_back_on_the_loop_thread(echo: EchoServer, complaints: list[
             gc.collect()
 
         LoopThread.shared().run(collect(), SOON)
-        eventually(lambda: not manager._works._closings and not len(manager._book))
+        eventually(lambda: not manager._background._closings and not len(manager._book))
     assert not complaints
 
 
 def test_to_give_it_back_is_not_to_wait(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does wait for calls to end is `close_all`."""
-    monkeypatch.setattr("moored.rpc._works.CLOSING", LIMIT)
+    monkeypatch.setattr("moored.rpc._background.CLOSING", LIMIT)
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, dedicated=True, timeout=LIMIT)

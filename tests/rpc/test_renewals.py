@@ -15,8 +15,8 @@ from moored.rpc import (
     ConnectionConfig,
     StaticTopology,
 )
-from moored.rpc._follower import Follower
-from moored.rpc._works import Works
+from moored.rpc._background import Background
+from moored.rpc.topology._follower import Follower
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
@@ -56,15 +56,15 @@ def test_a_renewal_that_fails_is_tried_again_soon() -> None:
     simulate(renewals_that_fail, seeds=scaled(100, least=20))
 
 
-def _waits_for_a_whole_age(self: Works, managed: Any, *, again: bool = False) -> None:
+def _waits_for_a_whole_age(self: Background, managed: Any, *, again: bool = False) -> None:
     _set_age_timer(self, managed)
 
 
-_set_age_timer = Works._set_age_timer
+_set_age_timer = Background._set_age_timer
 
 
 def test_a_whole_age_of_waiting_is_noticed() -> None:
-    planted = mutant(Works, "_set_age_timer", _waits_for_a_whole_age, name="a whole age")
+    planted = mutant(Background, "_set_age_timer", _waits_for_a_whole_age, name="a whole age")
     assert_caught(renewals_that_fail, planted, within=50, clean=3)
 
 

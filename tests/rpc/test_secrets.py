@@ -275,7 +275,7 @@ def test_a_topology(search: Search, source: str, echo: EchoServer) -> None:
             asked = HttpTopology.of(config, attempts=1)
             search.add("repr of the source", asked)
             with failing(search, "topology", TopologyError):
-                asked.fetch(5.0)
+                asyncio.run(asked.fetch(5.0))
             with ConnectionManager(
                 fetch_topology=HttpTopology.of(config, attempts=1), **options_of(source)
             ) as manager:
@@ -283,7 +283,7 @@ def test_a_topology(search: Search, source: str, echo: EchoServer) -> None:
                     manager.get_or_create(config, timeout=0.3)
                 search.add_manager(manager)
         with failing(search, "nobody", TopologyError):
-            HttpTopology.of(nobody, attempts=1).fetch(5.0)
+            asyncio.run(HttpTopology.of(nobody, attempts=1).fetch(5.0))
         server.reply = server.tell
         with ConnectionManager(**options_of(source)) as manager:
             channel = manager.get_or_create(config)

@@ -17,12 +17,12 @@ from moored.rpc import (
     ConnectionConfig,
     Topology,
 )
+from moored.rpc._background import Background
 from moored.rpc._channel_pool import lanes_of
-from moored.rpc._core import PROVEN, Actions, Connection
+from moored.rpc._core import PROVEN, Actions, ConnectionCore
 from moored.rpc._managed import ManagedConnection
-from moored.rpc._policy import unavailable
+from moored.rpc._manager_options import unavailable
 from moored.rpc._refusals import Refusals
-from moored.rpc._works import Works
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 from .scripted import ADDRESSES, World
@@ -169,7 +169,7 @@ class Day:
         while self.loop.time() < TROUBLE:
             await asyncio.sleep(chance.uniform(0.05, 2.0))
             address = chance.choice(ADDRESSES)
-            match chance.randrange(8):
+            match chance.randrange(9):
                 case 0:
                     world.fall(address)
                 case 1 | 2:
@@ -178,6 +178,8 @@ class Day:
                     world.hangs[address] = not world.hangs[address]
                 case 4:
                     self.move()
+                case 8:
+                    world.busy[address] = not world.busy[address]
                 case 5:
                     for managed in self.manager._book:
                         # An error that nobody can date any more.
@@ -188,6 +190,7 @@ class Day:
                     world.token, self.rotated_at = world.token + 1, self.loop.time()
         for address in ADDRESSES:
             world.up[address], world.hangs[address] = True, False
+            world.busy[address] = False
 
     def move(self) -> None:
         world = self.world
@@ -258,29 +261,34 @@ def test_two_thousand_bad_days() -> None:
 # -- defects that must be noticed ------------------------------------------------------------------
 
 
-def _any_error_acts(self: Connection, generation: int, cause: Any, now: float) -> Actions:
+def _any_error_acts(self: ConnectionCore, generation: int, cause: Any, now: float) -> Actions:
     return _broken(self, self.generation, cause, now)
 
 
-def _dials_beside(self: Works, managed: Any, attempt: int) -> None:
+def _takes_all_for_lost(self: Background, managed: Any, generation: int) -> bool:
+    """An UNAVAILABLE of a server that lives replaces the connection of everybody."""
+    return False
+
+
+def _dials_beside(self: Background, managed: Any, attempt: int) -> None:
     """What was being dialled for one that is closed goes on, beside what follows it."""
-    self._spawn(self._dial(managed, attempt, None))
+    self._tasks.start(self._dial(managed, attempt, None))
 
 
-def _tells_nobody(self: Works, managed: Any) -> None:
+def _tells_nobody(self: Background, managed: Any) -> None:
     managed.waiters = []
 
 
-def _gives_up(self: Connection, now: float) -> Actions:
+def _gives_up(self: ConnectionCore, now: float) -> Actions:
     self._due_at = None
     return []
 
 
-def _dials_for_each(self: Connection, now: float) -> Actions:
+def _dials_for_each(self: ConnectionCore, now: float) -> Actions:
     return [*_wait(self, now), *self._begin(now)] if self._due_at is not None else _wait(self, now)
 
 
-def _keeps_the_old(self: Works, managed: Any, cause: Any) -> None:
+def _keeps_the_old(self: Background, managed: Any, cause: Any) -> None:
     """Calls go on over a channel that is known to be broken."""
 
 
@@ -302,10 +310,10 @@ def _never_given_back(self: ManagedConnection[Any], client: Any) -> None:
 
 
 _refuse = Refusals.refuse
-_broken, _wait = Connection.broken, Connection.wait
+_broken, _wait = ConnectionCore.broken, ConnectionCore.wait
 
 
-def _blames_the_current(self: Connection, now: float) -> int:
+def _blames_the_current(self: ConnectionCore, now: float) -> int:
     return self.generation
 
 
@@ -316,14 +324,17 @@ def _ignores_the_date(self: AsyncConnectionManager, managed: Any, cause: Any, gi
 _broken_by = AsyncConnectionManager._broken
 
 MUTANTS = [
-    mutant(Connection, "broken", _any_error_acts, name="an old error acts"),
-    mutant(Connection, "blamed", _blames_the_current, name="an error without a date acts"),
+    mutant(ConnectionCore, "broken", _any_error_acts, name="an old error acts"),
+    mutant(
+        Background, "_is_connected", _takes_all_for_lost, name="a busy server is taken for lost"
+    ),
+    mutant(ConnectionCore, "blamed", _blames_the_current, name="an error without a date acts"),
     mutant(AsyncConnectionManager, "_broken", _ignores_the_date, name="a late complaint acts"),
-    mutant(Works, "_start_dial", _dials_beside, name="an attempt goes on after the end"),
-    mutant(Works, "_wake", _tells_nobody, name="those who wait are forgotten"),
-    mutant(Connection, "due", _gives_up, name="no second attempt"),
-    mutant(Connection, "wait", _dials_for_each, name="an attempt for each caller"),
-    mutant(Works, "_lose", _keeps_the_old, name="calls to the old primary"),
+    mutant(Background, "_start_dial", _dials_beside, name="an attempt goes on after the end"),
+    mutant(Background, "_wake", _tells_nobody, name="those who wait are forgotten"),
+    mutant(ConnectionCore, "due", _gives_up, name="no second attempt"),
+    mutant(ConnectionCore, "wait", _dials_for_each, name="an attempt for each caller"),
+    mutant(Background, "_lose", _keeps_the_old, name="calls to the old primary"),
     mutant(AsyncHandler, "_close_live", _forgets_to_close, name="a channel is left open"),
     mutant(Refusals, "refuse", _refreshes_for_each, name="a refresh for each refused caller"),
     mutant(Refusals, "refuse", _any_refusal_acts, name="a refusal of old credentials acts"),

@@ -23,8 +23,6 @@ from tests.rpc.topology_server import TopologyServer, body_of
 from moored.kernel import Clock, LoopThread, Recorder
 from moored.rpc._config import ConnectionConfig
 from moored.rpc._errors import ConfigError, TopologyError
-from moored.rpc._follower import Follower
-from moored.rpc._sources import CallableTopology, HttpTopology, StaticTopology, TopologySource
 from moored.rpc._strategies import (
     AsyncGlobalStrategy,
     AsyncRegularStrategy,
@@ -32,7 +30,14 @@ from moored.rpc._strategies import (
     GlobalStrategy,
     RegularStrategy,
 )
-from moored.rpc._topology import Advice, Capability, Member, Topology, TopologyMixin
+from moored.rpc.topology._follower import Follower
+from moored.rpc.topology._sources import (
+    CallableTopology,
+    HttpTopology,
+    StaticTopology,
+    TopologySource,
+)
+from moored.rpc.topology._topology import Advice, Capability, Member, Topology, TopologyMixin
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 SECRET = "s3cr3t"
@@ -327,10 +332,7 @@ def test_a_source_that_raises_something_else_does_no_harm(side: Side) -> None:
         def __init__(self) -> None:
             self.good = True
 
-        def fetch(self, timeout: float | None = None) -> Topology:
-            raise NotImplementedError
-
-        async def fetch_async(self, timeout: float | None = None) -> Topology:
+        async def fetch(self, timeout: float | None = None) -> Topology:
             if self.good:
                 return at(1, "a:1")
             raise ZeroDivisionError("half of nothing")

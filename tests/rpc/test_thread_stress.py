@@ -201,7 +201,7 @@ class Crowd:
             assert line["client_count"] == 0, line
         self.manager.close()
         assert self.manager.get_stats()["total_connections"] == 0
-        works = self.manager._works
+        works = self.manager._background
         eventually(lambda: not works._tasks and not works._timers and not works._closings)
         eventually(lambda: all(channel.closes for channel in self.channels))
         assert {channel.closes for channel in self.channels} == {1}, "closed more than once"
@@ -287,7 +287,7 @@ class NoLock:
 def _begins_without_a_lock(self: ConnectionManager) -> None:
     """Everybody changes everything at any time."""
     _begin(self)
-    self._lock = self._works._lock = self._changes._lock = NoLock()  # type: ignore[assignment]
+    self._lock = self._background._lock = self._changes._lock = NoLock()  # type: ignore[assignment]
 
 
 _begin = ConnectionManager._begin

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moored.rpc._config import ConnectionConfig
 from moored.rpc._errors import ConfigError, TopologyError
-from moored.rpc._topology import (
+from moored.rpc.topology._topology import (
     Advice,
     Capability,
     Member,
@@ -22,6 +22,8 @@ from moored.rpc._topology import (
     parse_topology,
     pick,
 )
+
+pytestmark = pytest.mark.pure
 
 READABLE, WRITABLE, PRIMARY = Capability.READABLE, Capability.WRITABLE, Capability.PRIMARY
 
@@ -94,8 +96,8 @@ def test_a_code_that_is_not_0_is_a_refusal() -> None:
         (answer(clusters=None), "data.clusters must be a list"),
         (answer(clusters={}), "data.clusters must be a list, not dict"),
         (answer(clusters=["a"]), "data.clusters[0] must be an object"),
-        (answer(clusters=[{}]), "data.clusters[0].clusterId must be a text"),
-        (answer(clusters=[{"clusterId": "a"}]), "data.clusters[0].endpoint must be a text"),
+        (answer(clusters=[{}]), "data.clusters[0].clusterId must be a string"),
+        (answer(clusters=[{"clusterId": "a"}]), "data.clusters[0].endpoint must be a string"),
         (
             answer(clusters=[{"clusterId": "a", "endpoint": "b"}]),
             "data.clusters[0].capability must be a number",
@@ -146,9 +148,9 @@ def test_any_answer_is_read_or_refused(body: Any) -> None:
     ("endpoint", "address"),
     [
         ("https://in02.example.com", "in02.example.com:443"),
-        ("http://in02.example.com", "in02.example.com:19530"),
-        ("tcp://in02.example.com", "in02.example.com:19530"),
-        ("in02.example.com", "in02.example.com:19530"),
+        ("http://in02.example.com", "in02.example.com:80"),
+        ("tcp://in02.example.com", "in02.example.com:80"),
+        ("in02.example.com", "in02.example.com:80"),
         ("in02.example.com:443", "in02.example.com:443"),
         ("https://in02.example.com:19530/", "in02.example.com:19530"),
         ("[::1]:5", "[::1]:5"),
@@ -349,3 +351,21 @@ def bring_all(found: list[Topology]) -> Topology | None:
 @given(st.lists(drawn, max_size=12))
 def test_whatever_comes_the_newest_usable_is_kept(found: list[Topology]) -> None:
     assert bring_all(found) == newest_usable(found)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("http://in02.example.com", "in02.example.com:19530"),
+        ("in02.example.com", "in02.example.com:19530"),
+        ("http://[::1]/", "[::1]:19530"),
+        ("https://in02.example.com", "in02.example.com:443"),
+        ("http://in02.example.com:5", "in02.example.com:5"),
+    ],
+)
+def test_a_member_that_milvus_names_without_a_port_has_the_port_of_milvus(
+    endpoint: str, address: str
+) -> None:
+    member = {"clusterId": "one", "endpoint": endpoint, "capability": 3}
+    found = parse_topology({"code": 0, "data": {"version": "1", "clusters": [member]}})
+    assert address_of(found.primary) == address

@@ -202,23 +202,23 @@ def test_which_token_is_meant() -> None:
 def test_a_function_tells_the_token(directory: Directory) -> None:
     tokens = [OLD]
     source = HttpTopology(directory.url, lambda: tokens[-1], attempts=1)
-    assert source.fetch().version == 1
+    assert asyncio.run(source.fetch()).version == 1
     assert [source.renewed] == [False]
     directory.token = NEW
     with pytest.raises(TopologyError, match="does not accept the token"):
-        source.fetch()
+        asyncio.run(source.fetch())
     assert [source.renewed] == [False]
     tokens.append(NEW)
     assert [source.renewed] == [True]
-    assert source.fetch().version == 1
+    assert asyncio.run(source.fetch()).version == 1
     # Either may be repeated by the server.
     directory.reply = directory.tell
     directory.body = {"code": 1, "message": f"{OLD}, then {NEW}"}
     with pytest.raises(TopologyError, match=r"\*\*\*, then \*\*\*"):
-        source.fetch()
+        asyncio.run(source.fetch())
     tokens.append("two\nlines")
     with pytest.raises(ConfigError, match="control character"):
-        source.fetch()
+        asyncio.run(source.fetch())
     tokens.clear()
     assert [source.renewed] == [False], "who fetches is told what is wrong"
 
@@ -232,7 +232,7 @@ def test_what_is_refused_is_what_was_sent(directory: Directory) -> None:
 
     def ask() -> None:
         try:
-            source.fetch()
+            asyncio.run(source.fetch())
         except TopologyError as error:
             failures.append(error)
 
@@ -240,7 +240,7 @@ def test_what_is_refused_is_what_was_sent(directory: Directory) -> None:
     first.start()
     directory.wait(lambda: len(directory.requests) == 1)
     tokens.append(NEW)
-    assert source.fetch().version == 1
+    assert asyncio.run(source.fetch()).version == 1
     directory.patient.set()
     first.join(LIMIT)
     assert "does not accept the token" in str(failures[0])
@@ -253,5 +253,5 @@ async def _later() -> str:
 
 @pytest.mark.parametrize("tell", [lambda: None, lambda: b"secret", _later])
 def test_what_is_no_text_is_no_token(directory: Directory, tell: Any) -> None:
-    with pytest.raises(ConfigError, match="must be a text, not"):
-        HttpTopology(directory.url, tell).fetch()
+    with pytest.raises(ConfigError, match="must be a str, not"):
+        asyncio.run(HttpTopology(directory.url, tell).fetch())

@@ -19,7 +19,7 @@ from moored.rpc import (
 )
 from moored.testing import FaultProxy
 
-from .handlers import ECHO, ENDLESS, FAIL, eventually
+from .handlers import ECHO, ENDLESS, eventually
 from .servers import EchoServer
 from .sides import LIMIT, Aio, Client, Kind, Threads, both, config_of
 from .test_cycles import Leaping
@@ -165,7 +165,7 @@ async def test_how_long_nobody_had_it_is_what_the_clock_says(kind: Kind, echo: E
 async def test_many_connections_are_closed_in_the_time_of_one(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._works.CLOSING", 1.0)
+    monkeypatch.setattr("moored.rpc._background.CLOSING", 1.0)
     async with kind() as side:
         channels = [
             await side.get(config_of(echo), dedicated=True, timeout=LIMIT) for _ in range(6)
@@ -188,20 +188,6 @@ async def test_no_time_is_no_time(kind: Kind) -> None:
         with pytest.raises(ConnectFailed):
             await side.get(config_of(EchoServer()), timeout=0)
         assert time.monotonic() - began < 3.0
-
-
-@both
-async def test_for_how_long_a_stream_outlives_its_generation_can_be_said(
-    kind: Kind, echo: EchoServer
-) -> None:
-    async with kind(grace=0.3) as side:
-        channel = await side.get(config_of(echo), timeout=LIMIT)
-        stream = channel.unary_stream(ENDLESS)(b"0.05")
-        assert await first(side, stream) == b"0"
-        with pytest.raises(grpc.RpcError):
-            await side.call(channel, FAIL, b"UNAVAILABLE")
-        assert await ended(side, stream) is grpc.StatusCode.CANCELLED
-        assert await side.call(channel, ECHO, b"hi") == b"hi"
 
 
 @both

@@ -23,8 +23,8 @@ from moored.rpc import (
 from moored.rpc._config import ConnectionConfig as Config
 from moored.rpc._dial import make_aio_channel, make_channel
 from moored.rpc._errors import TopologyRefused
-from moored.rpc._retry import AsyncRetryInterceptor
 from moored.rpc._verdicts import Verdict, judge, raised
+from moored.rpc.calls._retry import AsyncRetryInterceptor
 
 from .handlers import ECHO
 from .servers import EchoServer

@@ -1,12 +1,17 @@
 """One gRPC channel for each endpoint and identity, shared, watched, and recovered once.
 
 Many clients, one server, and a server that restarts, moves or changes its credentials: what
-`get_or_create` returns *is* a `grpc.Channel`, which generated stubs take as it is, and stays valid
+`channel` returns *is* a `grpc.Channel`, which generated stubs take as it is, and stays valid
 whatever becomes of the connection under it::
 
-    config = ConnectionConfig.from_uri("https://user:pass@vectors:19530/mydb")
-    with ConnectionManager() as manager:
-        stub = VectorServiceStub(manager.get_or_create(config))
+    stub = GreeterStub(rpc.channel("greeter:50051"))                    # threads
+    stub = GreeterStub(await rpc.aio.channel("greeter:50051"))          # asyncio
+
+with the manager of the process, or of the running loop. A manager of your own has options::
+
+    config = ConnectionConfig.from_uri("https://user:pass@greeter:50051")
+    with ConnectionManager(max_age=3600) as manager:
+        stub = GreeterStub(manager.get_or_create(config))
 
 What always holds:
 
@@ -17,17 +22,21 @@ What always holds:
 - a token is never shown.
 """
 
+from moored.kernel import extra
+
+with extra("grpc", "moored.rpc"):
+    import grpc as _grpc  # type: ignore[import-untyped]  # noqa: F401
+
+from . import aio
 from ._config import ConnectionConfig
 from ._dial import CredentialProvider, TokenCredentials
 from ._errors import ChannelError, ConfigError, ConnectFailed, ManagerClosed, TopologyError
 from ._handler import Handler
 from ._handler_async import AsyncHandler
-from ._intercept_async import intercept_aio_channel
 from ._managed import ManagedConnection
 from ._manager import ConnectionManager
 from ._manager_async import AsyncConnectionManager
-from ._retry import AsyncRetryInterceptor, RetryInterceptor, retry_on_rpc_failure
-from ._sources import CallableTopology, DnsTopology, HttpTopology, StaticTopology
+from ._open import channel
 from ._strategies import (
     AsyncGlobalStrategy,
     AsyncRegularStrategy,
@@ -35,10 +44,15 @@ from ._strategies import (
     GlobalStrategy,
     RegularStrategy,
 )
-from ._topology import Capability, Member, Topology
+from .calls._intercept_async import intercept_aio_channel
+from .calls._retry import AsyncRetryInterceptor, RetryInterceptor, retry_on_rpc_failure
+from .topology._sources import CallableTopology, DnsTopology, HttpTopology, StaticTopology
+from .topology._topology import Capability, Member, Topology
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # What users call
+    "aio",
+    "channel",
     "AsyncConnectionManager",
     "ConnectionConfig",
     "ConnectionManager",

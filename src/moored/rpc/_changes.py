@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from moored.kernel import LoopThread
@@ -22,7 +22,7 @@ from moored.kernel import LoopThread
 from ._core import Actions
 from ._managed import ManagedConnection
 
-__all__ = ["Changes", "Work"]
+__all__ = ["ManagerChanges", "Work"]
 
 #: What is to be done, with which connection.
 Work = list[tuple[ManagedConnection[Any], Actions]]
@@ -32,7 +32,7 @@ Work = list[tuple[ManagedConnection[Any], Actions]]
 PATIENCE = 1.0
 
 
-class Changes:
+class ManagerChanges:
     """Makes changes, and has done what follows from them.
 
     :param carry_out: does it, on the loop thread.
@@ -66,19 +66,16 @@ class Changes:
             if self.under_way():  # also if a signal came in the moment after it was taken
                 self._lock.release()
         if now:
-            self.post(work)
+            self._post(work)
         else:
             self._make_later(change)
 
-    def post(self, work: Work) -> None:
-        """Have it done on the loop thread."""
-
+    def _post(self, work: Work) -> None:
         async def do() -> None:
             self._carry_out(work)
 
         if any(actions for _, actions in work) and not sys.is_finalizing():
-            self.posted = True
-            LoopThread.shared().submit(do())
+            self._submit(do())
 
     def _make_later(self, change: Callable[[], Work]) -> None:
         async def do() -> None:
@@ -86,5 +83,8 @@ class Changes:
                 work = change()
             self._carry_out(work)
 
+        self._submit(do())
+
+    def _submit(self, work: Coroutine[Any, Any, None]) -> None:
         self.posted = True
-        LoopThread.shared().submit(do())
+        LoopThread.shared().submit(work)

@@ -12,13 +12,17 @@ import asyncio
 import contextlib
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
+
+from moored.kernel import awaited
+
+from .calls._ended import counted
+from .calls._kinds import KINDS, FourKinds
 
 __all__ = ["AioChannelPool", "ChannelPool", "lanes_of", "pooled", "pooled_async"]
 
@@ -34,7 +38,7 @@ def pooled(factory: Factory, number: int) -> Factory:
     if number == 1:
         return factory
     if inspect.iscoroutinefunction(factory):
-        return partial(_pool_later, factory, number)
+        return partial(_pool_later, ChannelPool, factory, number)
 
     def make(config: Any) -> ChannelPool:
         made: list[grpc.Channel] = []
@@ -48,32 +52,23 @@ def pooled(factory: Factory, number: int) -> Factory:
     return make
 
 
-async def _pool_later(factory: Factory, number: int, config: Any) -> ChannelPool:
-    made: list[grpc.Channel] = []
-    with contextlib.ExitStack() as undo:
-        for _ in range(number):
-            made.append(await factory(config))
-            undo.callback(made[-1].close)
-        undo.pop_all()
-    return ChannelPool(made)
-
-
 def pooled_async(factory: Factory, number: int) -> Factory:
     """The same for asyncio; the factory may be awaitable."""
-    if number == 1:
-        return factory
+    return factory if number == 1 else partial(_pool_later, AioChannelPool, factory, number)
 
-    async def make(config: Any) -> AioChannelPool:
-        made: list[grpc.aio.Channel] = []
-        async with contextlib.AsyncExitStack() as undo:
-            for _ in range(number):
-                channel = factory(config)
-                made.append(await channel if inspect.isawaitable(channel) else channel)
-                undo.push_async_callback(made[-1].close)
-            undo.pop_all()
-        return AioChannelPool(made)
 
-    return make
+async def _pool_later(pool: Factory, factory: Factory, number: int, config: Any) -> Any:
+    made: list[Any] = []
+    async with contextlib.AsyncExitStack() as undo:
+        for _ in range(number):
+            made.append(await awaited(factory(config)))
+            undo.push_async_callback(_close, made[-1])
+        undo.pop_all()
+    return pool(made)
+
+
+async def _close(channel: Any) -> None:
+    await awaited(channel.close())
 
 
 def lanes_of(channel: Any) -> Sequence[Any]:
@@ -107,38 +102,26 @@ def _worst(states: Sequence[grpc.ChannelConnectivity]) -> grpc.ChannelConnectivi
 # -- for threads -----------------------------------------------------------------------------------
 
 
-class ChannelPool(grpc.Channel):  # type: ignore[misc]
+class ChannelPool(FourKinds, grpc.Channel):  # type: ignore[misc]
     """Channels of threads, used as one."""
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self.lanes = [Lane(channel) for channel in channels]
         self._watches: dict[Connectivity, list[Connectivity]] = {}
 
-    def unary_unary(self, *given: Any, **named: Any) -> _Method:
-        """See `grpc.Channel`."""
-        return _Method(self.lanes, "unary_unary", given, named)
-
-    def unary_stream(self, *given: Any, **named: Any) -> _Method:
-        """See `grpc.Channel`."""
-        return _StreamMethod(self.lanes, "unary_stream", given, named)
-
-    def stream_unary(self, *given: Any, **named: Any) -> _Method:
-        """See `grpc.Channel`."""
-        return _Method(self.lanes, "stream_unary", given, named)
-
-    def stream_stream(self, *given: Any, **named: Any) -> _Method:
-        """See `grpc.Channel`."""
-        return _StreamMethod(self.lanes, "stream_stream", given, named)
+    def _method(self, kind: str, *given: Any, **named: Any) -> _PoolMethod:
+        made = _PoolStreamMethod if KINDS[kind].streams else _PoolMethod
+        return made(self.lanes, kind, given, named)
 
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
-        """Be told the state of all together, which is READY if all are."""
+        """Add a connectivity callback; the state of the pool is READY if all channels are."""
         watch = _Watch(callback, len(self.lanes))
         self._watches[callback] = [partial(watch, number) for number in range(len(self.lanes))]
         for lane, told in zip(self.lanes, self._watches[callback], strict=True):
             lane.channel.subscribe(told, try_to_connect)
 
     def unsubscribe(self, callback: Connectivity) -> None:
-        """Not any more."""
+        """Remove a connectivity callback."""
         for lane, told in zip(self.lanes, self._watches.pop(callback, ()), strict=False):
             lane.channel.unsubscribe(told)
 
@@ -155,7 +138,7 @@ class ChannelPool(grpc.Channel):  # type: ignore[misc]
 
 
 class _Watch:
-    """Puts together what the channels of a pool tell, each in a thread of its own."""
+    """Combines the states that the channels of a pool report, each in a thread of its own."""
 
     def __init__(self, callback: Connectivity, number: int) -> None:
         self._callback = callback
@@ -173,7 +156,7 @@ class _Watch:
         self._callback(now)
 
 
-class _Method:
+class _LaneMethod:
     """One method, over whichever channel has the fewest calls."""
 
     def __init__(self, lanes: Sequence[Lane], kind: str, given: Any, named: Any) -> None:
@@ -184,91 +167,58 @@ class _Method:
         found[0].calls.append(None)
         return found
 
+
+class _PoolMethod(_LaneMethod):
+    """A method with one answer."""
+
     def __call__(self, *given: Any, **named: Any) -> Any:
-        lane, inner = self._enter()
-        try:
-            return inner(*given, **named)
-        finally:
-            lane.leave()
+        return self._finish("__call__", given, named)
 
     def with_call(self, *given: Any, **named: Any) -> Any:
+        return self._finish("with_call", given, named)
+
+    def future(self, *given: Any, **named: Any) -> Any:
+        return self._begin("future", given, named)
+
+    def _finish(self, how: str, given: Any, named: Any) -> Any:
         lane, inner = self._enter()
         try:
-            return inner.with_call(*given, **named)
+            return getattr(inner, how)(*given, **named)
         finally:
             lane.leave()
 
-    def future(self, *given: Any, **named: Any) -> Any:
+    def _begin(self, how: str, given: Any, named: Any) -> Any:
         lane, inner = self._enter()
-        return _counted(lane, inner.future, given, named)
+        try:
+            call = getattr(inner, how)(*given, **named)
+        except BaseException:
+            lane.leave()
+            raise
+        return counted(call, lane.calls)
 
 
-class _StreamMethod(_Method):
-    """One whose call goes on after it was made."""
+class _PoolStreamMethod(_PoolMethod):
+    """A method that answers with a stream."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        lane, inner = self._enter()
-        return _counted(lane, inner, given, named)
+        return self._begin("__call__", given, named)
 
 
 def _under_way(each: tuple[Lane, Any]) -> int:
     return len(each[0].calls)
 
 
-def _counted(lane: Lane, begin: Callable[..., Any], given: Any, named: Any) -> Any:
-    try:
-        call = begin(*given, **named)
-    except BaseException:
-        lane.leave()
-        raise
-    ended = _Ended(lane, call)
-    if not call.add_callback(ended):
-        ended()
-    return call
-
-
-class _Ended:
-    """Counts a call out once: when it is over, or when nobody has it any more."""
-
-    __slots__ = ("_call", "_lane", "_once")
-
-    def __init__(self, lane: Lane, call: Any) -> None:
-        self._lane = lane
-        self._once: list[None] = [None]
-        self._call = weakref.ref(call, self)
-
-    def __call__(self, *_: Any) -> None:
-        try:
-            self._once.pop()
-        except IndexError:
-            return
-        self._lane.leave()
-
-
 # -- for asyncio -----------------------------------------------------------------------------------
 
 
-class AioChannelPool(grpc.aio.Channel):  # type: ignore[misc]
+class AioChannelPool(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
     """Channels of asyncio, used as one."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self.lanes = [Lane(channel) for channel in channels]
 
-    def unary_unary(self, *given: Any, **named: Any) -> _AioMethod:
-        """See `grpc.aio.Channel`."""
-        return _AioMethod(self.lanes, "unary_unary", given, named)
-
-    def unary_stream(self, *given: Any, **named: Any) -> _AioMethod:
-        """See `grpc.aio.Channel`."""
-        return _AioMethod(self.lanes, "unary_stream", given, named)
-
-    def stream_unary(self, *given: Any, **named: Any) -> _AioMethod:
-        """See `grpc.aio.Channel`."""
-        return _AioMethod(self.lanes, "stream_unary", given, named)
-
-    def stream_stream(self, *given: Any, **named: Any) -> _AioMethod:
-        """See `grpc.aio.Channel`."""
-        return _AioMethod(self.lanes, "stream_stream", given, named)
+    def _method(self, kind: str, *given: Any, **named: Any) -> _AioPoolMethod:
+        return _AioPoolMethod(self.lanes, kind, given, named)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """READY if all are; otherwise the state of the first that is not."""
@@ -297,16 +247,14 @@ class AioChannelPool(grpc.aio.Channel):  # type: ignore[misc]
         await self.close()
 
 
-class _AioMethod:
-    """One method, over whichever channel has the fewest calls."""
-
-    def __init__(self, lanes: Sequence[Lane], kind: str, given: Any, named: Any) -> None:
-        self._lanes = [(lane, getattr(lane.channel, kind)(*given, **named)) for lane in lanes]
-
+class _AioPoolMethod(_LaneMethod):
     def __call__(self, *given: Any, **named: Any) -> Any:
-        lane, inner = min(self._lanes, key=_under_way)
-        call = inner(*given, **named)
-        lane.calls.append(None)
+        lane, inner = self._enter()
+        try:
+            call = inner(*given, **named)
+        except BaseException:
+            lane.leave()
+            raise
         call.add_done_callback(lane.leave)
         return call
 

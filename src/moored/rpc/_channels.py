@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,18 +10,18 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import in_thread
+from moored.kernel import awaited, in_thread
 
 from ._channel_pool import lanes_of
 from ._dial import Asked, close_channel, ready
 from ._errors import ConfigError
 from ._fork import inside
-from ._live import Live
-from ._managed import ManagedConnection
-from ._policy import Policy
-from ._works import PROBE_TIMEOUT
+from ._manager_options import ManagerOptions
 
-__all__ = ["AioChannels", "ThreadChannels"]
+__all__ = ["PROBE_TIMEOUT", "AioChannels", "Channels", "ThreadChannels"]
+
+#: How long a probe may take.
+PROBE_TIMEOUT = 5.0
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 #: `grpc.health.v1.HealthCheckResponse` with the status SERVING.
@@ -36,12 +35,14 @@ _SILENT = (
 )
 
 
-class _Channels:
+class Channels:
+    """What is done with channels, of one kind or the other."""
+
     #: What is wanted, by its name, and what is for the other manager.
     wanted: str
     other: type
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: ManagerOptions) -> None:
         self._probe = policy.probe
 
     async def ready(self, channel: Any) -> None:
@@ -59,9 +60,9 @@ class _Channels:
         elif (wait := getattr(channel, "channel_ready", None)) is not None:
             await wait()
 
-    async def probe(self, managed: ManagedConnection[Any], live: Live) -> bool:
+    async def probe(self, channel: Any) -> bool:
         """Whether the server answers over it."""
-        return all(await _all([self._answers(lane) for lane in lanes_of(live.channel)]))
+        return all(await _all([self._answers(lane) for lane in lanes_of(channel)]))
 
     async def _answers(self, channel: Any) -> bool:
         raise NotImplementedError
@@ -70,11 +71,11 @@ class _Channels:
         """Close one that no call was made over."""
         if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
             await close_channel(channel)
-        elif inspect.isawaitable(closing := channel.close()):
-            await closing
+        else:
+            await awaited(channel.close())
 
 
-class ThreadChannels(_Channels):
+class ThreadChannels(Channels):
     """For channels of threads: what blocks does so elsewhere."""
 
     wanted, other = "grpc.Channel", grpc.aio.Channel
@@ -86,14 +87,14 @@ class ThreadChannels(_Channels):
         return bool(await in_thread(call, name="moored-rpc-probe"))
 
 
-class AioChannels(_Channels):
+class AioChannels(Channels):
     """For channels of asyncio."""
 
     wanted, other = "grpc.aio.Channel", grpc.Channel
 
     async def _answers(self, channel: Any) -> bool:
         outcome = (self._probe or _ask_aio)(channel)
-        return bool(await outcome if inspect.isawaitable(outcome) else outcome)
+        return bool(await awaited(outcome))
 
 
 async def _all(waits: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -2,9 +2,9 @@
 
 ::
 
-    https://{user:pass|token}@host:19530/mydb
+    https://{user:pass|token}@host:50051/mydb
       │      │    │           │    │     └── db_name: the first part of the path
-      │      │    │           │    └── port: 19530, or 443 for https, if it is not given
+      │      │    │           │    └── port: 443 for https, else 80, if it is not given
       │      │    │           └── host; an IPv6 address in brackets
       │      │    └── password: "user:pass" is the token
       │      └── user; without a password, it is the token
@@ -26,17 +26,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from moored.kernel import HIDDEN
 
 from ._errors import ConfigError
 
-__all__ = ["ConnectionConfig", "redacted", "split_uri"]
+__all__ = ["ConnectionConfig", "redacted", "sendable", "split_uri"]
 
 SCHEMES = ("http", "https", "tcp", "unix")
-PORT, TLS_PORT = 19530, 443
+PORT, TLS_PORT = 80, 443
 GLOBAL = "global-cluster"
-HIDDEN = "***"
 
 #: Drawn once for a process and its forks: a digest in a log says nothing elsewhere.
 _SALT = os.urandom(16)
@@ -55,6 +56,8 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
     "private_key": (bytes, str, Path),
     # The name in the server's certificate, where it is not that of the host.
     "server_name": (str,),
+    # gRPC's own credentials of a channel, in place of all of these.
+    "channel_credentials": (object,),
     # gRPC's own channel arguments; they go before ours.
     "channel_options": (Mapping, tuple, list),
 }
@@ -73,6 +76,9 @@ class ConnectionConfig:
     #: TLS and channel arguments.
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
+    #: The port of a URI that names none, and is not https.
+    default_port: ClassVar[int] = PORT
+
     @classmethod
     def from_uri(
         cls, uri: str, *, token: str | None = None, db_name: str | None = None, **options: Any
@@ -80,33 +86,34 @@ class ConnectionConfig:
         """Take a URI apart; what is given beside it goes before what is in it.
 
         An empty string counts as not given. Options: `secure`, `ca`, `certificate`, `private_key`
-        (PEM, or the path of a file), `server_name`, and gRPC's own `channel_options`.
+        (PEM, or the path of a file), `server_name`, and gRPC's own `channel_credentials` and
+        `channel_options`.
         """
         _check_options(options)
         for name, value in (("token", token), ("db_name", db_name)):
             if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{name} must be a text, not {type(value).__name__}")
+                raise ConfigError(f"{name} must be a str, not {type(value).__name__}")
         if uri is not None and not isinstance(uri, str):
-            raise ConfigError(f"the URI must be a text, not {type(uri).__name__}")
+            raise ConfigError(f"the URI must be a str, not {type(uri).__name__}")
         if uri is None or not uri.strip():
-            raise ConfigError("the URI is empty: write it as in http://localhost:19530")
+            raise ConfigError("the URI is empty: write it as in http://localhost:50051")
         uri = uri.strip()
         if uri[:5].lower() == "unix:":
             address = _unix(uri)
-            return cls(uri, address, _sendable(token or ""), db_name or "", options)
+            return cls(uri, address, sendable(token or ""), db_name or "", options)
         parts = split_uri(uri)
         _, path = _around_global(parts.path)
         return cls(
             uri,
-            _address(parts, uri),
-            _sendable(token or _userinfo(parts)),
+            _address(parts, uri, cls.default_port),
+            sendable(token or _userinfo(parts)),
             db_name or (unquote(path[0]) if path else ""),
             options,
         )
 
     @property
     def is_global(self) -> bool:
-        """Whether the URI names a cluster of clusters, whose primary must be asked for."""
+        """Whether the URI names a global cluster, whose primary must be looked up."""
         return GLOBAL in _without_account(self.uri).lower()
 
     @property
@@ -122,12 +129,14 @@ class ConnectionConfig:
     @property
     def secure(self) -> bool:
         """Whether the connection is encrypted."""
+        if self.options.get("channel_credentials") is not None:
+            return True
         chosen = self.options.get("secure")
         return self.uri.lower().startswith("https:") if chosen is None else bool(chosen)
 
     @cached_property
     def key(self) -> str:
-        """The same for all who may share a connection; it does not show the token."""
+        """The key by which connections are shared; it does not show the token."""
         options = {name: each for name, each in self.options.items() if each and name != "secure"}
         if "channel_options" in options:
             options["channel_options"] = dict(options["channel_options"])
@@ -141,7 +150,7 @@ class ConnectionConfig:
         return redacted(self.uri)
 
     def at(self, address: str) -> ConnectionConfig:
-        """The same for another address: where the primary is now."""
+        """The same configuration with another address, that of the current primary."""
         return ConnectionConfig(self.uri, address, self.token, self.db_name, self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -215,7 +224,7 @@ def _around_global(path: str) -> tuple[list[str], list[str]]:
     return [], parts
 
 
-def _address(parts: SplitResult, uri: str) -> str:
+def _address(parts: SplitResult, uri: str, default_port: int) -> str:
     place = parts.netloc.rpartition("@")[2]
     if place.startswith("["):
         host, _, port = place.partition("]")
@@ -226,12 +235,12 @@ def _address(parts: SplitResult, uri: str) -> str:
         host, _, port = place.partition(":")
     if not host or host == "[]":
         raise ConfigError(f"{redacted(uri)!r} names no host: write it as in http://localhost")
-    return f"{host}:{_port(parts, port, uri)}"
+    return f"{host}:{_port(parts, port, uri, default_port)}"
 
 
-def _port(parts: SplitResult, text: str, uri: str) -> int:
+def _port(parts: SplitResult, text: str, uri: str, default_port: int) -> int:
     if not text:
-        return TLS_PORT if parts.scheme == "https" else PORT
+        return TLS_PORT if parts.scheme == "https" else default_port
     if not _is_number(text):
         raise ConfigError(
             f"the port of {redacted(uri)!r} is wrong: it is a number from 1 to 65535; if it is a "
@@ -249,7 +258,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 6
 
 
-def _sendable(token: str) -> str:
+def sendable(token: str) -> str:
     """The token; gRPC would refuse each call with one that has a line end in it, and show it."""
     if _CONTROL.search(token):
         raise ConfigError("the token has a control character in it (a line end, perhaps)")
@@ -281,7 +290,7 @@ def _check_channel_options(given: Any) -> None:
         name, value = entry
         if not isinstance(name, str):
             raise ConfigError(
-                f"a name in the option channel_options must be a text, not {type(name).__name__}"
+                f"a name in the option channel_options must be a str, not {type(name).__name__}"
             )
         if not isinstance(value, (int, str, bytes)):
             raise ConfigError(

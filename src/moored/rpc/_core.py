@@ -14,6 +14,7 @@ Invariants:
 
 - at most one attempt is under way, whoever waits for it;
 - a generation's error acts at most once, and only while that generation is the current one;
+- a connection that lives is not replaced because its server answers UNAVAILABLE;
 - the wait before the next attempt is short while somebody waits, and grows while nobody does;
 - of a mistake that no further attempt can mend, everybody who waits is told at once;
 - what an attempt brings after it was given up is closed;
@@ -29,7 +30,7 @@ from moored.kernel import Backoff, Chart, Machine
 
 from ._counters import Counters
 
-__all__ = ["CHART", "Act", "Action", "Connection"]
+__all__ = ["CHART", "ConnectionCore", "ShellAct", "ShellAction"]
 
 #: A connection that was not used for so long is looked at before it is handed out.
 IDLE = 30.0
@@ -62,11 +63,12 @@ CHART = Chart(
 )
 
 
-class Act(Enum):
-    """What the shell can be told to do."""
+class ShellAct(Enum):
+    """What the core asks the shell to do."""
 
     DIAL = "open a channel, as this attempt"
     PROBE = "ask whether the server answers"
+    LOOK = "look whether the connection of this generation lives"
     SWAP = "the channel of the attempt is the current one; let the old one end its calls"
     DISCARD = "close the channel of the attempt: nobody wants it any more"
     WAKE = "tell those who wait"
@@ -76,20 +78,20 @@ class Act(Enum):
     REFRESH = "have the credentials refreshed: the server has refused them"
 
 
-class Action(NamedTuple):
-    """One thing to do."""
+class ShellAction(NamedTuple):
+    """One thing that the shell does."""
 
-    act: Act
+    act: ShellAct
     #: Of an attempt, or of a generation.
     number: int = 0
     #: For a timer: in how many seconds.
     delay: float = 0.0
 
 
-Actions = list[Action]
+Actions = list[ShellAction]
 
 
-class Connection:
+class ConnectionCore:
     """Where a connection is, and where it goes from there.
 
     :param eager: the waits between attempts while somebody waits.
@@ -124,19 +126,22 @@ class Connection:
         #: Whether the next attempt is not wanted any sooner, whoever comes.
         self._held = False
         self._since = 0.0
+        #: The generation whose connection is being looked at, and the error that gave reason to.
+        self._doubted = 0
+        self.doubt: BaseException | str = ""
 
     # -- callers -------------------------------------------------------------------------------
 
     def open(self, now: float) -> Actions:
-        """Begin."""
+        """Start the first attempt to connect."""
         self.last_used_at = now
         return self._dial(now)
 
     def come(self, now: float) -> Actions:
-        """A caller wants it; whether it must wait, `usable` says afterwards."""
+        """A caller wants the connection; check `usable` afterwards to see whether it must wait."""
         if self.machine.step == "serving" and now - self.last_used_at > self.idle:
             self.machine.move("ready/probing", cause="it was not used for a while")
-            return [Action(Act.PROBE, self.generation)]
+            return [ShellAction(ShellAct.PROBE, self.generation)]
         self.last_used_at = now
         return []
 
@@ -152,15 +157,15 @@ class Connection:
         if sooner >= self._due_at:
             return []
         self._due_at = sooner
-        return [Action(Act.SET_TIMER, delay=sooner - now)]
+        return [ShellAction(ShellAct.SET_TIMER, delay=sooner - now)]
 
     def _knock(self, now: float) -> Actions:
-        """We are not wanted: who comes is told so, until the pause is over."""
+        """The server refuses us: fail each new caller until the pause has ended."""
         if self._due_at is not None and now < self._due_at:
-            return [Action(Act.WAKE)]
+            return [ShellAction(ShellAct.WAKE)]
         self._held = False
         self._due_at = now
-        return [Action(Act.SET_TIMER)]
+        return [ShellAction(ShellAct.SET_TIMER)]
 
     def call_waits(self, now: float) -> Actions:
         """A call waits, over a channel that was handed out before."""
@@ -175,7 +180,7 @@ class Connection:
         return []
 
     def inherited(self, generation: int, cause: str = "this process was forked") -> None:
-        """It had a channel once, and has none now: the first who waits makes one."""
+        """Start without a channel, but with its number: the first waiting caller opens one."""
         self.generation = generation
         self.machine.move("connecting/waiting", cause=cause)
         self._due_at = float("inf")
@@ -187,7 +192,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether it is over."""
+        """Whether the connection is closed."""
         return self.machine.phase == "closed"
 
     def used(self, now: float) -> None:
@@ -197,7 +202,7 @@ class Connection:
     # -- what comes back -----------------------------------------------------------------------
 
     def probed(self, generation: int, healthy: bool, now: float) -> Actions:
-        """The server was asked."""
+        """A probe has ended."""
         if generation != self.generation or self.machine.step != "probing":
             return []
         if not healthy:
@@ -208,12 +213,34 @@ class Connection:
         self.last_used_at = now
         return self._arrived([])
 
-    def broken(self, generation: int, cause: BaseException | str, now: float) -> Actions:
-        """A call over this generation failed in a way that a new connection may mend."""
+    def broken(
+        self, generation: int, cause: BaseException | str, now: float, *, connected: bool = False
+    ) -> Actions:
+        """A call over this generation failed in a way that a new connection may mend.
+
+        :param connected: whether the connection still seems to live, so that the server itself may
+            have answered so. gRPC ends the calls of a lost connection a few milliseconds before it
+            reports the loss, so have it looked at again before anything is replaced.
+        """
         if generation != self.generation or self.machine.phase != "ready":
             self.counters.stale_errors += generation < self.generation
             return []
-        return self._recover(cause, now)
+        if not connected:
+            return self._recover(cause, now)
+        if self._doubted == generation:
+            return []
+        self._doubted, self.doubt = generation, cause
+        return [ShellAction(ShellAct.LOOK, generation)]
+
+    def looked(self, generation: int, connected: bool, now: float) -> Actions:
+        """Report whether the connection of a generation that was doubted lives."""
+        if generation != self._doubted:
+            return []
+        cause, self._doubted, self.doubt = self.doubt, 0, ""
+        if not connected:
+            return self.broken(generation, cause, now)
+        self.counters.unavailable_answers += 1
+        return []
 
     def blamed(self, now: float) -> int:
         """The generation of an error that does not say where it came from.
@@ -234,17 +261,17 @@ class Connection:
     def dialled(self, attempt: int, now: float) -> Actions:
         """The attempt has brought a channel that works."""
         if not self._is_current(attempt):
-            return [Action(Act.DISCARD, attempt)]
+            return [ShellAction(ShellAct.DISCARD, attempt)]
         self.generation += 1
         self.counters.connects += 1
         self.counters.renewals += self.machine.step == "renewing"
         self._since = now
         self.last_used_at = now
         self.machine.move("ready/serving", cause=f"generation {self.generation} is connected")
-        return self._arrived([Action(Act.SWAP, attempt)])
+        return self._arrived([ShellAction(ShellAct.SWAP, attempt)])
 
     def kept(self, attempt: int, now: float) -> Actions:
-        """The strategy says that the connection is to be kept as it is."""
+        """The strategy has decided to keep the connection."""
         if not self._is_current(attempt) or self.generation == 0:
             return []
         self.machine.move("ready/serving", cause="the strategy keeps the connection")
@@ -298,23 +325,32 @@ class Connection:
         delay = self._patient.fail()
         self._due_at = now + delay
         # One that never had a channel, and that nobody waits for, is nobody's.
-        timer = [Action(Act.SET_TIMER, delay=delay)] if self.generation else []
-        return [*timer, Action(Act.WAKE)]
+        timer = [ShellAction(ShellAct.SET_TIMER, delay=delay)] if self.generation else []
+        return [*timer, ShellAction(ShellAct.WAKE)]
 
     def due(self, now: float) -> Actions:
-        """The timer has run out."""
-        if self._due_at is None or now < self._due_at:
+        """Dial if the wait has ended; if the timer fired early, set it again for the rest.
+
+        Event loops may fire a timer up to a millisecond before its time (uvloop does).
+        """
+        if self._due_at is None:
             return []
+        if now < self._due_at:
+            return [ShellAction(ShellAct.SET_TIMER, delay=self._due_at - now)]
         return self._dial(now)
 
     def close(self, cause: BaseException | str) -> Actions:
-        """It is not wanted any more."""
+        """Close the connection."""
         if self.closed:
             return []
         self.machine.move("closed", cause=cause)
         self._due_at = None
         self.verdict = None
-        return [Action(Act.CANCEL_TIMER), Action(Act.CLOSE, self.generation), Action(Act.WAKE)]
+        return [
+            ShellAction(ShellAct.CANCEL_TIMER),
+            ShellAction(ShellAct.CLOSE, self.generation),
+            ShellAction(ShellAct.WAKE),
+        ]
 
     # -- attempts ------------------------------------------------------------------------------
 
@@ -340,7 +376,7 @@ class Connection:
         self.machine.move(f"{phase}/waiting", cause=cause)
         delay = (self._eager if self.waiting else self._patient).fail()
         self._due_at = now + delay
-        return [Action(Act.SET_TIMER, delay=delay)]
+        return [ShellAction(ShellAct.SET_TIMER, delay=delay)]
 
     def _dial(self, now: float) -> Actions:
         if self.machine.step != "dialling":
@@ -353,14 +389,14 @@ class Connection:
         self.verdict = None
         self._attempt += 1
         self._tried_at = now
-        return [Action(Act.DIAL, self._attempt)]
+        return [ShellAction(ShellAct.DIAL, self._attempt)]
 
     def _arrived(self, actions: Actions) -> Actions:
         # Those who wait are counted off by the shell, as it tells them.
-        return [*actions, Action(Act.WAKE)] if self.waiting else actions
+        return [*actions, ShellAction(ShellAct.WAKE)] if self.waiting else actions
 
     def __repr__(self) -> str:
         return (
-            f"<Connection {self.machine.state}, generation {self.generation}, "
+            f"<ConnectionCore {self.machine.state}, generation {self.generation}, "
             f"{self.waiting} waiting>"
         )

@@ -19,35 +19,37 @@ class Counters:
 
     #: Channels that were connected and used.
     connects: int = 0
-    #: Attempts that brought no channel.
+    #: Failed attempts to connect.
     connect_failures: int = 0
-    #: Times that a connection was found broken, and another was made in its place.
+    #: Times that a broken connection was replaced.
     recoveries: int = 0
-    #: Idle connections that were asked before they were handed out, and answered.
+    #: Probes of idle connections, before their checkout, that were answered.
     probes_healthy: int = 0
-    #: Those that did not.
+    #: Probes that were not answered.
     probes_unhealthy: int = 0
     #: Channels that were replaced because of their age.
     renewals: int = 0
-    #: Times that a connection went to another member of the topology.
+    #: Moves of a connection to another member of the topology.
     moves: int = 0
-    #: Times that the topology was asked for, and was told.
+    #: Successful topology fetches.
     topology_fetches: int = 0
-    #: Times that it could not be had.
+    #: Failed topology fetches.
     topology_fetch_failures: int = 0
-    #: Times that refused credentials were refreshed.
+    #: Successful refreshes of refused credentials.
     credential_refreshes: int = 0
-    #: Times that they could not be.
+    #: Failed refreshes of refused credentials.
     credential_refresh_failures: int = 0
+    #: UNAVAILABLE from a server whose connection lives; the connection was kept.
+    unavailable_answers: int = 0
     #: Errors of an old generation, which changed nothing.
     stale_errors: int = 0
     #: Calls that waited for a connection.
     calls_waited: int = 0
-    #: Calls that were not sent: there was no connection in their time.
+    #: Calls that were not sent: no connection within their timeout.
     calls_unsent: int = 0
 
     def add(self, other: Counters) -> None:
-        """Count what the other has counted, too."""
+        """Add the numbers of the other."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -63,7 +65,7 @@ class Ledger:
         self._by_address: OrderedDict[str, Counters] = OrderedDict()
 
     def of(self, address: str, connected: Callable[[], Container[str]]) -> Counters:
-        """Those of an address; `connected` says which addresses must not be forgotten."""
+        """Return the counters of an address; `connected` returns the addresses to keep."""
         if (found := self._by_address.get(address)) is None:
             if len(self._by_address) >= MAX_ADDRESSES:
                 self._forget(connected())

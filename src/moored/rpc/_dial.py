@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import in_thread
+from moored.kernel import HIDDEN, run_callback, start_thread
 
-from ._config import HIDDEN, ConnectionConfig
+from ._config import ConnectionConfig
 from ._errors import ConfigError, ConnectFailed
-from ._fork import Visit, inside
+from ._fork import GrpcVisit, inside
 from ._hints import unusable
 
 __all__ = [
@@ -31,11 +31,14 @@ __all__ = [
     "CredentialProvider",
     "Metadata",
     "TokenCredentials",
+    "calmed",
     "channel_options",
     "close_channel",
+    "close_unused",
     "make_aio_channel",
     "make_channel",
     "ready",
+    "wants_calm",
 ]
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -45,12 +48,15 @@ DEFAULTS: dict[str, int] = {
     "grpc.max_send_message_length": -1,
     "grpc.max_receive_message_length": -1,
     "grpc.enable_retries": 1,
-    # A server that is gone without a word is noticed, with or without a call under way.
-    "grpc.keepalive_time_ms": 10_000,
+    # A server that has vanished is noticed while a call is under way. By default, gRPC's servers
+    # accept one ping in 5 minutes, and none without calls; they end the connection of a client that
+    # sends more. Requests that nobody acknowledges are noticed sooner, by TCP itself: with
+    # keepalive, gRPC sets TCP_USER_TIMEOUT to its timeout.
+    "grpc.keepalive_time_ms": 330_000,
     "grpc.keepalive_timeout_ms": 5_000,
     # It has the last word on how long an answer may take: by default, a minute.
     "grpc.http2.ping_timeout_ms": 5_000,
-    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.keepalive_permit_without_calls": 0,
     # A call with `wait_for_ready` does not tell that there is no connection: it waits inside its
     # channel, and by default with pauses that grow to two minutes.
     "grpc.initial_reconnect_backoff_ms": 100,
@@ -67,6 +73,9 @@ _NO_FILE = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
 }
+
+#: What a server says that has received too many pings.
+_CALM = ("too_many_pings", "too many pings", "enhance_your_calm")
 
 #: Any method will do to be answered: with "there is no such method", if need be.
 _ANY_METHOD = "/grpc.health.v1.Health/Check"
@@ -113,18 +122,13 @@ class TokenCredentials:
 
     @property
     def refresh(self) -> Callable[[], Awaitable[None]] | None:
-        """What fetches another token; None if there is nobody to ask."""
+        """The coroutine function that fetches a new token; None without `fetch`."""
         return None if self._fetch is None else self._refresh
 
     async def _refresh(self) -> None:
         fetch = self._fetch
         assert fetch is not None
-        if inspect.iscoroutinefunction(fetch):
-            token = await fetch()
-        else:
-            found = await in_thread(fetch, name="moored-rpc-token")
-            token = await found if inspect.isawaitable(found) else found
-        self.replace(token)
+        self.replace(await run_callback(fetch))
 
     def replace(self, token: str) -> None:
         """Use another token from the next call on."""
@@ -153,15 +157,10 @@ class TokenCredentials:
         return f"TokenCredentials({HIDDEN!r})" if self._metadata else "TokenCredentials('')"
 
 
-def make_channel(
-    config: ConnectionConfig,
-    generation: int,
-    *,
-    credentials: grpc.ChannelCredentials | None = None,
-) -> grpc.Channel:
+def make_channel(config: ConnectionConfig, generation: int) -> grpc.Channel:
     """A channel for threads, not connected yet, that shares nothing with earlier generations."""
     options = channel_options(config, generation)
-    secure = credentials or _tls(config)
+    secure = _tls(config)
     if secure is None:
         return grpc.insecure_channel(config.address, options)
     return grpc.secure_channel(config.address, secure, options)
@@ -171,12 +170,11 @@ def make_aio_channel(
     config: ConnectionConfig,
     generation: int,
     *,
-    credentials: grpc.ChannelCredentials | None = None,
     interceptors: Sequence[grpc.aio.ClientInterceptor] | None = None,
 ) -> grpc.aio.Channel:
     """The same for asyncio; it belongs to the running loop, and must be made on it."""
     options = channel_options(config, generation)
-    secure = credentials or _tls(config)
+    secure = _tls(config)
     if secure is None:
         return grpc.aio.insecure_channel(config.address, options, interceptors=interceptors)
     return grpc.aio.secure_channel(config.address, secure, options, interceptors=interceptors)
@@ -194,9 +192,28 @@ def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str
     return list(options.items())
 
 
+def wants_calm(error: BaseException | None) -> bool:
+    """Whether the server has ended the connection because it received too many pings."""
+    details = getattr(error, "details", None)
+    told = str(details() if callable(details) else error or "").lower()
+    return any(words in told for words in _CALM)
+
+
+def calmed(config: ConnectionConfig, factor: int) -> ConnectionConfig:
+    """The configuration with pings this many times rarer than configured."""
+    if factor == 1:
+        return config
+    options = dict(channel_options(config, 0))
+    given = config.options.get("channel_options") or ()
+    slower = {"grpc.keepalive_time_ms": options["grpc.keepalive_time_ms"] * factor}
+    return replace(config, options={**config.options, "channel_options": {**dict(given), **slower}})
+
+
 def _tls(config: ConnectionConfig) -> grpc.ChannelCredentials | None:
     if not config.secure:
         return None
+    if (given := config.options.get("channel_credentials")) is not None:
+        return given
     return grpc.ssl_channel_credentials(
         root_certificates=_pem(config, "ca"),
         private_key=_pem(config, "private_key"),
@@ -258,6 +275,12 @@ def _close(channel: grpc.Channel) -> None:
         channel.close()
 
 
+def close_unused(channel: Any) -> None:
+    """Close a channel that no caller wants any more, in a thread: closing may block."""
+    if isinstance(channel, grpc.Channel):
+        start_thread(partial(_close, channel), name="moored-rpc-close")
+
+
 def _is_aio(channel: Any) -> bool:
     return isinstance(channel, grpc.aio.Channel)
 
@@ -276,7 +299,7 @@ class Asked:
 
     def _begin(self) -> None:
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._visit = visit = Visit()
+        self._visit = visit = GrpcVisit()
         try:
             self._call = self._ask.future(b"", timeout=self._timeout)
         except BaseException:
@@ -285,7 +308,7 @@ class Asked:
         visit.on_interrupt(self._call.cancel)
         self._call.add_done_callback(partial(self._tell_loop, visit, self._over))
 
-    def _tell_loop(self, visit: Visit, over: asyncio.Future[None], call: Any) -> None:
+    def _tell_loop(self, visit: GrpcVisit, over: asyncio.Future[None], call: Any) -> None:
         # In a thread of gRPC's, which does not go back into it.
         visit.end()
         try:
@@ -294,7 +317,7 @@ class Asked:
             pass
 
     async def code(self) -> grpc.StatusCode:
-        """How it ended."""
+        """Wait for the end of the call; return its status code."""
         await self._over
         while self._visit.interrupted:
             self._begin()
@@ -302,15 +325,15 @@ class Asked:
         return self._call.code()
 
     async def details(self) -> Any:
-        """Why it failed."""
+        """The details of the status."""
         return self._call.details()
 
     def answer(self) -> Any:
-        """What came back, when it is over."""
+        """The answer of a call that has ended."""
         return self._call.result()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the call."""
         self._call.cancel()
 
 

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from moored import kernel
 from moored.kernel import MooredError
 
 __all__ = [
@@ -33,8 +34,12 @@ class ChannelError(MooredError):
     """Something that `moored.rpc` raises on purpose."""
 
 
-class ConfigError(ChannelError):
+class ChannelConfigError(ChannelError, kernel.ConfigError):
     """A URI or an option is wrong: the text names the part."""
+
+
+#: The name under which `moored.rpc` exports it.
+ConfigError = ChannelConfigError
 
 
 class ConnectFailed(ChannelError):
@@ -42,11 +47,11 @@ class ConnectFailed(ChannelError):
 
 
 class TopologyError(ChannelError):
-    """Who is the primary could not be found out; what was known before is kept."""
+    """The topology could not be fetched or used; the one that was known before is kept."""
 
 
 class TopologyRefused(TopologyError, ConnectFailed):
-    """Who knows the primary does not accept the token; to ask again would not help soon."""
+    """The topology server does not accept the token; a retry would not help soon."""
 
 
 class ManagerClosed(ChannelError):
@@ -54,7 +59,7 @@ class ManagerClosed(ChannelError):
 
 
 def closed(address: str) -> ManagerClosed:
-    """For a call over a channel that is closed."""
+    """The error of a call over a closed channel."""
     return ManagerClosed(
         f"the connection to {address} is closed, as it was released, or its manager was closed: "
         "take one with get_or_create"
@@ -62,7 +67,7 @@ def closed(address: str) -> ManagerClosed:
 
 
 def no_config(given: object) -> ConfigError:
-    """For what is given as a configuration, and is none: a URI, most likely."""
+    """The error for a configuration of the wrong type: a URI, most likely."""
     return ConfigError(
         f"get_or_create takes a ConnectionConfig, not {type(given).__name__}: make one with "
         "ConnectionConfig.from_uri"
@@ -70,7 +75,7 @@ def no_config(given: object) -> ConfigError:
 
 
 def no_channel(given: object) -> ConfigError:
-    """For what is given back, and was never handed out: an intercepted channel, most likely."""
+    """The error for a channel that was never handed out: an intercepted one, most likely."""
     return ConfigError(
         f"{type(given).__name__} is not what get_or_create has returned: keep that beside what is "
         "made of it, and give that one back"
@@ -78,7 +83,7 @@ def no_channel(given: object) -> ConfigError:
 
 
 def uncopied(thing: object) -> TypeError:
-    """For who copies or pickles what stays in its process, and there is once."""
+    """Raised when a process-local object is copied or pickled."""
     return TypeError(
         f"{type(thing).__name__} cannot be copied or pickled: pass the ConnectionConfig, and take "
         "a channel with get_or_create where it is used"

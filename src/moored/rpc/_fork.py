@@ -6,32 +6,44 @@ moment of a fork: calls are held up, those under way are waited for, and so is w
 background, where it is not interrupted: a connect or a probe that takes its time begins again
 afterwards. The parent then goes on as if nothing had been; the child begins with no connection.
 
-What does not end in time (a stream, say) leaves a child in which gRPC cannot be relied on: there
-our managers refuse to work, instead of hanging. The same is so where a channel for asyncio is open:
-a thread of gRPC's waits for its events all the time.
+What does not end within 0.2 s (a stream, say) leaves a child in which gRPC cannot be relied on:
+there our managers refuse every call, instead of hanging. The same is so where a channel for asyncio
+is open: a thread of gRPC's waits for its events all the time.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ._channel_pool import lanes_of
+from ._clients import Clients
 from ._errors import ManagerClosed
+from ._live import Live
 
-__all__ = ["Herd", "Visit", "inside", "is_watched", "keep", "refuse_broken", "register"]
+__all__ = [
+    "GrpcVisit",
+    "inside",
+    "is_broken",
+    "is_busy",
+    "is_watched",
+    "keep",
+    "refuse_broken",
+    "register",
+]
 
-T = TypeVar("T")
-
-#: How long a fork waits for calls that are under way.
-PATIENCE = 5.0
+#: How long a fork waits for calls that are under way: other calls, and whoever forks, wait with it.
+PATIENCE = 0.2
 #: How long it waits for locks, which are held for moments only.
-MOMENT = 1.0
+MOMENT = 0.2
+#: How long for calls that an earlier fork has waited for in vain.
+ENDLESS = 0.02
+#: How much longer for gRPC's own thread that watches a channel, where somebody subscribes to that.
+WATCHED = 0.1
 
 _CALLS = (
     "calls over gRPC were under way that did not end soon, so gRPC may hang here: end streams "
@@ -51,38 +63,15 @@ _disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "fa
 
 
 class Forks(Protocol):
-    """What must be told of forks."""
+    """A manager that is notified of forks."""
 
     def _before_fork(self, patience: float) -> bool: ...
-    def _lock_for_fork(self, patience: float) -> None: ...
+    def _lock_for_fork(self, patience: float) -> bool: ...
     def _after_fork_in_parent(self) -> None: ...
     def _after_fork_in_child(self) -> None: ...
 
 
-class Herd(Generic[T]):
-    """Things that are known for as long as they live, and can be listed from any thread."""
-
-    def __init__(self) -> None:
-        self._members: dict[int, weakref.ref[T]] = {}
-
-    def add(self, member: T) -> None:
-        """Know it from now on."""
-        key, members = id(member), self._members
-
-        def forget(reference: weakref.ref[T]) -> None:
-            if members.get(key) is reference:
-                del members[key]
-
-        members[key] = weakref.ref(member, forget)
-
-    def __iter__(self) -> Iterator[T]:
-        # One step for the interpreter, so nobody can come between.
-        for reference in list(self._members.values()):
-            if (member := reference()) is not None:
-                yield member
-
-
-class Visit:
+class GrpcVisit:
     """Somebody is inside gRPC, from now until `end`, which may be on another thread.
 
     It begins with a wait while a fork is under way.
@@ -95,7 +84,7 @@ class Visit:
         _gate.enter(self)
 
     def on_interrupt(self, act: Callable[[], object]) -> None:
-        """Say what makes its end come soon; who was interrupted tries again."""
+        """Set what interrupts the visit; the interrupted code retries after the fork."""
         self._interrupt = act
         if self.interrupted:
             act()
@@ -107,32 +96,32 @@ class Visit:
             self._interrupt()
 
     def end(self) -> None:
-        """Go out; twice is harmless."""
+        """End the visit; calling it twice is harmless."""
         _gate.leave(self)
 
 
 class _Gate:
-    """Who is inside gRPC on behalf of the managers, other than with a user's call."""
+    """The visits to gRPC that are not calls of users."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may end a visit anywhere.
         self._changed = threading.Condition(threading.RLock())
-        self._visits: set[Visit] = set()
+        self._visits: set[GrpcVisit] = set()
         self._shut = False
 
-    def enter(self, visit: Visit) -> None:
+    def enter(self, visit: GrpcVisit) -> None:
         with self._changed:
             while self._shut:
                 self._changed.wait()
             self._visits.add(visit)
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: GrpcVisit) -> None:
         with self._changed:
             self._visits.discard(visit)
             self._changed.notify_all()
 
     def shut(self, patience: float) -> bool:
-        """Let nobody in, and wait for those inside; says whether all have gone."""
+        """Hold up new visits, and wait for those inside; return whether all have ended."""
         deadline = monotonic() + patience
         with self._changed:
             self._shut = True
@@ -151,7 +140,7 @@ class _Gate:
 
 
 _gate = _Gate()
-_known: Herd[Forks] = Herd()
+_known: Clients[Forks] = Clients()
 #: Two threads may fork at the same time: one after the other.
 _forking = threading.Lock()
 #: What a child has inherited and may neither use nor free: to free it is to use it.
@@ -163,24 +152,36 @@ _broken: str | None = None
 
 
 def register(manager: Forks) -> None:
-    """Tell it of forks from now on, as long as it lives."""
+    """Notify the manager of forks, as long as it lives."""
     _known.add(manager)
 
 
 @contextmanager
 def inside() -> Iterator[None]:
     """Within it, this thread is inside gRPC, for a moment."""
-    visit = Visit()
+    visit = GrpcVisit()
     try:
         yield
     finally:
         visit.end()
 
 
+def is_busy(live: Live) -> bool:
+    """Whether calls or watchers of this generation are inside gRPC."""
+    if not live.calls:
+        live.endless = False
+    return bool(live.calls) or is_watched(live.channel)
+
+
 def is_watched(channel: Any) -> bool:
     """Whether a thread of gRPC's watches the state of a channel, inside; it ends within 0.2 s."""
     states = (getattr(lane, "_connectivity_state", None) for lane in lanes_of(channel))
     return any(getattr(state, "polling", False) for state in states)
+
+
+def is_broken() -> bool:
+    """Whether this process was forked while gRPC was at work."""
+    return _broken is not None
 
 
 def refuse_broken() -> None:
@@ -190,7 +191,7 @@ def refuse_broken() -> None:
 
 
 def keep(thing: object) -> None:
-    """Never free this, in a child."""
+    """Never free this object, in a child."""
     _inherited.append(thing)
 
 
@@ -207,8 +208,10 @@ def _before() -> None:
         _noise = _DISABLED
     elif _polled():
         _noise = _ASYNCIO
+    ends = monotonic() + MOMENT
     for manager in _known:
-        manager._lock_for_fork(MOMENT)
+        if not manager._lock_for_fork(max(0.0, ends - monotonic())):
+            _noise = _noise or _CALLS
 
 
 def _polled() -> bool:

@@ -1,16 +1,14 @@
 """The channel that users hold: it stays valid while the real one in it is replaced.
 
 It is a `grpc.Channel`: generated stubs and `grpc.intercept_channel` take it. Behind it is one
-generation at a time, a `Live`. What holds:
+generation at a time (see `_generations`). What holds:
 
-- a call belongs to the generation that was current when it began, and ends there;
 - where there is no generation, a call waits for one; its own timeout is the limit, and what is
   left of it goes to the real call;
-- a call that failed is raised to its caller, never repeated; the manager is told;
-- a replaced generation is closed when its last call has ended, or when the grace is over;
-- one whose connection was closed because nobody seemed to have it is asleep: a call wakes it.
+- a call that failed is raised to its caller, never repeated; the manager is told.
 
-While it waits, `future()` and the calls with streams hold their thread too.
+While it waits, a unary call holds its thread. `future()` and the calls with streams return at once,
+and begin when there is a generation (see `_pending_sync`).
 """
 
 from __future__ import annotations
@@ -22,33 +20,25 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
 from moored.kernel import LoopThread, start_thread
 
-from ._dial import CredentialProvider
-from ._errors import ConfigError, closed, uncopied
-from ._fork import inside, is_watched, refuse_broken
+from ._errors import ConfigError
+from ._fork import ENDLESS, WATCHED, inside, is_busy, refuse_broken
+from ._generations import Generations
+from ._inner import cut
 from ._live import Live
-from ._methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
-from ._refusals import Refusals
-from ._secrets import Sent, secrets_of, trace
-from ._unsent import CallUnsent, hopeless, in_vain, unsent
+from .calls._kinds import FourKinds
+from .calls._methods import thread_method
+from .calls._pending_sync import PendingCall, fail_pending, start_pending
+from .calls._unsent import CallUnsent, cut_off, in_vain
 
 __all__ = ["Handler", "call_later"]
 
 log = logging.getLogger("moored.rpc")
-
-#: How long a call that has no timeout waits for a connection.
-WAIT_LIMIT = 10.0
-#: How long the calls of a replaced generation may still take.
-GRACE = 30.0
-
-#: What a forked child has inherited: it may neither use it nor free it.
-_INHERITED: list[Live] = []
 
 Connectivity = Callable[[grpc.ChannelConnectivity], None]
 Later = Callable[[float, Callable[[], None]], Callable[[], object]]
@@ -72,13 +62,14 @@ def call_later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
     return LoopThread.shared().submit(wait()).cancel
 
 
-class Handler(grpc.Channel):  # type: ignore[misc]
+class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     """A channel over whichever connection is the current one.
 
     :param live: the first generation; without it, calls wait.
     :param credentials: adds to the metadata of each call.
     :param wait_limit: how long a call without a timeout waits for a connection.
-    :param grace: how long the calls of a replaced generation may still take.
+    :param grace: how long the calls of a replaced generation may still take, unless its connection
+        lives and leads to the same server as the current one.
     :param on_rpc_error: told each failed call and its generation; it must not block.
     :param on_waiting: told +1 and -1 as calls begin and stop to wait; it must not block.
     :param on_close: called instead of closing: the handler may be shared.
@@ -86,143 +77,51 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     :param now: the time, as its manager has it; how long a call waits is by the system's.
     """
 
+    _unsent_error = CallUnsent
+
     def __init__(
         self,
         live: Live | None = None,
         *,
-        address: str = "",
-        credentials: CredentialProvider | None = None,
-        wait_limit: float = WAIT_LIMIT,
-        grace: float = GRACE,
-        on_rpc_error: Callable[[grpc.RpcError, int], object] | None = None,
-        on_waiting: Callable[[int], object] | None = None,
-        on_close: Callable[[], object] | None = None,
         later: Later = call_later,
-        now: Callable[[], float] = monotonic,
+        **options: Any,
     ) -> None:
-        self._live = live
-        self._now = now
-        self._used_at = now()
-        self._credentials = credentials
-        self._on_rpc_error = on_rpc_error
-        self._on_waiting = on_waiting
-        self._on_close = on_close
-        self._address = live.address if live is not None else address
-        self._wait_limit = wait_limit
-        self._grace = grace
+        # Reentrant: the garbage collector may end a call anywhere.
+        self._lock = self._changed = threading.Condition(threading.RLock())
         self._later = later
-        self._last_error: BaseException | None = None
-        #: How often it was said that to wait does not help, and why the last time.
-        self._verdicts = 0
-        self._verdict: BaseException | None = None
-        self._sent = Sent()
-        self._closed = False
-        #: While it has no connection, as nobody seemed to have it: the last generation before.
-        self._asleep: int | None = None
-        #: And if nobody shares it, its key.
-        self._own_key: str | None = None
-        # Set by its manager: told of calls that were not sent, and of credentials that the server
-        # has refused, as what decides about those says.
-        self._on_unsent: Callable[[BaseException], object] | None = None
-        self._on_refused: Callable[[], object] | None = None
-        self._refusals: Refusals | None = None
         # Whether no connection can come while this thread waits: it has a lock that is needed.
         self._is_in_vain: Callable[[], bool] | None = None
-        #: Which credentials a call is made with.
-        self._credential = 0
-        # While the gate is shut, the current generation stands here.
-        self._parked: Live | None = None
         self._gated = False
-        self._retiring: dict[Live, Callable[[], object]] = {}
         self._subscribers: list[Connectivity] = []
-        # Reentrant: the garbage collector may end a call anywhere.
-        self._changed = threading.Condition(threading.RLock())
+        #: Futures and streams that wait for a generation.
+        self._pending: list[PendingCall] = []
+        super().__init__(live, **options)
 
     # -- what users see ------------------------------------------------------------------------
 
-    @property
-    def generation(self) -> int:
-        """The number of the current generation; 0 while there is none."""
-        live = self._live or self._parked
-        return 0 if live is None else live.number
-
-    @property
-    def address(self) -> str:
-        """Where the calls go."""
-        return self._address
-
-    @property
-    def calls(self) -> int:
-        """How many calls are under way, over all generations."""
-        with self._changed:
-            return sum(len(live.calls) for live in self._lives())
-
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> UnaryUnary:
-        """See `grpc.Channel`."""
-        how = (method, request_serializer, response_deserializer)
-        return UnaryUnary(self, "unary_unary", how, bool(_registered_method))
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> UnaryStream:
-        """See `grpc.Channel`."""
-        how = (method, request_serializer, response_deserializer)
-        return UnaryStream(self, "unary_stream", how, bool(_registered_method))
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> StreamUnary:
-        """See `grpc.Channel`."""
-        how = (method, request_serializer, response_deserializer)
-        return StreamUnary(self, "stream_unary", how, bool(_registered_method))
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> StreamStream:
-        """See `grpc.Channel`."""
-        how = (method, request_serializer, response_deserializer)
-        return StreamStream(self, "stream_stream", how, bool(_registered_method))
+    def _method(self, kind: str, *given: Any, **named: Any) -> Any:
+        return thread_method(self, kind, *given, **named)
 
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
-        """Be told the state of the current connection, and of each that follows it."""
-        if try_to_connect and self._asleep is not None:
+        """Add a connectivity callback for the current connection and each that replaces it."""
+        if try_to_connect and self._current is None:
             self._rouse()
         with self._changed:
             self._subscribers.append(callback)
-            live = self._live
-            if live is not None:
+            if (live := self._live) is not None:
                 live.channel.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Connectivity) -> None:
-        """Not any more."""
+        """Remove a connectivity callback."""
         with self._changed:
             if callback not in self._subscribers:
                 return
             self._subscribers.remove(callback)
-            live = self._live or self._parked
-            if live is not None:
+            if (live := self._current) is not None:
                 live.channel.unsubscribe(callback)
 
     def close(self) -> None:
-        """Give it back: one that others share stays open for them."""
+        """Release the channel: a shared one stays open for its other clients."""
         if self._on_close is not None:
             self._on_close()
         else:
@@ -231,106 +130,54 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     def __enter__(self) -> Handler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- what its manager does -----------------------------------------------------------------
 
-    def _swap(self, live: Live) -> None:
-        """Make this the current generation; the one before ends its calls, and is closed."""
-        with self._changed:
-            if self._closed:
-                self._retire(live, 0.0)
-                return
-            old = self._take()
-            self._address = live.address
-            self._last_error = None
-            self._put(live)
-            self._follow(old, live)
-            self._changed.notify_all()
-            if old is not None:
-                self._retire(old, self._grace)
-
-    def _lose(self, cause: BaseException | None = None) -> None:
-        """There is no generation until the next swap: calls wait for it."""
-        with self._changed:
-            self._last_error = cause
-            if (old := self._take()) is not None:
-                self._follow(old, None)
-                self._retire(old, self._grace)
-
-    def _fail_waiting(self, verdict: BaseException) -> None:
-        """To wait does not help: the calls that do so fail now."""
-        with self._changed:
-            self._verdicts += 1
-            self._verdict = verdict
-            self._changed.notify_all()
-
-    def _part(self, generation: int) -> Handler | None:
-        """Fall asleep: who is returned has what is open, to be closed. None if there are calls."""
-        heir = Handler(address=self._address, grace=self._grace, later=self._later, now=self._now)
-        heir._sent = self._sent
-        with self._changed:
-            if (live := self._take()) is not None:
-                if live.calls:
-                    self._put(live)
-                    self._changed.notify_all()
-                    return None
-                self._follow(live, None)
-                heir._live = live
-            self._asleep = generation
-        return heir
-
-    @property
-    def _is_open(self) -> bool:
-        return not self._closed and self._asleep is None
-
     def _rouse(self) -> None:
-        """Have a connection opened, without waiting for it."""
-        self._waiting(+1)
-        self._waiting(-1)
+        refuse_broken()
+        super()._rouse()
 
     def _shut(self, grace: float | None = None) -> None:
-        """No more calls; those under way may take as long as the grace."""
         with self._changed:
-            self._closed = True
-            self._asleep = None
             self._subscribers.clear()
-            if (old := self._take()) is not None:
-                self._retire(old, self._grace if grace is None else grace)
-            self._changed.notify_all()
+        super()._shut(grace)
 
     def _wait_closed(self, timeout: float | None = None) -> bool:
-        """Wait until every replaced generation is closed; says whether that is so."""
+        """Wait until every replaced generation is closed; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._retiring, timeout)
 
     # -- around a fork -------------------------------------------------------------------------
 
     def drain(self, timeout: float) -> bool:
-        """Let no call begin, and wait for those under way; says whether all have ended."""
-        deadline = monotonic() + timeout
+        """Hold up new calls, and wait for those in flight; return whether all have ended.
+
+        Calls that did not end before an earlier fork are hardly waited for again.
+        """
         with self._changed:
+            endless = any(is_busy(live) and live.endless for live in self._lives())
+            deadline = monotonic() + min(timeout, ENDLESS if endless else timeout)
             self._gated = True
             if self._live is not None:
                 self._parked, self._live = self._live, None
                 self._follow(self._parked, None)
             for live in self._lives():
                 live.watcher = self._call_ended
-            while any(live.calls or is_watched(live.channel) for live in self._lives()):
-                if (left := deadline - monotonic()) <= 0:
+            while busy := [live for live in self._lives() if is_busy(live)]:
+                calling = [live for live in busy if live.calls]
+                left = deadline - monotonic() + (0.0 if calling else WATCHED)
+                if left <= 0:
+                    for live in calling:
+                        live.endless = True
                     return False
                 # A call that the garbage collector has ended tells nobody.
                 self._changed.wait(min(left, 0.05))
             return True
 
     def resume(self) -> None:
-        """Calls may begin again: in the parent, after the fork."""
+        """Let calls begin again, in the parent after the fork."""
         with self._changed:
             self._gated = False
             if (live := self._parked) is not None:
@@ -339,30 +186,33 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 self._live = live
                 self._follow(None, live)
                 self._changed.notify_all()
+        start_pending(self)
 
     def reset(self) -> None:
         """Start anew in a forked child: what it has inherited is neither used nor closed."""
-        _INHERITED.extend(self._lives())
-        self._live = self._parked = None
+        super().reset()
         self._gated = False
-        if self._refusals is not None:
-            self._refusals.abandon()
-        self._retiring = {}
+        self._pending = []
         self._subscribers = []
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = self._changed = threading.Condition(threading.RLock())
 
     # -- a call --------------------------------------------------------------------------------
 
     def _enter(self, timeout: float | None) -> tuple[Live, float | None]:
         """Count a call; returns where it goes, and the time that it has left."""
+        live = self._enter_now()
+        return (live, timeout) if live is not None else self._wait(timeout)
+
+    def _enter_now(self) -> Live | None:
+        """Count a call over the current generation; None if there is none."""
         self._used_at = self._now()
         live = self._live
         if live is not None:
             live.calls.append(None)
             if self._live is live:
-                return live, timeout
+                return live
             live.leave()
-        return self._wait(timeout)
+        return None
 
     def _wait(self, timeout: float | None) -> tuple[Live, float | None]:
         began = monotonic()
@@ -370,6 +220,7 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         verdicts = self._verdicts
         if self._in_vain():
             raise CallUnsent(*in_vain(self._address))
+        refuse_broken()  # first: a connection that is opened for this call would serve the next
         self._waiting(+1)
         try:
             while True:
@@ -379,10 +230,6 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                     left = None if timeout is None else max(0.0, deadline - monotonic())
                     return live, left
                 live.leave()
-        except CallUnsent as error:
-            if self._on_unsent is not None:
-                _safely(self._sent, self._on_unsent, error)
-            raise
         finally:
             self._waiting(-1)
 
@@ -392,57 +239,25 @@ class Handler(grpc.Channel):  # type: ignore[misc]
     def _next(self, began: float, deadline: float, own: bool, verdicts: int) -> Live:
         with self._changed:
             while (live := self._live) is None:
-                if self._closed:
-                    raise closed(self._address)
-                if verdicts != self._verdicts and self._verdict is not None:
-                    raise CallUnsent(*hopeless(self._address, self._verdict)) from self._verdict
-                refuse_broken()
-                if (left := deadline - monotonic()) <= 0:
-                    waited = monotonic() - began
-                    raise CallUnsent(*unsent(self._address, waited, own, self._last_error))
-                self._changed.wait(left)
+                now = monotonic()
+                if (error := self._hopeless(verdicts, began, deadline, now, own)) is not None:
+                    raise error
+                self._changed.wait(deadline - now)
             return live
 
     def _await_change(self, seen: Live | None, timeout: float) -> bool:
-        """Wait until another generation is the current one; says whether it is."""
+        """Wait for another current generation; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or (self._live is not None and self._live is not seen),
                 timeout,
             )
 
-    def _waiting(self, change: int) -> None:
-        if self._on_waiting is not None:
-            _safely(self._sent, self._on_waiting, change)
-
     def _failed(self, error: grpc.RpcError, live: Live, credential: int) -> None:
-        if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            self._refused(credential)
-        if self._on_rpc_error is not None:
-            _safely(self._sent, self._on_rpc_error, error, live.number)
-
-    def _refused_elsewhere(self) -> None:
-        """The credentials were refused, but not by a call."""
-        if self._refusals is not None:
-            self._refused(self._credential)
-
-    def _refused(self, credential: int) -> None:
-        assert self._refusals is not None
-        with self._changed:
-            refresh = self._refusals.refuse(credential, self._now())
-        if refresh and self._on_refused is not None:
-            _safely(self._sent, self._on_refused)
-
-    def _renewed(self, error: BaseException | None) -> None:
-        """The credentials were refreshed, or could not be."""
-        assert self._refusals is not None
-        with self._changed:
-            self._refusals.refreshed(error, self._now())
-            self._credential = self._refusals.number
-            self._changed.notify_all()
+        self._report(error, live, credential)
 
     def _await_credentials(self, timeout: float | None) -> bool:
-        """Wait for a refresh that is under way; says whether a refused call may be made again."""
+        """Wait for a refresh in progress; return whether a refused call may be retried."""
         if self._in_vain():
             return False
         with self._changed:
@@ -465,14 +280,20 @@ class Handler(grpc.Channel):  # type: ignore[misc]
 
     # -- generations, under the lock -----------------------------------------------------------
 
-    def _lives(self) -> list[Live]:
-        current = self._live or self._parked
-        return [*self._retiring, *([] if current is None else [current])]
+    def _notify(self) -> None:
+        self._changed.notify_all()
 
-    def _take(self) -> Live | None:
-        old = self._live or self._parked
-        self._live = self._parked = None
-        return old
+    def _after(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
+        return self._later(delay, act)
+
+    def _heir(self) -> Handler:
+        return Handler(address=self._address, grace=self._grace, later=self._later, now=self._now)
+
+    def _start_pending(self) -> None:
+        start_pending(self)
+
+    def _fail_pending(self, verdict: BaseException) -> None:
+        fail_pending(self, verdict)
 
     def _put(self, live: Live) -> None:
         if self._gated:
@@ -490,14 +311,6 @@ class Handler(grpc.Channel):  # type: ignore[misc]
                 # gRPC's thread that watches it can bear: it ends with a traceback.
                 new.channel.subscribe(callback, False)
 
-    def _retire(self, live: Live, grace: float) -> None:
-        live.retired = True
-        live.watcher = self._call_ended
-        over = partial(self._close_live, live)
-        self._retiring[live] = self._later(grace, over) if live.calls and grace > 0 else _nothing
-        if grace <= 0 or not live.calls:
-            over()
-
     def _call_ended(self, live: Live) -> None:
         if live.calls:
             return
@@ -506,45 +319,19 @@ class Handler(grpc.Channel):  # type: ignore[misc]
         if live.retired:
             self._close_live(live)
 
-    def _close_live(self, live: Live) -> None:
-        with self._changed:
-            if live.closed or live not in self._retiring:
-                return
-            live.closed = True
-            self._retiring[live]()
+    def _close_soon(self, live: Live) -> None:
         # Closing may take a while, and the thread may be one that the channel itself needs.
         self._later(0.0, partial(self._close_channel, live))
 
     def _close_channel(self, live: Live) -> None:
         try:
             with inside():
-                live.channel.close()
+                cut(live.channel, cut_off(live.address, self._closed))
         except Exception:
             log.exception("closing generation %d to %s", live.number, live.address)
         finally:
-            with self._changed:
-                self._retiring.pop(live, None)
-                self._changed.notify_all()
-
-    def __reduce__(self) -> NoReturn:
-        raise uncopied(self)
-
-    def __repr__(self) -> str:
-        live = self._live or self._parked
-        state = "no connection" if live is None else f"generation {live.number}"
-        state = "asleep" if self._asleep is not None else state
-        state = "closed" if self._closed else state
-        return f"<Handler to {self._address}: {state}, {self.calls} calls>"
+            self._channel_closed(live)
 
 
 def _nothing() -> None:
     pass
-
-
-def _safely(sent: Sent, tell: Callable[..., object], *given: Any) -> None:
-    """A defect of who is told must not change what a caller sees."""
-    try:
-        tell(*given)
-    except Exception as error:
-        # Not with the call's own error, while which is handled: it may repeat the token.
-        log.error("telling of a call\n%s", trace(error, secrets_of("", *sent.lately)))

@@ -24,6 +24,7 @@ class Live:
         "channel",
         "closed",
         "ended",
+        "endless",
         "number",
         "retired",
         "watcher",
@@ -40,6 +41,8 @@ class Live:
         self.retired = False
         #: The channel is closed, or is being closed.
         self.closed = False
+        #: A fork has waited for its calls in vain.
+        self.endless = False
         #: Told after each call that ends, while somebody waits for the last one.
         self.watcher: Callable[[Live], None] | None = None
         #: What a call of grpc.aio tells when it is over.
@@ -48,6 +51,10 @@ class Live:
     def leave(self) -> None:
         """A call has ended."""
         self.calls.pop()
+        self.tell_watcher()
+
+    def tell_watcher(self) -> None:
+        """Report to the watcher that a call has ended."""
         if self.watcher is not None:
             self.watcher(self)
 

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ._clients import Clients
 from ._config import ConnectionConfig
-from ._core import CHART, Actions, Connection
+from ._core import CHART, Actions, ConnectionCore
 
 __all__ = ["ManagedConnection"]
 
 H = TypeVar("H")
 
-#: Where a connection can be handed out at once, as `Connection.usable` says; looked up beforehand.
+#: States in which a connection can be handed out at once (see `ConnectionCore.usable`).
 _USABLE = (CHART.find("ready/serving"), CHART.find("ready/renewing"))
-
-
-class Waiter(Protocol):
-    """Who waits for a connection, and is told once: the future of a thread, or of a task."""
-
-    def done(self) -> bool: ...
-    def set_result(self, result: None) -> None: ...
-    def set_exception(self, exception: BaseException) -> None: ...
-    def exception(self) -> BaseException | None: ...
 
 
 class ManagedConnection(Generic[H]):
@@ -38,7 +29,7 @@ class ManagedConnection(Generic[H]):
         handler: H,
         config: ConnectionConfig,
         strategy: Any,
-        core: Connection,
+        core: ConnectionCore,
         *,
         key: str,
         dedicated: bool,
@@ -58,7 +49,7 @@ class ManagedConnection(Generic[H]):
         #: Where the current channel leads.
         self.address = config.address
         #: Those who said who they are, each as itself; they are forgotten when they are gone.
-        self.clients = Clients()
+        self.clients: Clients[object] = Clients()
         #: Those who did not, and have not released it. Who gives it back too often is taken for
         #: another of them: see `part`.
         self.anonymous = 0
@@ -68,9 +59,11 @@ class ManagedConnection(Generic[H]):
         self.part: Callable[[], bool] = lambda: True
         #: Since when nobody has it.
         self.deserted_at: float | None = None
-        self.waiters: list[Waiter] = []
+        self.waiters: list[asyncio.Future[None]] = []
         #: The attempt that is under way, or was the last.
         self.dial: asyncio.Task[None] | None = None
+        #: How many times rarer than configured pings are sent, as the server has received too many.
+        self.calm = 1
         #: During which generation calls were not sent: that is told once.
         self.unsent_in = -1
 
@@ -119,7 +112,7 @@ class ManagedConnection(Generic[H]):
         return self.core.come(now)
 
     def taken(self, client: object | None) -> None:
-        """Somebody has it from now on."""
+        """Count a client that has the connection."""
         self.deserted_at = None
         if client is None:
             self.anonymous += 1
@@ -127,7 +120,7 @@ class ManagedConnection(Generic[H]):
             self.clients.add(client)
 
     def given_back(self, client: object | None) -> None:
-        """Somebody does not need it any more; twice is harmless."""
+        """Forget a client; calling it twice is harmless."""
         if client is not None:
             self.clients.discard(client)
         elif self.anonymous:
@@ -135,8 +128,17 @@ class ManagedConnection(Generic[H]):
 
     @property
     def deserted(self) -> bool:
-        """Whether nobody has it."""
+        """Whether no client has the connection, and no caller waits for it."""
         return not self.anonymous and not self.clients and not self.waiters
+
+    @property
+    def unclaimed(self) -> bool:
+        """Whether nobody is known to have it.
+
+        Whoever took a dedicated one without saying who it is may have forgotten it. If not, its
+        next call opens a connection again.
+        """
+        return self.deserted or (self.dedicated and not self.clients and not self.waiters)
 
     def statistics(self, now: float) -> dict[str, Any]:
         """The line of `get_stats()`."""

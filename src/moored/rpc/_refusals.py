@@ -59,7 +59,7 @@ class Refusals:
         self._not_before = now + self._backoff.fail()
 
     def abandon(self) -> None:
-        """This process was forked, and nobody refreshes anything here."""
+        """Forget a refresh in progress: it runs in the parent of this forked process."""
         self.refreshing = False
 
     @property

@@ -14,9 +14,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
-from moored.kernel import describe
+from moored.kernel import HIDDEN, describe
 
-from ._config import HIDDEN
 from ._errors import ChannelError, ConfigError, ConnectFailed, TopologyError, TopologyRefused
 
 __all__ = ["Sent", "alike", "harmless", "hidden", "secrets_of", "trace", "words"]
@@ -91,14 +90,14 @@ def _forms(word: str) -> Iterator[str]:
 
 
 def hidden(text: str, secrets: Iterable[str]) -> str:
-    """The text without them."""
+    """The string without the secrets."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def harmless(error: BaseException, secrets: list[str]) -> BaseException:
-    """The error; or, if it shows a secret anywhere, another that says the same without it."""
+    """Return the error, or a redacted one if it shows a secret anywhere."""
     try:
         if not any(secret in text for text in _told(error) for secret in secrets):
             return error
@@ -110,7 +109,7 @@ def harmless(error: BaseException, secrets: list[str]) -> BaseException:
 
 
 def alike(error: BaseException, text: str) -> ChannelError:
-    """Another error with this text, for which the same is done."""
+    """An error with this text that is handled the same way."""
     return next((kind for kind in KINDS if isinstance(error, kind)), ConnectFailed)(text)
 
 

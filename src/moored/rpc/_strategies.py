@@ -11,18 +11,17 @@ user's own loop, or on the private one of users of threads.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any
 
-from moored.kernel import LoopThread
+from moored.kernel import LoopThread, awaited
 
 from ._channel_pool import pooled, pooled_async
 from ._config import ConnectionConfig
-from ._follower import Follower, HandlerFactory, Managed
 from ._fork import inside
+from .topology._follower import Follower, HandlerFactory, Managed
 
 __all__ = [
     "AsyncGlobalStrategy",
@@ -97,7 +96,7 @@ class AsyncRegularStrategy(ConnectionStrategy):
 
     async def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the server."""
-        return await _outcome(self._factory(config))
+        return await awaited(self._factory(config))
 
     async def on_unavailable(self, managed: Managed) -> bool:
         """Always: a new channel does not inherit the pauses of the old one."""
@@ -108,7 +107,7 @@ class AsyncRegularStrategy(ConnectionStrategy):
 
     async def close_async(self, managed: Managed) -> None:
         """Close the handler."""
-        await _outcome(managed.handler.close())
+        await awaited(managed.handler.close())
 
 
 class GlobalStrategy(Follower, ConnectionStrategy):
@@ -137,7 +136,7 @@ class AsyncGlobalStrategy(Follower, ConnectionStrategy):
         """A channel to the member that is wanted; the first time, the topology is fetched."""
         target = await self._locate(config)
         make = pooled_async(self._factory or _aio_channel, self._channels)
-        return await _outcome(make(target))
+        return await awaited(make(target))
 
     async def on_unavailable(self, managed: Managed) -> bool:
         """Fetch a fresh topology, if that can be had soon; a new channel may help in any case."""
@@ -152,7 +151,7 @@ class AsyncGlobalStrategy(Follower, ConnectionStrategy):
         self._stop()
         if (following := self._following) is not None:
             await asyncio.wait((following,))
-        await _outcome(managed.handler.close())
+        await awaited(managed.handler.close())
 
 
 def _channel(config: ConnectionConfig) -> Any:
@@ -165,7 +164,3 @@ def _aio_channel(config: ConnectionConfig) -> Any:
     from ._dial import make_aio_channel
 
     return make_aio_channel(config, next(_numbers))
-
-
-async def _outcome(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

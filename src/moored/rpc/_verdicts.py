@@ -33,8 +33,8 @@ class Verdict(Enum):
     """What to do after a failure."""
 
     RETRY = "the next attempt may succeed"
-    MISTAKE = "none will succeed until somebody mends what is wrong"
-    REFUSED = "we are not wanted: ask again, but rarely"
+    MISTAKE = "no attempt can succeed until the program or its configuration is fixed"
+    REFUSED = "the credentials were refused: retry rarely"
 
 
 def judge(error: BaseException, *, made: bool) -> Verdict:
@@ -48,7 +48,7 @@ def judge(error: BaseException, *, made: bool) -> Verdict:
 
 
 def raised(verdict: BaseException, address: str) -> ChannelError:
-    """What to raise to one of those who wait; each has its own."""
+    """Return the error to raise in a waiting caller; each gets an instance of its own."""
     if isinstance(verdict, (ConfigError, TopologyRefused)):
         told: ChannelError = _another(verdict)
         told.__cause__ = verdict.__cause__
@@ -71,7 +71,7 @@ def _another(verdict: ChannelError) -> ChannelError:
 
 
 def where(error: BaseException, verdict: Verdict) -> str:
-    """Of a mistake in somebody's program, where it is; of anything else, nothing."""
+    """The traceback of a mistake in the user's program; "" for other errors."""
     if verdict is not Verdict.MISTAKE or isinstance(error, ConfigError):
         return ""
     return f"no channel can be made\n{''.join(traceback.format_exception(error))}"

@@ -1,4 +1,4 @@
-"""The numbers of connection managers for Prometheus, read when somebody scrapes them.
+"""Prometheus metrics of connection managers, read at each scrape.
 
 ::
 
@@ -12,14 +12,11 @@ address that was asked for, never a key or a token. It needs prometheus-client, 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
-from weakref import WeakSet
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from moored.kernel.prometheus import Metric, SourceCollector, counter, gauge
 
 from ._counters import Counters
 from ._manager import ConnectionManager
@@ -33,76 +30,52 @@ PREFIX = "moored_rpc_"
 
 _COUNTERS = {
     "connects": "Channels that were connected and used.",
-    "connect_failures": "Attempts that brought no channel.",
-    "recoveries": "Times that a connection was found broken, and another was made in its place.",
+    "connect_failures": "Failed attempts to connect.",
+    "recoveries": "Times that a broken connection was replaced.",
     "renewals": "Channels that were replaced because of their age.",
-    "moves": "Times that a connection went to another member of the topology.",
-    "topology_fetches": "Times that the topology was asked for, and was told.",
-    "topology_fetch_failures": "Times that the topology was asked for, and could not be had.",
-    "credential_refreshes": "Times that refused credentials were refreshed.",
-    "credential_refresh_failures": "Times that refused credentials could not be refreshed.",
-    "stale_errors": "Errors of an old generation, which changed nothing.",
+    "moves": "Moves of a connection to another member of the topology.",
+    "topology_fetches": "Successful topology fetches.",
+    "topology_fetch_failures": "Failed topology fetches.",
+    "credential_refreshes": "Successful refreshes of refused credentials.",
+    "credential_refresh_failures": "Failed refreshes of refused credentials.",
+    "unavailable_answers": "UNAVAILABLE answers over a live connection, which was kept.",
+    "stale_errors": "Ignored errors of replaced connections.",
     "calls_waited": "Calls that waited for a connection.",
-    "calls_unsent": "Calls that were not sent: there was no connection in their time.",
+    "calls_unsent": "Calls that were not sent: no connection within their timeout.",
 }
 
 
-class RpcCollector(Collector):
-    """Shows connection managers to Prometheus, by address; those of several are added up.
+class RpcCollector(SourceCollector[Source]):
+    """Prometheus metrics of connection managers, summed by address. Managers are held weakly."""
 
-    They are held weakly: one that nobody uses any more is gone from here as well.
-    """
-
-    def __init__(self, *managers: Source) -> None:
-        self._lock = threading.Lock()
-        self._managers: WeakSet[Source] = WeakSet(managers)
-
-    def add(self, manager: Source) -> None:
-        """Show this one too."""
-        with self._lock:
-            self._managers.add(manager)
-
-    def remove(self, manager: Source) -> None:
-        """Show this one no more; harmless if it was not shown."""
-        with self._lock:
-            self._managers.discard(manager)
-
-    def describe(self) -> Iterator[Metric]:
-        """The metrics without their values: enough for a registry to find clashes of names."""
-        yield from _families(())
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
-        with self._lock:
-            managers = list(self._managers)
-        yield from _families(managers)
+    def families(self, sources: Sequence[Source]) -> Iterator[Metric]:
+        """Yield gauges of the connections and counters of the ledgers."""
+        yield from _gauges(sources)
+        totals: dict[str, Counters] = {}
+        for manager in sources:
+            for address, counters in manager._book.ledger:
+                totals.setdefault(address, Counters()).add(counters)
+        for name, text in _COUNTERS.items():
+            samples = [((address,), getattr(total, name)) for address, total in totals.items()]
+            yield counter(PREFIX + name, text, ("address",), samples)
+        yield counter(
+            f"{PREFIX}probes",
+            "Probes of idle connections before their checkout, by outcome.",
+            ("address", "outcome"),
+            [
+                ((address, outcome), number)
+                for address, total in totals.items()
+                for outcome, number in (
+                    ("healthy", total.probes_healthy),
+                    ("unhealthy", total.probes_unhealthy),
+                )
+            ],
+        )
 
 
-def _families(managers: Iterable[Source]) -> Iterator[Metric]:
-    yield from _gauges(managers)
-    totals: dict[str, Counters] = {}
-    for manager in managers:
-        for address, counters in manager._book.ledger:
-            totals.setdefault(address, Counters()).add(counters)
-    for name, text in _COUNTERS.items():
-        counter = CounterMetricFamily(PREFIX + name, text, labels=("address",))
-        for address, total in totals.items():
-            counter.add_metric((address,), getattr(total, name))
-        yield counter
-    probes = CounterMetricFamily(
-        f"{PREFIX}probes",
-        "Idle connections that were asked before they were handed out, by outcome.",
-        labels=("address", "outcome"),
-    )
-    for address, total in totals.items():
-        probes.add_metric((address, "healthy"), total.probes_healthy)
-        probes.add_metric((address, "unhealthy"), total.probes_unhealthy)
-    yield probes
-
-
-def _gauges(managers: Iterable[Source]) -> Iterator[Metric]:
-    connections, clients, waiting = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
-    calls = Counter[str]()
+def _gauges(managers: Sequence[Source]) -> Iterator[Metric]:
+    connections = Counter[tuple[str, str]]()
+    clients, waiting, calls = Counter[str](), Counter[str](), Counter[str]()
     for manager in managers:
         for managed in manager._book:
             address = managed.config.address
@@ -110,18 +83,12 @@ def _gauges(managers: Iterable[Source]) -> Iterator[Metric]:
             clients[address] += len(managed.clients) + managed.anonymous
             waiting[address] += managed.core.waiting
             calls[address] += managed.handler.calls
-    gauge = GaugeMetricFamily(
-        f"{PREFIX}connections", "Connections, by their state.", labels=("address", "state")
-    )
-    for (address, state), number in connections.items():
-        gauge.add_metric((address, state), number)
-    yield gauge
+    labels = ("address", "state")
+    yield gauge(f"{PREFIX}connections", "Connections, by state.", labels, connections.items())
     for name, text, numbers in (
         ("clients", "Clients that have a connection.", clients),
-        ("waiting", "Callers that wait for a connection.", waiting),
-        ("calls", "Calls that are under way.", calls),
+        ("waiting", "Callers waiting for a connection.", waiting),
+        ("calls", "Calls in flight.", calls),
     ):
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=("address",))
-        for address, number in numbers.items():
-            gauge.add_metric((address,), number)
-        yield gauge
+        samples = [((address,), number) for address, number in numbers.items()]
+        yield gauge(PREFIX + name, text, ("address",), samples)

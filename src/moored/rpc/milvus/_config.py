@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pymilvus import MilvusException  # type: ignore[import-untyped]
 from pymilvus.client.prepare import Prepare  # type: ignore[import-untyped]
@@ -27,10 +27,10 @@ from pymilvus.exceptions import (  # type: ignore[import-untyped]
     ParamError,
 )
 
-from ._config import _OPTIONS as OPTIONS
-from ._config import _SALT as SALT
-from ._config import ConnectionConfig
-from ._errors import ConfigError
+from .._config import _OPTIONS as OPTIONS
+from .._config import _SALT as SALT
+from .._config import ConnectionConfig
+from .._errors import ConfigError
 
 __all__ = ["URI", "MilvusConfig", "MilvusConfigError", "milvus_config"]
 
@@ -64,14 +64,16 @@ class MilvusConfigError(ConfigError, ConnectionConfigException, ParamError):  # 
 
 @dataclass(frozen=True, repr=False)
 class MilvusConfig(ConnectionConfig):
-    """A configuration with what the server is told of this client besides, when it is greeted."""
+    """A configuration with the client information that the `Connect` call sends."""
 
     #: PyMilvus's `option`.
     told: Mapping[str, str] = field(default_factory=dict, hash=False)
 
+    default_port: ClassVar[int] = 19530
+
     @cached_property
     def key(self) -> str:
-        """The same for all who may share a connection: they tell the server the same."""
+        """The key by which connections are shared; their client information is equal."""
         key = super().key
         if not self.told:
             return key
@@ -148,11 +150,11 @@ def _where(uri: Any, host: Any, port: Any) -> str:
 
 
 def _told(option: Any) -> dict[str, str]:
-    """What goes into the greeting: names and values that the server may or may not know."""
+    """The client information for the `Connect` call."""
     try:
         Prepare.register_request("", "", **option)
     except (TypeError, ValueError) as error:
-        why = "option must be a mapping of texts to texts, without user and host"
+        why = "option must be a mapping of str to str, without user and host"
         raise ConfigError(why) from error
     return dict(option)
 

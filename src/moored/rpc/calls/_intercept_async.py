@@ -8,28 +8,15 @@ generation that is then the current one.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from types import TracebackType
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from ._errors import ConfigError
-from ._pending import (
-    PendingStreamStream,
-    PendingStreamUnary,
-    PendingUnaryStream,
-    PendingUnaryUnary,
-)
+from .._errors import ConfigError
+from ._kinds import KINDS, FourKinds, arguments
 
 __all__ = ["intercept_aio_channel"]
-
-_KINDS = {
-    "unary_unary": (grpc.aio.UnaryUnaryClientInterceptor, PendingUnaryUnary),
-    "unary_stream": (grpc.aio.UnaryStreamClientInterceptor, PendingUnaryStream),
-    "stream_unary": (grpc.aio.StreamUnaryClientInterceptor, PendingStreamUnary),
-    "stream_stream": (grpc.aio.StreamStreamClientInterceptor, PendingStreamStream),
-}
 
 
 def intercept_aio_channel(
@@ -40,65 +27,41 @@ def intercept_aio_channel(
     An interceptor returns the call; that of a unary call may return an answer instead. It may
     change all but the method.
     """
-    kinds = tuple(kind for kind, _ in _KINDS.values())
+    kinds = tuple(kind.interceptor for kind in KINDS.values())
     for each in interceptors:
         if not isinstance(each, kinds):
             raise ConfigError(f"{each!r} is no interceptor of grpc.aio")
     return _Intercepted(channel, interceptors) if interceptors else channel
 
 
-class _Intercepted(grpc.aio.Channel):  # type: ignore[misc]
+class _Intercepted(FourKinds):
     def __init__(self, channel: grpc.aio.Channel, interceptors: tuple[Any, ...]) -> None:
         self._channel = channel
         self._interceptors = interceptors
 
-    def unary_unary(self, *given: Any, **named: Any) -> Any:
-        return self._method("unary_unary", _UnaryRequest, given, named)
-
-    def unary_stream(self, *given: Any, **named: Any) -> Any:
-        return self._method("unary_stream", _UnaryRequest, given, named)
-
-    def stream_unary(self, *given: Any, **named: Any) -> Any:
-        return self._method("stream_unary", _StreamRequest, given, named)
-
-    def stream_stream(self, *given: Any, **named: Any) -> Any:
-        return self._method("stream_stream", _StreamRequest, given, named)
-
-    def _method(self, kind: str, made: Any, given: Any, named: Any) -> Any:
+    def _method(self, kind: str, *given: Any, **named: Any) -> Any:
         inner = getattr(self._channel, kind)(*given, **named)
-        wanted, pending = _KINDS[kind]
         chain = [
             getattr(each, f"intercept_{kind}")
             for each in self._interceptors
-            if isinstance(each, wanted)
+            if isinstance(each, KINDS[kind].interceptor)
         ]
         if not chain:
             return inner
         name = given[0] if given else named["method"]
-        return made(inner, chain, pending, name.encode())
+        return _Chain(inner, chain, KINDS[kind].pending, name.encode())
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
     async def __aenter__(self) -> _Intercepted:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+grpc.aio.Channel.register(_Intercepted)
 
 
 class _Chain:
@@ -110,20 +73,15 @@ class _Chain:
         self._pending = pending
         self._method = method
 
-    def _begin(
-        self,
-        request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: bool | None,
-        compression: Any,
-    ) -> Any:
-        given = metadata or ()
-        if not isinstance(given, grpc.aio.Metadata):
-            given = grpc.aio.Metadata.from_tuple(tuple(given))
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        request, timeout, metadata, credentials, wait_for_ready, compression = arguments(
+            *given, **named
+        )
+        metadata = metadata or ()
+        if not isinstance(metadata, grpc.aio.Metadata):
+            metadata = grpc.aio.Metadata.from_tuple(tuple(metadata))
         details = grpc.aio.ClientCallDetails(
-            self._method, timeout, given, credentials, wait_for_ready
+            self._method, timeout, metadata, credentials, wait_for_ready
         )
         return self._pending(self._run(0, details, request, compression), timeout)
 
@@ -138,39 +96,46 @@ class _Chain:
                 compression=compression,
             )
 
+        made: list[Any] = []
+
         async def go_on(details: Any, request: Any) -> Any:
-            return await self._run(step + 1, details, request, compression)
+            made.append(await self._run(step + 1, details, request, compression))
+            return made[-1]
 
         outcome = await self._chain[step](go_on, details, request)
-        return outcome if isinstance(outcome, grpc.aio.Call) else _Answer(outcome)
+        if isinstance(outcome, grpc.aio.Call):
+            return outcome
+        call = made[-1] if made else _Answer(outcome)
+        # OpenTelemetry's interceptors of streams return generators that read the call.
+        return _Stream(outcome, call) if hasattr(outcome, "__aiter__") else _Answer(outcome)
 
 
-class _UnaryRequest(_Chain, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[misc]
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        return self._begin(request, timeout, metadata, credentials, wait_for_ready, compression)
+for _kind in ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"):
+    getattr(grpc.aio, f"{_kind}MultiCallable").register(_Chain)
 
 
-class _StreamRequest(_Chain, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[misc]
-    def __call__(
-        self,
-        request_iterator: Any = None,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        rest = (metadata, credentials, wait_for_ready, compression)
-        return self._begin(request_iterator, timeout, *rest)
+class _Stream:
+    """What an interceptor reads for its caller from a call, which has the rest."""
+
+    def __init__(self, messages: Any, call: Any) -> None:
+        self._messages = aiter(messages)
+        self._call = call
+
+    def __aiter__(self) -> Any:
+        return self._messages
+
+    async def read(self) -> Any:
+        return await anext(self._messages, grpc.aio.EOF)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._call.add_done_callback(lambda _: callback(self))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+grpc.aio.UnaryStreamCall.register(_Stream)
+grpc.aio.StreamStreamCall.register(_Stream)
 
 
 class _Answer(grpc.aio.UnaryUnaryCall):  # type: ignore[misc]

@@ -17,9 +17,9 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import describe, duration
 
-from ._errors import ConnectFailed
+from .._errors import ConnectFailed
 
-__all__ = ["AsyncCallUnsent", "CallUnsent", "hopeless", "in_vain", "unsent"]
+__all__ = ["AsyncCallUnsent", "CallUnsent", "cut_off", "hopeless", "in_vain", "unsent"]
 
 
 def unsent(
@@ -35,19 +35,25 @@ def unsent(
 
 
 def hopeless(address: str, verdict: BaseException) -> tuple[grpc.StatusCode, str]:
-    """The code and the text for a call that need not wait any longer."""
+    """Return code and details for a call that cannot get a connection."""
     text = f"not sent: there is no connection to {address or 'the server'}: {describe(verdict)}"
     return grpc.StatusCode.FAILED_PRECONDITION, text
 
 
 def in_vain(address: str) -> tuple[grpc.StatusCode, str]:
-    """The code and the text for a call that nothing could come for while it waits."""
+    """Return code and details for a call from a finalizer, which must not wait."""
     where = (
         "it was made by a finalizer in the middle of a change of the manager, or at the end of the "
         "interpreter: none can come while it waits"
     )
     # Not UNAVAILABLE: who repeats the call would do so in vain, too, while all others wait for it.
     return grpc.StatusCode.FAILED_PRECONDITION, f"not sent: no connection to {address}, and {where}"
+
+
+def cut_off(address: str, closed: bool) -> str:
+    """Return the details for a call that was sent and is aborted with UNAVAILABLE."""
+    why = "its channel was closed" if closed else "its connection was replaced"
+    return f"cut off from {address or 'the server'}: {why}; it may have been carried out"
 
 
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
@@ -80,35 +86,25 @@ class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type:
 
     # An interceptor gets a failed call as its outcome, which is a future that is done.
 
-    def is_active(self) -> bool:
-        """It is over."""
+    def cancelled(self) -> bool:
+        """Return False."""
         return False
+
+    is_active = cancel = running = cancelled
 
     def time_remaining(self) -> None:
-        """It is over."""
-
-    def cancel(self) -> bool:
-        """It is over."""
-        return False
-
-    def cancelled(self) -> bool:
-        """It was not."""
-        return False
-
-    def running(self) -> bool:
-        """It is over."""
-        return False
+        """Return None: the call has ended."""
 
     def done(self) -> bool:
-        """It is over."""
+        """Return True: the call has ended."""
         return True
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """It is over: the callback will not be called."""
+        """Return False: the call has ended, so the callback is not called."""
         return False
 
     def add_done_callback(self, fn: Callable[[Any], None]) -> None:
-        """It is over: called at once."""
+        """Call back at once: the call has ended."""
         fn(self)
 
     def result(self, timeout: float | None = None) -> Any:

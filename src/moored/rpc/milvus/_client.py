@@ -1,30 +1,13 @@
-"""PyMilvus's clients over shared channels: change one import.
-
-::
-
-    # from pymilvus import MilvusClient
-    from moored.rpc.milvus import MilvusClient
-
-    client = MilvusClient("https://user:pass@vectors:19530/mydb")
-    client.search("articles", [vector], limit=5, timeout=30)    # also while the server restarts
-
-They *are* PyMilvus's own clients, with all of their methods; what they call goes over a channel
-that all clients of one server and one identity share, and that outlives the server's restarts.
-
-What always holds, besides what holds for every channel (`moored.rpc`):
-
-- a client that is closed, or forgotten, takes nothing from another one;
-- a call with a `timeout` fails for want of a connection only when that time is over;
-- the name of the database belongs to a client, not to the channel.
-"""
+"""PyMilvus's clients over the channels of a manager, for threads and for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import pymilvus  # type: ignore[import-untyped]
 from pymilvus import MilvusException
@@ -32,37 +15,32 @@ from pymilvus.client.async_grpc_handler import AsyncGrpcHandler  # type: ignore[
 from pymilvus.client.grpc_handler import GrpcHandler  # type: ignore[import-untyped]
 from pymilvus.client.types import Status  # type: ignore[import-untyped]
 
-from ._config import ConnectionConfig
-from ._errors import ConfigError, ConnectFailed
-from ._handler import Handler
-from ._handler_async import AsyncHandler
-from ._manager import ConnectionManager
-from ._manager_async import AsyncConnectionManager
-from ._milvus import (
+from moored.kernel import LoopThread
+
+from .._config import ConnectionConfig
+from .._errors import ConfigError, ConnectFailed
+from .._handler import Handler
+from .._handler_async import AsyncHandler
+from .._manager import ConnectionManager
+from .._manager_async import AsyncConnectionManager
+from ..calls._unsent import AsyncCallUnsent, CallUnsent
+from ._config import URI, MilvusConfigError, milvus_config
+from ._wire import (
+    may_be_repeated,
     milvus_credentials,
     milvus_probe,
     milvus_unavailable,
     open_aio_channel,
     open_channel,
     refusal,
+    refused_write,
 )
-from ._milvus_config import URI, MilvusConfigError, milvus_config
-from ._unsent import AsyncCallUnsent, CallUnsent
 
-__all__ = [  # noqa: RUF022 (grouped by what they are for)
-    # Clients
+__all__ = [
     "AsyncMilvusClient",
-    "MilvusClient",
-    # What they share
     "AsyncMilvusManager",
+    "MilvusClient",
     "MilvusManager",
-    "milvus_config",
-    # How a manager speaks with Milvus
-    "milvus_credentials",
-    "milvus_probe",
-    "milvus_unavailable",
-    # Errors
-    "MilvusConfigError",
     "MilvusRefused",
     "MilvusUnreachable",
 ]
@@ -82,45 +60,42 @@ class MilvusRefused(ConfigError, MilvusException):  # type: ignore[misc]
         MilvusException.__init__(self, Status.CONNECT_FAILED, message)
 
 
-def _options(given: dict[str, Any], opener: Any) -> dict[str, Any]:
-    """What a manager of Milvus is made with; what is given goes before it."""
-    credentials = given.get("credentials") or milvus_credentials
-    return {
-        "handler_factory": partial(opener, credentials=credentials),
-        "probe": milvus_probe,
-        "classify": milvus_unavailable,
-        **given,
-        "credentials": credentials,
-    }
+class _MilvusManager:
+    """What both managers of Milvus add."""
 
+    _grpc_handler: ClassVar[Callable[..., Any]]
 
-# -- threads ---------------------------------------------------------------------------------------
+    def __init__(self, opener: Any, given: dict[str, Any]) -> None:
+        credentials = given.get("credentials") or milvus_credentials
+        own = {
+            "handler_factory": partial(opener, credentials=credentials),
+            "probe": milvus_probe,
+            "classify": milvus_unavailable,
+        }
+        super().__init__(**{**own, **given, "credentials": credentials})
+        self._pymilvus: dict[Any, Any] = {}
 
-
-class MilvusManager(ConnectionManager):
-    """A `ConnectionManager` that speaks with Milvus; it takes the same options."""
-
-    _instance: ClassVar[ConnectionManager | None] = None
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**_options(options, open_channel))
-        self._pymilvus: dict[Handler, _GrpcHandler] = {}
-
-    @classmethod
-    def get_instance(cls) -> MilvusManager:
-        """The one of this process for Milvus."""
-        found = super().get_instance()
-        assert isinstance(found, MilvusManager)
-        return found
-
-    def grpc_handler(self, channel: Handler) -> GrpcHandler:
+    def grpc_handler(self, channel: Any) -> Any:
         """PyMilvus's own handler over a channel of this manager; one for all who share it."""
         found = self._pymilvus.get(channel)
         if found is None:
             alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
-            found = _GrpcHandler(self, channel)
+            found = self._grpc_handler(self, channel)
             self._pymilvus = {**alive, channel: found}
         return found
+
+
+@contextmanager
+def _as_milvus_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConnectFailed as error:
+        raise MilvusUnreachable(str(error)) from error
+    except ConfigError as error:
+        raise MilvusConfigError(str(error)) from error
+
+
+# -- threads ---------------------------------------------------------------------------------------
 
 
 class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
@@ -140,10 +115,30 @@ class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
         """PyMilvus asks this before it repeats a call."""
         if isinstance(error, CallUnsent):
             raise MilvusUnreachable(error.details()) from error
+        if told := refused_write(error):
+            managed = self._manager._book.of(self._channel)
+            if managed is not None and LoopThread.shared().run(may_be_repeated(managed, told)):
+                return True
+            raise MilvusException(message=told) from error
         # An error of gRPC has been told by the channel, with the generation that it came from.
         return isinstance(error, MilvusException) and self._manager.handle_error(
             self._channel, error
         )
+
+
+class MilvusManager(_MilvusManager, ConnectionManager):
+    """A `ConnectionManager` that speaks with Milvus; it takes the same options."""
+
+    _grpc_handler = _GrpcHandler
+    _instance: ClassVar[ConnectionManager | None] = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(open_channel, options)
+
+    @classmethod
+    def get_instance(cls) -> MilvusManager:
+        """The manager of this process for Milvus."""
+        return cast(MilvusManager, super().get_instance())
 
 
 class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
@@ -175,12 +170,8 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
         )
         self._config = _Chosen(config)
         self._manager = manager or MilvusManager.get_instance()
-        try:
+        with _as_milvus_errors():
             channel = self._manager.get_or_create(config, dedicated, self, timeout)
-        except ConnectFailed as error:
-            raise MilvusUnreachable(str(error)) from error
-        except ConfigError as error:
-            raise MilvusConfigError(str(error)) from error
         self._channel = channel
         if (why := _refused(channel)) is not None:
             self._manager.release(channel, client=self)
@@ -198,12 +189,7 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -212,34 +198,6 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
 
 
 # -- asyncio ---------------------------------------------------------------------------------------
-
-
-class AsyncMilvusManager(AsyncConnectionManager):
-    """An `AsyncConnectionManager` that speaks with Milvus; it takes the same options."""
-
-    _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
-        weakref.WeakValueDictionary()
-    )
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**_options(options, open_aio_channel))
-        self._pymilvus: dict[AsyncHandler, _AsyncGrpcHandler] = {}
-
-    @classmethod
-    def get_instance(cls) -> AsyncMilvusManager:
-        """The one of the running loop for Milvus."""
-        found = super().get_instance()
-        assert isinstance(found, AsyncMilvusManager)
-        return found
-
-    def grpc_handler(self, channel: AsyncHandler) -> AsyncGrpcHandler:
-        """PyMilvus's own handler over a channel of this manager; one for all who share it."""
-        found = self._pymilvus.get(channel)
-        if found is None:
-            alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
-            found = _AsyncGrpcHandler(self, channel)
-            self._pymilvus = {**alive, channel: found}
-        return found
 
 
 class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
@@ -259,9 +217,31 @@ class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
         """PyMilvus asks this before it repeats a call."""
         if isinstance(error, AsyncCallUnsent):
             raise MilvusUnreachable(str(error.details())) from error
+        if told := refused_write(error):
+            managed = self._manager._book.of(self._async_channel)
+            if managed is not None and await may_be_repeated(managed, told):
+                return True
+            raise MilvusException(message=told) from error
         return isinstance(error, MilvusException) and await self._manager.handle_error(
             self._async_channel, error
         )
+
+
+class AsyncMilvusManager(_MilvusManager, AsyncConnectionManager):
+    """An `AsyncConnectionManager` that speaks with Milvus; it takes the same options."""
+
+    _grpc_handler = _AsyncGrpcHandler
+    _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(open_aio_channel, options)
+
+    @classmethod
+    def get_instance(cls) -> AsyncMilvusManager:
+        """The manager of the running loop for Milvus."""
+        return cast(AsyncMilvusManager, super().get_instance())
 
 
 class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
@@ -315,14 +295,10 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
                 self._parsed = await asyncio.to_thread(self._given)
             if self._manager is None:
                 self._manager = AsyncMilvusManager.get_instance()
-            try:
+            with _as_milvus_errors():
                 channel = await self._manager.get_or_create(
                     self._parsed, self._dedicated, self, self._timeout
                 )
-            except ConnectFailed as error:
-                raise MilvusUnreachable(str(error)) from error
-            except ConfigError as error:
-                raise MilvusConfigError(str(error)) from error
             if (why := _refused(channel)) is not None:
                 await self._manager.release(channel, client=self)
                 raise why

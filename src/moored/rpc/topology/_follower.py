@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeAlias
 
 from moored.kernel import Clock, Recorder, describe, refuse
 
-from ._config import ConnectionConfig
-from ._dial import CredentialProvider, TokenCredentials
-from ._errors import ConfigError, TopologyError, TopologyRefused
+from .._config import ConnectionConfig
+from .._dial import CredentialProvider, TokenCredentials
+from .._errors import ConfigError, TopologyError, TopologyRefused
+from .._secrets import harmless, secrets_of
 from ._inquiry import PACE, Inquiry
 from ._refresher import EVERY, Refresher
-from ._secrets import harmless, secrets_of
 from ._sources import CallableTopology, Found, HttpTopology, TopologySource
 from ._topology import Advice, Role, Topology, TopologyMixin, address_of, config_for, pick
 
@@ -125,6 +125,14 @@ class Follower(TopologyMixin):
             return ""
         return f"the topology could not be had so far: {self._source.trouble}"
 
+    @property
+    def choices(self) -> int:
+        """How many members a connection may lead to."""
+        known = self.topology
+        if known is None or (self.role == "primary" and not known.equal):
+            return 1
+        return len(known.primaries if self.role == "primary" else known.readable)
+
     # -- where to ------------------------------------------------------------------------------
 
     async def _locate(self, config: ConnectionConfig) -> ConnectionConfig:
@@ -150,7 +158,8 @@ class Follower(TopologyMixin):
             raise TopologyError("no topology is known")
         self._forget()
         latencies = self._latencies() if self._latencies is not None else None
-        chosen = pick(known, self.role, latencies, avoid=self._tried)
+        chance = (self._clock or Clock.current()).random
+        chosen = pick(known, self.role, latencies, avoid=self._tried, chance=chance)
         address = address_of(chosen)
         if address in self._tried:
             # All have been tried: begin again.
@@ -170,7 +179,7 @@ class Follower(TopologyMixin):
         self._tried_at = now
 
     async def _reconsider(self, managed: Managed) -> bool:
-        """The member in use cannot be reached: learn who is wanted now, if that can be had soon."""
+        """The member in use is unreachable: fetch the topology, if that does not take long."""
         self._forget()
         self._tried.add(managed.address)
         if self._source is not None:
@@ -181,7 +190,7 @@ class Follower(TopologyMixin):
         return True
 
     async def _hurry(self, source: TopologySource, in_use: str) -> None:
-        """Learn within a moment, or see to it that it is learned soon."""
+        """Fetch the topology within `patience`, or have it fetched soon."""
         inquiry, now = self._inquired(source), self._now()
         if inquiry.last is not None and now - inquiry.answered_at < self._pace:
             self._take_quietly(inquiry.last)
@@ -190,7 +199,7 @@ class Follower(TopologyMixin):
         if inquiry.refused(now) and not source.renewed:
             return
         if inquiry.distrusted(now) or inquiry.rest(self._pace, now) > 0:
-            self._hurry_refresher()
+            self.hurry()
             return
         try:
             async with asyncio.timeout(self._patience):
@@ -199,12 +208,19 @@ class Follower(TopologyMixin):
             inquiry.failed(None, self._now())
             self.counters.topology_fetch_failures += 1
             self._record(f"no fresh topology within {self._patience:g} s: the old one is kept")
-            self._hurry_refresher()
+            self.hurry()
         except (TopologyError, ConfigError) as error:
             self._record("the old topology is kept", cause=error)
-            self._hurry_refresher()
+            self.hurry()
 
-    def _hurry_refresher(self) -> None:
+    async def has_left(self, in_use: str) -> bool:
+        """Whether the member at this address is not wanted any more, by a fresh topology."""
+        if self._source is not None:
+            await self._hurry(self._source, in_use)
+        return self.advise(in_use) is Advice.MOVE
+
+    def hurry(self) -> None:
+        """Have the topology fetched soon, without waiting for it."""
         if self._refresher is not None:
             self._refresher.trigger()
 
@@ -216,7 +232,7 @@ class Follower(TopologyMixin):
         return self._inquiry
 
     async def _learn(self, source: TopologySource) -> None:
-        """Ask, unless somebody has just done so."""
+        """Fetch the topology, unless it was fetched a moment ago."""
         inquiry = self._inquired(source)
         if inquiry.last is not None and inquiry.rest(self._pace, self._now()) > 0:
             self._take(inquiry.last)
@@ -229,7 +245,7 @@ class Follower(TopologyMixin):
 
     async def _ask(self, source: TopologySource, inquiry: Inquiry) -> Topology:
         try:
-            found = await source.fetch_async()
+            found = await source.fetch()
         except Exception as error:
             self.counters.topology_fetch_failures += 1
             inquiry.failed(error, self._now())
@@ -248,7 +264,7 @@ class Follower(TopologyMixin):
             self.on_refused()
 
     def _failure(self, source: TopologySource, error: Exception) -> Exception:
-        """What to say of it, without the token."""
+        """The error to raise, without the token."""
         kept = harmless(error, [form for tell in self._tokens for form in secrets_of(tell())])
         if isinstance(error, TopologyRefused) and self.topology is not None:
             log.warning("%s: the old topology is kept: %s", self._name, kept)
@@ -276,10 +292,10 @@ class Follower(TopologyMixin):
         try:
             self.on_change(found)
         except Exception as error:
-            self._record("who is told of the new topology has failed", cause=error)
+            self._record("the callback for a new topology failed", cause=error)
 
     def _follow(self, source: TopologySource) -> None:
-        """See to it that somebody looks at the topology again and again."""
+        """Start the task that fetches the topology regularly."""
         if not source.changes or (self._following is not None and not self._following.done()):
             return
         # Only weakly: a strategy that everybody has forgotten must be able to go.
@@ -336,7 +352,7 @@ def _stands_for(credentials: CredentialProvider | None, config: ConnectionConfig
 
 
 def source_of(given: FetchTopology) -> TopologySource:
-    """A source that may be asked by many."""
+    """A source for a function or a source of the user."""
     if not isinstance(given, TopologySource) and not callable(given):
         raise ConfigError(
             "fetch_topology must be a function or a source, as HttpTopology is, not "

@@ -13,17 +13,20 @@ import grpc  # type: ignore[import-untyped]
 from moored.kernel import Backoff, Clock, Machine, Recorder, refuse
 
 from ._config import ConnectionConfig
-from ._core import CHART, Connection
+from ._core import CHART, ConnectionCore
 from ._counters import Counters
 from ._dial import CredentialProvider, TokenCredentials
-from ._follower import source_of
 from ._refusals import Refusals
+from .topology._follower import source_of
 
-__all__ = ["Policy", "refused", "unavailable"]
+__all__ = ["ManagerOptions", "refused", "unavailable"]
 
 
 def unavailable(error: BaseException) -> bool:
-    """Whether a new connection may help: when the server cannot be reached, and only then."""
+    """Whether a new connection may help: when the server cannot be reached, and only then.
+
+    A server that lives may answer so, too: a connection that lives is kept all the same.
+    """
     code = getattr(error, "code", None)
     return callable(code) and code() is grpc.StatusCode.UNAVAILABLE
 
@@ -39,7 +42,7 @@ def _tokens(config: ConnectionConfig) -> CredentialProvider | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class ManagerOptions:
     """The options of both managers."""
 
     #: Makes the strategy of a connection; regular or global, as its URI says, if it is not given.
@@ -56,7 +59,8 @@ class Policy:
     fetch_topology: Any = None
     #: Asks over a channel whether the server answers; `grpc.health.v1`, if it is not given.
     probe: Callable[[Any], Any] | None = None
-    #: Whether a new connection may help against an error.
+    #: Whether a new connection may help against an error. Against UNAVAILABLE it never does while
+    #: the connection lives: then the server itself has answered so.
     classify: Callable[[BaseException], bool] = unavailable
     #: As whom calls are made; with the token of the configuration, if it is not given. Credentials
     #: that know how to `refresh` are refreshed when the server refuses them. This must not wait,
@@ -70,14 +74,14 @@ class Policy:
     connect_timeout: float = 10.0
     #: After so long a channel is replaced, in time; None for never.
     max_age: float | None = None
-    #: For so long the calls of a replaced channel may go on; then they are cancelled. More, where
-    #: streams last longer.
+    #: For so long calls may go on over a channel that was replaced because it led to another server
+    #: or has lost its connection; then they end with UNAVAILABLE. More, where streams last longer.
     grace: float = 30.0
     clock: Clock | None = None
     recorder: Recorder | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Policy:
+    def of(cls, options: Mapping[str, Any]) -> ManagerOptions:
         """From what a manager was given."""
         known = [each.name for each in fields(cls)]
         for name in options:
@@ -114,9 +118,9 @@ class Policy:
         clock: Clock,
         recorder: Recorder,
         counters: Counters | None = None,
-    ) -> Connection:
-        """The core of a new connection: while somebody waits, no wait is longer than 250 ms."""
-        return Connection(
+    ) -> ConnectionCore:
+        """The core of a new connection: while a caller waits, no pause is longer than 250 ms."""
+        return ConnectionCore(
             Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=recorder),
             eager=Backoff(0.02, 0.2, jitter=0.25, clock=clock),
             patient=Backoff(0.25, 30.0, jitter=0.25, clock=clock),
@@ -126,7 +130,7 @@ class Policy:
 
     @cached_property
     def _source(self) -> Any:
-        """One for all connections, so that it is asked for all of them at once."""
+        """One source for all connections, so that one query serves all of them."""
         return None if self.fetch_topology is None else source_of(self.fetch_topology)
 
     def refusals(self, credentials: CredentialProvider | None, clock: Clock) -> Refusals | None:

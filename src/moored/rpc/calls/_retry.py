@@ -23,32 +23,26 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import Backoff, Clock
 
-from ._errors import ConfigError
-from ._handler import Handler
-from ._handler_async import AsyncHandler
-from ._live import Live
-from ._policy import refused
+from .._errors import ConfigError
+from .._handler import Handler
+from .._handler_async import AsyncHandler
+from .._live import Live
+from .._manager_options import refused
 
-__all__ = ["NEVER", "AsyncRetryInterceptor", "RetryInterceptor", "retry_on_rpc_failure"]
+__all__ = [
+    "REPEATED",
+    "AsyncRetryInterceptor",
+    "RetryInterceptor",
+    "retry_on_rpc_failure",
+    "with_details",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Channel = Handler | AsyncHandler
 
-#: Another try would end in the same way, or the time is over.
-NEVER = frozenset(
-    {
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.ALREADY_EXISTS,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.OUT_OF_RANGE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
-)
+#: The server could not be reached, or says that another try may help. Other codes may come from a
+#: defect of its own, which a repeated call only repeats.
+REPEATED = frozenset({grpc.StatusCode.UNAVAILABLE})
 
 #: Tries of a call that has no deadline.
 TRIES = 75
@@ -62,13 +56,13 @@ class _Try:
         handler: Channel | None,
         timeout: float | None,
         tries: int,
-        never: Collection[grpc.StatusCode],
+        codes: Collection[grpc.StatusCode],
         backoff: Backoff,
     ) -> None:
         self.handler = handler
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._tries = tries
-        self._never = never
+        self._codes = codes
         self._backoff = backoff
         self._seen: Live | None = None
 
@@ -86,7 +80,7 @@ class _Try:
     def pause(self, error: BaseException) -> float | None:
         """How long to wait before the next try; None if there is none."""
         code = getattr(error, "code", None)  # a bare RpcError, of somebody's own, has none
-        if not isinstance(error, grpc.RpcError) or not callable(code) or code() in self._never:
+        if not isinstance(error, grpc.RpcError) or not callable(code) or code() not in self._codes:
             return None
         left = self.left()
         if left is None:
@@ -96,7 +90,7 @@ class _Try:
         return min(pause, left / 2) if left > 0.001 else None
 
     def again(self, error: BaseException) -> bool:
-        """Wait for as long as it makes sense; says whether there is another try."""
+        """Wait before the next try; return whether there is one."""
         handler = self.handler
         if isinstance(handler, Handler) and handler._in_vain():
             return False  # a finalizer, which holds up all others
@@ -143,7 +137,7 @@ class _Policy:
         self,
         handler: Channel | Callable[..., Channel] | None,
         tries: int,
-        never: Collection[grpc.StatusCode],
+        codes: Collection[grpc.StatusCode],
         start: float,
         factor: float,
         longest: float,
@@ -153,13 +147,13 @@ class _Policy:
             raise ConfigError(f"retry_times={tries!r} must be at least 1")
         self._handler = handler
         self._tries = tries
-        self._never = frozenset(never)
+        self._codes = frozenset(codes)
         self._backoff = Backoff(start, longest, factor=factor, jitter=0.25, clock=clock)
 
     def tries(self, timeout: float | None, given: tuple[Any, ...] = ()) -> _Try:
         """For one call."""
         handler = self._find(given)
-        return _Try(handler, timeout, self._tries, self._never, self._backoff.fresh())
+        return _Try(handler, timeout, self._tries, self._codes, self._backoff.fresh())
 
     def _find(self, given: tuple[Any, ...]) -> Channel | None:
         """The handler that was named, or that the first argument is or has."""
@@ -187,7 +181,7 @@ def retry_on_rpc_failure(
     *,
     handler: Channel | Callable[..., Channel] | None = None,
     retry_times: int = TRIES,
-    never: Collection[grpc.StatusCode] = NEVER,
+    codes: Collection[grpc.StatusCode] = REPEATED,
     initial_backoff: float = 0.01,
     backoff_multiplier: float = 3.0,
     max_backoff: float = 3.0,
@@ -201,7 +195,7 @@ def retry_on_rpc_failure(
     *,
     handler: Channel | Callable[..., Channel] | None = None,
     retry_times: int = TRIES,
-    never: Collection[grpc.StatusCode] = NEVER,
+    codes: Collection[grpc.StatusCode] = REPEATED,
     initial_backoff: float = 0.01,
     backoff_multiplier: float = 3.0,
     max_backoff: float = 3.0,
@@ -213,13 +207,14 @@ def retry_on_rpc_failure(
     one, there are `retry_times` tries. The handler whose connections are watched is the first
     argument, or its attribute `handler` or `_handler`, unless it is named here.
 
-    :param never: codes that end it at once. UNAUTHENTICATED does not where the credentials know how
-        to `refresh`: then there is another try with the new ones, unless they are refused too.
+    :param codes: which errors are repeated: UNAVAILABLE, unless others are named. So is
+        UNAUTHENTICATED where the credentials know how to `refresh`: then there is another try with
+        the new ones, unless they are refused too.
     :param initial_backoff: the first pause; each is `backoff_multiplier` times the one before, up
         to `max_backoff`, give or take a quarter, so that many callers do not come at once.
     """
     policy = _Policy(
-        handler, retry_times, never, initial_backoff, backoff_multiplier, max_backoff, clock
+        handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
     )
 
     def decorate(function: Any) -> Any:
@@ -276,27 +271,31 @@ class _CallDetails(_Details, grpc.ClientCallDetails):  # type: ignore[misc]
     """What a call is made with."""
 
 
-class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Repeats unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
-
-    The call's timeout is the bound. What was begun with `future()` is not repeated: nobody waits
-    for it here. Parameters: see `retry_on_rpc_failure`.
-    """
+class _Repeating:
+    """What both interceptors are made with."""
 
     def __init__(
         self,
-        handler: Handler | None = None,
+        handler: Channel | None = None,
         *,
         retry_times: int = TRIES,
-        never: Collection[grpc.StatusCode] = NEVER,
+        codes: Collection[grpc.StatusCode] = REPEATED,
         initial_backoff: float = 0.01,
         backoff_multiplier: float = 3.0,
         max_backoff: float = 3.0,
         clock: Clock | None = None,
     ) -> None:
         self._policy = _Policy(
-            handler, retry_times, never, initial_backoff, backoff_multiplier, max_backoff, clock
+            handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
         )
+
+
+class RetryInterceptor(_Repeating, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Repeats unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
+
+    The call's timeout is the bound. What was begun with `future()` is not repeated: nobody waits
+    for it here. Parameters: see `retry_on_rpc_failure`.
+    """
 
     def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
@@ -306,44 +305,26 @@ class RetryInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         tries = self._policy.tries(details.timeout)
         while True:
             left = tries.begin()
-            outcome = continuation(details if left is None else _with(details, left), request)
+            outcome = continuation(
+                details if left is None else with_details(details, timeout=left), request
+            )
             if not outcome.done() or (error := outcome.exception()) is None:
                 return outcome
             if not tries.again(error):
                 return outcome
 
 
-def _with(details: Any, timeout: float) -> _CallDetails:
-    return _CallDetails(
-        details.method,
-        timeout,
-        details.metadata,
-        details.credentials,
-        getattr(details, "wait_for_ready", None),
-        getattr(details, "compression", None),
-    )
+def with_details(details: Any, **changes: Any) -> _CallDetails:
+    """What a call is made with, changed."""
+    given = {name: getattr(details, name, None) for name in _Details._fields}
+    return _CallDetails(**{**given, **changes})
 
 
-class AsyncRetryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class AsyncRetryInterceptor(_Repeating, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """The same for asyncio: `intercept_aio_channel(handler, AsyncRetryInterceptor(handler))`.
 
     Given to gRPC's own channel, it would repeat calls over a connection that is gone.
     """
-
-    def __init__(
-        self,
-        handler: AsyncHandler | None = None,
-        *,
-        retry_times: int = TRIES,
-        never: Collection[grpc.StatusCode] = NEVER,
-        initial_backoff: float = 0.01,
-        backoff_multiplier: float = 3.0,
-        max_backoff: float = 3.0,
-        clock: Clock | None = None,
-    ) -> None:
-        self._policy = _Policy(
-            handler, retry_times, never, initial_backoff, backoff_multiplier, max_backoff, clock
-        )
 
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any

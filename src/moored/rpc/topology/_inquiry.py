@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from moored.kernel import Backoff, Clock, SingleFlight
 
-from ._errors import TopologyRefused
+from .._errors import TopologyRefused
 from ._sources import TopologySource
 from ._topology import Topology
 
@@ -24,6 +24,8 @@ __all__ = ["PACE", "Inquiry"]
 
 #: Seconds for each answer in the long run, and how many may come at once after a quiet time.
 PACE, BURST = 1.0, 2.0
+#: How early a timer may fire, as uvloop's do, and more.
+EARLY = 0.002
 #: For how long after a failure nobody waits for an answer.
 DISTRUST = 10.0
 #: The same after the token was refused, which also keeps others from asking: it grows to this.
@@ -33,7 +35,7 @@ _Loops = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "Inquiry"]
 
 
 class Inquiry:
-    """What is known of a source, and when it may be asked again."""
+    """The last answer of a topology source, and when it may be queried again."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[TopologySource, _Loops]] = weakref.WeakKeyDictionary()
 
@@ -57,20 +59,20 @@ class Inquiry:
             return cls(clock)
 
     async def ask(self, fetch: Callable[[], Awaitable[Topology]]) -> Topology:
-        """Ask, once for all who want to know at the same time."""
+        """Query the source, once for all concurrent callers."""
         return await self._flight.do("topology", fetch)
 
     # -- what came of it -----------------------------------------------------------------------
 
     def answered(self, found: Topology, pace: float, now: float) -> None:
-        """It has told."""
+        """The source has returned a topology."""
         self._left = self._tokens(pace, now) - 1.0
         self.last, self.answered_at = found, now
         self._failed_at = self._distrusted_until = self._refused_until = float("-inf")
         self._refusals.succeed()
 
     def failed(self, error: Exception | None, now: float) -> None:
-        """It has not; without an error, it was too slow."""
+        """The source has failed; without an error, it was too slow."""
         self._failed_at = now
         self._distrusted_until = now + DISTRUST
         if isinstance(error, TopologyRefused):
@@ -79,19 +81,20 @@ class Inquiry:
     # -- whether to ask again ------------------------------------------------------------------
 
     def rest(self, pace: float, now: float) -> float:
-        """Seconds until it may be asked again."""
-        return max(0.0, (1.0 - self._tokens(pace, now)) * pace)
+        """Seconds until the next query; a timer that fires a little early counts as due."""
+        rest = (1.0 - self._tokens(pace, now)) * pace
+        return rest if rest > EARLY else 0.0
 
     def pause(self, pace: float, now: float) -> float:
-        """Seconds until one that has just failed may be asked again."""
+        """Seconds until a source that has just failed may be queried again."""
         return max(0.0, self._failed_at + pace - now)
 
     def distrusted(self, now: float) -> bool:
-        """Whether it has failed lately, so that it is no use to wait for it."""
+        """Whether the source has failed lately: callers do not wait for it."""
         return now < self._distrusted_until
 
     def refused(self, now: float) -> bool:
-        """Whether it has refused us lately, so that it is no use to ask."""
+        """Whether the source has refused the token lately: it is not queried."""
         return now < self._refused_until
 
     def _tokens(self, pace: float, now: float) -> float:

@@ -10,54 +10,48 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
 
-from moored.kernel import Clock, Recorder, forget_frames
+from moored.kernel import Clock, Recorder, Tasks, Timers, forget_frames, run_callback
 
-from ._book import Book
-from ._core import Act, Actions
+from ._channels import PROBE_TIMEOUT, Channels
+from ._connection_table import ConnectionTable
+from ._core import Actions, ShellAct
+from ._dial import calmed, close_unused, wants_calm
 from ._errors import ConnectFailed
-from ._follower import Follower
+from ._fork import inside
 from ._hints import hinted
+from ._inner import is_connected
 from ._live import Live
 from ._managed import ManagedConnection
-from ._policy import Policy
+from ._manager_options import ManagerOptions, unavailable
 from ._refusals import explained
-from ._running import close_unused, run
 from ._secrets import alike, harmless, hidden, secrets_of, words
-from ._topology import Advice, TopologyMixin
 from ._verdicts import Verdict, judge, raised, where
+from .topology._follower import Follower
+from .topology._topology import Advice, TopologyMixin
 
-__all__ = ["Works"]
+__all__ = ["Background"]
 
 log = logging.getLogger("moored.rpc")
 
-#: How long a probe may take.
-PROBE_TIMEOUT = 5.0
 #: How long calls that are under way may still take when their connection is closed.
 CLOSING = 5.0
 #: When the renewal of a channel that is too old has failed, it is tried again after a tenth of its
 #: age, or this.
 RENEW_AGAIN = 30.0
+#: How many times rarer pings become for a server that has received too many, at most.
+MAX_CALM = 1024
+#: When to look at a connection after a call over it ended with UNAVAILABLE, in pauses: gRPC reports
+#: its loss a few milliseconds after that, and later on a busy machine.
+LOOKS = (0.001, 0.004, 0.015, 0.08)
 
 Managed = ManagedConnection[Any]
 
 
-class Channels(Protocol):
-    """What is done with channels, of one kind or the other."""
-
-    async def ready(self, channel: Any) -> None:
-        """Wait until it is connected; raises when it cannot be."""
-
-    async def probe(self, managed: Managed, live: Live) -> bool:
-        """Whether the server answers over it."""
-
-    async def close(self, channel: Any) -> None:
-        """Close one that no call was made over."""
-
-
-class Works:
+class Background:
     """The background of one manager."""
 
     def __init__(
@@ -65,10 +59,10 @@ class Works:
         lock: contextlib.AbstractContextManager[Any],
         channels: Channels,
         *,
-        policy: Policy,
+        policy: ManagerOptions,
         clock: Clock,
         recorder: Recorder,
-        book: Book,
+        book: ConnectionTable,
     ) -> None:
         self._lock = lock
         self._channels = channels
@@ -76,14 +70,13 @@ class Works:
         self._clock = clock
         self._recorder = recorder
         self._book = book
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         # By the connection, not its key: the next one with that key may be there already.
         self._closings: dict[Managed, asyncio.Task[None]] = {}
-        self._timers: dict[tuple[Managed, str], asyncio.TimerHandle] = {}
+        self._timers = Timers()
         # By the key: the next connection waits for the end of an attempt that was given up.
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._watching = False
-        self._looking: asyncio.TimerHandle | None = None
 
     # -- what the core wants -------------------------------------------------------------------
 
@@ -91,32 +84,28 @@ class Works:
         """Do it; on the loop."""
         for action in actions:
             match action.act:
-                case Act.DIAL:
+                case ShellAct.DIAL:
                     self._start_dial(managed, action.number)
-                case Act.PROBE:
-                    self._spawn(self._probe(managed, action.number))
-                case Act.SET_TIMER:
-                    self._set_timer(managed, "due", action.delay, self._due)
-                case Act.CANCEL_TIMER:
-                    self._cancel_timer(managed, "due")
-                case Act.WAKE:
+                case ShellAct.PROBE:
+                    self._tasks.start(self._probe(managed, action.number))
+                case ShellAct.LOOK:
+                    self._tasks.start(self._look_at(managed, action.number))
+                case ShellAct.SET_TIMER:
+                    self._set_timer((managed, "due"), action.delay, partial(self._due, managed))
+                case ShellAct.CANCEL_TIMER:
+                    self._timers.cancel((managed, "due"))
+                case ShellAct.WAKE:
                     self._wake(managed)
-                case Act.REFRESH:
-                    self._spawn(self._refresh(managed))
-                case Act.CLOSE:
+                case ShellAct.REFRESH:
+                    self._tasks.start(self._refresh(managed))
+                case ShellAct.CLOSE:
                     self._give_up(managed)
-                    self._closings[managed] = self._spawn(self._close(managed))
+                    self._closings[managed] = self._tasks.start(self._close(managed))
                 case _:  # a swap and a discard are done where the channel is
                     raise AssertionError(action)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _wake(self, managed: Managed) -> None:
-        """Tell those who wait; they look for themselves what has become of it."""
+        """Wake the waiting callers; each checks the state of the connection itself."""
         with self._lock:
             waiters, managed.waiters = managed.waiters, []
             managed.core.waiting -= len(waiters)
@@ -132,21 +121,9 @@ class Works:
         if verdict is not None:
             managed.handler._fail_waiting(verdict)
 
-    def _set_timer(
-        self, managed: Managed, what: str, delay: float, act: Callable[[Managed], None]
-    ) -> None:
-        self._cancel_timer(managed, what)
-
-        def run() -> None:
-            self._timers.pop((managed, what), None)
-            act(managed)
-
-        loop = asyncio.get_running_loop()
-        self._timers[managed, what] = loop.call_later(delay, run)
-
-    def _cancel_timer(self, managed: Managed, what: str) -> None:
-        if (timer := self._timers.pop((managed, what), None)) is not None:
-            timer.cancel()
+    def _set_timer(self, name: Hashable, delay: float, act: Callable[[], object]) -> None:
+        # By the loop's clock: the manager's may be one that a test has made.
+        self._timers.set(name, Clock.current().monotonic() + delay, act)
 
     def _due(self, managed: Managed) -> None:
         self._tell(managed, managed.core.due)
@@ -161,7 +138,7 @@ class Works:
             delay = min(age / 10, RENEW_AGAIN) if again else age
             # Not all at once: those that were made together would be renewed together.
             delay *= 0.9 + 0.1 * self._clock.random.random()
-            self._set_timer(managed, "age", delay, self._aged)
+            self._set_timer((managed, "age"), delay, partial(self._aged, managed))
 
     # -- dialling ------------------------------------------------------------------------------
 
@@ -172,7 +149,7 @@ class Works:
         if isinstance(managed.strategy, Follower):
             managed.strategy.credentials = managed.handler._credentials
             managed.strategy.on_refused = managed.handler._refused_elsewhere
-        managed.dial = task = self._spawn(self._dial(managed, attempt, before))
+        managed.dial = task = self._tasks.start(self._dial(managed, attempt, before))
         self._dials[key] = task
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -182,7 +159,7 @@ class Works:
         task.add_done_callback(ended)
 
     def _give_up(self, managed: Managed) -> None:
-        """Nobody wants what is being dialled."""
+        """Cancel the attempt that is under way."""
         if managed.dial is not None and managed.dial is not asyncio.current_task():
             managed.dial.cancel()
 
@@ -191,8 +168,19 @@ class Works:
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
+        try:
+            await self._dial_once(managed, attempt)
+        except asyncio.CancelledError as given_up:
+            # The task keeps it, and in its frames, or in those of the error that was handled when
+            # it came, is a call: a closed channel of asyncio goes on connecting as long as somebody
+            # has a call that was made over it.
+            forget_frames(given_up)
+            raise
+
+    async def _dial_once(self, managed: Managed, attempt: int) -> None:
         channel = None
-        limit = asyncio.timeout(managed.connect_timeout)
+        time_limit = managed.connect_timeout
+        limit = asyncio.timeout(time_limit)
         try:
             async with limit:
                 # One that is only old is not unavailable: nobody need be asked about it.
@@ -201,23 +189,24 @@ class Works:
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)
-                channel = await run(
-                    managed.strategy.create_handler, managed.config, unwanted=close_unused
+                config = calmed(managed.config, managed.calm)
+                channel = await run_callback(
+                    managed.strategy.create_handler, config, unwanted=close_unused
                 )
+                if (choices := getattr(managed.strategy, "choices", 1)) > 1:
+                    # One of several members that is silent leaves time for the next.
+                    time_limit /= choices
+                    limit.reschedule(asyncio.get_running_loop().time() + time_limit)
                 await self._channels.ready(channel)
         except TimeoutError as error:
             silent = ConnectFailed(
-                managed.trouble
-                or f"{managed.config.address} has not answered for {managed.connect_timeout:g} s"
+                managed.trouble or f"{managed.config.address} has not answered for {time_limit:g} s"
             )
             # It may be that of what makes the channel, and say something else.
             await self._fail(managed, attempt, channel, silent if limit.expired() else error)
-        except asyncio.CancelledError as given_up:
+        except asyncio.CancelledError:
             if channel is not None:
                 await self._discard(channel)
-            # The task keeps it, and with it a call: a closed channel of asyncio goes on dialling as
-            # long as somebody has a call that was made over it.
-            forget_frames(given_up)
             raise
         except Exception as error:
             await self._fail(managed, attempt, channel, error)
@@ -225,20 +214,48 @@ class Works:
             await self._arrive(managed, attempt, channel)
 
     async def _discard(self, channel: Any) -> None:
-        """Close a channel that nobody has used; to the end, also if this is given up meanwhile."""
+        """Close an unused channel completely, also if this task is cancelled meanwhile."""
         try:
-            await asyncio.shield(self._spawn(self._channels.close(channel)))
+            await asyncio.shield(self._tasks.start(self._channels.close(channel)))
         except Exception as error:  # what comes after it must come
-            log.info("a channel that nobody has used: closing: %s", type(error).__name__)
+            log.info("closing an unused channel failed: %s", type(error).__name__)
 
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
         """A generation is broken; under the lock. Calls wait for the next one from now on."""
         if isinstance(cause, BaseException) and self._is_news(managed, generation):
             cause = self.harmless(managed, cause)
-        actions = managed.core.broken(generation, cause, self._clock.monotonic())
+        actions = managed.core.broken(
+            generation,
+            cause,
+            self._clock.monotonic(),
+            connected=isinstance(cause, BaseException)
+            and unavailable(cause)
+            and self._is_connected(managed, generation),
+        )
         if managed.strategy.always_recovers:
             self._lose(managed, cause if isinstance(cause, BaseException) else None)
         return actions
+
+    def _is_connected(self, managed: Managed, generation: int) -> bool:
+        live = managed.handler._live or getattr(managed.handler, "_parked", None)
+        return live is not None and live.number == generation and is_connected(live.channel)
+
+    async def _look_at(self, managed: Managed, generation: int) -> None:
+        """Find out whether the connection of a generation was lost, or its server answers so."""
+        for pause in LOOKS:
+            await asyncio.sleep(pause)
+            with inside():
+                connected = self._is_connected(managed, generation)
+            if not connected:
+                break
+        with self._lock:
+            cause = managed.core.doubt
+            actions = managed.core.looked(generation, connected, self._clock.monotonic())
+            if managed.strategy.always_recovers:
+                self._lose(managed, cause if isinstance(cause, BaseException) else None)
+        self.carry_out(managed, actions)
+        if connected and isinstance(managed.strategy, Follower):
+            managed.strategy.hurry()  # its server may not be the primary any more
 
     def harmless(self, managed: Managed, error: BaseException) -> BaseException:
         """The error, without the secrets of this connection."""
@@ -252,10 +269,12 @@ class Works:
 
     def _lose(self, managed: Managed, cause: BaseException | None) -> None:
         if managed.core.machine.phase == "recovering" and managed.handler._live is not None:
+            if wants_calm(cause):
+                managed.calm = min(2 * managed.calm, MAX_CALM)
             managed.handler._lose(cause)
 
     async def _wants_recovery(self, managed: Managed) -> bool:
-        return bool(await run(managed.strategy.on_unavailable, managed))
+        return bool(await run_callback(managed.strategy.on_unavailable, managed))
 
     def _outdated(self, managed: Managed) -> Actions:
         advise = getattr(managed.strategy, "advise", None)
@@ -274,7 +293,7 @@ class Works:
         address = getattr(managed.strategy, "address", None) or managed.config.address
         with self._lock:
             actions = managed.core.dialled(attempt, self._clock.monotonic())
-            swap = bool(actions) and actions[0].act is Act.SWAP
+            swap = bool(actions) and actions[0].act is ShellAct.SWAP
             if swap:
                 self._count_move(managed, address)
                 managed.address = address
@@ -316,7 +335,7 @@ class Works:
         if live is not None and live.number == generation:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT):
-                    healthy = await self._channels.probe(managed, live)
+                    healthy = await self._channels.probe(live.channel)
             except Exception as error:
                 told = words(error, _secrets(managed))
                 log.info("%s: the probe failed: %s", managed.address, told)
@@ -325,12 +344,12 @@ class Works:
     # -- credentials and calls -----------------------------------------------------------------
 
     async def _refresh(self, managed: Managed) -> None:
-        """The server has refused the credentials: have them refreshed, for all who use them."""
+        """Refresh the credentials, which the server has refused, once for all callers."""
         handler, counters = managed.handler, managed.core.counters
         name = f"rpc.{managed.config.address}"
         try:
             async with asyncio.timeout(managed.connect_timeout):
-                await run(handler._credentials.refresh)
+                await run_callback(handler._credentials.refresh)
         except BaseException as error:
             with self._lock:
                 counters.credential_refresh_failures += 1
@@ -352,8 +371,8 @@ class Works:
             self._recorder.record(name, "the credentials were refreshed", cause=why)
             handler._renewed(None)
 
-    def unsent(self, managed: Managed, error: BaseException) -> None:
-        """A call was not sent; under the lock. Of many in one outage, the first is told."""
+    def unsent(self, managed: Managed, error: BaseException) -> list[tuple[Managed, Actions]]:
+        """A call was not sent; under the lock. Of many in one outage, the first is recorded."""
         managed.core.counters.calls_unsent += 1
         if managed.unsent_in != managed.generation:
             managed.unsent_in = managed.generation
@@ -363,6 +382,7 @@ class Works:
                 kind="failure",
                 cause=error,
             )
+        return []
 
     def _tell(self, managed: Managed, event: Callable[..., Actions], *given: Any) -> None:
         with self._lock:
@@ -372,18 +392,18 @@ class Works:
     # -- the end -------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Close what nobody has had for a while, from now on and as long as there is something."""
-        if not self._watching:
+        """Close connections without clients after `linger`, as long as there are connections."""
+        if not self._watching and len(self._book):
             self._watching = True
             self._look_later(weakref.ref(self))
 
-    def _look_later(self, works: weakref.ref[Works]) -> None:
+    def _look_later(self, works: weakref.ref[Background]) -> None:
         # Not kept alive by its own timer: a manager that everybody has forgotten may go.
         def look() -> None:
             if (found := works()) is not None:
                 found._look()
 
-        self._looking = asyncio.get_running_loop().call_later(self._policy.linger / 4, look)
+        self._set_timer("look", self._policy.linger / 4, look)
 
     def _look(self) -> None:
         with self._lock:
@@ -400,14 +420,14 @@ class Works:
         with self._lock:
             self._book.remove(managed)
             nobody = not len(self._book)
-        if nobody and self._looking is not None:
-            self._looking.cancel()
+        if nobody:
+            self._timers.cancel("look")
             self._watching = False
-        self._cancel_timer(managed, "age")
+        self._timers.cancel((managed, "age"))
         self.shut(managed)
         try:
-            await run(managed.strategy.close_async, managed)
-            await run(managed.handler._wait_closed)
+            await run_callback(managed.strategy.close_async, managed)
+            await run_callback(managed.handler._wait_closed)
         except Exception as error:
             told = words(error, _secrets(managed))
             log.warning("%s: closing: %s", managed.address, told)
@@ -415,7 +435,7 @@ class Works:
             self._closings.pop(managed, None)
 
     def shut(self, managed: Managed) -> None:
-        """No call begins from now on; those that are under way may end. Twice is harmless."""
+        """Refuse new calls; those in flight may end. Calling it twice is harmless."""
         managed.handler._on_close = None
         managed.handler._shut(CLOSING)
 
@@ -430,20 +450,19 @@ class Works:
             await asyncio.wait(list(self._closings.values()))
 
     async def drained(self) -> None:
-        """Wait until nothing is under way any more."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        """Wait until all background tasks have ended."""
+        await self._tasks.drain()
 
 
 def _secrets(managed: Managed) -> list[str]:
-    """What must not be shown of it."""
+    """The secrets of a connection, in all forms."""
     return secrets_of(managed.config.token, *managed.handler._sent.lately)
 
 
 def _put(
     managed: Managed, error: Exception, verdict: Verdict, *, made: bool
 ) -> tuple[BaseException, str]:
-    """What to keep of a failure, and what to log; whatever the error is, there is something."""
+    """Return the error to keep and the text to log, also for an error that cannot be printed."""
     try:
         secrets = _secrets(managed)
         # What fails before there is a channel is the user's own program, and not the server.

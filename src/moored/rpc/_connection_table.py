@@ -10,12 +10,12 @@ from typing import Any
 from ._counters import Counters, Ledger
 from ._managed import ManagedConnection
 
-__all__ = ["Book"]
+__all__ = ["ConnectionTable"]
 
 Managed = ManagedConnection[Any]
 
 
-class Book:
+class ConnectionTable:
     """The connections of a manager; its lock is the manager's."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Book:
         self._numbers = itertools.count(1)
 
     def dedicated_key(self, key: str) -> str:
-        """A key that nobody shares."""
+        """A key for a connection that is not shared."""
         return f"{key}|dedicated {next(self._numbers)}"
 
     def counters_of(self, address: str) -> Counters:
@@ -37,21 +37,21 @@ class Book:
         return self.ledger.of(address, lambda: {each.config.address for each in self})
 
     def add(self, managed: Managed) -> None:
-        """Write it down; it is awake."""
+        """Add a connection, which is awake."""
         self.asleep.pop(managed.key, None)
         self.entries[managed.key] = managed
         self._by_handler[id(managed.handler)] = managed
 
     def remove(self, managed: Managed) -> None:
-        """Strike it out, if it is still there."""
+        """Remove a connection; harmless if it is not there."""
         if self.entries.get(managed.key) is managed:
             del self.entries[managed.key]
         self._by_handler.pop(id(managed.handler), None)
 
     def part(self, managed: Managed) -> bool:
-        """Leave the handler to whoever holds it, and strike the connection out, to be closed.
+        """Remove a connection, to be closed, but leave its handler to a client that still holds it.
 
-        Says whether that is so: a call may have begun.
+        Returns False if a call has begun meanwhile.
         """
         handler = managed.handler
         if (heir := handler._part(managed.generation)) is None:
@@ -63,7 +63,7 @@ class Book:
         return True
 
     def end_asleep(self, handler: Any) -> None:
-        """Somebody gives back one that is asleep: if it was dedicated, that is its end."""
+        """Close a released handler that is asleep, if it was dedicated."""
         if handler._asleep is not None and handler._own_key is not None:
             self.asleep.pop(handler._own_key, None)
             handler._shut()
@@ -73,14 +73,13 @@ class Book:
         return self._by_handler.get(id(handler))
 
     def deserted(self, now: float, linger: float) -> list[Managed]:
-        """Those that nobody has had for so long; whoever is left alone is noted.
+        """Return the connections that had no client, call or waiter for `linger` seconds.
 
-        Nor used, nor waited for: who holds a channel of which others have said too often that they
-        give it back goes on with it undisturbed.
+        Surplus `release()` calls never affect other holders: a channel that is used stays open.
         """
         over = []
         for managed in self:
-            if not managed.deserted or managed.handler.calls or managed.core.waiting:
+            if not managed.unclaimed or managed.handler.calls or managed.core.waiting:
                 managed.deserted_at = None
             elif managed.deserted_at is None:
                 managed.deserted_at = now
@@ -89,7 +88,7 @@ class Book:
         return over
 
     def statistics(self, now: float) -> dict[str, Any]:
-        """What `get_stats()` tells."""
+        """The result of `get_stats()`."""
         lines = [managed.statistics(now) for managed in self]
         dedicated = sum(line["dedicated"] for line in lines)
         return {

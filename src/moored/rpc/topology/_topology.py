@@ -14,11 +14,13 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntFlag
+from random import Random
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from ._config import ConnectionConfig
-from ._counters import Counters
-from ._errors import ConfigError, TopologyError
+from .._config import ConnectionConfig
+from .._counters import Counters
+from .._errors import ConfigError, TopologyError
 
 __all__ = [
     "Advice",
@@ -36,6 +38,8 @@ __all__ = [
 #: Which member is wanted: the one that takes writes, or the nearest that can be read.
 Role = Literal["primary", "any"]
 
+#: Where a member is if Milvus's answer does not say it.
+MILVUS_PORT = 19530
 #: How much of a server's own words is repeated.
 MAX_WORDS = 200
 
@@ -77,6 +81,9 @@ class Topology:
 
     version: int
     members: tuple[Member, ...]
+    #: Whether the members that take writes are all as good (the addresses of one name, say): then
+    #: each of them may stand for the primary.
+    equal: bool = False
 
     @property
     def primary(self) -> Member:
@@ -88,6 +95,11 @@ class Topology:
             f"version {self.version} of the topology has no primary: {self._listed()}; "
             "what was known before is kept until one is chosen"
         )
+
+    @property
+    def primaries(self) -> tuple[Member, ...]:
+        """The members that take writes; more than one mean something only if they are equal."""
+        return tuple(member for member in self.members if member.writable)
 
     @property
     def readable(self) -> tuple[Member, ...]:
@@ -125,14 +137,23 @@ def _member(entry: Any, where: str) -> Member:
     entry = _field(entry, where, dict)
     return Member(
         _field(entry.get("clusterId"), f"{where}.clusterId", str),
-        _field(entry.get("endpoint"), f"{where}.endpoint", str),
+        _with_port(_field(entry.get("endpoint"), f"{where}.endpoint", str)),
         _number(entry.get("capability"), f"{where}.capability"),
     )
 
 
+def _with_port(endpoint: str) -> str:
+    """Milvus's own port, if it names none; one that is wrong is left to who uses it."""
+    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    place = parts.netloc.rpartition("@")[2].rpartition("]")[2]
+    if parts.scheme == "https" or ":" in place or not parts.netloc or parts.path.strip("/"):
+        return endpoint
+    return f"{endpoint.rstrip('/')}:{MILVUS_PORT}"
+
+
 def _field(value: Any, where: str, kind: type) -> Any:
     if not isinstance(value, kind):
-        wanted = {"dict": "an object", "list": "a list", "str": "a text"}[kind.__name__]
+        wanted = {"dict": "an object", "list": "a list", "str": "a string"}[kind.__name__]
         raise TopologyError(
             f"the answer about the topology is not understood: {where} must be {wanted}, "
             f"not {type(value).__name__}"
@@ -156,7 +177,7 @@ def _number(value: Any, where: str) -> int:
 
 
 def address_of(member: Member) -> str:
-    """Where a member is, as "host:port": 443 for https, 19530 otherwise, if no port is given."""
+    """Where a member is, as "host:port": 443 for https, 80 otherwise, if no port is given."""
     return _config_of(member).address
 
 
@@ -194,24 +215,31 @@ def pick(
     latencies: Mapping[str, float] | None = None,
     *,
     avoid: Collection[str] = (),
+    chance: Random | None = None,
 ) -> Member:
     """The member that calls go to; raises `TopologyError` if there is none.
 
     For "any", it is the readable one with the lowest latency; those that were not measured come
-    after those that were, in the order of the topology.
+    after those that were, in the order of the topology. Of several primaries that are equal it is
+    any, so that not everybody goes to the same.
 
     :param latencies: seconds, by address.
     :param avoid: addresses that were tried without success; they are taken only if there is no
-        other. It means nothing for the primary, of which there is one.
+        other. It means nothing for the primary, unless there are several that are equal.
+    :param chance: chooses among those that are equal; without it, it is the first.
     """
-    if role == "primary":
+    if role == "primary" and not topology.equal:
         return topology.primary
-    readable = [(address_of(member), member) for member in topology.readable]
-    if not readable:
-        raise TopologyError(f"version {topology.version} of the topology has no readable member")
+    found = topology.primaries if role == "primary" else topology.readable
+    if not found:
+        what = "readable member" if role == "any" else "primary"
+        raise TopologyError(f"version {topology.version} of the topology has no {what}")
     known = latencies or {}
-    untried = [each for each in readable if each[0] not in avoid]
-    return min(untried or readable, key=lambda each: known.get(each[0], float("inf")))[1]
+    addresses = {address_of(member): member for member in found}
+    untried = [address for address in addresses if address not in avoid] or list(addresses)
+    if role == "primary" and chance is not None:
+        return addresses[chance.choice(untried)]
+    return addresses[min(untried, key=lambda each: known.get(each, float("inf")))]
 
 
 class TopologyMixin:
@@ -256,7 +284,7 @@ class TopologyMixin:
 
 def _wanted(topology: Topology, role: Role) -> Iterable[Member]:
     """The members that a connection may lead to."""
-    if role == "primary":
+    if role == "primary" and not topology.equal:
         return (topology.primary,)
     pick(topology, role)
-    return topology.readable
+    return topology.primaries if role == "primary" else topology.readable

@@ -56,15 +56,24 @@ class _Pending:
             return None
         return task.result()
 
-    async def _over(self) -> Any | None:
-        """Wait until the call is made or will not be, without a part in its fate."""
+    async def _asked(self, name: str, own: Callable[[], Any]) -> Any:
+        """Query the real call, once it is made; `own` answers if it could not be made."""
         if not self._task.done():
             await asyncio.wait([self._task])
-        return self._call
+        call = self._call
+        return own() if call is None else await getattr(call, name)()
 
-    @property
-    def _error(self) -> BaseException | None:
-        return None if self._task.cancelled() else self._task.exception()
+    def _own_code(self) -> grpc.StatusCode:
+        if self._task.cancelled():
+            return grpc.StatusCode.CANCELLED
+        error = self._task.exception()
+        return error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNKNOWN
+
+    def _own_details(self) -> Any:
+        if self._task.cancelled():
+            return _CANCELLED
+        error = self._task.exception()
+        return error.details() if isinstance(error, grpc.RpcError) else str(error)
 
     # -- what every call has -------------------------------------------------------------------
 
@@ -106,38 +115,23 @@ class _Pending:
 
     async def initial_metadata(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._over()
-        return grpc.aio.Metadata() if call is None else await call.initial_metadata()
+        return await self._asked("initial_metadata", grpc.aio.Metadata)
 
     async def trailing_metadata(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._over()
-        return grpc.aio.Metadata() if call is None else await call.trailing_metadata()
+        return await self._asked("trailing_metadata", grpc.aio.Metadata)
 
     async def code(self) -> grpc.StatusCode:
         """See `grpc.aio.Call`."""
-        call = await self._over()
-        if call is not None:
-            return await call.code()
-        error = self._error
-        if error is None:
-            return grpc.StatusCode.CANCELLED
-        return error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNKNOWN
+        return await self._asked("code", self._own_code)
 
     async def details(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._over()
-        if call is not None:
-            return await call.details()
-        error = self._error
-        if error is None:
-            return _CANCELLED
-        return error.details() if isinstance(error, grpc.RpcError) else str(error)
+        return await self._asked("details", self._own_details)
 
     async def debug_error_string(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._over()
-        return await self.details() if call is None else await call.debug_error_string()
+        return await self._asked("debug_error_string", self._own_details)
 
     async def wait_for_connection(self) -> None:
         """See `grpc.aio.Call`."""

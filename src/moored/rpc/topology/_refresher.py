@@ -1,4 +1,4 @@
-"""Asks again every now and then, and sooner when somebody has reason to."""
+"""A function that is called regularly, and sooner when a caller triggers it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 
-from moored.kernel import Clock, Recorder, refuse
+from moored.kernel import Clock, Recorder
 
 __all__ = ["Refresher"]
 
 EVERY = 300.0
+#: The part of that which is random, so that a fleet does not fetch at once.
+JITTER = 0.1
 
 
 class Refresher:
@@ -21,8 +23,7 @@ class Refresher:
     - `trigger` and `stop` may be called from any thread, before, during and after `run`.
 
     :param refresh: what to do.
-    :param every: seconds between two refreshes, when nobody asks for one.
-    :param jitter: which part of that is left to chance, so that a fleet does not ask as one.
+    :param every: seconds between two refreshes, without a trigger.
     :param pause: seconds from the beginning of a refresh to that of the next that is asked for.
     """
 
@@ -31,17 +32,14 @@ class Refresher:
         refresh: Callable[[], Awaitable[object]],
         *,
         every: float = EVERY,
-        jitter: float = 0.1,
         pause: float = 1.0,
         name: str = "rpc.topology",
         clock: Clock | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        refuse("Refresher", _mistakes(every, jitter, pause))
         self.name = name
         self._refresh = refresh
         self._every = every
-        self._jitter = jitter
         self._pause = pause
         self._clock = clock
         self._recorder = recorder
@@ -54,11 +52,6 @@ class Refresher:
         #: How often it has asked, and how often in vain.
         self.refreshes = 0
         self.failures = 0
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it was told to end."""
-        return self._stopped
 
     async def run(self) -> None:
         """Refresh until it is stopped, or this is cancelled."""
@@ -116,8 +109,8 @@ class Refresher:
             await self._round()
 
     async def _wait(self, wake: asyncio.Event, clock: Clock) -> bool:
-        """Wait until it is time; whether it is so because somebody has asked."""
-        chance = self._jitter * (2 * clock.random.random() - 1)
+        """Wait for the next round; return whether it was triggered."""
+        chance = JITTER * (2 * clock.random.random() - 1)
         try:
             async with asyncio.timeout(self._every * (1 + chance)):
                 await wake.wait()
@@ -140,14 +133,3 @@ class Refresher:
             f"<Refresher {self.name}: {state}, every {self._every:g} s, "
             f"{self.refreshes} refreshes, {self.failures} failed>"
         )
-
-
-def _mistakes(every: float, jitter: float, pause: float) -> list[str]:
-    found = []
-    if not every > 0:
-        found.append(f"every={every!r} must be more than 0 seconds")
-    if not 0 <= jitter < 1:
-        found.append(f"jitter={jitter!r} must be at least 0 and less than 1")
-    if not pause >= 0:
-        found.append(f"pause={pause!r} must not be negative")
-    return found

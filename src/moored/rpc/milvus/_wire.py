@@ -6,15 +6,14 @@ before it is used. A server that does not know the token is connected all the sa
 is told so, and nobody reconnects for it.
 
 A server that is no longer the primary answers a write with an error in the answer, which gRPC
-takes for a success. Here it becomes UNAVAILABLE, told by the generation that it came over, so that
-it acts as any other outage does: once, and only on that generation.
+takes for a success. Here it becomes UNAVAILABLE, and names who has answered. The topology is then
+fetched: if there is another primary, the call is made again there; if not, its caller is told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
@@ -27,9 +26,12 @@ from pymilvus.client.prepare import Prepare  # type: ignore[import-untyped]
 from pymilvus.client.utils import check_status, is_successful  # type: ignore[import-untyped]
 from pymilvus.grpc_gen import milvus_pb2  # type: ignore[import-untyped]
 
-from ._channel_pool import lanes_of
-from ._config import ConnectionConfig
-from ._dial import (
+from moored.kernel import awaited, run_callback
+
+from .._channel_pool import lanes_of
+from .._channels import PROBE_TIMEOUT
+from .._config import ConnectionConfig
+from .._dial import (
     Asked,
     CredentialProvider,
     Metadata,
@@ -38,27 +40,30 @@ from ._dial import (
     make_aio_channel,
     make_channel,
 )
-from ._fork import inside
-from ._hints import unusable
-from ._milvus_config import MilvusConfig
-from ._policy import unavailable
-from ._retry import _CallDetails
-from ._running import run
-from ._strategies import _numbers
-from ._works import PROBE_TIMEOUT
+from .._fork import inside
+from .._hints import unusable
+from .._inner import is_connected
+from .._manager_options import unavailable
+from .._strategies import _numbers
+from ..calls._retry import with_details
+from ..topology._follower import Follower
+from ._config import MilvusConfig
 
 __all__ = [
     "Credentials",
+    "may_be_repeated",
     "milvus_credentials",
     "milvus_probe",
     "milvus_unavailable",
     "open_aio_channel",
     "open_channel",
     "refusal",
+    "refused_write",
 ]
 
 #: In the answer of a member that is not, or no longer, the primary.
 NOT_PRIMARY = "STREAMING_CODE_REPLICATE_VIOLATION"
+_ANSWERED_BY = ", answered by "
 
 _SERVICE = "/milvus.proto.milvus.MilvusService"
 #: The server is there, but does not want this client: another connection would not help.
@@ -87,14 +92,14 @@ def _encoded(token: str) -> str:
 
 
 def milvus_unavailable(error: BaseException) -> bool:
-    """Whether a new connection may help: nobody answers, or it is not the primary who does."""
+    """Whether a new connection may help: the server is unreachable, or not the primary."""
     if isinstance(error, MilvusException):
         return NOT_PRIMARY in str(error.message)
     return unavailable(error)
 
 
 class _NotPrimary(grpc.RpcError):  # type: ignore[misc]
-    """The server has answered that it is not the primary."""
+    """The server is not the primary, or its connection was lost before the call was sent."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -107,10 +112,30 @@ class _NotPrimary(grpc.RpcError):  # type: ignore[misc]
         return self._reason
 
 
-def _not_primary(answer: Any) -> str:
-    """What the server says of that in its answer, if it does."""
+def _not_primary(answer: Any, address: str) -> str:
+    """The reason in an answer of a server that is not the primary, with its address; or ""."""
     reason = getattr(getattr(answer, "status", answer), "reason", "")
-    return reason if isinstance(reason, str) and NOT_PRIMARY in reason else ""
+    if not isinstance(reason, str) or NOT_PRIMARY not in reason:
+        return ""
+    return f"{reason}{_ANSWERED_BY}{address}"
+
+
+def refused_write(error: BaseException) -> str:
+    """What a server that is not the primary has said, if that is what the error is."""
+    told = error.message if isinstance(error, MilvusException) else ""
+    if isinstance(error, grpc.RpcError) and callable(getattr(error, "details", None)):
+        told = error.details()
+    return str(told) if NOT_PRIMARY in str(told) else ""
+
+
+async def may_be_repeated(managed: Any, told: str) -> bool:
+    """Whether a write that was refused so may be made again: there is another primary."""
+    _, _, address = told.rpartition(_ANSWERED_BY)
+    if _ANSWERED_BY in told and address != managed.address:
+        return True  # an earlier one has answered
+    return isinstance(managed.strategy, Follower) and await managed.strategy.has_left(
+        managed.address
+    )
 
 
 # -- a channel for each generation -----------------------------------------------------------------
@@ -120,7 +145,7 @@ async def open_channel(config: ConnectionConfig, credentials: Credentials) -> gr
     """A channel for threads whose server was greeted."""
     with inside():
         channel = make_channel(config, next(_numbers))
-    identity = _Identity()
+    identity = _Identity(config.address)
     await _introduce(identity, channel, config, credentials(config))
     opened = grpc.intercept_channel(channel, identity)
     if identity.refusal is not None:
@@ -130,7 +155,7 @@ async def open_channel(config: ConnectionConfig, credentials: Credentials) -> gr
 
 async def open_aio_channel(config: ConnectionConfig, credentials: Credentials) -> grpc.aio.Channel:
     """The same for asyncio."""
-    identity = _AsyncIdentity()
+    identity = _AsyncIdentity(config.address)
     channel = make_aio_channel(config, next(_numbers), interceptors=[identity])
     await _introduce(identity, channel, config, credentials(config))
     if identity.refusal is not None:
@@ -167,6 +192,7 @@ async def _introduce(
         raise
     else:
         identity.added = (("identifier", str(answer.identifier)),)
+        identity.greeted = weakref.ref(channel)
 
 
 async def _known(channel: Any, request: Any, credentials: CredentialProvider | None) -> Any:
@@ -177,13 +203,13 @@ async def _known(channel: Any, request: Any, credentials: CredentialProvider | N
         refresh = getattr(credentials, "refresh", None)
         if refresh is None or error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise
-    await run(refresh)
+    await run_callback(refresh)
     return await _greet(channel, request, await _signed(credentials))
 
 
 async def _signed(credentials: CredentialProvider | None) -> Metadata:
     found = () if credentials is None else credentials.metadata()
-    return await found if inspect.isawaitable(found) else found
+    return await awaited(found)
 
 
 async def _greet(channel: Any, request: Any, metadata: Metadata) -> Any:
@@ -223,39 +249,51 @@ class _Number:
     added: Metadata = ()
     refusal: grpc.RpcError | None = None
 
+    def __init__(self, address: str) -> None:
+        self.address = address
+        #: The channel that was greeted over, once it was; weakly, as errors keep their frames.
+        self.greeted: Callable[[], Any] = lambda: None
+
+    def refuse_stranger(self) -> None:
+        """Raise if the connection was lost: gRPC would make another, which has not greeted."""
+        if (channel := self.greeted()) is not None and not is_connected(channel):
+            del channel
+            raise self.lost(f"not sent: the connection to {self.address} was lost")
+
+    def lost(self, reason: str) -> grpc.RpcError:
+        return _NotPrimary(reason)
+
 
 class _Identity(_Number, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        given = client_call_details
-        details = _CallDetails(
-            given.method,
-            given.timeout,
-            (*(given.metadata or ()), *self.added),
-            given.credentials,
-            given.wait_for_ready,
-            given.compression,
-        )
+        self.refuse_stranger()
+        metadata = (*(client_call_details.metadata or ()), *self.added)
+        details = with_details(client_call_details, metadata=metadata)
         outcome = continuation(details, request)
         # One that goes on (PyMilvus's `_async=True`) tells whoever asks for its result.
         over = outcome.done() and outcome.exception() is None
-        if over and (reason := _not_primary(outcome.result())):
+        if over and (reason := _not_primary(outcome.result(), self.address)):
             raise _NotPrimary(reason)
         return outcome
 
 
 class _AsyncIdentity(_Number, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    def lost(self, reason: str) -> grpc.RpcError:
+        nothing = grpc.aio.Metadata()
+        return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, reason)
+
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
+        self.refuse_stranger()
         metadata = (*(client_call_details.metadata or ()), *self.added)
         call = await continuation(client_call_details._replace(metadata=metadata), request)
         try:
-            if not (reason := _not_primary(await call)):
+            if not (reason := _not_primary(await call, self.address)):
                 return call
-            nothing = grpc.aio.Metadata()
-            error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, reason)
+            error = self.lost(reason)
         except grpc.aio.AioRpcError as failure:
             error = _without_call(failure)
         # Not the call: whoever kept the error would keep it with the frames, and a closed channel
@@ -279,7 +317,7 @@ def _without_call(error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
 
 
 def milvus_probe(channel: Any) -> bool | Awaitable[bool]:
-    """Ask for the version, over a channel of either kind; whether the server answers."""
+    """Request the version over a channel of either kind; return whether the server answers."""
     ask = channel.unary_unary(
         f"{_SERVICE}/GetVersion",
         request_serializer=milvus_pb2.GetVersionRequest.SerializeToString,

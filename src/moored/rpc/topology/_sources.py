@@ -1,8 +1,7 @@
 """Where a topology comes from: Milvus's REST interface, a fixed list, DNS, or a function of yours.
 
-Each can be asked from a thread (`fetch`) and from a loop (`fetch_async`, which never blocks it).
-Both end within their time whatever the other side does. They raise `TopologyError`, or a
-`ConfigError` where no retry can help.
+`fetch` never blocks the loop, and ends within its timeout whatever the other side does. It raises
+`TopologyError`, or a `ConfigError` where no retry can help.
 """
 
 from __future__ import annotations
@@ -11,25 +10,33 @@ import asyncio
 import inspect
 import json
 import os
-import re
 import socket
 import ssl
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from moored.kernel import Clock, LoopThread, describe, start_thread
+from moored.kernel import (
+    Backoff,
+    BackoffExhausted,
+    Clock,
+    Deadline,
+    counted,
+    describe,
+    run_callback,
+    start_thread,
+)
 
-from ._config import ConnectionConfig, redacted, split_uri
-from ._errors import ConfigError, TopologyError, TopologyRefused
-from ._http import Answer, Get, NoAnswer, place_of
-from ._secrets import hidden
+from .._config import ConnectionConfig, redacted, sendable, split_uri
+from .._errors import ConfigError, TopologyError, TopologyRefused
+from .._secrets import hidden
+from ._http import Answer, Get, NoHttpAnswer, place_of
 from ._topology import Capability, Member, Topology, parse_topology
 
 __all__ = [
@@ -45,19 +52,15 @@ T = TypeVar("T")
 PATH = "/global-cluster/topology"
 TIMEOUT = 10.0
 ATTEMPTS = 3
-#: The waits between attempts: the first, the longest, and how much chance is added.
-FIRST_DELAY, MAX_DELAY, JITTER = 1.0, 10.0, 0.1
 #: So many tokens are remembered, to be hidden where a server repeats them.
 KEPT = 8
 
 #: What a function of the user's may return: a topology, or who is there now.
 Found: TypeAlias = Topology | Iterable[Member | str]
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-
 
 class TopologySource(ABC):
-    """Somebody who knows the topology."""
+    """A source of topologies."""
 
     #: Whether it is worth asking again.
     changes = True
@@ -67,15 +70,11 @@ class TopologySource(ABC):
     trouble = ""
 
     @abstractmethod
-    def fetch(self, timeout: float | None = None) -> Topology:
-        """Ask, and wait here.
+    async def fetch(self, timeout: float | None = None) -> Topology:
+        """Return the current topology, without blocking the loop.
 
-        :param timeout: the limit for all of it, attempts and pauses; None is as long as it takes.
+        :param timeout: the limit in seconds for all attempts and pauses together; None is no limit.
         """
-
-    @abstractmethod
-    async def fetch_async(self, timeout: float | None = None) -> Topology:
-        """Ask, without blocking the loop."""
 
 
 class HttpTopology(TopologySource):
@@ -90,7 +89,7 @@ class HttpTopology(TopologySource):
         given as a function, which is called for each request and must not wait.
     :param timeout: how long one attempt may take.
     :param ca: the authorities to trust, as PEM or the path of a file, if not the system's.
-    :param sleep: how a thread waits between attempts, for tests; `sleep_async` likewise.
+    :param sleep: how to wait between attempts, for tests.
     """
 
     def __init__(
@@ -102,8 +101,7 @@ class HttpTopology(TopologySource):
         attempts: int = ATTEMPTS,
         ca: bytes | str | Path | None = None,
         clock: Clock | None = None,
-        sleep: Callable[[float], object] = time.sleep,
-        sleep_async: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._token_now = token if callable(token) else partial(_sendable, token)
         if not callable(token):
@@ -117,7 +115,6 @@ class HttpTopology(TopologySource):
         self._ca = ca
         self._clock = clock
         self._sleep = sleep
-        self._sleep_async = sleep_async
 
     @classmethod
     def of(cls, config: ConnectionConfig, **options: Any) -> HttpTopology:
@@ -141,37 +138,37 @@ class HttpTopology(TopologySource):
         except Exception:  # who asks is told
             return False
 
-    def fetch(self, timeout: float | None = None) -> Topology:
-        """Ask, and wait here."""
-        rounds = _Rounds(self, timeout)
+    async def fetch(self, timeout: float | None = None) -> Topology:
+        """Request the topology; see `TopologySource.fetch`."""
+        deadline = Deadline.after(timeout, self._clock)
+        backoff = Backoff(1.0, 10.0, jitter=0.1, max_attempts=self._attempts, clock=self._clock)
+        failures: list[str] = []
+        self.trouble = ""
         while True:
-            limit, token = rounds.begin(), self._token()
-            get = self._get(token)
-            try:
-                return self._read(get.future.result(limit), token)
-            except TimeoutError:
-                delay = rounds.failed(f"no answer within {limit:.1f} s")
-            except NoAnswer as error:
-                delay = rounds.failed(str(error))
-            finally:
-                get.give_up()
-            self._sleep(delay)
-
-    async def fetch_async(self, timeout: float | None = None) -> Topology:
-        """Ask, without blocking the loop."""
-        rounds = _Rounds(self, timeout)
-        while True:
-            limit, token = rounds.begin(), self._token()
+            limit, token = min(self._timeout, deadline.remaining()), self._token()
             get = self._get(token)
             try:
                 return self._read(await _awaited(get.future, limit), token)
             except TimeoutError:
-                delay = rounds.failed(f"no answer within {limit:.1f} s")
-            except NoAnswer as error:
-                delay = rounds.failed(str(error))
+                self.trouble = self._hidden(f"no answer within {limit:.1f} s")
+            except NoHttpAnswer as error:
+                self.trouble = self._hidden(str(error))
             finally:
                 get.give_up()
-            await self._sleep_async(delay)
+            failures.append(self.trouble)
+            try:
+                delay = backoff.fail()
+            except BackoffExhausted:
+                raise self._error(failures) from None
+            if delay >= deadline.remaining():
+                raise self._error(failures)
+            await self._sleep(delay)
+
+    def _error(self, failures: list[str]) -> TopologyError:
+        return TopologyError(
+            f"the topology could not be fetched from {self._place} in "
+            f"{counted(len(failures), 'attempt')}: {'; '.join(dict.fromkeys(failures))}"
+        )
 
     def _token(self) -> str:
         """What to send now."""
@@ -206,11 +203,11 @@ class HttpTopology(TopologySource):
                 f"{answer.place} does not accept the token (HTTP {answer.status}): give a valid one"
             )
         if answer.status != 200:
-            raise NoAnswer(f"HTTP {answer.status}")
+            raise NoHttpAnswer(f"HTTP {answer.status}")
         try:
             body = json.loads(answer.body)
         except (ValueError, RecursionError):
-            raise NoAnswer("the answer is not JSON") from None
+            raise NoHttpAnswer("the answer is not JSON") from None
         try:
             return parse_topology(body)
         except TopologyError as error:
@@ -226,52 +223,12 @@ class HttpTopology(TopologySource):
         return f"<HttpTopology {self._place}>"
 
 
-class _Rounds:
-    """The attempts of one fetch: how long the next may take, and the pause before it."""
-
-    def __init__(self, source: HttpTopology, timeout: float | None) -> None:
-        self._source = source
-        self._clock = source._clock or Clock.current()
-        self._failures: list[str] = []
-        source.trouble = ""
-        self._ends_at = None if timeout is None else self._clock.monotonic() + timeout
-
-    def begin(self) -> float:
-        """How long the attempt that begins now may take."""
-        longest = self._source._timeout
-        return longest if self._ends_at is None else max(0.0, min(longest, self._left()))
-
-    def failed(self, reason: str) -> float:
-        """An attempt has failed: how long to wait before the next; raises if it was the last."""
-        self._failures.append(self._source._hidden(reason))
-        self._source.trouble = self._failures[-1]
-        if len(self._failures) >= self._source._attempts:
-            raise self._error()
-        delay = min(FIRST_DELAY * 2.0 ** (len(self._failures) - 1), MAX_DELAY)
-        delay += delay * JITTER * self._clock.random.random()
-        if self._ends_at is not None and delay >= self._left():
-            raise self._error()
-        return delay
-
-    def _left(self) -> float:
-        return (self._ends_at or 0.0) - self._clock.monotonic()
-
-    def _error(self) -> TopologyError:
-        count = len(self._failures)
-        return TopologyError(
-            f"the topology could not be fetched from {self._source._place} in {count} "
-            f"attempt{'s' if count > 1 else ''}: {'; '.join(dict.fromkeys(self._failures))}"
-        )
-
-
 def _sendable(token: object) -> str:
     if not isinstance(token, str):
         if inspect.iscoroutine(token):
             token.close()
-        raise ConfigError(f"the token must be a text, not {type(token).__name__}")
-    if _CONTROL.search(token):
-        raise ConfigError("the token has a control character in it (a line end, perhaps)")
-    return token
+        raise ConfigError(f"the token must be a str, not {type(token).__name__}")
+    return sendable(token)
 
 
 def _url(uri: str) -> str:
@@ -279,7 +236,7 @@ def _url(uri: str) -> str:
         uri = f"https://{uri}"
     parts = split_uri(uri)
     if parts.scheme == "unix":
-        raise ConfigError(f"a topology cannot be asked for over a socket: {redacted(uri)!r}")
+        raise ConfigError(f"a topology cannot be fetched over a unix socket: {redacted(uri)!r}")
     scheme = "https" if parts.scheme == "https" else "http"
     return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}{PATH}"
 
@@ -295,12 +252,8 @@ class StaticTopology(TopologySource):
     def __init__(self, members: Iterable[Member | str], version: int = 1) -> None:
         self._topology = Topology(version, _members(members))
 
-    def fetch(self, timeout: float | None = None) -> Topology:
-        """The list."""
-        return self._topology
-
-    async def fetch_async(self, timeout: float | None = None) -> Topology:
-        """The list."""
+    async def fetch(self, timeout: float | None = None) -> Topology:
+        """Return the list."""
         return self._topology
 
     def __repr__(self) -> str:
@@ -333,7 +286,9 @@ class _Editions:
 
 
 class DnsTopology(TopologySource):
-    """All addresses that a name has now; each may be written to.
+    """All addresses that a name has now; each may be written to, and all are as good.
+
+    A connection goes to any of them, and to another one when that fails.
 
     :param resolve: how to look a name up, for tests and other name services: gets the host and
         the port, returns addresses.
@@ -353,32 +308,21 @@ class DnsTopology(TopologySource):
         self._resolve = resolve or _look_up
         self._editions = _Editions()
 
-    def fetch(self, timeout: float | None = None) -> Topology:
-        """Look the name up, and wait here."""
+    async def fetch(self, timeout: float | None = None) -> Topology:
+        """Resolve the name, without blocking the loop."""
         limit = _shorter(self._timeout, timeout)
+        look_up = partial(self._resolve, self._host, self._port)
         try:
-            return self._read(self._begin().result(limit))
+            found = start_thread(lambda: list(look_up()), name=f"look up {self._host}")
+            return self._read(await _awaited(found, limit))
         except Exception as error:
             raise _failure(f"the name {self._host} could not be looked up", error, limit) from error
-
-    async def fetch_async(self, timeout: float | None = None) -> Topology:
-        """Look the name up, without blocking the loop."""
-        limit = _shorter(self._timeout, timeout)
-        try:
-            return self._read(await _awaited(self._begin(), limit))
-        except Exception as error:
-            raise _failure(f"the name {self._host} could not be looked up", error, limit) from error
-
-    def _begin(self) -> Future[list[str]]:
-        return start_thread(
-            lambda: list(self._resolve(self._host, self._port)), name=f"look up {self._host}"
-        )
 
     def _read(self, addresses: list[str]) -> Topology:
         if not addresses:
             raise TopologyError("it has no address")
-        # In one order at the start too: name servers like to turn the list.
-        return self._editions.of(tuple(self._member(each) for each in sorted(set(addresses))))
+        members = tuple(self._member(each) for each in sorted(set(addresses)))
+        return replace(self._editions.of(members), equal=True)
 
     def _member(self, address: str) -> Member:
         host = f"[{address}]" if ":" in address else address
@@ -408,38 +352,14 @@ class CallableTopology(TopologySource):
         self._timeout = timeout
         self._editions = _Editions()
 
-    def fetch(self, timeout: float | None = None) -> Topology:
-        """Call it, and wait here."""
+    async def fetch(self, timeout: float | None = None) -> Topology:
+        """Call the function, without blocking the loop."""
         limit = _shorter(self._timeout, timeout)
         try:
-            if inspect.iscoroutinefunction(self._function):
-                return LoopThread.shared().run(self._call_async(limit))
-            found = start_thread(self._function, name="topology").result(limit)
-            if inspect.isawaitable(found):
-                return LoopThread.shared().run(self._await(found, limit))
-            return self._read(found)
+            async with asyncio.timeout(limit):
+                return self._read(await run_callback(self._function, name="topology"))
         except Exception as error:
             raise _failure(f"{self!r} failed", error, limit) from error
-
-    async def fetch_async(self, timeout: float | None = None) -> Topology:
-        """Call it, without blocking the loop."""
-        limit = _shorter(self._timeout, timeout)
-        try:
-            return await self._call_async(limit)
-        except Exception as error:
-            raise _failure(f"{self!r} failed", error, limit) from error
-
-    async def _call_async(self, limit: float) -> Topology:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._await(self._function(), limit)
-        found = await _awaited(start_thread(self._function, name="topology"), limit)
-        if inspect.isawaitable(found):
-            return await self._await(found, limit)
-        return self._read(found)
-
-    async def _await(self, found: Awaitable[Found], limit: float) -> Topology:
-        async with asyncio.timeout(limit):
-            return self._read(await found)
 
     def _read(self, found: Any) -> Topology:
         if isinstance(found, Topology):
@@ -461,7 +381,7 @@ def _members(given: Iterable[Member | str]) -> tuple[Member, ...]:
         if isinstance(each, str):
             each = Member(redacted(each), each)
         elif not isinstance(each, Member):
-            raise TopologyError(f"a member must be a Member or a text, not {type(each).__name__}")
+            raise TopologyError(f"a member must be a Member or a str, not {type(each).__name__}")
         found.append(each)
     return tuple(dict.fromkeys(found))
 

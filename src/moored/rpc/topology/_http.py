@@ -18,10 +18,10 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from moored.kernel import start_thread
 
-from ._config import redacted
-from ._errors import ConfigError, TopologyError
+from .._config import redacted
+from .._errors import ConfigError, TopologyError
 
-__all__ = ["Answer", "Get", "NoAnswer", "Place", "place_of"]
+__all__ = ["Answer", "Get", "HttpLocation", "NoHttpAnswer", "place_of"]
 
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -32,11 +32,11 @@ MAX_HOPS = 5
 _SAFE = "/%:@!$&'()*+,;=~-._"
 
 
-class NoAnswer(Exception):
-    """Nothing was learned, and another attempt may bring more."""
+class NoHttpAnswer(Exception):
+    """The request failed; another attempt may succeed."""
 
 
-class Place(NamedTuple):
+class HttpLocation(NamedTuple):
     """Where to ask."""
 
     scheme: str
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         port = "" if self.port == PORTS[self.scheme] else f":{self.port}"
         return f"{self.scheme}://{host}{port}{self.path}"
 
-    def trusts(self, other: Place) -> bool:
+    def trusts(self, other: HttpLocation) -> bool:
         """Whether what is meant for this one may go to the other: it is the same server."""
         if other.host != self.host:
             return False
@@ -65,10 +65,10 @@ class Answer(NamedTuple):
     status: int
     body: bytes
     #: Who has answered, after redirects.
-    place: Place
+    place: HttpLocation
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> HttpLocation:
     """Take a URL apart; raises `ConfigError`."""
     wrong = ""
     try:
@@ -80,8 +80,10 @@ def place_of(url: str) -> Place:
     if not wrong and (parts.scheme not in PORTS or not host):
         wrong = "it must begin with http:// or https:// and name a host"
     if wrong or not host:
-        raise ConfigError(f"the topology cannot be asked for at {redacted(url)!r}: {wrong}")
-    return Place(parts.scheme, host, port or PORTS[parts.scheme], quote(parts.path, safe=_SAFE))
+        raise ConfigError(f"the topology cannot be fetched from {redacted(url)!r}: {wrong}")
+    return HttpLocation(
+        parts.scheme, host, port or PORTS[parts.scheme], quote(parts.path, safe=_SAFE)
+    )
 
 
 class Get:
@@ -89,7 +91,7 @@ class Get:
 
     def __init__(
         self,
-        place: Place,
+        place: HttpLocation,
         headers: dict[str, bytes],
         *,
         timeout: float,
@@ -104,7 +106,7 @@ class Get:
         self.future: Future[Answer] = start_thread(self._run, name=f"GET {place.host}")
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: end it, wherever it is."""
+        """Abort the request."""
         self._given_up = True
         self._shut()
 
@@ -120,19 +122,19 @@ class Get:
             try:
                 status, target, body = self._ask(place)
             except (OSError, ValueError, http.client.HTTPException) as error:
-                raise NoAnswer(f"{type(error).__name__}: {error}") from error
+                raise NoHttpAnswer(f"{type(error).__name__}: {error}") from error
             if status not in REDIRECTS:
                 return Answer(status, body, place)
             place = _redirected(place, target)
         raise TopologyError(f"{self._place} redirects more than {MAX_HOPS} times")
 
-    def _ask(self, place: Place) -> tuple[int, str, bytes]:
+    def _ask(self, place: HttpLocation) -> tuple[int, str, bytes]:
         connection = self._connection(place)
         try:
             connection.connect()
             self._socket = connection.sock
             if self._given_up:
-                raise NoAnswer("nobody waits for it any more")
+                raise NoHttpAnswer("the request was aborted")
             connection.request("GET", place.path, headers=self._headers)
             # Closed by itself: an answer without an end owns the socket, and not the connection.
             with contextlib.closing(connection.getresponse()) as answer:
@@ -147,7 +149,7 @@ class Get:
             self._socket = None
             connection.close()
 
-    def _connection(self, place: Place) -> http.client.HTTPConnection:
+    def _connection(self, place: HttpLocation) -> http.client.HTTPConnection:
         if place.scheme == "https":
             return http.client.HTTPSConnection(
                 place.host, place.port, timeout=self._timeout, context=self._context()
@@ -155,7 +157,7 @@ class Get:
         return http.client.HTTPConnection(place.host, place.port, timeout=self._timeout)
 
 
-def _redirected(place: Place, target: str) -> Place:
+def _redirected(place: HttpLocation, target: str) -> HttpLocation:
     """Where a redirect leads; elsewhere than to the same server, the token would not be safe."""
     try:
         found = place_of(urljoin(str(place), target))

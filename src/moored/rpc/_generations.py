@@ -1,0 +1,371 @@
+"""The generations of a channel: which is current, which are retired, and why calls cannot wait.
+
+It does no I/O and does not wait. `Handler` (threads, under its lock) and `AsyncHandler` (on its
+loop) wait, notify the waiters, and close channels. What holds in both:
+
+- a call belongs to the generation that was current when it began, and ends there;
+- a replaced generation is closed when its last call has ended; its calls are cut when the grace
+  has ended and its connection is lost, or leads to a server that is not the wanted one any more;
+- a handler whose connection was closed because no client seemed to have it is asleep: a call over
+  it opens a connection again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import monotonic
+from typing import Any, NoReturn, Self
+
+import grpc  # type: ignore[import-untyped]
+
+from ._dial import CredentialProvider
+from ._errors import ManagerClosed, closed, uncopied
+from ._inner import is_connected
+from ._live import Live
+from ._refusals import Refusals
+from ._secrets import Sent, secrets_of, trace
+from .calls._unsent import AsyncCallUnsent, CallUnsent, hopeless, unsent
+
+__all__ = ["GRACE", "WAIT_LIMIT", "Generations"]
+
+log = logging.getLogger("moored.rpc")
+
+#: How long a call that has no timeout waits for a connection.
+WAIT_LIMIT = 10.0
+#: How long the calls of a replaced generation may still take.
+GRACE = 30.0
+
+#: What a forked child has inherited: it may neither use it nor free it.
+_INHERITED: list[Live] = []
+
+
+class Generations:
+    """The state of a handler; see `Handler` and `AsyncHandler` for the parameters."""
+
+    #: What a call that was not sent is raised as.
+    _unsent_error: type[CallUnsent] | type[AsyncCallUnsent]
+
+    _lock: AbstractContextManager[Any] = nullcontext()
+    #: While the gate of a fork is shut, the current generation stands here.
+    _parked: Live | None = None
+
+    def __init__(
+        self,
+        live: Live | None = None,
+        *,
+        address: str = "",
+        credentials: CredentialProvider | None = None,
+        wait_limit: float = WAIT_LIMIT,
+        grace: float = GRACE,
+        on_rpc_error: Callable[[grpc.RpcError, int], object] | None = None,
+        on_waiting: Callable[[int], object] | None = None,
+        on_close: Callable[[], Any] | None = None,
+        now: Callable[[], float] = monotonic,
+    ) -> None:
+        self._live: Live | None = None
+        self._now = now
+        self._used_at = now()
+        self._credentials = credentials
+        self._on_rpc_error = on_rpc_error
+        self._on_waiting = on_waiting
+        self._on_close = on_close
+        self._address = address
+        self._wait_limit = wait_limit
+        self._grace = grace
+        self._last_error: BaseException | None = None
+        #: How often it was said that to wait does not help, and why the last time.
+        self._verdicts = 0
+        self._verdict: BaseException | None = None
+        self._sent = Sent()
+        self._closed = False
+        #: While it has no connection, as no client seemed to have it: the last generation before.
+        self._asleep: int | None = None
+        #: And if no other client shares it, its key.
+        self._own_key: str | None = None
+        # Set by its manager: told of calls that were not sent, and of credentials that the server
+        # has refused, as what decides about those says.
+        self._on_unsent: Callable[[BaseException], object] | None = None
+        self._on_refused: Callable[[], object] | None = None
+        self._refusals: Refusals | None = None
+        #: Which credentials a call is made with.
+        self._credential = 0
+        #: Replaced generations, each with what cancels the timer of its grace.
+        self._retiring: dict[Live, Callable[[], object]] = {}
+        if live is not None:
+            self._swap(live)
+
+    # -- what the two shells do ----------------------------------------------------------------
+
+    def _notify(self) -> None:
+        """Wake those who wait for a change."""
+        raise NotImplementedError
+
+    def _after(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
+        """Do it later; returns what cancels that."""
+        raise NotImplementedError
+
+    def _close_soon(self, live: Live) -> None:
+        """Close a channel, without waiting for it."""
+        raise NotImplementedError
+
+    def _call_ended(self, live: Live) -> None:
+        """A call of a generation that is watched has ended."""
+        raise NotImplementedError
+
+    def _heir(self) -> Self:
+        """A handler that closes the generation of this one."""
+        raise NotImplementedError
+
+    def _put(self, live: Live) -> None:
+        """Make it the current generation."""
+        self._live = live
+
+    def _follow(self, old: Live | None, new: Live | None) -> None:
+        """Move the connectivity callbacks from one channel to the other."""
+
+    def _credential_changed(self) -> None:
+        """The next call is made with other credentials."""
+
+    def _start_pending(self) -> None:
+        """Begin the calls that wait, if there is a generation for them."""
+
+    def _fail_pending(self, verdict: BaseException) -> None:
+        """Fail the calls that wait without holding a thread."""
+
+    # -- what users see ------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The number of the current generation; 0 while there is none."""
+        live = self._current
+        return 0 if live is None else live.number
+
+    @property
+    def address(self) -> str:
+        """Where the calls go."""
+        return self._address
+
+    @property
+    def calls(self) -> int:
+        """How many calls are under way, over all generations."""
+        with self._lock:
+            return sum(len(live.calls) for live in self._lives())
+
+    # -- what the manager does -----------------------------------------------------------------
+
+    def _swap(self, live: Live) -> None:
+        """Make this the current generation; the one before ends its calls, and is closed."""
+        with self._lock:
+            if self._closed:
+                self._retire(live, 0.0)
+                return
+            old = self._take()
+            self._address = live.address
+            self._last_error = None
+            self._put(live)
+            self._follow(old, live)
+            self._notify()
+            if old is not None:
+                self._retire(old, self._grace)
+        self._start_pending()
+
+    def _lose(self, cause: BaseException | None = None) -> None:
+        """There is no generation until the next swap: calls wait for it."""
+        with self._lock:
+            self._last_error = cause
+            if (old := self._take()) is not None:
+                self._follow(old, None)
+                self._notify()
+                self._retire(old, self._grace)
+
+    def _fail_waiting(self, verdict: BaseException) -> None:
+        """Fail every waiting call: no connection can be made."""
+        with self._lock:
+            self._verdicts += 1
+            self._verdict = verdict
+            self._notify()
+        self._fail_pending(verdict)
+
+    def _part(self, generation: int) -> Self | None:
+        """Fall asleep; return a handler that has what is open, or None if calls are under way."""
+        heir = self._heir()
+        heir._sent = self._sent
+        with self._lock:
+            if (live := self._take()) is not None:
+                if live.calls:
+                    self._put(live)
+                    self._notify()
+                    return None
+                self._follow(live, None)
+                heir._live = live
+            self._asleep = generation
+            self._notify()
+        return heir
+
+    @property
+    def _is_open(self) -> bool:
+        return not self._closed and self._asleep is None
+
+    def _rouse(self) -> None:
+        """Have a connection opened, without waiting for it."""
+        self._waiting(+1)
+        self._waiting(-1)
+
+    def _shut(self, grace: float | None = None) -> None:
+        """Refuse calls from now on; those under way may take as long as the grace."""
+        with self._lock:
+            # Only once: a second close does not shorten the time of the calls.
+            ending = [] if self._closed else [each for each in self._lives() if not each.closed]
+            self._take()
+            self._closed = True
+            self._asleep = None
+            for live in ending:
+                self._retire(live, self._grace if grace is None else grace)
+            self._notify()
+        self._start_pending()
+
+    def reset(self) -> None:
+        """Start anew in a forked child: what it has inherited is neither used nor closed."""
+        _INHERITED.extend(self._lives())
+        self._take()
+        self._retiring = {}
+        if self._refusals is not None:
+            self._refusals.abandon()
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _hopeless(
+        self, verdicts: int, began: float, deadline: float, now: float, own: bool
+    ) -> Exception | None:
+        """Why a call cannot wait any longer for a connection; None if it can.
+
+        :param verdicts: how many there were when it began to wait.
+        :param own: whether the deadline is that of the call.
+        """
+        if self._closed:
+            return self._closed_error()
+        if verdicts != self._verdicts and self._verdict is not None:
+            error = self._unsent_error(*hopeless(self._address, self._verdict))
+            error.__cause__ = self._verdict
+        elif now >= deadline:
+            told = unsent(self._address, now - began, own, self._last_error)
+            error = self._unsent_error(*told)
+        else:
+            return None
+        self._unsent(error)
+        return error
+
+    def _closed_error(self) -> ManagerClosed:
+        return closed(self._address)
+
+    def _waiting(self, change: int) -> None:
+        self._tell(self._on_waiting, change)
+
+    def _unsent(self, error: BaseException) -> None:
+        self._tell(self._on_unsent, error)
+
+    def _report(self, error: grpc.RpcError, live: Live, credential: int) -> None:
+        """A call failed."""
+        if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            self._refused(credential)
+        self._tell(self._on_rpc_error, error, live.number)
+
+    def _refused_elsewhere(self) -> None:
+        """The credentials were refused, but not by a call."""
+        if self._refusals is not None:
+            self._refused(self._credential)
+
+    def _refused(self, credential: int) -> None:
+        assert self._refusals is not None
+        with self._lock:
+            refresh = self._refusals.refuse(credential, self._now())
+        if refresh:
+            self._tell(self._on_refused)
+
+    def _renewed(self, error: BaseException | None) -> None:
+        """The credentials were refreshed, or could not be."""
+        assert self._refusals is not None
+        with self._lock:
+            self._refusals.refreshed(error, self._now())
+            self._credential = self._refusals.number
+            self._credential_changed()
+            self._notify()
+
+    def _tell(self, callback: Callable[..., object] | None, *given: Any) -> None:
+        """Call a callback, whose defects must not change what the caller of an RPC sees."""
+        if callback is None:
+            return
+        try:
+            callback(*given)
+        except Exception as error:
+            # Not with the call's own error, while which is handled: it may repeat the token.
+            log.error("telling of a call\n%s", trace(error, secrets_of("", *self._sent.lately)))
+
+    # -- generations, under the lock -----------------------------------------------------------
+
+    @property
+    def _current(self) -> Live | None:
+        return self._live or self._parked
+
+    def _lives(self) -> list[Live]:
+        current = self._current
+        return [*self._retiring, *([] if current is None else [current])]
+
+    def _take(self) -> Live | None:
+        old = self._current
+        self._live = self._parked = None
+        return old
+
+    def _retire(self, live: Live, grace: float) -> None:
+        live.retired = True
+        live.watcher = self._call_ended
+        self._retiring.get(live, _nothing)()
+        waits = live.calls and grace > 0
+        over = partial(self._grace_over, live)
+        self._retiring[live] = self._after(grace, over) if waits else _nothing
+        if not waits:
+            self._close_live(live)
+
+    def _grace_over(self, live: Live) -> None:
+        """Cut the calls of a replaced generation; one that lives, and leads where it should, waits.
+
+        It was replaced for its age, say: that is no reason to cut a stream.
+        """
+        with self._lock:
+            if not live.closed and self._may_stay(live):
+                self._retire(live, self._grace)
+                return
+        self._close_live(live)
+
+    def _may_stay(self, live: Live) -> bool:
+        return not self._closed and live.address == self._address and is_connected(live.channel)
+
+    def _close_live(self, live: Live) -> None:
+        with self._lock:
+            if live.closed or live not in self._retiring:
+                return
+            live.closed = True
+            self._retiring[live]()
+        self._close_soon(live)
+
+    def _channel_closed(self, live: Live) -> None:
+        with self._lock:
+            self._retiring.pop(live, None)
+            self._notify()
+
+    def __reduce__(self) -> NoReturn:
+        raise uncopied(self)
+
+    def __repr__(self) -> str:
+        live = self._current
+        state = "no connection" if live is None else f"generation {live.number}"
+        state = "asleep" if self._asleep is not None else state
+        state = "closed" if self._closed else state
+        return f"<{type(self).__name__} to {self._address}: {state}, {self.calls} calls>"
+
+
+def _nothing() -> None:
+    pass

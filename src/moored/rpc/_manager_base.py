@@ -1,0 +1,308 @@
+"""What the two managers share: their connections, and what follows from each event.
+
+An event is a function that changes the state of a manager and returns the work that follows from
+it. How it is run, and how callers wait, is up to the two managers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+
+import grpc  # type: ignore[import-untyped]
+
+from moored.kernel import Clock, Deadline, Recorder, counted, describe
+
+from ._background import Background
+from ._changes import Work
+from ._config import ConnectionConfig
+from ._connection_table import ConnectionTable
+from ._core import Actions, ShellAct, ShellAction
+from ._errors import ConfigError, ConnectFailed, ManagerClosed, no_channel, uncopied
+from ._fork import refuse_broken
+from ._managed import ManagedConnection
+from ._manager_options import ManagerOptions
+from .topology._follower import Follower
+from .topology._topology import Topology
+
+__all__ = ["ManagerBase"]
+
+H = TypeVar("H", bound=Any)
+
+
+class ManagerBase(Generic[H]):
+    """The part of a manager that does not wait."""
+
+    _handler_type: ClassVar[type]
+    #: Makes the strategy of a connection to one server, and of one to a server that moves.
+    _regular: ClassVar[Callable[..., Any]]
+    _moving: ClassVar[Callable[..., Any]]
+
+    _background: Background
+    _lock: AbstractContextManager[Any]
+
+    def __init__(self, policy: ManagerOptions, clock: Clock) -> None:
+        self._policy = policy
+        self._clock = clock
+        self.recorder = policy.recorder or Recorder(clock=clock)
+        self._book = ConnectionTable()
+        self._closed = False
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return the number of connections, the state of each, and the counters."""
+        with self._lock:
+            return self._book.statistics(self._clock.monotonic())
+
+    def _change(self, change: Callable[[], Work]) -> None:
+        """Run an event, and have done what follows from it."""
+        raise NotImplementedError
+
+    def _carry_out(self, work: Work) -> None:
+        """Do what follows from an event; on the loop."""
+        for managed, actions in work:
+            self._background.carry_out(managed, actions)
+        self._background.watch()
+
+    # -- waiting, on the loop ------------------------------------------------------------------
+
+    def _deadline(self, timeout: float | None, default: float) -> Deadline:
+        return Deadline.after(default if timeout is None else timeout, self._clock)
+
+    async def _obtain(
+        self,
+        config: ConnectionConfig,
+        dedicated: bool,
+        client: object | None,
+        timeout: float | None,
+        deadline: Deadline,
+    ) -> H:
+        """Find or open a connection, and wait until it can be used."""
+        managed: ManagedConnection[H] | None = None
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ManagerClosed("the manager is closed: make a new one")
+                refuse_broken()
+                actions: Actions = []
+                if managed is None or managed.core.closed:
+                    managed, actions = self._find_or_open(config, dedicated, timeout)
+                actions = [*actions, *managed.come(self._clock.monotonic())]
+                if managed.core.usable:
+                    managed.taken(client)
+                    return managed.handler
+            self._carry_out([(managed, actions)])
+            await self._wait(managed, deadline)
+
+    async def _recovered(self, managed: ManagedConnection[H], deadline: Deadline) -> bool:
+        """Wait for a new connection; returns whether the caller may try again."""
+        while not managed.core.usable and not managed.core.closed:
+            try:
+                await self._wait(managed, deadline)
+            except ConnectFailed:
+                return True
+            except ConfigError:
+                return False
+        return not managed.core.closed
+
+    async def _wait(self, managed: ManagedConnection[H], deadline: Deadline) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            managed.waiters.append(waiter)
+            actions = managed.core.wait(self._clock.monotonic())
+            left = deadline.timeout
+        self._carry_out([(managed, actions)])
+        try:
+            async with asyncio.timeout(left):
+                await waiter
+        except TimeoutError:
+            raise _unreached(managed) from managed.core.last_error
+        finally:
+            actions = []
+            with self._lock:
+                if waiter in managed.waiters:
+                    managed.waiters.remove(waiter)
+                    actions = managed.core.leave(self._clock.monotonic())
+            self._carry_out([(managed, actions)])
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _find_or_open(
+        self, config: ConnectionConfig, dedicated: bool, timeout: float | None
+    ) -> tuple[ManagedConnection[H], Actions]:
+        found = None if dedicated else self._book.entries.get(config.key)
+        if found is not None and not found.core.closed:
+            return found, []
+        key = self._book.dedicated_key(config.key) if dedicated else config.key
+        # A short timeout of one caller must not shorten the attempts for later ones.
+        limit = max(timeout or 0.0, self._policy.connect_timeout)
+        handler = self._book.asleep.get(key) or self._new_handler(config)
+        managed = self._manage(handler, config, key, dedicated, limit)
+        # A connection that had a channel before opens one as soon as a caller waits.
+        fresh = not managed.generation
+        return managed, managed.core.open(self._clock.monotonic()) if fresh else []
+
+    def _new_handler(self, config: ConnectionConfig) -> H:
+        policy = self._policy
+        handler: H = self._handler_type(
+            address=config.address,
+            credentials=policy.credentials(config),
+            wait_limit=policy.connect_timeout,
+            grace=policy.grace,
+            now=self._clock.monotonic,
+        )
+        handler._refusals = policy.refusals(handler._credentials, self._clock)
+        return handler
+
+    def _manage(
+        self, handler: H, config: ConnectionConfig, key: str, dedicated: bool, limit: float
+    ) -> ManagedConnection[H]:
+        managed = ManagedConnection(
+            handler,
+            config,
+            None,
+            self._policy.core(
+                config, self._clock, self.recorder, self._book.counters_of(config.address)
+            ),
+            key=key,
+            dedicated=dedicated,
+            created_at=self._clock.monotonic(),
+            connect_timeout=limit,
+        )
+        self._give_strategy(managed)  # first: it may fail
+        if handler._asleep is not None:
+            managed.address = handler.address
+            managed.core.inherited(handler._asleep, "a client calls over a closed channel")
+            handler._asleep = None
+        managed.part = lambda: self._part(managed)
+        handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
+        handler._on_waiting = lambda change: self._change(
+            partial(self._count_waiting, handler, managed, change)
+        )
+        handler._on_close = lambda: self.release(handler)
+        handler._on_unsent = lambda error: self._change(
+            lambda: self._background.unsent(managed, error)
+        )
+        handler._on_refused = lambda: self._change(
+            lambda: [(managed, [ShellAction(ShellAct.REFRESH)])]
+        )
+        self._book.add(managed)
+        return managed
+
+    def _give_strategy(self, managed: ManagedConnection[H]) -> None:
+        strategy = managed.strategy = self._policy.strategy_of(
+            managed.config, self._regular, self._moving, self._clock, self.recorder
+        )
+        if isinstance(strategy, Follower):
+            strategy.on_change = lambda topology: self._moved(managed, topology)
+
+    def _part(self, managed: ManagedConnection[H]) -> bool:
+        return self._book.part(managed)
+
+    def release(self, handler: H, client: object | None = None) -> Any:
+        """Return a channel."""
+        raise NotImplementedError
+
+    def _give_back(self, handler: H, client: object | None) -> Work:
+        managed = self._book.of(handler)
+        if managed is None:
+            if not isinstance(handler, self._handler_type):
+                raise no_channel(handler)
+            self._book.end_asleep(handler)
+            return []
+        managed.given_back(client)
+        over = managed.dedicated and managed.deserted
+        return [self._end(managed, "it was released")] if over else []
+
+    def _end_all(self) -> Work:
+        # All first: while the calls over one end, so do those over the others.
+        work = [self._end(managed, "everything is closed") for managed in self._book]
+        for handler in list(self._book.asleep.values()):
+            handler._shut()
+        self._book.asleep.clear()
+        return work
+
+    def _end(self, managed: ManagedConnection[H], why: str) -> tuple[ManagedConnection[H], Actions]:
+        actions = managed.core.close(why)
+        # Whoever closes it at the same time finds it closed.
+        self._background.shut(managed)
+        self._book.remove(managed)
+        return managed, actions
+
+    def _known(self, handler: H, error: BaseException) -> ManagedConnection[H] | bool:
+        """The connection of a handler; if it has none, whether another call may open one."""
+        managed = self._book.of(handler)
+        if managed is not None:
+            return managed
+        if not isinstance(handler, self._handler_type):
+            raise no_channel(handler)
+        # A call over one that is asleep opens a connection.
+        asleep: bool = handler._asleep is not None  # type: ignore[attr-defined]
+        return asleep and self._policy.classify(error)
+
+    def _may_recover(
+        self, managed: ManagedConnection[H], error: BaseException, generation: int | None
+    ) -> bool:
+        """Report an error; returns whether a new connection may help against it."""
+        if not self._policy.classify(error):
+            return False
+        if generation is not None or not isinstance(error, grpc.RpcError):
+            # Those of gRPC were reported by the handler, with the generation that they came from.
+            self._broken(managed, error, generation)
+        return True
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _count_waiting(self, handler: H, known: ManagedConnection[H], change: int) -> Work:
+        managed = self._book.of(handler)
+        if managed is None:
+            if change < 0 or handler._asleep is None:
+                return []
+            managed = self._wake(handler, known)
+        now, core = self._clock.monotonic(), managed.core
+        return [(managed, core.call_waits(now) if change > 0 else core.leave(now))]
+
+    def _wake(self, handler: H, known: ManagedConnection[H]) -> ManagedConnection[H]:
+        """Open a connection for one that was closed because no client seemed to have it."""
+        limit = known.connect_timeout
+        try:
+            return self._manage(handler, known.config, known.key, known.dedicated, limit)
+        except Exception as error:
+            told = self._background.harmless(known, error).with_traceback(error.__traceback__)
+        # Not in the handler: the error that it handles may repeat the token.
+        handler._fail_waiting(told)
+        raise told
+
+    def _failed(self, managed: ManagedConnection[H], error: BaseException, generation: int) -> None:
+        if self._policy.classify(error):
+            self._broken(managed, error, generation)
+
+    def _broken(
+        self, managed: ManagedConnection[H], cause: BaseException | str, generation: int | None
+    ) -> None:
+        def broken() -> Work:
+            known = generation
+            if known is None:
+                known = managed.core.blamed(self._clock.monotonic())
+            return [(managed, self._background.broken(managed, known, cause))]
+
+        self._change(broken)
+
+    def _moved(self, managed: ManagedConnection[H], topology: Topology) -> None:
+        self._change(lambda: [(managed, self._background.moved(managed, topology.version))])
+
+    def __reduce__(self) -> NoReturn:
+        raise uncopied(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else counted(len(self._book), "connection")
+        return f"<{type(self).__name__}: {state}>"
+
+
+def _unreached(managed: ManagedConnection[Any]) -> ConnectFailed:
+    """What to raise for a caller whose timeout has expired."""
+    last = managed.core.last_error
+    why = describe(last) if last is not None else managed.trouble or "it does not answer"
+    return ConnectFailed(f"no connection to {managed.config.address} in time: {why}")

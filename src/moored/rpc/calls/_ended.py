@@ -1,0 +1,111 @@
+"""When a call of threads is over: it is counted out, once, whatever becomes of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import grpc  # type: ignore[import-untyped]
+
+__all__ = ["counted"]
+
+
+def counted(
+    call: Any,
+    calls: list[None],
+    failed: Callable[[Any], object] | None = None,
+    left: Callable[[], object] | None = None,
+) -> Any:
+    """Count a call, which goes on, until it ends.
+
+    :param calls: its length is the number of calls; this one is in it.
+    :param failed: called first with the error of one that failed.
+    :param left: called after its end, unless the garbage collector has ended it.
+    """
+    count = _Count(calls, failed, left)
+    if not hasattr(call, "add_callback"):
+        return _CountedStream(call, count)
+    # Weakly: a call that is forgotten would never be collected, and go on.
+    reference = weakref.ref(call, count.forgotten)
+    ended = partial(_call_ended, reference, count)
+    if not call.add_callback(ended):
+        ended()
+    return call
+
+
+class _Count:
+    """Counts a call out once: when it has ended, or is garbage."""
+
+    __slots__ = ("_calls", "_failed", "_left", "_once")
+
+    def __init__(self, calls: list[None], failed: Any, left: Any) -> None:
+        self._calls = calls
+        self._failed = failed
+        self._left = left
+        self._once: list[None] = [None]
+
+    def ended(self, error: Any) -> None:
+        if error is not None and self._failed is not None:
+            self._failed(error)
+        self.forgotten()
+        if self._left is not None:
+            self._left()
+
+    def forgotten(self, _: object = None) -> None:
+        # In the garbage collector: no lock and no thread, only the count.
+        try:
+            self._once.pop()
+        except IndexError:
+            return
+        self._calls.pop()
+
+    @property
+    def open(self) -> bool:
+        return bool(self._once)
+
+
+def _call_ended(reference: weakref.ref[Any], count: _Count) -> None:
+    call = reference()
+    count.ended(call if call is not None and _has_failed(call) else None)
+
+
+def _has_failed(call: Any) -> bool:
+    return (
+        isinstance(call, grpc.RpcError)
+        and not call.cancelled()
+        and call.code() is not grpc.StatusCode.OK
+    )
+
+
+class _CountedStream:
+    """A stream that is no call of gRPC's: some interceptors return a generator (OpenTelemetry's).
+
+    It has ended when it was read to its end, or is garbage.
+    """
+
+    def __init__(self, stream: Any, count: _Count) -> None:
+        self._stream = stream
+        self._count = count
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._stream)
+        except BaseException as error:
+            told = isinstance(error, grpc.RpcError) and callable(getattr(error, "code", None))
+            self._end(error if told else None)
+            raise
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._count.open:
+            self._count.ended(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __del__(self) -> None:
+        self._end(None)

@@ -1,0 +1,72 @@
+"""The four kinds of gRPC methods as one table, and the parameters of a call as one tuple."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import grpc.aio  # type: ignore[import-untyped]
+
+from ._pending import (
+    PendingStreamStream,
+    PendingStreamUnary,
+    PendingUnaryStream,
+    PendingUnaryUnary,
+)
+
+__all__ = ["KINDS", "FourKinds", "arguments"]
+
+
+class MethodKind(NamedTuple):
+    """What differs between the kinds."""
+
+    #: Whether the server answers with a stream.
+    streams: bool
+    #: The interceptors of `grpc.aio` for it, and a call of it that cannot begin at once.
+    interceptor: type
+    pending: type
+
+
+KINDS = {
+    "unary_unary": MethodKind(False, grpc.aio.UnaryUnaryClientInterceptor, PendingUnaryUnary),
+    "unary_stream": MethodKind(True, grpc.aio.UnaryStreamClientInterceptor, PendingUnaryStream),
+    "stream_unary": MethodKind(False, grpc.aio.StreamUnaryClientInterceptor, PendingStreamUnary),
+    "stream_stream": MethodKind(True, grpc.aio.StreamStreamClientInterceptor, PendingStreamStream),
+}
+
+
+class FourKinds:
+    """The methods of a channel, for threads or for asyncio, made by `_method`."""
+
+    def unary_unary(self, *given: Any, **named: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._method("unary_unary", *given, **named)
+
+    def unary_stream(self, *given: Any, **named: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._method("unary_stream", *given, **named)
+
+    def stream_unary(self, *given: Any, **named: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._method("stream_unary", *given, **named)
+
+    def stream_stream(self, *given: Any, **named: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._method("stream_stream", *given, **named)
+
+    def _method(self, kind: str, *given: Any, **named: Any) -> Any:
+        raise NotImplementedError
+
+
+def arguments(
+    request: Any = None,
+    timeout: float | None = None,
+    metadata: Any = None,
+    credentials: Any = None,
+    wait_for_ready: bool | None = None,
+    compression: Any = None,
+    *,
+    request_iterator: Any = None,
+) -> tuple[Any, ...]:
+    """Return what a call of any kind was given, in gRPC's order."""
+    request = request_iterator if request is None else request
+    return request, timeout, metadata, credentials, wait_for_ready, compression

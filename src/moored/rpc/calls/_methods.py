@@ -1,0 +1,261 @@
+"""The methods of both handlers: each call goes to the channel that is the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+
+from .._live import Live
+from ._ended import counted
+from ._kinds import KINDS, arguments
+from ._pending_sync import start_later
+
+if TYPE_CHECKING:
+    from .._handler import Handler
+    from .._handler_async import AsyncHandler
+
+__all__ = ["async_method", "thread_method"]
+
+H = TypeVar("H")
+
+
+class _BoundMethod(Generic[H]):
+    """One method of a service, bound to the channel of the generation that was last used."""
+
+    def __init__(
+        self,
+        handler: H,
+        kind: str,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> None:
+        self._handler = handler
+        self._kind = kind
+        self._how = (method, request_serializer, response_deserializer)
+        self._more = {"_registered_method": True} if _registered_method else {}
+        self._bound: tuple[Live | None, Any] = (None, None)
+
+    def _inner(self, live: Live) -> Any:
+        bound, inner = self._bound
+        if bound is not live:
+            inner = getattr(live.channel, self._kind)(*self._how, **self._more)
+            self._bound = (live, inner)
+        return inner
+
+
+# -- for threads -----------------------------------------------------------------------------------
+
+
+class _ThreadMethod(_BoundMethod["Handler"]):
+    def _finish(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
+        """Make a call that is over when it returns."""
+        handler = self._handler
+        live, timeout = handler._enter(timeout)
+        credential = handler._credential
+        try:
+            return self._start(how, live, request, timeout, *rest)
+        except grpc.RpcError as error:
+            handler._failed(error, live, credential)
+            raise
+        finally:
+            live.leave()
+
+    def _begin(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
+        """Make a call that goes on after this has returned, or that waits for a connection."""
+        start = partial(self._go_on, how, request, rest)
+        if (live := self._handler._enter_now()) is None:
+            return start_later(self._handler, start, timeout)
+        return start(live, timeout)
+
+    def _go_on(
+        self, how: str, request: Any, rest: tuple[Any, ...], live: Live, timeout: float | None
+    ) -> Any:
+        handler = self._handler
+        credential = handler._credential
+        try:
+            call = self._start(how, live, request, timeout, *rest)
+        except BaseException as error:
+            if isinstance(error, grpc.RpcError):
+                handler._failed(error, live, credential)
+            live.leave()
+            raise
+        failed = partial(handler._failed, live=live, credential=credential)
+        return counted(call, live.calls, failed, live.tell_watcher)
+
+    def _start(
+        self, how: str, live: Live, request: Any, timeout: float | None, metadata: Any, *rest: Any
+    ) -> Any:
+        call = getattr(self._inner(live), how)
+        return call(request, timeout, self._handler._signed(metadata), *rest)
+
+
+class _AnswerMethod(_ThreadMethod):
+    """A method with one answer."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._finish("__call__", *arguments(*given, **named))
+
+    def with_call(self, *given: Any, **named: Any) -> Any:
+        return self._finish("with_call", *arguments(*given, **named))
+
+    def future(self, *given: Any, **named: Any) -> Any:
+        return self._begin("future", *arguments(*given, **named))
+
+
+class _UnaryMethod(_AnswerMethod):
+    """A method with one request and one answer."""
+
+    def __call__(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: bool | None = None,
+        compression: Any = None,
+    ) -> Any:
+        # Written out: this is what nearly every call is.
+        handler = self._handler
+        live, timeout = handler._enter(timeout)
+        credential = handler._credential
+        try:
+            return self._inner(live)(
+                request,
+                timeout,
+                handler._signed(metadata),
+                credentials,
+                wait_for_ready,
+                compression,
+            )
+        except grpc.RpcError as error:
+            handler._failed(error, live, credential)
+            raise
+        finally:
+            live.leave()
+
+
+class _StreamMethod(_ThreadMethod):
+    """A method that answers with a stream."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._begin("__call__", *arguments(*given, **named))
+
+
+grpc.UnaryUnaryMultiCallable.register(_UnaryMethod)
+grpc.StreamUnaryMultiCallable.register(_AnswerMethod)
+grpc.UnaryStreamMultiCallable.register(_StreamMethod)
+grpc.StreamStreamMultiCallable.register(_StreamMethod)
+
+
+def thread_method(handler: Handler, kind: str, *given: Any, **named: Any) -> _ThreadMethod:
+    """A method of a handler of threads."""
+    made: type[_ThreadMethod] = _StreamMethod if KINDS[kind].streams else _AnswerMethod
+    return (_UnaryMethod if kind == "unary_unary" else made)(handler, kind, *given, **named)
+
+
+# -- for asyncio -----------------------------------------------------------------------------------
+
+
+class _AsyncMethod(_BoundMethod["AsyncHandler"]):
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        request, timeout, metadata, *rest = arguments(*given, **named)
+        handler = self._handler
+        handler._used_at = handler._now()
+        live = handler._live
+        if live is not None and not handler._deferred:
+            return self._call(live, request, timeout, handler._signed(metadata), *rest)
+        if handler._closed:
+            raise handler._closed_error()
+        return KINDS[self._kind].pending(self._make(request, timeout, metadata, *rest), timeout)
+
+    async def _make(self, request: Any, timeout: float | None, metadata: Any, *rest: Any) -> Any:
+        handler = self._handler
+        if not handler._deferred:
+            live, timeout = await handler._next(timeout)
+            return self._call(live, request, timeout, handler._signed(metadata), *rest)
+        began, credential = handler._loop.time(), handler._credential
+        metadata = await handler._sign_later(metadata, timeout)
+        left = None if timeout is None else timeout - (handler._loop.time() - began)
+        live, left = await handler._next(left)
+        ended = None
+        if credential != handler._credential:  # refreshed since: the call says nothing about that
+            ended = handler._counts_out(live, credential)
+        return self._call(live, request, left, metadata, *rest, ended=ended)
+
+    def _call(
+        self,
+        live: Live,
+        request: Any,
+        timeout: float | None,
+        metadata: Any,
+        credentials: Any,
+        wait_for_ready: bool | None,
+        compression: Any,
+        *,
+        ended: Callable[[Any], None] | None = None,
+    ) -> Any:
+        call = self._inner(live)(
+            request,
+            timeout=timeout,
+            metadata=metadata,
+            credentials=credentials,
+            wait_for_ready=wait_for_ready,
+            compression=compression,
+        )
+        live.calls.append(None)
+        call.add_done_callback(ended or live.ended)
+        if metadata:
+            _end_unstarted(call)
+        return call
+
+
+def _end_unstarted(call: Any) -> None:
+    """See to it that a call that gRPC does not even start is over.
+
+    It does not start one whose metadata are not what HTTP allows. Who awaits it is told; but those
+    who wait for its end, and we count it until then, would be only when it is garbage.
+    """
+    if (invocation := getattr(call, "_invocation_task", None)) is not None:
+        invocation.add_done_callback(lambda _: None if call.done() else call.cancel())
+
+
+class _AsyncUnaryMethod(_AsyncMethod):
+    def __call__(
+        self,
+        request: Any,
+        *,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: bool | None = None,
+        compression: Any = None,
+    ) -> Any:
+        # Looked at first: this is what nearly every call is.
+        handler = self._handler
+        live = self._bound[0]
+        if handler._live is not live or live is None or handler._deferred:
+            rest = (credentials, wait_for_ready, compression)
+            return super().__call__(request, timeout, metadata, *rest)
+        handler._used_at = handler._now()
+        if handler._credentials is not None:
+            metadata = handler._signed(metadata)
+        return self._call(
+            live, request, timeout, metadata, credentials, wait_for_ready, compression
+        )
+
+
+grpc.aio.UnaryUnaryMultiCallable.register(_AsyncUnaryMethod)
+for _kind in ("UnaryStream", "StreamUnary", "StreamStream"):
+    getattr(grpc.aio, f"{_kind}MultiCallable").register(_AsyncMethod)
+
+
+def async_method(handler: AsyncHandler, kind: str, *given: Any, **named: Any) -> _AsyncMethod:
+    """A method of a handler of asyncio."""
+    made = _AsyncUnaryMethod if kind == "unary_unary" else _AsyncMethod
+    return made(handler, kind, *given, **named)

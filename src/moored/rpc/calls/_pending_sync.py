@@ -1,0 +1,270 @@
+"""Calls of threads that wait for a connection, and begin when there is one.
+
+A future or a stream is returned at once, as gRPC's own is; what fails, fails in it. The thread that
+has brought a connection starts those that wait for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc  # type: ignore[import-untyped]
+
+from .._errors import closed
+from .._fork import refuse_broken
+from ._unsent import CallUnsent, hopeless, in_vain, unsent
+
+if TYPE_CHECKING:
+    from .._handler import Handler
+    from .._live import Live
+
+__all__ = ["PendingCall", "fail_pending", "start_later", "start_pending"]
+
+_CANCELLED = "Locally cancelled by application!"
+
+Start = Callable[["Live", float | None], Any]
+
+
+def start_later(handler: Handler, start: Start, timeout: float | None) -> PendingCall:
+    """A call that begins when there is a generation; its own time is the limit."""
+    refuse_broken()
+    if handler._closed:
+        raise closed(handler.address)
+    if handler._in_vain():
+        raise CallUnsent(*in_vain(handler.address))
+    began, limit = monotonic(), handler._wait_limit if timeout is None else timeout
+    verdicts = handler._verdicts
+
+    def settled() -> None:
+        off()
+        handler._waiting(-1)
+
+    def expired() -> None:
+        waited, own = monotonic() - began, timeout is not None
+        _fail(handler, call, *unsent(handler.address, waited, own, handler._last_error))
+
+    call = PendingCall(start, timeout, settled)
+    handler._waiting(+1)
+    off = handler._later(max(limit, 0.001), expired)
+    with handler._changed:
+        handler._pending.append(call)
+    # What came before it was listed has told it nothing.
+    if handler._verdicts != verdicts and handler._verdict is not None:
+        _fail(handler, call, *hopeless(handler.address, handler._verdict))
+    start_pending(handler)
+    return call
+
+
+def start_pending(handler: Handler) -> None:
+    """Begin the calls that wait, in a thread of their own, if there is a generation for them."""
+    if handler._pending and (handler._live is not None or handler._closed):
+        handler._later(0.0, lambda: _start_all(handler))
+
+
+def fail_pending(handler: Handler, verdict: BaseException) -> None:
+    """Fail all that wait: no connection can be made."""
+    for call in list(handler._pending):
+        _fail(handler, call, *hopeless(handler.address, verdict))
+
+
+def _start_all(handler: Handler) -> None:
+    while handler._pending:
+        live = handler._enter_now()
+        if live is None and not handler._closed:
+            return
+        with handler._changed:
+            call = handler._pending.pop(0) if handler._pending else None
+        if live is None:
+            if call is not None:
+                call.fail(CallUnsent(grpc.StatusCode.CANCELLED, str(closed(handler.address))))
+        elif call is not None:
+            call.begin(live)
+        else:
+            live.leave()
+
+
+def _fail(handler: Handler, call: PendingCall, code: grpc.StatusCode, text: str) -> None:
+    with handler._changed:
+        if call not in handler._pending:
+            return
+        handler._pending.remove(call)
+    error = CallUnsent(code, text)
+    handler._unsent(error)
+    call.fail(error)
+
+
+class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
+    """A call that begins when there is a connection, or fails when its time has ended.
+
+    :param start: makes the real call over a generation, with the time that is left.
+    :param settled: told once that it does not wait any longer.
+    """
+
+    def __init__(self, start: Start, timeout: float | None, settled: Callable[[], object]) -> None:
+        super().__init__()
+        self._start = start
+        self._deadline = None if timeout is None else monotonic() + timeout
+        self._settled = settled
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._real: Any = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether it does not wait for a connection any longer."""
+        return self._over.is_set()
+
+    # -- what becomes of it --------------------------------------------------------------------
+
+    def begin(self, live: Live) -> None:
+        """Make the real call; the generation was entered for it."""
+        with self._lock:
+            if self._over.is_set():
+                live.leave()
+                return
+            try:
+                real = self._start(live, self.time_remaining())
+            except BaseException as error:  # a caller gets it where it waits
+                real = error if isinstance(error, grpc.Future) else _Failure(error)
+            self._settle(real)
+
+    def fail(self, error: CallUnsent) -> None:
+        """Give it up."""
+        with self._lock:
+            if not self._over.is_set():
+                self._settle(error)
+
+    def _settle(self, real: Any) -> None:
+        self._real = real
+        callbacks, self._callbacks = self._callbacks, []
+        self._over.set()
+        self._settled()
+        for callback in callbacks:
+            if not real.add_callback(callback):
+                callback()
+
+    def _known(self, timeout: float | None = None) -> Any:
+        """The real call, or what stands for it."""
+        if not self._over.wait(timeout):
+            raise grpc.FutureTimeoutError
+        return self._real
+
+    # -- what every call has -------------------------------------------------------------------
+
+    def cancel(self) -> bool:
+        """See `grpc.Future`."""
+        with self._lock:
+            if self._over.is_set():
+                return bool(self._real.cancel())
+            self._settle(_Cancelled(grpc.StatusCode.CANCELLED, _CANCELLED))
+            return True
+
+    def cancelled(self) -> bool:
+        """See `grpc.Future`."""
+        return self._over.is_set() and bool(self._real.cancelled())
+
+    def running(self) -> bool:
+        """See `grpc.Future`."""
+        return not self.done()
+
+    def is_active(self) -> bool:
+        """See `grpc.Call`."""
+        return not self.done()
+
+    def done(self) -> bool:
+        """See `grpc.Future`."""
+        return self._over.is_set() and bool(self._real.done())
+
+    def time_remaining(self) -> float | None:
+        """See `grpc.Call`."""
+        return None if self._deadline is None else max(0.0, self._deadline - monotonic())
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """See `grpc.Call`."""
+        with self._lock:
+            if self._over.is_set():
+                return bool(self._real.add_callback(callback))
+            self._callbacks.append(callback)
+            return True
+
+    def add_done_callback(self, fn: Callable[[Any], None]) -> None:
+        """See `grpc.Future`."""
+        if not self.add_callback(lambda: fn(self)):
+            fn(self)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `grpc.Future`."""
+        until = None if timeout is None else monotonic() + timeout
+        real = self._known(timeout)
+        return real.result(None if until is None else max(0.0, until - monotonic()))
+
+    def exception(self, timeout: float | None = None) -> Any:
+        """See `grpc.Future`."""
+        until = None if timeout is None else monotonic() + timeout
+        real = self._known(timeout)
+        return real.exception(None if until is None else max(0.0, until - monotonic()))
+
+    def traceback(self, timeout: float | None = None) -> Any:
+        """See `grpc.Future`."""
+        return self._known(timeout).traceback(timeout)
+
+    def code(self) -> grpc.StatusCode:
+        """See `grpc.Call`."""
+        return self._known().code()
+
+    def details(self) -> Any:
+        """See `grpc.Call`."""
+        return self._known().details()
+
+    def debug_error_string(self) -> Any:
+        """See `grpc.Call`."""
+        return self._known().debug_error_string()
+
+    def initial_metadata(self) -> Any:
+        """See `grpc.Call`."""
+        return self._known().initial_metadata()
+
+    def trailing_metadata(self) -> Any:
+        """See `grpc.Call`."""
+        return self._known().trailing_metadata()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        real = self._known()
+        return real.result() if isinstance(real, CallUnsent) else next(real)
+
+    def __repr__(self) -> str:
+        return f"<PendingCall: {self._real if self._over.is_set() else 'waits for a connection'!r}>"
+
+
+class _Cancelled(CallUnsent):
+    """What stands for a call that was cancelled before it began."""
+
+    def cancelled(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise grpc.FutureCancelledError
+
+    def exception(self, timeout: float | None = None) -> Any:
+        raise grpc.FutureCancelledError
+
+
+class _Failure(CallUnsent):
+    """What stands for a call that could not even be made: its credentials raised, say."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(grpc.StatusCode.UNKNOWN, f"not sent: {type(error).__name__}")
+        self._error = error
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise self._error
+
+    def exception(self, timeout: float | None = None) -> Any:
+        return self._error

@@ -1,0 +1,90 @@
+"""A name with several addresses: connections spread over them, and leave one that is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from random import Random
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from moored.rpc import ConnectionConfig, DnsTopology, Member, Topology, TopologyError
+from moored.rpc.topology._topology import Advice, TopologyMixin, address_of, pick
+
+from .handlers import ECHO
+from .servers import EchoServer
+from .sides import LIMIT, Aio, Kind, both
+
+ONE, TWO = Member("one", "http://one:1"), Member("two", "http://two:1")
+EQUAL = Topology(1, (ONE, TWO), equal=True)
+
+
+def test_equal_members_are_chosen_by_chance_and_those_that_failed_are_avoided() -> None:
+    chance = Random(1)
+    assert {pick(EQUAL, chance=chance) for _ in range(50)} == {ONE, TWO}
+    for _ in range(20):
+        assert pick(EQUAL, chance=chance, avoid={"one:1"}) is TWO
+    assert {pick(EQUAL, chance=chance, avoid={"one:1", "two:1"}) for _ in range(50)} == {ONE, TWO}
+    assert pick(EQUAL) is ONE
+    ordered = Topology(1, (ONE, TWO))
+    assert pick(ordered, chance=chance, avoid={"one:1"}) is ONE, "the primary is the primary"
+    with pytest.raises(TopologyError, match="no primary"):
+        pick(Topology(1, (Member("r", "http://r:1", 1),), equal=True))
+
+
+def test_a_connection_stays_with_any_of_the_equal_members() -> None:
+    known = TopologyMixin()
+    known.accept(EQUAL)
+    for member in (ONE, TWO):
+        assert known.advise(address_of(member)) is Advice.RECONNECT
+    assert known.advise("three:1") is Advice.MOVE
+
+
+def dns(server: EchoServer, *addresses: str) -> dict[str, Any]:
+    """What a manager is given for a name with these addresses."""
+    return {"fetch_topology": DnsTopology("orders", server.port, resolve=lambda *_: addresses)}
+
+
+@both
+async def test_an_address_where_nobody_is_holds_up_nobody(kind: Kind) -> None:
+    """Each connection meets the dead one first, or second."""
+    with EchoServer(host="127.0.0.2") as server:
+        config = ConnectionConfig.from_uri(f"http://orders:{server.port}")
+        async with kind(**dns(server, "127.0.0.1", "127.0.0.2")) as side:
+            for _ in range(6):
+                channel = await side.get(config, dedicated=True, timeout=LIMIT)
+                assert await side.call(channel, ECHO, b"a") == b"a"
+                assert channel.address == server.address
+
+
+@both
+async def test_when_one_address_dies_the_other_is_used(kind: Kind) -> None:
+    first = EchoServer(host="127.0.0.1")
+    second = EchoServer(host="127.0.0.2", port=first.port)
+    servers = {each.address: each for each in (first, second)}
+    with first, second:
+        config = ConnectionConfig.from_uri(f"http://orders:{first.port}")
+        async with kind(**dns(first, "127.0.0.1", "127.0.0.2")) as side:
+            channel = await side.get(config, timeout=LIMIT)
+            used = channel.address
+            servers[used].kill()
+            async with asyncio.timeout(LIMIT):
+                while channel.address == used:
+                    try:
+                        await side.call(channel, ECHO, b"a")
+                    except grpc.RpcError:
+                        await asyncio.sleep(0.01)
+            assert await side.call(channel, ECHO, b"a") == b"a"
+
+
+async def test_an_address_that_never_answers_leaves_time_for_the_other() -> None:
+    with EchoServer(host="127.0.0.2") as server, socket.socket() as silent:
+        silent.bind(("127.0.0.1", server.port))
+        silent.listen()
+        config = ConnectionConfig.from_uri(f"http://orders:{server.port}")
+        options = dns(server, "127.0.0.1", "127.0.0.2")
+        async with Aio(connect_timeout=8.0, **options) as side:
+            channels = await asyncio.gather(*[side.get(config, dedicated=True) for _ in range(4)])
+            assert {channel.address for channel in channels} == {server.address}

@@ -1,0 +1,65 @@
+"""Calls of threads that wait for a connection: what comes too late, or too early, harms none."""
+
+from __future__ import annotations
+
+import grpc  # type: ignore[import-untyped]
+
+from moored.rpc import ConfigError
+from moored.rpc._handler import Handler
+from moored.rpc._live import Live
+from moored.rpc.calls._pending_sync import PendingCall, start_later
+
+from .test_retiring import Channel, Timers
+
+
+class Real:
+    """A call that gRPC has begun."""
+
+
+def waiting() -> tuple[Handler, PendingCall, Timers, list[Live]]:
+    """A call that waits: the first timer is its own limit."""
+    timers, begun = Timers(), list[Live]()
+
+    def start(live: Live, timeout: float | None) -> Real:
+        begun.append(live)
+        return Real()
+
+    handler = Handler(address="north:1", later=timers.later)
+    return handler, start_later(handler, start, 5.0), timers, begun
+
+
+def test_a_limit_that_ends_after_the_call_has_begun_changes_nothing() -> None:
+    handler, call, timers, begun = waiting()
+    live = Live(1, Channel(), "north:1")
+    handler._swap(live)
+    timers.fire(1)
+    assert begun == [live]
+    timers.fire(0)
+    assert not isinstance(call._real, grpc.RpcError)
+
+
+def test_a_connection_that_is_lost_before_the_call_has_begun_is_waited_for_again() -> None:
+    handler, call, timers, begun = waiting()
+    handler._swap(Live(1, Channel(), "north:1"))
+    handler._lose()
+    timers.fire(1)
+    assert not begun
+    assert not call.settled
+    live = Live(2, Channel(), "north:1")
+    handler._swap(live)
+    timers.fire(len(timers.set) - 1)
+    assert begun == [live]
+
+
+def test_a_call_that_is_refused_before_it_waits_fails_at_once() -> None:
+    timers = Timers()
+    handler = Handler(address="north:1", later=timers.later)
+
+    def refuse(change: int) -> None:
+        if change > 0:
+            handler._fail_waiting(ConfigError("a mistake"))
+
+    handler._on_waiting = refuse
+    call = start_later(handler, lambda live, timeout: Real(), 5.0)
+    assert call.settled
+    assert "a mistake" in str(call.details())

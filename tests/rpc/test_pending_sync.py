@@ -1,0 +1,165 @@
+"""Futures and streams of threads while the server is away: they return at once, and wait inside."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from moored.rpc import ConnectFailed, ConnectionManager, Handler, ManagerClosed
+
+from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually, new_live
+from .servers import EchoServer
+from .sides import LIMIT, config_of
+
+#: Liveness: far less than the timeouts of the calls, far more than a call may take to return.
+AT_ONCE = 2.0
+LONG = 20.0
+DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.fixture
+def waiting() -> Iterator[Handler]:
+    """A handler that has no connection."""
+    handler = Handler(address="north:1")
+    yield handler
+    handler._shut(0.0)
+
+
+def begin(handler: Handler, kind: str, timeout: float | None = LONG) -> Any:
+    match kind:
+        case "unary future":
+            return handler.unary_unary(ECHO).future(b"a", timeout)
+        case "stream future":
+            return handler.stream_unary(COLLECT).future(iter([b"a", b"b"]), timeout)
+        case "unary stream":
+            return handler.unary_stream(COUNT)(b"2", timeout)
+        case _:
+            return handler.stream_stream(CHAT)(iter([b"a"]), timeout)
+
+
+FUTURES = {"unary future": b"a", "stream future": b"ab"}
+STREAMS = {"unary stream": [b"0", b"1"], "stream stream": [b"re: a"]}
+KINDS = [*FUTURES, *STREAMS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_returns_at_once_and_begins_when_there_is_a_connection(
+    kind: str, waiting: Handler, echo: EchoServer
+) -> None:
+    began = time.monotonic()
+    call = begin(waiting, kind)
+    assert time.monotonic() - began < AT_ONCE
+    assert isinstance(call, (grpc.Call, grpc.Future))
+    assert call.is_active()
+    assert call.running()
+    assert not call.done()
+    assert not call.cancelled()
+    assert LONG / 2 < call.time_remaining() <= LONG
+    assert "waits" in repr(call)
+    told: list[Any] = []
+    call.add_done_callback(told.append)
+    waiting._swap(new_live(echo.uri))
+    if kind in FUTURES:
+        assert call.result(LIMIT) == FUTURES[kind]
+        assert call.exception(LIMIT) is None
+        assert call.traceback(LIMIT) is None
+    else:
+        assert list(call) == STREAMS[kind]
+    assert call.code() is grpc.StatusCode.OK
+    assert call.details() == ""
+    assert call.debug_error_string() == ""
+    assert (list(call.initial_metadata()), list(call.trailing_metadata())) == ([], [])
+    eventually(lambda: told == [call])
+    assert call.done()
+    eventually(lambda: waiting.calls == 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_whose_time_ends_fails_in_the_future_or_at_the_first_read(
+    kind: str, waiting: Handler
+) -> None:
+    call = begin(waiting, kind, 0.05)
+    ended = threading.Event()
+    assert call.add_callback(ended.set)
+    with pytest.raises(ConnectFailed, match=r"not sent: waited .* for a connection") as raised:
+        call.result() if kind in FUTURES else next(call)
+    assert raised.value.code() is DEADLINE  # type: ignore[attr-defined]
+    assert (call.code(), call.done(), call.cancelled()) == (DEADLINE, True, False)
+    assert ended.wait(LIMIT)
+    assert not call.add_callback(ended.set)
+    assert waiting._pending == []
+
+
+def test_a_call_that_is_cancelled_before_it_begins_never_begins(
+    waiting: Handler, echo: EchoServer
+) -> None:
+    future, stream = begin(waiting, "unary future"), begin(waiting, "unary stream")
+    assert future.cancel()
+    assert stream.cancel()
+    assert future.cancelled()
+    with pytest.raises(grpc.FutureCancelledError):
+        future.result()
+    with pytest.raises(grpc.FutureCancelledError):
+        future.exception()
+    assert stream.code() is grpc.StatusCode.CANCELLED
+    live = new_live(echo.uri)
+    waiting._swap(live)
+    eventually(lambda: not waiting._pending and not live.calls)
+
+
+def test_somebody_who_waits_for_a_moment_is_told_that_it_is_not_over(waiting: Handler) -> None:
+    call = begin(waiting, "unary future")
+    for ask in (call.result, call.exception, call.traceback):
+        with pytest.raises(grpc.FutureTimeoutError):
+            ask(0.01)
+
+
+def test_calls_that_wait_when_the_channel_is_closed_end(waiting: Handler) -> None:
+    call = begin(waiting, "unary future")
+    waiting._shut(0.0)
+    with pytest.raises(grpc.RpcError, match="is closed"):
+        call.result(LIMIT)
+    with pytest.raises(ManagerClosed):
+        begin(waiting, "unary future")
+
+
+def test_calls_that_wait_in_vain_are_told_why(waiting: Handler) -> None:
+    call = begin(waiting, "unary stream")
+    waiting._fail_waiting(ValueError("no such certificate"))
+    with pytest.raises(grpc.RpcError, match="no such certificate"):
+        next(call)
+
+
+def test_what_credentials_raise_is_raised_in_the_future(echo: EchoServer) -> None:
+    class Broken:
+        def metadata(self) -> tuple[tuple[str, str], ...]:
+            raise KeyError("no token")
+
+    handler = Handler(address="north:1", credentials=Broken())
+    call = begin(handler, "unary future")
+    live = new_live(echo.uri)
+    handler._swap(live)
+    with pytest.raises(KeyError, match="no token"):
+        call.result(LIMIT)
+    assert isinstance(call.exception(), KeyError)
+    eventually(lambda: not live.calls)
+    handler._shut(0.0)
+
+
+def test_during_an_outage_a_manager_is_told_who_waits() -> None:
+    with EchoServer() as server, ConnectionManager() as manager:
+        channel = manager.get_or_create(config_of(server))
+        server.kill()
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary(ECHO)(b"", timeout=LIMIT)
+        calls = [begin(channel, kind) for kind in KINDS]
+        server.start()
+        assert [call.result(LIMIT) for call in calls[:2]] == list(FUTURES.values())
+        assert [list(call) for call in calls[2:]] == list(STREAMS.values())
+        assert manager._book.of(channel).core.waiting == 0  # type: ignore[union-attr]
+        assert manager.get_stats()["counters"]["calls_waited"] >= 4

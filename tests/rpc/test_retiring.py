@@ -1,0 +1,156 @@
+"""A replaced generation is closed once, in its time, and by the process that opened it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+
+from moored.rpc._handler import Handler
+from moored.rpc._handler_async import AsyncHandler
+from moored.rpc._live import Live
+
+
+class Channel:
+    """A connected channel that counts how often it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def get_state(self) -> grpc.ChannelConnectivity:
+        return grpc.ChannelConnectivity.READY
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class AioChannel(Channel):
+    async def close(self) -> None:  # type: ignore[override]
+        self.closed += 1
+
+
+class Timers:
+    """What a handler wants done later; the test decides when."""
+
+    def __init__(self) -> None:
+        self.set: list[tuple[float, Callable[[], None]]] = []
+        self.off: list[int] = []
+
+    def later(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
+        number = len(self.set)
+        self.set.append((delay, act))
+        return lambda: self.off.append(number)
+
+    def fire(self, number: int) -> None:
+        self.set[number][1]()
+
+
+def busy(channel: Any) -> Live:
+    """A generation with a call under way."""
+    live = Live(1, channel, "north:1")
+    live.calls.append(None)
+    return live
+
+
+def retired() -> tuple[Handler, Live, Timers]:
+    """A handler whose first generation was replaced by one to the same server."""
+    timers, live = Timers(), busy(Channel())
+    handler = Handler(live, grace=1.0, later=timers.later)
+    handler._swap(Live(2, Channel(), "north:1"))
+    return handler, live, timers
+
+
+def test_closing_a_handler_sets_the_grace_of_a_replaced_generation_anew() -> None:
+    handler, _, timers = retired()
+    handler._shut(5.0)
+    assert [delay for delay, _ in timers.set] == [1.0, 5.0, 0.0]
+    assert timers.off == [0]
+
+
+def test_a_grace_that_ends_while_the_channel_closes_closes_it_once() -> None:
+    handler, live, timers = retired()
+    live.leave()
+    timers.fire(0)
+    assert [delay for delay, _ in timers.set] == [1.0, 0.0]
+    timers.fire(1)
+    assert live.channel.closed == 1
+    assert handler._wait_closed(0.0)
+
+
+def test_a_grace_that_ends_after_the_channel_was_closed_changes_nothing() -> None:
+    handler, live, timers = retired()
+    live.leave()
+    timers.fire(1)
+    timers.fire(0)
+    assert live.channel.closed == 1
+    assert handler._wait_closed(0.0)
+
+
+def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> None:
+    handler, live, timers = retired()
+    handler.reset()
+    live.leave()
+    assert len(timers.set) == 1
+
+
+def test_a_handler_with_a_call_under_way_does_not_fall_asleep() -> None:
+    live = busy(Channel())
+    handler = Handler(live)
+    assert handler._part(1) is None
+    assert handler._is_open
+    live.leave()
+    heir = handler._part(1)
+    assert heir is not None
+    assert heir._live is live
+    assert not handler._is_open
+
+
+async def retired_async() -> tuple[AsyncHandler, Live]:
+    """See `retired`."""
+    live = busy(AioChannel())
+    handler = AsyncHandler(live, grace=30.0)
+    handler._swap(Live(2, AioChannel(), "north:1"))
+    return handler, live
+
+
+async def test_closing_a_handler_sets_the_grace_of_a_replaced_generation_anew_async() -> None:
+    handler, live = await retired_async()
+    cancel: Any = handler._retiring[live]
+    handler._shut(60.0)
+    assert cancel.__self__.cancelled()
+    live.leave()
+    await handler._wait_closed()
+    assert live.channel.closed == 1
+
+
+async def test_a_grace_that_ends_while_the_channel_closes_closes_it_once_async() -> None:
+    handler, live = await retired_async()
+    handler._shut(60.0)
+    live.leave()
+    handler._grace_over(live)
+    await handler._wait_closed()
+    await asyncio.gather(*handler._closing)
+    assert live.channel.closed == 1
+
+
+async def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel_async() -> None:
+    handler, live = await retired_async()
+    handler._retiring[live]()
+    handler.reset()
+    handler._close_live(live)
+    assert not handler._closing
+    assert not live.closed
+
+
+async def test_a_handler_with_a_call_under_way_does_not_fall_asleep_async() -> None:
+    live = busy(AioChannel())
+    handler = AsyncHandler(live)
+    assert handler._part(1) is None
+    assert handler._is_open
+    live.leave()
+    heir = handler._part(1)
+    assert heir is not None
+    assert heir._live is live
+    assert not handler._is_open

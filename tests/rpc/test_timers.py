@@ -1,0 +1,88 @@
+"""Timers may fire a little early, as uvloop's do: whoever set one waits for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+
+from moored.kernel import Clock, Recorder
+from moored.rpc import AsyncGlobalStrategy, ConnectionConfig, Member
+from moored.rpc._core import ShellAct
+from moored.rpc._manager_options import ManagerOptions
+from moored.rpc.topology._sources import CallableTopology
+from moored.testing import Sim, scaled, simulate
+
+from .handlers import ECHO
+from .servers import EchoServer
+from .sides import LIMIT, Aio, config_of
+from .test_simulation import a_bad_day
+
+#: As uvloop, which rounds to milliseconds.
+SLACK = 0.001
+
+
+def test_a_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
+    config = ConnectionConfig.from_uri("http://north:1")
+    core = ManagerOptions().core(config, Clock.system(), Recorder())
+    core.open(0.0)
+    core.wait(0.0)
+    (timer,) = core.failed(1, OSError("refused"), 0.0)
+    (again,) = core.due(timer.delay - SLACK)
+    assert again.act is ShellAct.SET_TIMER
+    assert again.delay == pytest.approx(SLACK)
+    (dial,) = core.due(timer.delay)
+    assert dial.act is ShellAct.DIAL
+
+
+@pytest.mark.usefixtures("forkable")
+def test_bad_days_end_well_when_timers_fire_early_and_late() -> None:
+    simulate(a_bad_day, scaled(200, least=6), timer_slack=SLACK)
+
+
+async def refreshing(sim: Sim) -> None:
+    """Each refresh fetches, one second after the other, whenever its timer fires."""
+    fetched: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def members() -> list[Member]:
+        fetched.append(loop.time())
+        return [Member("north", "http://north:1")]
+
+    source = CallableTopology(members)
+    follower = AsyncGlobalStrategy(fetch_topology=source, clock=Clock.current())
+    for number in range(1, 10):
+        await follower._refresh(source)
+        assert len(fetched) == number, "the last answer was taken for the new one"
+
+
+def test_a_refresh_whose_timer_fires_early_fetches_the_topology() -> None:
+    simulate(refreshing, 20, timer_slack=SLACK)
+
+
+@pytest.mark.every_loop
+async def test_a_server_that_is_a_moment_late_is_connected_to() -> None:
+    server = EchoServer()
+    async with Aio() as side:
+        connecting = asyncio.create_task(side.get(config_of(server), timeout=LIMIT))
+        while not side.manager.get_stats()["counters"]["connect_failures"]:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(server.start)
+        try:
+            assert await side.call(await connecting, ECHO, b"a") == b"a"
+        finally:
+            server.kill()
+
+
+@pytest.mark.every_loop
+async def test_an_outage_ends_when_the_server_is_back() -> None:
+    with EchoServer() as server:
+        async with Aio() as side:
+            channel = await side.get(config_of(server))
+            server.kill()
+            with pytest.raises(grpc.RpcError):
+                await side.call(channel, ECHO, b"", 0.5)
+            calls = [asyncio.create_task(side.call(channel, ECHO, b"a")) for _ in range(5)]
+            await asyncio.to_thread(server.start)
+            assert await asyncio.gather(*calls) == [b"a"] * 5
