@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from moored.kernel import Backoff
-from moored.sessions import AlreadyRunning, Event, Outgoing, Session, Sessions
+from moored.sessions import AlreadyRunning, Incoming, Outgoing, Session, Sessions
 from moored.sessions.mqtt import Mqtt
 
 
@@ -22,7 +22,7 @@ def tell(what: str, **data: Any) -> None:
     sys.stdout.flush()
 
 
-def on_event(event: Event) -> None:
+def on_event(event: Incoming) -> None:
     """Tell what becomes of the connection."""
     if event.type == "connection_update":
         kind = event.data.kind.name if event.data.kind else None

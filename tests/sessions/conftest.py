@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from moored.kernel import Backoff
 from moored.sessions import Sessions
-from moored.sessions.demo import DemoServer
+from moored.testing.demo import DemoServer
+
+# On a busy machine, the time that a pure test takes says nothing about it.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 __all__ = ["Liar", "Lie"]
@@ -59,12 +58,7 @@ class Liar:
         self._server = await asyncio.start_server(self._accept, sock=listener)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         for task in list(self._tasks):

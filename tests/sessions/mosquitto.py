@@ -10,13 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.postgres.certificates import Certificate
 from tests.servers import free_port
 
-__all__ = ["Mosquitto"]
+__all__ = ["Mosquitto", "listens"]
 
 #: Mosquitto starts in some 10 ms; a loaded machine may take a thousand times that.
 START_LIMIT = 30.0
@@ -96,7 +95,7 @@ class Mosquitto:
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_LIMIT
         for port in self.ports.values():
-            while not _listens(port):
+            while not listens(port):
                 assert self._process.poll() is None, f"mosquitto ended: {self.log}"
                 assert time.monotonic() < deadline, f"mosquitto does not listen: {self.log}"
                 time.sleep(0.005)
@@ -145,16 +144,12 @@ class Mosquitto:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether something listens on a port of loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

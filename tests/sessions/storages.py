@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moored.sessions import StorageError
 from moored.sessions._seal import Seal
-from moored.sessions._sealed import Sealed
+from moored.sessions._sealed_storage import Sealed
 from moored.sessions._storage import Storage, open_storage
 from moored.sessions._storage_files import FileStorage
 from moored.sessions._storage_memory import MemoryStorage

@@ -35,11 +35,9 @@ from moored.sessions import (
     Unknown,
 )
 from moored.sessions._transport import Receiver, Transport
-from moored.sessions.demo import Demo, DemoServer
 from moored.sessions.mqtt import Mqtt
 from moored.testing import scaled
-
-pytestmark = pytest.mark.serial
+from moored.testing.demo import Demo, DemoServer
 
 OFTEN = settings(
     max_examples=scaled(300, least=30),

@@ -36,7 +36,7 @@ from moored.sessions import (
     Acked,
     AlreadyRunning,
     CloseClass,
-    Event,
+    Incoming,
     NotSent,
     Outcome,
     Session,
@@ -44,14 +44,12 @@ from moored.sessions import (
     Tcp,
     Unknown,
 )
+from moored.sessions._closing_links import ClosingLinks
 from moored.sessions._link import Link
-from moored.sessions._parting import Parting
 from moored.sessions._transport import Transport
-from moored.sessions.demo import Demo, DemoServer
 from moored.sessions.mqtt import Mqtt
 from moored.testing import FaultProxy
-
-pytestmark = pytest.mark.serial
+from moored.testing.demo import Demo, DemoServer
 
 #: How long a lease lives without a sign of life of its holder, in seconds.
 TTL = 3.0
@@ -271,7 +269,7 @@ async def test_a_store_that_is_away_for_a_while(
     fault: str, redis: RedisServer, tmp_path: Path
 ) -> None:
     server = DemoServer()
-    events: list[Event] = []
+    events: list[Incoming] = []
     async with FaultProxy("127.0.0.1", redis.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0?prefix={tmp_path.name}"
         async with (
@@ -281,7 +279,7 @@ async def test_a_store_that_is_away_for_a_while(
             alice = await sessions.connect("alice", Demo(server), on_event=events.append)
             sender = Sender(sessions)
             sending = asyncio.create_task(sender.run())
-            fence, lease = alice.fence, alice._lease
+            fence, lease = alice.fence, alice._runtime.lease
             assert fence is not None
             assert lease is not None
             await until(lambda: len(sender.outcomes) > 10)
@@ -329,7 +327,7 @@ async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> N
         Sessions(leases=leases, lease_ttl=SHORT, backoff=Backoff(0.01, 0.05)) as sessions,
     ):
         alice = await sessions.connect("alice", Demo(server))
-        lease = alice._lease
+        lease = alice._runtime.lease
         assert lease is not None
         # As if the answer to a request of ours had been lost, and another lease with it.
         assert await leases.revoke(lease.id, lease.key)
@@ -408,7 +406,7 @@ async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> N
         Sessions(leases=leases, lease_ttl=SHORT, backoff=Backoff(0.01, 0.05)) as sessions,
     ):
         alice = await sessions.connect("alice", Demo(server))
-        old = alice._lease
+        old = alice._runtime.lease
         assert old is not None
         (tell,) = old._callbacks
         # As after a pause of the whole process: the lease is over, and nobody was told yet.
@@ -416,7 +414,7 @@ async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> N
         assert not old.live
         assert isinstance(await alice.send("bob", b"", outcome=True), NotSent)
         await alice.online(30)
-        assert alice._lease is not old
+        assert alice._runtime.lease is not old
         generation = alice.generation
         tell(LeaseLost("it is over", key=old.key, reason="expired"))
         assert (alice.state, alice.generation) == ("online", generation)
@@ -428,15 +426,15 @@ async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> N
 
 async def revoked(leases: Leases, session: Session) -> None:
     """Let the store give the lease of a session to whoever wants it; the session learns later."""
-    assert session._lease is not None
-    assert await leases.revoke(session._lease.id, session._lease.key)
+    assert session._runtime.lease is not None
+    assert await leases.revoke(session._runtime.lease.id, session._runtime.lease.key)
 
 
 async def learns_of_it(session: Session) -> None:
     """Its lease is gone, and now it knows."""
-    assert session._lease is not None
+    assert session._runtime.lease is not None
     with pytest.raises(LeaseLost):
-        await session._lease.renew()
+        await session._runtime.lease.renew()
 
 
 @pytest.mark.parametrize("client_id", ["{profile}", ""], ids=["named", "unnamed"])
@@ -455,7 +453,7 @@ async def test_what_was_sent_under_an_old_lease_does_not_follow_what_the_next_ow
         first = await one.connect("alice", Mqtt(f"mqtt://127.0.0.1:{proxy.port}", **how))
         proxy.black_hole()
         old = asyncio.create_task(first.send("bob/1", b"old", outcome=True))
-        await until(lambda: len(first._memory.inflight) == 1)
+        await until(lambda: len(first._runtime.memory.inflight) == 1)
         await revoked(leases, first)
         second = await two.connect("alice", Mqtt(broker.url(), **how))
         await learns_of_it(first)
@@ -475,7 +473,7 @@ async def test_a_lease_that_is_had_again_is_no_clean_start() -> None:
     """Nobody else has had it, perhaps: what the broker has kept is not thrown away."""
     got: list[object] = []
 
-    def hears(event: Event) -> None:
+    def hears(event: Incoming) -> None:
         if event.type == "messages_upsert":
             got.append(event.data.content)
 
@@ -537,9 +535,9 @@ async def overloaded(leases: Leases | None = None) -> AsyncIterator[tuple[Sessio
 
 
 def link_of(session: Session) -> Transport:
-    assert session._connection is not None
-    assert session._connection._link is not None
-    transport = session._connection._link.transport
+    assert session._runtime.connection is not None
+    assert session._runtime.connection.link is not None
+    transport = session._runtime.connection.link.transport
     assert transport is not None
     return transport
 
@@ -574,6 +572,7 @@ async def test_a_link_that_is_gone_is_not_waited_for() -> None:
     class Backlog:
         """A transport that has lost its socket, and still has something to send."""
 
+        keeps_bounds = False
         pending = 5
 
         def write(self, data: bytes) -> None:
@@ -584,8 +583,9 @@ async def test_a_link_that_is_gone_is_not_waited_for() -> None:
 
         abort = close
 
-    parting = Parting()
-    link = Link(cast(Any, None), 1)
+    parting = ClosingLinks()
+    nobody = cast(Any, None)
+    link = Link(nobody, nobody, 1, nobody)
     link.transport = Backlog()
     link.lost(None)
     parting.closed(link)

@@ -8,7 +8,9 @@ import pytest
 
 from moored.kernel import Backoff, Clock, Machine, Recorder
 from moored.sessions import CloseClass
-from moored.sessions._core import CHART, PROVEN, RESTARTS, Dial, Idle, SessionCore, Wait
+from moored.sessions._core import CHART, PROVEN, RESTARTS, DialNow, Idle, SessionCore, Wait
+
+pytestmark = pytest.mark.pure
 
 FINAL = [
     CloseClass.TAKEOVER,
@@ -29,7 +31,7 @@ def online(core: SessionCore, now: float = 0.0) -> int:
     """Take it all the way."""
     core.connect()
     what = core.next(now)
-    assert isinstance(what, Dial)
+    assert isinstance(what, DialNow)
     assert core.dialled(what.generation)
     assert core.ready(what.generation, now)
     return what.generation
@@ -38,7 +40,7 @@ def online(core: SessionCore, now: float = 0.0) -> int:
 def test_it_dials_once_and_then_waits_for_what_happens(core: SessionCore) -> None:
     assert core.next(0.0) == Idle()
     core.connect()
-    assert core.next(0.0) == Dial(1)
+    assert core.next(0.0) == DialNow(1)
     assert core.next(0.0) == Idle()
     assert core.dialled(1)
     assert core.next(0.0) == Idle()
@@ -58,7 +60,7 @@ def test_a_transient_loss_is_followed_by_growing_pauses_without_end(core: Sessio
         pauses.append(waiting.until - now)
         assert core.next(waiting.until - 0.001) == waiting
         now = waiting.until
-        assert core.next(now) == Dial(generation + 1)
+        assert core.next(now) == DialNow(generation + 1)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
 
@@ -92,18 +94,24 @@ def test_a_link_that_has_done_its_part_need_not_last(core: SessionCore) -> None:
 def test_a_restart_is_made_at_once_and_not_counted(core: SessionCore) -> None:
     online(core)
     assert core.lost(1, CloseClass.RESTART, "515", 0.0)
-    assert core.next(0.0) == Dial(2)
+    assert core.restarting
+    assert core.next(0.0) == DialNow(2)
     assert core.backoff.attempts == 0
+    assert core.dialled(2)
+    assert core.restarting
+    assert core.ready(2, 0.0)
+    assert not core.restarting
 
 
 def test_a_server_that_wants_restarts_for_ever_must_wait(core: SessionCore) -> None:
     online(core)
     for generation in range(1, RESTARTS + 1):
         core.lost(generation, CloseClass.RESTART, "515", 0.0)
-        assert core.next(0.0) == Dial(generation + 1)
+        assert core.next(0.0) == DialNow(generation + 1)
         core.dialled(generation + 1)
     core.lost(RESTARTS + 1, CloseClass.RESTART, "515", 0.0)
     assert core.next(0.0) == Wait(1.0)
+    assert not core.restarting
 
 
 def test_the_server_may_ask_for_a_longer_pause(core: SessionCore) -> None:
@@ -122,7 +130,7 @@ def test_after_what_is_final_nothing_is_dialled_until_the_user_says_so(
     assert core.next(1e9) == Idle()
     assert core.last_kind is kind
     core.connect("the user has logged in again")
-    assert core.next(1e9) == Dial(2)
+    assert core.next(1e9) == DialNow(2)
 
 
 def test_what_an_old_link_says_changes_nothing(core: SessionCore) -> None:
@@ -138,6 +146,38 @@ def test_what_an_old_link_says_changes_nothing(core: SessionCore) -> None:
     assert core.ready(2, 0.0)
 
 
+def test_what_a_link_says_twice_changes_nothing(core: SessionCore) -> None:
+    core.connect()
+    assert core.next(0.0) == DialNow(1)
+    assert core.dialled(1)
+    assert not core.dialled(1)
+    assert core.ready(1, 0.0)
+    assert not core.ready(1, 1.0)
+    assert not core.login(1, "code")
+    assert not core.dialled(1)
+    assert core.reconnects == 0
+    assert core.lost(1, CloseClass.TRANSIENT, "closed", 2.0)
+    assert not core.lost(1, CloseClass.BANNED, "banned", 2.0)
+    assert str(core.machine.state) == "connecting/waiting"
+
+
+def test_a_second_end_of_a_link_that_was_refused_changes_nothing(core: SessionCore) -> None:
+    generation = online(core)
+    assert core.lost(generation, CloseClass.TAKEOVER, "conflict", 0.0)
+    assert not core.lost(generation, CloseClass.TRANSIENT, "closed", 0.0)
+    assert str(core.machine.state) == "offline/refused"
+    assert core.why == (CloseClass.TAKEOVER, "conflict")
+
+
+def test_a_dial_of_before_a_disconnect_is_not_that_of_the_next_connect(core: SessionCore) -> None:
+    core.connect()
+    assert core.next(0.0) == DialNow(1)
+    core.disconnect()
+    core.connect()
+    assert not core.dialled(1)
+    assert isinstance(core.next(0.0), DialNow)
+
+
 def test_a_disconnected_one_rests_and_whatever_its_link_says_is_old(core: SessionCore) -> None:
     generation = online(core)
     core.disconnect()
@@ -148,7 +188,7 @@ def test_a_disconnected_one_rests_and_whatever_its_link_says_is_old(core: Sessio
 
 def test_a_dial_that_ends_after_the_user_disconnected_is_not_wanted(core: SessionCore) -> None:
     core.connect()
-    assert core.next(0.0) == Dial(1)
+    assert core.next(0.0) == DialNow(1)
     core.disconnect()
     assert not core.dialled(1)
 
@@ -167,7 +207,7 @@ def test_a_crashed_one_connects_by_itself(core: SessionCore) -> None:
     online(core)
     core.crashed("defect", 0.0)
     assert core.next(0.0) == Wait(1.0)
-    assert core.next(1.0) == Dial(3)  # the crash has made everything of link 1 old
+    assert core.next(1.0) == DialNow(3)  # the crash has made everything of link 1 old
 
 
 def test_a_crash_does_not_bring_back_what_was_refused(core: SessionCore) -> None:
@@ -190,7 +230,7 @@ def test_a_stopped_one_stays_stopped(core: SessionCore) -> None:
 def lost_once(core: SessionCore) -> None:
     """Let its first attempt fail, so that it waits until 1.0."""
     core.connect()
-    assert core.next(0.0) == Dial(1)
+    assert core.next(0.0) == DialNow(1)
     assert core.lost(1, CloseClass.TRANSIENT, "refused", 0.0)
     assert core.next(0.0) == Wait(1.0)
 
@@ -198,7 +238,7 @@ def lost_once(core: SessionCore) -> None:
 def test_who_asks_for_a_link_in_a_pause_ends_the_pause(core: SessionCore) -> None:
     lost_once(core)
     core.connect("the user connected it")
-    assert core.next(0.1) == Dial(2)
+    assert core.next(0.1) == DialNow(2)
     core.connect("the user connected it")
     assert core.next(0.1) == Idle(), "it is made already"
     assert core.lost(2, CloseClass.TRANSIENT, "refused", 0.2)
@@ -209,7 +249,7 @@ def test_what_is_said_of_a_link_that_nobody_has_begun_changes_nothing(core: Sess
     lost_once(core)
     core.connect("the user connected it")
     assert not core.lost(1, CloseClass.BANNED, "banned", 0.1)
-    assert core.next(0.1) == Dial(2)
+    assert core.next(0.1) == DialNow(2)
 
 
 def test_only_being_online_again_is_a_reconnect(core: SessionCore) -> None:
@@ -220,7 +260,7 @@ def test_only_being_online_again_is_a_reconnect(core: SessionCore) -> None:
     core.ready(2, 1.0)
     assert core.reconnects == 0
     core.lost(2, CloseClass.RESTART, "515", 2.0)
-    assert core.next(2.0) == Dial(3)
+    assert core.next(2.0) == DialNow(3)
     core.dialled(3)
     assert core.reconnects == 0
     core.ready(3, 2.0)
@@ -257,18 +297,18 @@ def test_who_does_not_want_to_try_for_ever_gives_up_in_order(core: SessionCore) 
     core.backoff.max_attempts = 2
     online(core)
     assert core.lost(1, CloseClass.TRANSIENT, "reset", 0.0)
-    assert core.next(1.0) == Dial(2)
+    assert core.next(1.0) == DialNow(2)
     assert core.lost(2, CloseClass.TRANSIENT, "refused", 1.0)
     assert str(core.machine.state) == "offline/refused"
     assert core.why == (CloseClass.TRANSIENT, "given up after attempt 2: refused")
     assert core.next(99.0) == Idle()
     # Somebody who asks for it begins from the start.
     core.connect()
-    assert core.next(99.0) == Dial(3)
+    assert core.next(99.0) == DialNow(3)
     assert core.lost(3, CloseClass.TRANSIENT, "refused", 99.0)
     assert core.next(99.0) == Wait(100.0)
     core.crashed("a defect", 99.0)
-    assert core.next(100.0) == Dial(5)
+    assert core.next(100.0) == DialNow(5)
     core.crashed("a defect", 100.0)
     assert str(core.machine.state) == "offline/refused"
 
@@ -291,11 +331,11 @@ def test_a_new_beginning_by_the_user_has_short_pauses(core: SessionCore) -> None
         core.lost(generation, CloseClass.TRANSIENT, "reset", 0.0)
         core.connect()
         what = core.next(0.0)
-        assert isinstance(what, Dial)
+        assert isinstance(what, DialNow)
         generation = what.generation
     core.disconnect()
     core.connect()
     what = core.next(0.0)
-    assert isinstance(what, Dial)
+    assert isinstance(what, DialNow)
     core.lost(what.generation, CloseClass.TRANSIENT, "reset", 0.0)
     assert core.next(0.0) == Wait(1.0)

@@ -23,21 +23,21 @@ from moored.sessions._protocol import (
     Closing,
     Confirmed,
     ConfirmedUpTo,
+    DialogueEvent,
     Feature,
     Greeting,
     Happening,
-    Incoming,
+    Ignored,
     LoginStep,
     Outgoing,
-    Progress,
     Ready,
     Refused,
     Unhandled,
 )
 from moored.sessions._transport import Transport
-from moored.sessions.demo import MAX_FRAME, Demo, DemoDialogue, DemoMemory, DemoServer
-from moored.sessions.demo._frames import PIECE, Frames, content_of, encode, wire_form
 from moored.testing import Sim, scaled, simulate
+from moored.testing.demo import MAX_FRAME, Demo, DemoDialogue, DemoMemory, DemoServer
+from moored.testing.demo._frames import PIECE, DemoFrames, content_of, encode, wire_form
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Client:
         self.protocol = protocol
         self.memory = memory or protocol.remember()
         self.dialogue = protocol.begin(profile, credentials, self.memory)
-        self.events: list[Incoming] = []
+        self.events: list[DialogueEvent] = []
         self.end: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
         self._news = asyncio.Event()
 
@@ -93,16 +93,16 @@ class Client:
                 self._news.clear()
                 await self._news.wait()
 
-    async def settled(self) -> list[Incoming]:
+    async def settled(self) -> list[DialogueEvent]:
         """What has come, when nothing more comes."""
         self.transport.write(self.dialogue.ping())
-        events: list[Incoming] = []
+        events: list[DialogueEvent] = []
         async with asyncio.timeout(30):
-            while not events or not isinstance(events[-1], Progress):
+            while not events or not isinstance(events[-1], Ignored):
                 while self.events:
                     events.append(self.events.pop(0))
                 self._news.clear()
-                if not events or not isinstance(events[-1], Progress):
+                if not events or not isinstance(events[-1], Ignored):
                     await self._news.wait()
         return events[:-1]
 
@@ -142,7 +142,7 @@ async def test_everybody_is_let_in_by_a_server_that_does_not_care(server: DemoSe
     client.transport.write(client.dialogue.goodbye())
     assert await client.end is None
     assert server.online == []
-    assert client.protocol.features == frozenset(Feature)
+    assert client.protocol.features == frozenset(Feature) - {Feature.SUBSCRIPTIONS}
 
 
 async def test_pairing_gives_credentials_and_wants_a_new_link() -> None:
@@ -233,7 +233,7 @@ async def test_a_cut_is_a_reset(server: DemoServer) -> None:
 async def test_pings_go_both_ways_and_a_deaf_server_answers_none(server: DemoServer) -> None:
     client = await join(server, "alice")
     client.transport.write(client.dialogue.ping())
-    await client.next(Progress)
+    await client.next(Ignored)
     server.say("alice", {"k": "ping"})
     await client.next(Greeting)
     server.deaf = True
@@ -262,8 +262,7 @@ async def test_acks_plain_refused_partial_duplicate_and_lost(server: DemoServer)
 
     server.partial_acks = server.duplicate_acks = True
     client.send("4", "bob", b"x")
-    partial, plain = Confirmed("4", partial=True), Confirmed("4")
-    assert await client.settled() == [partial, partial, plain, plain]
+    assert await client.settled() == [Confirmed("4")] * 4
     server.partial_acks = server.duplicate_acks = False
 
     server.drop_acks = 1
@@ -309,7 +308,7 @@ async def test_cumulative_acks(server: DemoServer) -> None:
         list(client.dialogue.feed(encode({"k": "upto", "more": 1})))
 
 
-async def delayed(sim: Sim) -> list[Incoming]:
+async def delayed(sim: Sim) -> list[DialogueEvent]:
     server = DemoServer(rng=random.Random(sim.seed))
     server.delay = lambda: sim.random(0, 3)
     plain = await join(server, "alice")
@@ -377,7 +376,7 @@ async def test_what_is_unconfirmed_is_sent_again_and_taken_once(
     again = Client(protocol, "alice", memory=client.memory)
     await again.connect()
     assert await again.next(Ready) == Ready(True, None)
-    for id, data in again.dialogue.resend():
+    for id, data in again.dialogue.resend("012"):
         again.transport.write(data)
         assert id in "012"
     events = await again.settled()
@@ -407,12 +406,12 @@ async def test_a_server_that_has_forgotten_says_so(server: DemoServer) -> None:
     again = Client(protocol, "alice", memory=client.memory)
     await again.connect()
     assert await again.next(Ready) == Ready(False, None)
-    assert list(again.dialogue.resend()) == []
+    assert list(again.dialogue.resend("1")) == []
 
 
 async def test_without_resumption_a_repeated_send_arrives_twice(server: DemoServer) -> None:
     bob, alice = await join(server, "bob"), await join(server, "alice")
-    assert list(alice.dialogue.resend()) == []
+    assert list(alice.dialogue.resend("1")) == []
     alice.send("1", "bob", b"x")
     alice.send("1", "bob", b"x")
     assert await alice.settled() == [Confirmed("1"), Confirmed("1")]
@@ -626,7 +625,7 @@ async def day(sim: Sim) -> None:
             ready = await asyncio.wait_for(client.log_in(), 5) and client
         except (OSError, TimeoutError):
             continue
-        for _, data in ready.dialogue.resend():
+        for _, data in ready.dialogue.resend({str(number) for number in range(written)}):
             ready.transport.write(data)
         for _ in range(sim.rng.randint(0, 5)):
             ready.send(str(written), "bob", b"x")
@@ -686,9 +685,9 @@ def _framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def listen(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[Incoming], str]:
+def listen(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[DialogueEvent], str]:
     """What a dialogue says, and how it ended."""
-    events: list[Incoming] = []
+    events: list[DialogueEvent] = []
     try:
         for piece in pieces:
             for event in dialogue.feed(piece):
@@ -699,7 +698,7 @@ def listen(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[Incoming],
         ending = str(error)
     else:
         return events, ""
-    assert not farewell or list(Frames().feed(farewell))
+    assert not farewell or list(DemoFrames().feed(farewell))
     return events, ending
 
 
@@ -728,11 +727,12 @@ def test_a_client_survives_whatever_a_server_says(
 class Sponge:
     """A transport that keeps nothing."""
 
+    keeps_bounds = False
     pending = 0
     closed = False
 
     def write(self, data: bytes) -> None:
-        list(Frames().feed(data))
+        list(DemoFrames().feed(data))
 
     def close(self) -> None:
         self.closed = True
@@ -757,10 +757,10 @@ def test_a_server_survives_whatever_a_client_says(data: bytes, greeted: bool) ->
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_length_alone() -> None:
-    frames = Frames()
+    frames = DemoFrames()
     with pytest.raises(ProtocolError, match=f"is longer than {MAX_FRAME}"):
         list(frames.feed((MAX_FRAME + 1).to_bytes(4, "big")))
-    frames = Frames()
+    frames = DemoFrames()
     assert list(frames.feed(b"\x00\x04")) == []
     with pytest.raises(ProtocolError, match="is longer"):
         list(frames.feed(b"\x00\x01"))
@@ -783,7 +783,7 @@ def test_a_frame_that_is_too_long_is_refused_by_its_length_alone() -> None:
 )
 def test_what_is_no_frame(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="a frame is not"):
-        list(Frames().feed(_framed(body)))
+        list(DemoFrames().feed(_framed(body)))
 
 
 async def test_what_is_nested_too_deeply_ends_one_link_only(server: DemoServer) -> None:

@@ -18,8 +18,8 @@ import pytest
 from tests.postgres.certificates import Authority
 from tests.sessions.ears import Ear, Echo, Raises, tcp_server, websocket_server
 
-from moored.sessions import _dial, _stream
-from moored.sessions._endpoints import Memory, Tcp, WebSocket
+from moored.sessions import _stream, _tcp_dial
+from moored.sessions._endpoints import InMemory, Tcp, WebSocket
 from moored.sessions._transport import Endpoint, Receiver, Transport
 from moored.testing import FaultProxy, Sim, run_one, scaled, simulate
 
@@ -48,7 +48,7 @@ async def serve(stack: AsyncExitStack, kind: str, tls: Tls) -> Endpoint:
     """A server that echoes, and where it is."""
     match kind:
         case "memory":
-            return Memory(Echo)
+            return InMemory(Echo)
         case "tcp":
             return Tcp("127.0.0.1", await stack.enter_async_context(tcp_server()))
         case "tls":
@@ -74,6 +74,7 @@ def descriptors() -> int:
 # -- what every transport promises ---------------------------------------------------------------
 
 
+@pytest.mark.every_loop
 async def test_what_is_written_arrives_in_order(endpoint: Endpoint) -> None:
     ear = Ear()
     transport = await endpoint.dial(ear)
@@ -252,18 +253,20 @@ class Greeter:
             writer.close()
 
 
+@pytest.mark.every_loop
 async def test_an_address_that_refuses_is_passed_over() -> None:
     async with AsyncExitStack() as stack:
         port = await Greeter().listen(stack, "127.0.0.1")
-        stream = await _dial._race(["127.0.0.2", "127.0.0.3", "127.0.0.1"], port)
+        stream = await _tcp_dial._race(["127.0.0.2", "127.0.0.3", "127.0.0.1"], port)
         stream.adopt(ear := Ear())
         assert await ear.hears(5) == b"hello"
         stream.abort()
         await ear.ended()
         with pytest.raises(ConnectionRefusedError):
-            await _dial._race(["127.0.0.2", "127.0.0.3"], port)
+            await _tcp_dial._race(["127.0.0.2", "127.0.0.3"], port)
 
 
+@pytest.mark.every_loop
 async def test_an_address_that_does_not_answer_is_not_waited_for() -> None:
     async with AsyncExitStack() as stack:
         silent = stack.enter_context(socket.socket())
@@ -277,7 +280,7 @@ async def test_an_address_that_does_not_answer_is_not_waited_for() -> None:
             each.connect_ex(("127.0.0.2", port))
         before = descriptors()
         async with asyncio.timeout(10):
-            stream = await _dial._race(["127.0.0.2", "127.0.0.1"], port)
+            stream = await _tcp_dial._race(["127.0.0.2", "127.0.0.1"], port)
         assert stream._transport.get_extra_info("peername")[0] == "127.0.0.1"
         stream.adopt(ear := Ear())
         await ear.hears(5)
@@ -286,13 +289,14 @@ async def test_an_address_that_does_not_answer_is_not_waited_for() -> None:
         await ear.ended()
 
 
+@pytest.mark.every_loop
 async def test_of_two_that_are_connected_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dial, "_STAGGER", 0.0)
+    monkeypatch.setattr(_tcp_dial, "_STAGGER", 0.0)
     async with AsyncExitStack() as stack:
         greeter = Greeter()
         port = await greeter.listen(stack, "127.0.0.1", "127.0.0.2", "127.0.0.3")
         for _ in range(20):
-            stream = await _dial._race(["127.0.0.1", "127.0.0.2", "127.0.0.3"], port)
+            stream = await _tcp_dial._race(["127.0.0.1", "127.0.0.2", "127.0.0.3"], port)
             stream.adopt(ear := Ear())
             assert await ear.hears(5) == b"hello"
             stream.close()
@@ -443,7 +447,7 @@ class Pair:
         return self.far
 
     async def dial(self) -> Transport:
-        return await Memory(self.serve).dial(self.near)
+        return await InMemory(self.serve).dial(self.near)
 
 
 async def test_memory_delivers_in_a_later_turn() -> None:
@@ -492,7 +496,7 @@ async def test_two_who_answer_at_once_do_not_hold_up_the_loop() -> None:
         far.transport = transport
         return far
 
-    near.transport = await Memory(server).dial(near)
+    near.transport = await InMemory(server).dial(near)
     near.transport.write(b"x")
     for _ in range(10):
         await asyncio.sleep(0)
@@ -506,7 +510,7 @@ async def test_a_server_in_memory_may_refuse() -> None:
         raise ConnectionRefusedError(111, "not today")
 
     with pytest.raises(ConnectionRefusedError, match="cannot connect to there: not today"):
-        await Memory(refuses, name="there").dial(Ear())
+        await InMemory(refuses, name="there").dial(Ear())
 
 
 # -- in the simulation -----------------------------------------------------------------------------
@@ -572,7 +576,7 @@ async def sim_race(sim: Sim) -> None:
     names = ["a", "b", "c"]
     for name in names:
         await sim.serve(guests.stay, host=name, port=7)
-    race = asyncio.create_task(_dial._race(names, 7))
+    race = asyncio.create_task(_tcp_dial._race(names, 7))
     if sim.rng.random() < 0.5:
         await asyncio.sleep(sim.random(0, 0.2))
         race.cancel()
@@ -587,7 +591,7 @@ async def sim_race(sim: Sim) -> None:
 
 
 def test_a_race_leaves_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dial, "_STAGGER", 0.0)
+    monkeypatch.setattr(_tcp_dial, "_STAGGER", 0.0)
     simulate(sim_race, scaled(1000, least=100))
 
 
@@ -595,7 +599,7 @@ def test_a_race_leaves_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_race_in_which_all_arrive_at_once(
     cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = _dial._attempt
+    attempt = _tcp_dial._attempt
 
     async def scenario(sim: Sim) -> None:
         guests, barrier = Guests(), asyncio.Barrier(3)
@@ -615,8 +619,8 @@ def test_a_race_in_which_all_arrive_at_once(
                 asyncio.get_running_loop().call_soon(race.cancel)
             return stream
 
-        monkeypatch.setattr(_dial, "_attempt", together)
-        race = asyncio.create_task(_dial._race(names, 7))
+        monkeypatch.setattr(_tcp_dial, "_attempt", together)
+        race = asyncio.create_task(_tcp_dial._race(names, 7))
         await asyncio.wait({race})
         await asyncio.sleep(10)
         assert cancelled or not race.cancelled()

@@ -12,11 +12,9 @@ from tests.sessions.storm import Faults, Storm
 from tests.sessions.support import until
 
 from moored.kernel import Backoff
-from moored.sessions import Event, Session, Sessions, Tcp
-from moored.sessions.demo import Demo, DemoServer
+from moored.sessions import Incoming, Session, Sessions, Tcp
 from moored.testing import FaultProxy, base_seed, scaled
-
-pytestmark = pytest.mark.serial
+from moored.testing.demo import Demo, DemoServer
 
 SENDS = scaled(1000, least=200)
 CUTS = scaled(20, least=5)
@@ -47,7 +45,7 @@ async def test_every_send_arrives_once_over_links_that_are_cut(
     over: Counter[tuple[str, int, str]] = Counter()
     backlog: Counter[str] = Counter()
 
-    async def hear(event: Event) -> None:
+    async def hear(event: Incoming) -> None:
         # So slowly that others wait behind it, of which a lost link must not make two.
         if event.type == "messages_upsert":
             name, id = event.profile, event.data.id

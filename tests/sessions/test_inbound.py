@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tests.sessions.support import until
 
-from moored.sessions import Event, Session, Sessions, Text
+from moored.sessions import EventStream, Incoming, Session, Sessions, Text
+from moored.sessions._event_queue import MOST_LATE, EventQueue, QueuedEvent
 from moored.sessions._sink import MOMENT, Sink
-from moored.sessions._waiting import MOST_LATE, Taken, Waiting
-from moored.sessions.demo import Demo, DemoServer
-from moored.sessions.demo._protocol import DemoDialogue
 from moored.testing import Sim, simulate
+from moored.testing.demo import Demo, DemoServer
+from moored.testing.demo._protocol import DemoDialogue
 
 #: Three times what a session has for its end.
 AT_MOST = 3 * MOMENT
@@ -28,13 +28,14 @@ class Box:
     """Numbers that wait; those below 100 are to be acknowledged."""
 
     def __init__(self, *numbers: int, returns: bool = True) -> None:
-        self.waiting = Waiting("alice", 5, returns=returns, outlives=returns)
+        self.waiting = EventQueue("alice", 5, returns=returns, outlives=returns)
         self.add(*numbers)
 
     def add(self, *numbers: int) -> None:
         for number in numbers:
-            event = Event("number", number, "alice")
-            self.waiting.add(event, None if number >= 100 else lambda handled: None)
+            event = Incoming("number", number, "alice")
+            done = None if number >= 100 else lambda handled: None
+            self.waiting.add(QueuedEvent(event, done))
 
     def rest(self) -> list[Any]:
         found = []
@@ -52,7 +53,7 @@ def test_what_waits_ends_with_its_link_if_the_server_sends_it_again() -> None:
     box.waiting.link_ready(again=True)
     box.add(1, 2, 3)
     assert box.rest() == [100, 101, 1, 2, 3]
-    assert (box.waiting.returned, box.waiting.dropped, box.waiting._owed) == (2, 0, 0)
+    assert (box.waiting.returned, box.waiting.dropped, box.waiting.owed) == (2, 0, 0)
 
 
 def test_what_the_server_has_forgotten_is_there_again_in_its_order_and_for_good() -> None:
@@ -101,7 +102,7 @@ def test_links_that_never_were_ready_pile_up_no_more_than_may_wait() -> None:
 
 def test_what_comes_back_to_a_full_place_makes_no_room_for_more() -> None:
     box = Box(1, 2, 3, 4, 5)
-    taken, era = box.waiting.take(), box.waiting._era
+    taken, era = box.waiting.take(), box.waiting.era
     assert taken is not None
     box.add(6)
     box.waiting.link_lost()
@@ -129,7 +130,7 @@ def test_what_comes_back_unfinished_goes_the_way_of_the_others(
 ) -> None:
     box = Box(1, 2)
     waiting = box.waiting
-    taken, era = waiting.take(), waiting._era
+    taken, era = waiting.take(), waiting.era
     assert taken is not None
     for each in links:
         match each:
@@ -143,22 +144,22 @@ def test_what_comes_back_unfinished_goes_the_way_of_the_others(
     assert box.rest() == rest
     assert waiting.returned == returned
     waiting.link_ready(again=True)
-    assert waiting._owed == 0
+    assert waiting.owed == 0
 
 
 class Letters:
     """Letters that wait, each with a key, and the links over which they were acknowledged."""
 
     def __init__(self) -> None:
-        self.waiting = Waiting("alice", 5, returns=True, outlives=True)
+        self.waiting = EventQueue("alice", 5, returns=True, outlives=True)
         self.link = 1
         self.acknowledged: list[tuple[str, int]] = []
 
     def come(self, letters: str, *, again: bool = True) -> None:
         for letter in letters:
-            event = Event("letter", letter, "alice")
+            event = Incoming("letter", letter, "alice")
             done = partial(self._done, letter, self.link)
-            assert self.waiting.add(event, done, letter, again=again)
+            assert self.waiting.add(QueuedEvent(event, done, letter, again))
 
     def _done(self, letter: str, link: int, handled: bool) -> bool:
         there = handled and link == self.link
@@ -174,10 +175,10 @@ class Letters:
             self.next_link(again=again)
 
     def next_link(self, *, again: bool) -> None:
-        self.link = self.waiting._era + 1
+        self.link = self.waiting.era + 1
         self.waiting.link_ready(again=again)
 
-    def take(self) -> Taken:
+    def take(self) -> QueuedEvent:
         taken = self.waiting.take()
         assert taken is not None
         return taken
@@ -205,7 +206,7 @@ def test_what_is_finished_after_its_link_is_not_begun_again() -> None:
     # Once, and for this copy: whoever calls another one the same must wait for its turn.
     box.come("a", again=False)
     assert box.finish() == "a"
-    assert box.waiting._owed == 0
+    assert box.waiting.owed == 0
 
 
 def test_what_is_finished_behind_its_copy_settles_that() -> None:
@@ -219,7 +220,7 @@ def test_what_is_finished_behind_its_copy_settles_that() -> None:
     box.waiting.handled(in_hand)
     assert box.acknowledged == [("a", 3)]
     assert box.finish() == "b"
-    assert box.waiting._owed == 0
+    assert box.waiting.owed == 0
 
 
 def test_what_is_finished_between_two_links_settles_the_copy_of_the_next() -> None:
@@ -251,7 +252,7 @@ def test_a_copy_that_the_server_has_forgotten_is_not_given_out_either(finished_f
         box.waiting.handled(in_hand)
     assert box.finish() == "b"
     assert box.acknowledged == []
-    assert box.waiting._owed == 0
+    assert box.waiting.owed == 0
 
 
 def test_a_new_message_is_never_taken_for_an_old_one() -> None:
@@ -279,8 +280,8 @@ def test_what_is_finished_late_is_remembered_within_limits() -> None:
 
 async def test_a_loop_whose_place_was_taken_settles_nothing_that_only_looks_alike() -> None:
     box = Letters()
-    sink = box.waiting = Sink("alice", 5, returns=True, outlives=True)
-    first, second = sink.iterate(), sink.iterate()
+    sink = Sink(box.waiting)
+    first, second = EventStream(sink), EventStream(sink)
     box.come("a", again=False)
     assert (await anext(first)).data == "a"
     box.cut()
@@ -293,16 +294,16 @@ async def test_a_loop_whose_place_was_taken_settles_nothing_that_only_looks_alik
         await anext(first)
     # Another message by now, whose first copy was lost with its link.
     box.cut()
-    assert sink.put(Event("letter", "a", "alice"), partial(box._done, "a", 3), "a", again=True)
+    assert sink.put(Incoming("letter", "a", "alice"), partial(box._done, "a", 3), "a", again=True)
     assert (await asyncio.wait_for(waits, 30)).data == "a"
-    await second.aclose()  # type: ignore[attr-defined]
+    await second.aclose()
 
 
 async def test_a_handler_whose_place_was_taken_settles_nothing_that_only_looks_alike() -> None:
     box, heard, may_go_on = Letters(), list[str](), asyncio.Event()
-    sink = box.waiting = Sink("alice", 5, returns=True, outlives=True)
+    sink = Sink(box.waiting)
 
-    async def stubborn(event: Event) -> None:
+    async def stubborn(event: Incoming) -> None:
         heard.append("stubborn")
         while not may_go_on.is_set():
             try:
@@ -312,7 +313,7 @@ async def test_a_handler_whose_place_was_taken_settles_nothing_that_only_looks_a
         heard.append("done")
 
     sink.attach(stubborn)
-    assert sink.put(Event("letter", "a", "alice"), partial(box._done, "a", 1), "a")
+    assert sink.put(Incoming("letter", "a", "alice"), partial(box._done, "a", 1), "a")
     await until(lambda: heard)
     sink.attach(None)
     await until(lambda: heard[1:])
@@ -331,7 +332,7 @@ def test_what_comes_back_from_a_link_that_never_was_ready_is_forgotten_with_it()
     waiting = box.waiting
     waiting.link_lost()
     box.add(1)
-    taken, era = waiting.take(), waiting._era
+    taken, era = waiting.take(), waiting.era
     assert taken is not None
     waiting.link_lost()
     waiting.put_back(taken, era)
@@ -344,7 +345,7 @@ def test_what_comes_back_from_a_link_that_never_was_ready_is_forgotten_with_it()
 
 def test_what_comes_back_between_links_is_the_first_again() -> None:
     box = Box(1, 2, 3)
-    taken, era = box.waiting.take(), box.waiting._era
+    taken, era = box.waiting.take(), box.waiting.era
     assert taken is not None
     box.waiting.link_lost()
     box.waiting.put_back(taken, era)
@@ -353,11 +354,11 @@ def test_what_comes_back_between_links_is_the_first_again() -> None:
 
 
 async def test_a_sink_that_refuses_says_that_it_has_room_and_acknowledges_nothing() -> None:
-    sink, told = Sink("alice", 1, returns=True, outlives=True), list[bool]()
+    sink, told = Sink(EventQueue("alice", 1, returns=True, outlives=True)), list[bool]()
     await sink.finish()
     for number in range(3):
-        assert sink.put(Event("number", number, "alice"), told.append)
-    assert (len(sink), sink.dropped, sink.returned, told) == (0, 0, 3, [])
+        assert sink.put(Incoming("number", number, "alice"), told.append)
+    assert (len(sink.queue), sink.queue.dropped, sink.queue.returned, told) == (0, 0, 3, [])
 
 
 # -- the end of a session --------------------------------------------------------------------------
@@ -370,7 +371,7 @@ class Hung:
         self.begun: list[Any] = []
         self.go_on = asyncio.Event()
 
-    async def __call__(self, event: Event) -> None:
+    async def __call__(self, event: Incoming) -> None:
         if event.type == "messages_upsert":
             self.begun.append(event.data.content)
             await self.go_on.wait()
@@ -409,7 +410,7 @@ def test_a_handler_that_hangs_has_one_moment_and_no_more(first: float, how: str)
     async def scenario(sim: Sim) -> None:
         server = DemoServer()
 
-        async def handler(event: Event) -> None:
+        async def handler(event: Incoming) -> None:
             if event.type == "messages_upsert":
                 await asyncio.sleep(first)
             elif event.data.state == "stopped":
@@ -447,7 +448,7 @@ async def test_a_handler_and_a_loop_that_stop_their_own_session_do_not_wait_for_
     begun = time.monotonic()
     ended = asyncio.Event()
 
-    async def handler(event: Event) -> None:
+    async def handler(event: Incoming) -> None:
         if event.type == "messages_upsert":
             await sessions.stop("alice")
             ended.set()
@@ -482,10 +483,10 @@ async def test_after_a_lost_lease_nothing_is_acknowledged(
     hung = Hung()
     alice = await in_hand(sessions, server, hung)
     server.refusing = True
-    alice._fenced()
+    alice._runtime.fenced()
     await until(lambda: not server.online)
     hung.go_on.set()
-    await until(lambda: alice._sink._consumer is None)
+    await until(lambda: alice._runtime.sink._consumer is None)
     assert hung.begun == [Text("0")], "more was begun, and another may have it"
     assert server.mail("alice") == 3
     server.refusing = False

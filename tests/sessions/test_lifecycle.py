@@ -17,7 +17,7 @@ from moored.sessions import (
     Acked,
     AlreadyRunning,
     CloseClass,
-    Event,
+    Incoming,
     NotConnected,
     RetryCache,
     Session,
@@ -28,8 +28,8 @@ from moored.sessions import (
 )
 from moored.sessions._sessions import CLOSING
 from moored.sessions._storage_memory import MemoryStorage
-from moored.sessions.demo import Demo, DemoServer
 from moored.testing import Sim
+from moored.testing.demo import Demo, DemoServer
 
 #: How long a handler has to end what it has in hand.
 PATIENCE = 5.0
@@ -37,7 +37,7 @@ PATIENCE = 5.0
 LONG = 300.0
 
 
-async def hang(event: Event) -> None:
+async def hang(event: Incoming) -> None:
     """A handler that never ends."""
     await asyncio.get_running_loop().create_future()
 
@@ -142,7 +142,7 @@ async def test_a_handler_may_close_everything(server: DemoServer) -> None:
     await sessions.open()
     closed = asyncio.Event()
 
-    async def enough(event: Event) -> None:
+    async def enough(event: Incoming) -> None:
         if event.type == "connection_update" and event.data.state == "online":
             await sessions.close()
             closed.set()
@@ -317,7 +317,7 @@ async def test_a_handler_that_stops_its_session_acknowledges_only_if_it_returns(
 ) -> None:
     stops: list[asyncio.Task[None]] = []
 
-    async def enough(event: Event) -> None:
+    async def enough(event: Incoming) -> None:
         if event.type == "messages_upsert":
             if in_a_task:
                 stops.append(asyncio.create_task(alice.stop()))
@@ -375,9 +375,9 @@ async def test_the_last_credentials_are_kept_before_the_profile_is_free(sim: Sim
     storage = SlowToKeep()
     async with Sessions(storage=storage) as sessions:
         alice = await sessions.connect("alice", Demo(DemoServer()))
-        alice._keep_credentials(b"first")
+        alice._runtime.credentials.keep(b"first")
         await asyncio.sleep(0.5)
-        alice._keep_credentials(b"second")  # while the first ones are being written
+        alice._runtime.credentials.keep(b"second")  # while the first ones are being written
         await alice.stop()
         assert await storage.get("alice", "creds", "creds") == b"second"
 
@@ -386,7 +386,7 @@ async def test_the_last_credentials_are_kept_before_the_profile_is_free(sim: Sim
 
 
 async def test_pauses_that_end_leave_a_session_that_can_be_connected(server: DemoServer) -> None:
-    events: list[Event] = []
+    events: list[Incoming] = []
     async with Sessions(backoff=Backoff(0.01, 0.01, max_attempts=3)) as sessions:
         alice = await sessions.connect("alice", Demo(server), on_event=events.append)
         server.drop_acks = 1

@@ -11,8 +11,8 @@ from tests.sessions.support import until
 
 from moored.kernel import Backoff
 from moored.sessions import Acked, Outgoing, Session, Sessions, Unknown
-from moored.sessions.demo import Demo, DemoServer
 from moored.testing import Sim, run_one, scaled
+from moored.testing.demo import Demo, DemoServer
 
 HOUR = 3600.0
 MANY = scaled(1000, least=100)
@@ -33,8 +33,8 @@ async def test_a_tenth_that_crash_at_once_leave_the_others_without_an_error() ->
         }
         await until(lambda: len(server.received) == MANY)
         for session in crashing:
-            assert session._connection is not None
-            session._connection._crash(RuntimeError("a defect"))
+            assert session._runtime.connection is not None
+            session._runtime.connection.crash(RuntimeError("a defect"))
 
         for session in others:
             assert isinstance(await sends[session], Acked)
@@ -90,8 +90,9 @@ async def test_recipients_leave_no_memory_behind() -> None:
         finally:
             tracemalloc.stop()
         assert session.status()["acked"] == 1_000 + RECIPIENTS
-        assert (len(session._senders), session._table.recipients) == (0, 1)
-        assert sum(map(len, session._table._queues.values())) < 200
+        sends = session._runtime.sends
+        assert (len(sends.senders), sends.table.recipients) == (0, 1)
+        assert sum(map(len, sends.table._queues.values())) < 200
         # Not one whole object for each of them, but what the interpreter keeps to use again.
         assert after - before < 64 * 1024
     assert isinstance(await stuck, Unknown)

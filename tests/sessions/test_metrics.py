@@ -8,8 +8,8 @@ from tests.sessions.support import until
 
 from moored.kernel import Backoff
 from moored.sessions import Sessions, Text
-from moored.sessions.demo import Demo, DemoServer
 from moored.sessions.prometheus import _COUNTERS, SessionsCollector
+from moored.testing.demo import Demo, DemoServer
 
 
 def scrape(collector: SessionsCollector) -> tuple[str, dict[tuple[str, ...], float]]:

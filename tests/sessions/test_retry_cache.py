@@ -13,6 +13,8 @@ from moored.sessions._protocol import Outgoing
 from moored.sessions._retry_cache import MemoryRetryCache, RetryCache
 from moored.testing import Sim, simulate
 
+pytestmark = pytest.mark.pure
+
 
 class Time:
     """A clock that a test moves."""

@@ -13,11 +13,11 @@ from tests.sessions.peers import peer
 from tests.sessions.support import until
 
 from moored.kernel import Backoff
-from moored.sessions import Event, Msg, Sessions, retrying
+from moored.sessions import Incoming, Msg, Sessions, retrying
 from moored.sessions.mqtt import Mqtt
 from moored.testing import Sim, run_one
 
-EVENT = Event("messages_upsert", Msg("text", "hello"), "alice")
+EVENT = Incoming("messages_upsert", Msg("text", "hello"), "alice")
 
 
 class Flaky:
@@ -26,14 +26,14 @@ class Flaky:
     def __init__(self, failures: int) -> None:
         self.failures = failures
         self.times: list[float] = []
-        self.put_aside: list[tuple[Event, str]] = []
+        self.put_aside: list[tuple[Incoming, str]] = []
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Incoming) -> None:
         self.times.append(asyncio.get_running_loop().time())
         if len(self.times) <= self.failures:
             raise ValueError(f"attempt {len(self.times)}")
 
-    async def aside(self, event: Event, error: Exception) -> None:
+    async def aside(self, event: Incoming, error: Exception) -> None:
         await asyncio.sleep(0)
         self.put_aside.append((event, str(error)))
 
@@ -111,13 +111,13 @@ async def test_a_poisoned_message_costs_neither_the_link_nor_the_others(
     heard: list[bytes] = []
     put_aside: list[bytes] = []
 
-    def handle(event: Event) -> None:
+    def handle(event: Incoming) -> None:
         if isinstance(event.data, Msg):
             heard.append(event.data.content)
             if event.data.content == b"1":
                 raise ValueError("never")
 
-    def aside(event: Event, error: Exception) -> None:
+    def aside(event: Incoming, error: Exception) -> None:
         put_aside.append(event.data.content)
 
     careful = retrying(handle, attempts=3, dead_letter=aside, backoff=Backoff(0.01, 0.01))

@@ -17,7 +17,7 @@ from tests.sessions.storages import KEY
 from moored.sessions import _seal
 from moored.sessions._errors import CorruptRecord, StorageError
 from moored.sessions._seal import Seal
-from moored.sessions._sealed import MARKER, Sealed
+from moored.sessions._sealed_storage import MARKER, Sealed
 from moored.sessions._storage import open_storage
 from moored.sessions._storage_memory import MemoryStorage
 from moored.testing import scaled

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sessions.support import collect, until
+from tests.sessions.support import Broken, collect, until
 
 from moored.kernel import Backoff
 from moored.sessions import (
     Acked,
     AlreadyRunning,
     CloseClass,
-    Event,
+    Incoming,
     LinkLost,
     Msg,
     NotConnected,
@@ -39,8 +39,8 @@ from moored.sessions import (
     Unknown,
     Unsupported,
 )
-from moored.sessions.demo import Demo, DemoServer
 from moored.testing import FaultProxy
+from moored.testing.demo import Demo, DemoServer
 
 # -- outcomes -----------------------------------------------------------------------------------
 
@@ -224,18 +224,19 @@ async def test_a_peer_may_ask_for_a_recent_send_again(
 
     alice = await sessions.connect("alice", Repeating(server))
     await alice.send("bob", b"hello", id="1")
-    connection = alice._connection
+    connection, link = alice._runtime.connection, alice._runtime.link
     assert connection is not None
+    assert link is not None
     for id in ("1", "never sent"):
-        connection._on_repeat(Repeat(id))
+        link._on_repeat(Repeat(id))
     await until(lambda: server.received[0].duplicates == 1)
     status = alice.status()
     assert (status["repeated"], status["not_repeated"]) == (1, 1)
     # What has crashed takes its memory along.
-    connection._crash(RuntimeError("a defect"))
+    connection.crash(RuntimeError("a defect"))
     await until(lambda: alice.generation > 1 and alice.state == "online")
-    assert alice._connection is not None
-    alice._connection._on_repeat(Repeat("1"))
+    assert alice._runtime.link is not None
+    alice._runtime.link._on_repeat(Repeat("1"))
     assert alice.status()["not_repeated"] == 2
 
 
@@ -249,13 +250,13 @@ async def test_a_peer_that_asks_and_asks_does_not_fill_the_memory(sessions: Sess
     ):
         alice = await sessions.connect("alice", Repeating(Tcp("127.0.0.1", proxy.port)))
         await alice.send("bob", bytes(150_000), id="1")
-        connection = alice._connection
-        assert connection is not None
+        link = alice._runtime.link
+        assert link is not None
         proxy.stall()
         for _ in range(200):
-            connection._on_repeat(Repeat("1"))
+            link._on_repeat(Repeat("1"))
         assert alice.status()["not_repeated"] > 100
-        assert connection._unsent() < 1_000_000
+        assert link.pending < 1_000_000
         proxy.resume()
 
 
@@ -280,11 +281,10 @@ async def test_sends_to_one_recipient_keep_their_order_and_others_go_past(
     assert await alice.send("carol", b"", id="beside")
     assert not first.done()
     assert not second.done()
-    assert "senders" in str(sessions.tree())
     gate.set()
     await asyncio.gather(first, second)
     assert [each.id for each in server.received] == ["beside", "slow", "behind"]
-    assert len(alice._senders) == 0
+    assert len(alice._runtime.sends.senders) == 0
 
 
 async def test_a_failed_step_fails_its_own_send_only(
@@ -354,14 +354,14 @@ async def test_a_send_that_was_given_up_in_a_step_is_never_written(
 
     alice = await sessions.connect("alice", Demo(server), steps=[("encrypt", slow)])
     sending = asyncio.create_task(alice.send("bob", b"", outcome=True))
-    await until(lambda: len(alice._senders))
+    await until(lambda: len(alice._runtime.sends.senders))
     server.cut("alice")
     outcome = await asyncio.wait_for(sending, 30)
     assert isinstance(outcome, NotSent)
     assert outcome.stage == "encrypt"
     await alice.online(30)
     gate.set()
-    await until(lambda: not len(alice._senders))
+    await until(lambda: not len(alice._runtime.sends.senders))
     assert await alice.send("carol", b"")
     assert [each.recipient for each in server.received] == ["carol"]
 
@@ -378,8 +378,8 @@ async def test_a_crash_of_the_session_resolves_its_sends_and_it_connects_again_b
     server.drop_acks = 1
     sending = asyncio.create_task(alice.send("bob", b"", outcome=True, timeout=3600))
     await until(lambda: server.received)
-    assert alice._connection is not None
-    alice._connection._crash(RuntimeError("a defect"))
+    assert alice._runtime.connection is not None
+    alice._runtime.connection.crash(RuntimeError("a defect"))
     outcome = await asyncio.wait_for(sending, 30)
     assert isinstance(outcome, Unknown)
     assert "a defect" in str(outcome.reason)
@@ -394,10 +394,6 @@ async def test_a_crash_of_the_session_resolves_its_sends_and_it_connects_again_b
 async def test_too_many_crashes_end_one_session_with_a_reason_and_no_other(
     sessions: Sessions, server: DemoServer
 ) -> None:
-    class Broken(Demo):
-        def route(self, frame: Any) -> str:
-            raise RuntimeError("a defect in the protocol")
-
     alice = await sessions.start("alice", Broken(server))
     bob = await sessions.connect("bob", Demo(server))
     events = collect(alice)
@@ -452,7 +448,7 @@ async def test_a_restart_that_the_server_wants_is_made_at_once(
     alice = await sessions.connect("alice", Demo(server))
     server.restart("alice")
     await until(lambda: alice.generation == 2 and alice.state == "online")
-    assert alice._core.backoff.attempts == 0
+    assert alice._runtime.core.backoff.attempts == 0
 
 
 async def test_disconnect_keeps_the_profile_and_connect_brings_the_link_back(
@@ -557,8 +553,8 @@ async def test_a_question_ends_with_its_time_or_with_the_link(
     with pytest.raises(QueryTimeout, match=r"within 0\.05 s"):
         await alice.query({"do": "echo"}, timeout=0.05)
     asking = asyncio.create_task(alice.query({"do": "echo"}, timeout=3600))
-    assert alice._connection is not None
-    queries = alice._connection.queries
+    assert alice._runtime.connection is not None
+    queries = alice._runtime.connection.queries
     await until(lambda: len(queries) == 1)
     server.cut("alice")
     with pytest.raises(QueryFailed, match="link was lost"):
@@ -605,7 +601,7 @@ async def test_a_message_is_acknowledged_when_its_handler_has_returned(
 ) -> None:
     gate, got = asyncio.Event(), []
 
-    async def handler(event: Event) -> None:
+    async def handler(event: Incoming) -> None:
         if event.type == "messages_upsert":
             got.append(event.data)
             await gate.wait()
@@ -625,7 +621,7 @@ async def test_what_a_handler_failed_at_comes_again_over_the_next_link(
 ) -> None:
     got: list[Msg] = []
 
-    def handler(event: Event) -> None:
+    def handler(event: Incoming) -> None:
         if event.type == "messages_upsert":
             got.append(event.data)
             if len(got) == 1:
@@ -669,13 +665,39 @@ async def test_what_a_consumer_had_when_it_left_comes_again(
             first = event
             break
     assert server.mail("alice") == 1
-    await until(lambda: len(alice._sink) == 1)
+    await until(lambda: len(alice._runtime.sink.queue) == 1)
     async for event in alice.events():
         if event is first:
             server.deliver("alice", Text("more"))
         elif event.type == "messages_upsert":
             break
     await until(lambda: server.mail("alice") == 1)
+
+
+@pytest.mark.every_loop
+async def test_leaving_a_block_of_events_acknowledges_the_last_one(
+    sessions: Sessions, server: DemoServer
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+
+    async def take() -> Any:
+        async with alice.events() as events:
+            async for event in events:
+                if event.type == "messages_upsert":
+                    if event.data.content == Text("bad"):
+                        raise ValueError("bad")
+                    return event.data.content
+        return None
+
+    for text in ("one", "two", "bad"):
+        server.deliver("alice", Text(text))
+    assert await take() == Text("one")
+    await until(lambda: server.mail("alice") == 2)
+    assert await take() == Text("two")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad"):
+            await take()
+    assert server.mail("alice") == 1
 
 
 async def test_each_change_of_the_connection_is_told_once(
@@ -701,8 +723,8 @@ async def test_a_second_consumer_takes_the_place_of_the_first(
         first.extend([event.type async for event in alice.events()])
 
     consumer = asyncio.create_task(consume())
-    queue: asyncio.Queue[Event] = asyncio.Queue()
-    await until(lambda: not len(alice._sink))
+    queue: asyncio.Queue[Incoming] = asyncio.Queue()
+    await until(lambda: not len(alice._runtime.sink.queue))
     alice.attach(queue)
     await asyncio.wait_for(consumer, 30)
     server.deliver("alice", Text("hello"))

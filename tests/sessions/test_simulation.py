@@ -14,7 +14,7 @@ from moored.kernel import Backoff
 from moored.sessions import (
     Acked,
     CloseClass,
-    Event,
+    Incoming,
     NotSent,
     Outcome,
     Outgoing,
@@ -28,14 +28,15 @@ from moored.sessions import (
     Unknown,
 )
 from moored.sessions._acks import AckTable
-from moored.sessions._connection import Connection
+from moored.sessions._event_queue import EventQueue
+from moored.sessions._link import Link
 from moored.sessions._senders import Senders
+from moored.sessions._sends import Sends
 from moored.sessions._sink import Sink
 from moored.sessions._transport import Receiver, Transport
-from moored.sessions._waiting import Waiting
-from moored.sessions.demo import Demo, DemoServer
-from moored.sessions.demo._world import Denied
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.testing.demo import Demo, DemoServer
+from moored.testing.demo._world import Denied
 
 TROUBLE = 12.0
 #: More than this nobody may wait beyond its own time, or after its link was lost.
@@ -91,32 +92,64 @@ class Inbox:
         #: Each with the link that there was when it was begun.
         self.begun: list[tuple[Any, str]] = []
         self.handled: list[str] = []
+        self.decrypted: list[str] = []
+        self.decrypted_twice: list[str] = []
+        #: The link that there was when the message that is being handled was begun.
+        self.begun_over: Any = None
+        #: What was set aside before the handler saw it: it comes later than it would have.
+        self.set_aside: set[str] = set()
         #: The one that the handler never comes back from, the first time.
         self.hangs_at = ""
+        #: Whether the handler raises now and then, and how often it has.
+        self.fails = False
+        self.failed = 0
 
     def post(self) -> None:
         id = f"in-{len(self.posted):03}"
         self.posted.append(id)
         self._world.server.deliver(self._profile, b"x", id=id)
 
-    async def hear(self, event: Event) -> None:
+    def _link(self) -> Any:
+        session = self._world.sessions.whereis(self._profile)
+        connection = None if session is None else session._runtime.connection
+        return None if connection is None else connection.link
+
+    async def decrypt(self, event: Incoming, session: Any) -> Incoming:
+        if event.type == "messages_upsert":
+            self.begun_over = self._link()
+            await asyncio.sleep(self._world.chance.choice([0.0, 0.0, 0.1]))
+            if self._world.chance.random() < 0.02:
+                self.set_aside.add(event.data.id)
+                self.begun_over = None
+                raise RuntimeError("the ratchet is out of step")
+            # (Again only if its acknowledgement was lost.)
+            if self.decrypted.count(event.data.id) > self.handled.count(event.data.id):
+                self.decrypted_twice.append(event.data.id)
+            self.decrypted.append(event.data.id)
+        return event
+
+    async def hear(self, event: Incoming) -> None:
         if event.type != "messages_upsert":
             return
-        session, id = self._world.sessions.whereis(self._profile), event.data.id
-        connection = None if session is None else session._connection
-        self.begun.append((None if connection is None else connection._link, id))
+        id = event.data.id
+        self.begun.append((self.begun_over or self._link(), id))
+        self.begun_over = None
         if id == self.hangs_at:
             self.hangs_at = ""
             await asyncio.sleep(1000.0)
         await asyncio.sleep(self._world.chance.choice([0.0, 0.0, 0.05, 0.4]))
+        if self.fails and self._world.chance.random() < 0.03:
+            self.failed += 1
+            raise RuntimeError("the handler's own trouble")
         self.handled.append(id)
 
     def check(self) -> None:
         """What waits belongs to its link: each message is begun once on each, at most."""
+        assert not self.decrypted_twice, "a message that was not handled was decrypted twice"
         assert not [id for link, id in self.begun if link is None], "it was begun without a link"
         again = {each: self.begun.count(each) for each in self.begun}
         assert set(again.values()) <= {1}, f"twice on one link: {again}"
-        order = list(dict.fromkeys(id for _, id in self.begun))
+        order = list(dict.fromkeys(id for _, id in self.begun if id not in self.set_aside))
         assert order == sorted(order), f"out of order: {order}"
 
     def check_complete(self) -> None:
@@ -126,6 +159,8 @@ class Inbox:
 
 class Slow:
     """A link that takes its time to close, and listens until then."""
+
+    keeps_bounds = False
 
     def __init__(self, inner: Transport, delay: float) -> None:
         self._inner = inner
@@ -195,16 +230,19 @@ class World:
 
     def protocol(self, **how: Any) -> Demo:
         endpoint = SlowlyClosing(Tcp("server", 7), self.sim)
-        return Demo(endpoint, keepalive=4.0, patience=2.0, **how)
+        protocol = Demo(endpoint, keepalive=4.0, patience=2.0, **how)
+        protocol.redelivery = 1.0
+        return protocol
 
     async def start(self, profile: str, protocol: Demo) -> Session:
         session = await self.sessions.start(
             profile,
             protocol,
             steps=[("encrypt", self._encrypt)],
+            inbound_steps=[("decrypt", self.inboxes[profile].decrypt)],
             on_event=self.inboxes[profile].hear,
         )
-        machine = session._core.machine
+        machine = session._runtime.core.machine
 
         def moved(move: Any) -> None:
             if move.source.phase == "online":
@@ -318,8 +356,8 @@ class World:
 
     def crash(self, profile: str) -> None:
         session = self.sessions.whereis(profile)
-        if session is not None and session._connection is not None:
-            session._connection._crash(RuntimeError("a defect"))
+        if session is not None and session._runtime.connection is not None:
+            session._runtime.connection.crash(RuntimeError("a defect"))
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -365,10 +403,10 @@ class World:
 
     def check_nothing_is_left(self) -> None:
         for session in self.sessions:
-            assert len(session._table) == session._table.recipients == 0
-            assert len(session._senders) == 0
-            assert not session._outbox
-            connection = session._connection
+            assert len(session._runtime.sends.table) == session._runtime.sends.table.recipients == 0
+            assert len(session._runtime.sends.senders) == 0
+            assert not session._runtime.sends.outbox
+            connection = session._runtime.connection
             assert connection is None or len(connection.queries) == 0
 
 
@@ -379,6 +417,7 @@ async def bad_day(sim: Sim) -> None:
     async with world.sessions:
         tasks = []
         for profile in PROFILES:
+            world.inboxes[profile].fails = True
             session = await world.start(profile, world.protocol(**chance.choice(KINDS)))
             tasks += [asyncio.create_task(world.sender(session, recipient)) for recipient in "xy"]
             tasks.append(asyncio.create_task(world.writer(world.inboxes[profile])))
@@ -410,10 +449,10 @@ async def one_cut(sim: Sim) -> None:
         world.server.delay = lambda: sim.random(0.0, 0.2)
         first = [asyncio.create_task(_outcome(session, f"a{each}")) for each in range(10)]
         await asyncio.sleep(sim.random(0.0, 0.3))
-        link = session._connection
-        assert link is not None
+        connection = session._runtime.connection
+        assert connection is not None
         # The server does not notice: what it has to say still comes, over the old socket.
-        link._close(CloseClass.TRANSIENT, "the network is gone, as far as we know")
+        connection.close(CloseClass.TRANSIENT, "the network is gone, as far as we know")
         outcomes = await asyncio.gather(*first)
         received = {each.id for each in world.server.received}
         assert all(isinstance(each, Acked | Unknown | NotSent) for each in outcomes)
@@ -478,7 +517,7 @@ async def sender_crash(sim: Sim) -> None:
         assert not received & {each.id for each in outcomes if isinstance(each, NotSent)}
         assert await other == Acked("other")
         assert session.generation == 1
-        assert len(session._senders) == session._table.recipients == 0
+        assert len(session._runtime.sends.senders) == session._runtime.sends.table.recipients == 0
 
 
 async def stopped(sim: Sim) -> None:
@@ -544,26 +583,27 @@ def test_one_cut() -> None:
     simulate(one_cut, seeds=scaled(500, least=30))
 
 
-def _stale_close(self: Connection, link: Any, error: BaseException | None) -> None:
-    self._close(CloseClass.TRANSIENT, "closed")
+def _stale_close(self: Link, error: BaseException | None) -> None:
+    self._connection.close(CloseClass.TRANSIENT, "closed")
 
 
-def _stale_bytes(self: Connection, link: Any, data: bytes) -> None:
-    if self._link is not None:
-        ORIGINAL_RECEIVED(self, self._link, data)
+def _stale_bytes(self: Link, data: bytes) -> None:
+    if self._connection.link is not None:
+        ORIGINAL_RECEIVED(self._connection.link, data)
 
 
-ORIGINAL_RECEIVED = Connection.received
+ORIGINAL_RECEIVED = Link.received
 
 
 def _not_drained(self: AckTable, reason: Any, *, resumes: bool) -> None:
     """Nobody is told: everybody waits for his timeout."""
 
 
-def _written_anyway(self: Session, parked: Any) -> None:
+def _written_anyway(self: Sends, parked: Any) -> None:
     parked.stage = "relay"
-    if self._connection is not None and self._core.online:
-        self._connection._write(parked)
+    runtime = self._runtime
+    if runtime.link is not None and runtime.core.online:
+        runtime.link.send(parked)
 
 
 def _unordered(self: Senders, parked: Any) -> None:
@@ -574,14 +614,14 @@ def _unordered(self: Senders, parked: Any) -> None:
 
 
 MUTANTS = [
-    (one_cut, mutant(Connection, "lost", _stale_close, name="the close of an old socket counts")),
-    (one_cut, mutant(Connection, "received", _stale_bytes, name="an old socket's acks count")),
+    (one_cut, mutant(Link, "lost", _stale_close, name="the close of an old socket counts")),
+    (one_cut, mutant(Link, "received", _stale_bytes, name="an old socket's acks count")),
     (bad_day, mutant(AckTable, "lost", _not_drained, name="parked sends wait for their timeouts")),
     (
         taken_over,
         mutant(CloseClass, "final", property(lambda self: False), name="a takeover is retried"),
     ),
-    (bad_day, mutant(Session, "_relay", _written_anyway, name="what was given up is written")),
+    (bad_day, mutant(Sends, "relay", _written_anyway, name="what was given up is written")),
     (bad_day, mutant(Senders, "push", _unordered, name="sends overtake each other")),
     (
         sender_crash,
@@ -589,7 +629,7 @@ MUTANTS = [
     ),
     (
         bad_day,
-        mutant(Waiting, "link_lost", lambda self: None, name="what waits outlives its link"),
+        mutant(EventQueue, "link_lost", lambda self: None, name="what waits outlives its link"),
     ),
     (
         stopped_receiving,
@@ -597,7 +637,7 @@ MUTANTS = [
     ),
     (
         stopped_receiving,
-        mutant(Waiting, "refuse", lambda self: None, name="a stop begins all that waits"),
+        mutant(EventQueue, "refuse", lambda self: None, name="a stop begins all that waits"),
     ),
 ]
 

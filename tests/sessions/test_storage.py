@@ -16,7 +16,7 @@ from tests.sessions.storages import KEY, KINDS, KINDS_ON_DISK, make
 
 from moored.sessions._errors import StorageError
 from moored.sessions._file_names import from_file_name, is_cut, to_file_name
-from moored.sessions._sealed import Sealed
+from moored.sessions._sealed_storage import Sealed
 from moored.sessions._storage import Namespace, Storage, open_storage
 from moored.sessions._storage_files import FileStorage
 from moored.sessions._storage_memory import MemoryStorage

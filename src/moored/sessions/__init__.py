@@ -20,17 +20,19 @@ What always holds:
 """
 
 from ._content import (
+    Bounce,
     ConnectionUpdate,
-    Event,
+    Incoming,
     Media,
     Msg,
     Poll,
     Presence,
     Receipt,
     SenderCrash,
+    SetAside,
     Text,
 )
-from ._endpoints import Memory, Tcp, WebSocket
+from ._endpoints import InMemory, Tcp, WebSocket
 from ._errors import (
     AlreadyRunning,
     CorruptRecord,
@@ -46,6 +48,7 @@ from ._errors import (
     StorageError,
     Unsupported,
 )
+from ._event_stream import EventStream
 from ._outcomes import (
     Acked,
     NotSent,
@@ -55,11 +58,13 @@ from ._outcomes import (
     SendNotSent,
     SendRejected,
     SendUnknown,
+    Submitted,
     Unknown,
 )
 from ._protocol import (
     Accepted,
     Answered,
+    Bounced,
     CloseClass,
     Closing,
     Confirmed,
@@ -68,27 +73,30 @@ from ._protocol import (
     Feature,
     Greeting,
     Happening,
+    Ignored,
     LoginStep,
     Notice,
     Outgoing,
-    Progress,
     Protocol,
     Ready,
     Refused,
+    Remember,
     Repeat,
+    StartTls,
     Unhandled,
 )
 from ._records import Corruption, Records
 from ._retry_cache import MemoryRetryCache, RetryCache
 from ._retrying import retrying
 from ._session import Session
+from ._session_via import SessionVia
 from ._sessions import Sessions
 from ._storage import Namespace, Storage, open_storage
-from ._via import SessionVia
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # What users call
     "ConnectionUpdate",
+    "EventStream",
     "Session",
     "SessionVia",
     "Sessions",
@@ -98,19 +106,23 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "NotSent",
     "Outcome",
     "Rejected",
+    "Submitted",
     "Unknown",
     # What is sent and what comes in
-    "Event",
+    "Bounce",
+    "Incoming",
     "Media",
     "Msg",
     "Poll",
     "Presence",
     "Receipt",
     "SenderCrash",
+    "SetAside",
     "Text",
     # For who writes a protocol
     "Accepted",
     "Answered",
+    "Bounced",
     "CloseClass",
     "Closing",
     "Confirmed",
@@ -120,15 +132,17 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Greeting",
     "Happening",
     "LoginStep",
-    "Memory",
+    "InMemory",
     "MemoryRetryCache",
     "Notice",
     "Outgoing",
-    "Progress",
+    "Ignored",
     "Protocol",
     "Ready",
     "Refused",
+    "Remember",
     "Repeat",
+    "StartTls",
     "RetryCache",
     "Corruption",
     "Namespace",

@@ -250,9 +250,12 @@ class AckTable:
         for id in ids:
             if (parked := self._by_id.get(id)) is not None and parked.orphan:
                 self.written(parked, generation)
-            elif self._line is not None:
-                # It is settled, but was written again: the server counts it all the same.
-                self._line.append(id)
+
+    def put_aside(self, id: str, why: str) -> None:
+        """Each link that it was written to has ended: it is not written again."""
+        if (parked := self._by_id.get(id)) is not None:
+            text = f"each link that it was written to has ended, so it is not sent again: {why}"
+            self._fail(parked, LinkLost(text))
 
     def repeated(self, id: str) -> None:
         """It was written once more, because somebody asked for it: the server counts it again."""
@@ -309,6 +312,9 @@ class AckTable:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._by_id
 
     def __iter__(self) -> Iterator[Parked]:
         return iter(list(self._by_id.values()))

@@ -1,4 +1,4 @@
-"""What a caller may give; told before anything is done with it."""
+"""Checks of arguments, made before anything is done with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ._errors import SessionError
 from ._protocol import Protocol
 
 __all__ = [
+    "check_drain",
     "check_handler",
     "check_loop",
     "check_protocol",
@@ -18,15 +19,21 @@ __all__ = [
 ]
 
 
+def check_drain(drain: object) -> None:
+    """Raise `ValueError` unless it is a number of seconds, 0 or more."""
+    if not isinstance(drain, (int, float)) or not drain >= 0:
+        raise ValueError(f"drain={drain!r} must be a number of seconds, 0 or more")
+
+
 def check_handler(handler: object) -> None:
-    """Raise for what cannot take events: each of them would fail, and come again."""
+    """Raise `TypeError` for a handler that cannot be given events."""
     if handler is not None and not callable(handler) and not isinstance(handler, asyncio.Queue):
         found = type(handler).__name__
         raise TypeError(f"events go to a function, an asyncio.Queue or None, and not to {found}")
 
 
 def check_loop(loop: asyncio.AbstractEventLoop, home: asyncio.AbstractEventLoop | None) -> None:
-    """Raise for a call from another event loop: it would do harm, and wait in vain."""
+    """Raise `SessionError` for a call from another event loop than the one of the sessions."""
     if loop is not home:
         raise SessionError(
             "these sessions live on another event loop: call them there, from another thread with "
@@ -35,14 +42,14 @@ def check_loop(loop: asyncio.AbstractEventLoop, home: asyncio.AbstractEventLoop 
 
 
 def check_protocol(protocol: object) -> None:
-    """Raise for what is no protocol, such as an address, of which nothing is shown."""
+    """Raise `TypeError` unless it is a `Protocol`; the value, perhaps a URL, is not shown."""
     if not isinstance(protocol, Protocol):
         found = type(protocol).__name__
         raise TypeError(f"protocol must be a Protocol, such as Mqtt(uri), and not {found}")
 
 
 def check_steps(steps: Iterable[object]) -> None:
-    """Raise for what are no steps: each send would fail."""
+    """Raise `TypeError` unless each step is a name and a function."""
     for step in steps:
         match step:
             case (str(), function) if callable(function):
@@ -51,14 +58,14 @@ def check_steps(steps: Iterable[object]) -> None:
 
 
 def check_texts(**texts: object) -> None:
-    """Raise `TypeError` for what is no text, by its name."""
+    """Raise `TypeError` for an argument that is not a str, by its name."""
     for name, value in texts.items():
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a str, and not {type(value).__name__}")
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise for what is no time to wait: one that is not a number would be waited for for ever."""
+    """Raise unless it is a number of seconds above 0: NaN would never time out."""
     if not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
     if not timeout > 0:

@@ -9,14 +9,16 @@ from typing import Any
 from ._protocol import CloseClass
 
 __all__ = [
+    "Bounce",
     "ConnectionUpdate",
-    "Event",
+    "Incoming",
     "Media",
     "Msg",
     "Poll",
     "Presence",
     "Receipt",
     "SenderCrash",
+    "SetAside",
     "Text",
 ]
 
@@ -87,18 +89,43 @@ class Msg:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Incoming:
     """Something that happened to a session.
 
     The types: `messages_upsert` (a `Msg`), `receipt_update` (a `Receipt`), `group_update`,
     `presence_update` (a `Presence`), `connection_update` (a `ConnectionUpdate`), `login` (a
     `LoginStep`), `record_corrupt` (a `Corruption`), `credentials_not_kept` (why),
-    `session_crashed` (why), `sender_crashed` (a `SenderCrash`), `events_dropped` (how many).
+    `session_crashed` (why), `sender_crashed` (a `SenderCrash`), `events_dropped` (how many),
+    `message_set_aside` (a `SetAside`), `send_bounced` (a `Bounce`). A protocol may have more: MQTT
+    has `subscription_refused` (a `SubscriptionRefused`).
     """
 
     type: str
     data: Any
     profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A message that could not be handled: it is not acknowledged, and holds up no other message.
+
+    The server sends it again over the next link, if the protocol's server does so at all.
+    """
+
+    #: The event that the handler failed at; without data, if the protocol could not interpret it.
+    event: Incoming
+    #: What the handler, or the protocol, raised.
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Bounce:
+    """A send that the server had confirmed, and could not deliver in the end."""
+
+    id: str
+    #: The protocol's own code.
+    code: object
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from moored.kernel import Backoff, BackoffExhausted, Chart, Machine
 
 from ._protocol import CloseClass
 
-__all__ = ["CHART", "Dial", "Idle", "SessionCore", "Wait"]
+__all__ = ["CHART", "DialNow", "Idle", "SessionCore", "Wait"]
 
 #: A link that has lived for so long has proven that it works.
 PROVEN = 5.0
@@ -58,7 +58,7 @@ CHART = Chart(
 )
 
 
-class Dial(NamedTuple):
+class DialNow(NamedTuple):
     """Make a link, as this generation."""
 
     generation: int
@@ -136,7 +136,7 @@ class SessionCore:
 
     # -- what happens --------------------------------------------------------------------------
 
-    def next(self, now: float) -> Dial | Wait | Idle:
+    def next(self, now: float) -> DialNow | Wait | Idle:
         """What to do now."""
         if self.machine.step == "waiting":
             if now < self._due_at:
@@ -146,7 +146,7 @@ class SessionCore:
             return Idle()
         self._begun = True
         self.generation += 1
-        return Dial(self.generation)
+        return DialNow(self.generation)
 
     def dialled(self, generation: int) -> bool:
         """A link is open; says whether it is wanted."""
@@ -190,7 +190,7 @@ class SessionCore:
             self.machine.move("offline/refused", cause=f"{kind.value}: {reason}")
         elif kind is CloseClass.RESTART and self._restarts < RESTARTS:
             self._restarts += 1
-            self._dial(f"the server wants a new link: {reason}")
+            self._dial(f"a new link is needed: {reason}")
         else:
             self._pause(now, retry_after or 0.0)
         return True
@@ -258,6 +258,12 @@ class SessionCore:
     def online(self) -> bool:
         """Whether sends can be written."""
         return self._online_at is not None
+
+    @property
+    def restarting(self) -> bool:
+        """Whether a new link is made at once, in place of one that was in order."""
+        dials = self.machine.phase == "connecting" and self.machine.step != "waiting"
+        return dials and self.last_kind is CloseClass.RESTART
 
     @property
     def why(self) -> tuple[CloseClass | None, str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["Counts"]
+__all__ = ["SessionCounts"]
 
 
-class Counts:
+class SessionCounts:
     """How often things have happened to a session."""
 
     __slots__ = (
         "acked",
+        "bounced",
         "crashes",
         "not_repeated",
         "not_sent",
@@ -24,7 +25,7 @@ class Counts:
     def __init__(self) -> None:
         self.acked = self.rejected = self.not_sent = self.unknown = 0
         self.received = self.unhandled = self.stale = self.crashes = 0
-        self.repeated = self.not_repeated = 0
+        self.repeated = self.not_repeated = self.bounced = 0
 
     def as_dict(self) -> dict[str, int]:
         """As plain data."""

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from ._dial import cannot_connect, dial_stream
-from ._memory import memory_pair
+from moored.kernel import extra
+
+from ._memory_transport import memory_pair
+from ._stream import Dialler, Stream
+from ._tcp_dial import cannot_connect, dial_stream
 from ._tls import TlsLink, default_tls
 from ._transport import Receiver, Transport
 
-__all__ = ["Memory", "MemoryServer", "Tcp", "WebSocket", "default_tls"]
+__all__ = ["InMemory", "MemoryServer", "Tcp", "WebSocket", "default_tls"]
 
 #: What serves a link within the process: gets its end of it, and returns who receives there.
 MemoryServer: TypeAlias = Callable[[Transport], Receiver]
@@ -32,9 +35,11 @@ class Tcp:
     :param host: its name or address; all addresses of a name are tried, IPv6 and IPv4 in turn.
     :param tls: what the server's certificate is checked with; None for a connection without TLS.
     :param server_name: the name that the certificate must have; the host's by default.
+    :param starttls: begin without TLS, until the protocol says `StartTls`; a link that is ready
+        before that is closed.
     """
 
-    __slots__ = ("host", "port", "server_name", "tls")
+    __slots__ = ("host", "port", "server_name", "starttls", "tls")
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Tcp:
         *,
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
+        starttls: bool = False,
     ) -> None:
         wrong = []
         if not host:
@@ -51,9 +57,12 @@ class Tcp:
             wrong.append(f"port is {port}, and must be from 1 to 65535")
         if server_name is not None and tls is None:
             wrong.append("server_name is for TLS: pass tls as well")
+        if starttls and tls is None:
+            wrong.append("starttls is for TLS: pass tls as well")
         if wrong:
             raise ValueError("; ".join(wrong))
         self.host = host
+        self.starttls = starttls
         self.port = port
         self.tls = tls
         self.server_name = server_name
@@ -66,19 +75,39 @@ class Tcp:
             raise cannot_connect(str(self), error) from error
 
     async def _open(self, receiver: Receiver) -> Transport:
-        if self.tls is None:
+        if self.tls is None or self.starttls:
             return await dial_stream(self.host, self.port, receiver)
+        return await self._encrypt(
+            self.tls, receiver, lambda layer: dial_stream(self.host, self.port, layer)
+        )
+
+    async def secure(self, transport: Transport, receiver: Receiver) -> Transport:
+        """Go on with a link over TLS, from which nothing is read meanwhile (STARTTLS)."""
+        assert self.tls is not None
+        assert isinstance(transport, Stream)
+
+        async def below(layer: Receiver) -> Transport:
+            transport.adopt(layer)
+            return transport
+
+        try:
+            return await self._encrypt(self.tls, receiver, below)
+        except OSError as error:
+            raise cannot_connect(str(self), error) from error
+
+    async def _encrypt(self, tls: ssl.SSLContext, receiver: Receiver, dial: Dialler) -> Transport:
         name = self.server_name or self.host
         try:
-            link = TlsLink(receiver, self.tls, name)
+            link = TlsLink(receiver, tls, name)
         except ValueError as error:
             raise OSError(errno.EINVAL, f"{name!r} is no name for TLS: {error}") from error
-        await link.open(lambda layer: dial_stream(self.host, self.port, layer))
+        await link.open(dial)
         return link
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}" + (" (TLS)" if self.tls is not None else "")
+        how = " (STARTTLS)" if self.starttls else " (TLS)" if self.tls is not None else ""
+        return f"{host}:{self.port}{how}"
 
     def __repr__(self) -> str:
         return f"<Tcp {self}>"
@@ -93,10 +122,12 @@ class WebSocket:
         default.
     :param headers: more headers for the handshake, as pairs.
     :param text: send and expect text frames (UTF-8), not binary ones.
+    :param stream: what is spoken over it is a stream of bytes, such as MQTT, which may be cut into
+        frames anywhere; otherwise each `Greeting`, send or acknowledgement is a frame of its own.
     :param max_size: the longest message that is accepted, in bytes; a longer one ends the link.
     """
 
-    __slots__ = ("_headers", "_tcp", "_url", "max_size", "subprotocol", "text")
+    __slots__ = ("_headers", "_tcp", "_url", "max_size", "stream", "subprotocol", "text")
 
     def __init__(
         self,
@@ -106,14 +137,11 @@ class WebSocket:
         tls: ssl.SSLContext | None = None,
         headers: Iterable[tuple[str, str]] = (),
         text: bool = False,
+        stream: bool = False,
         max_size: int = 1024 * 1024,
     ) -> None:
-        try:
+        with extra("mqtt", "WebSocket"):
             import websockets  # noqa: F401
-        except ImportError:
-            raise ModuleNotFoundError(
-                "WebSocket needs the package websockets: pip install 'moored[mqtt]'"
-            ) from None
         parts = _parts(url, tls)
         secure = parts.scheme == "wss"
         assert parts.hostname is not None
@@ -128,6 +156,7 @@ class WebSocket:
         )
         self.subprotocol = subprotocol
         self.text = text
+        self.stream = stream
         self.max_size = max_size
 
     async def dial(self, receiver: Receiver) -> Transport:
@@ -140,6 +169,7 @@ class WebSocket:
             subprotocol=self.subprotocol,
             headers=self._headers,
             text=self.text,
+            stream=self.stream,
             max_size=self.max_size,
         )
         try:
@@ -187,7 +217,7 @@ def _parts(url: str, tls: ssl.SSLContext | None) -> SplitResult:
     return parts
 
 
-class Memory:
+class InMemory:
     """A server in this process.
 
     :param server: called for each link with the server's end; returns who receives there. It may
@@ -214,4 +244,4 @@ class Memory:
         return self.name
 
     def __repr__(self) -> str:
-        return f"<Memory {self.name}>"
+        return f"<InMemory {self.name}>"

@@ -1,4 +1,4 @@
-"""What can go wrong with a session, each with what to do about it."""
+"""The errors of sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class SessionError(MooredError):
-    """Something about a session."""
+    """Base class of the errors of sessions."""
 
 
 class AlreadyRunning(SessionError):
@@ -35,15 +35,15 @@ class AlreadyRunning(SessionError):
 
 
 class SessionStopped(SessionError):
-    """The session was stopped, or has stopped itself for good."""
+    """The session was stopped, or has ended after too many crashes."""
 
 
 class NotConnected(SessionError):
-    """There is no link just now."""
+    """The session has no link to the server at the moment."""
 
 
 class LinkLost(SessionError):
-    """The link was lost."""
+    """The link to the server was lost."""
 
 
 class SenderCrashed(SessionError):
@@ -55,7 +55,7 @@ class SenderCrashed(SessionError):
 
 
 class StepFailed(SessionError):
-    """A step of the pipeline could not do its work for this one send; raised by steps."""
+    """Raised by a step to fail the one send that it was called for."""
 
 
 class QueryFailed(StepFailed):
@@ -67,11 +67,11 @@ class QueryFailed(StepFailed):
 
 
 class QueryTimeout(QueryFailed):
-    """The server has not answered a query in time."""
+    """The server has not answered a query within the timeout."""
 
 
 class ProtocolError(SessionError):
-    """The other side has broken the rules of the protocol; the link is closed."""
+    """The server has violated the protocol; the link is closed."""
 
     def __init__(self, text: str, farewell: bytes = b"") -> None:
         super().__init__(text)
@@ -80,11 +80,11 @@ class ProtocolError(SessionError):
 
 
 class Unsupported(SessionError):
-    """The protocol has no such thing."""
+    """The protocol does not have the feature that was called."""
 
 
 class StorageError(SessionError):
-    """The storage cannot be used."""
+    """The storage failed, or cannot be opened."""
 
 
 class CorruptRecord(StorageError):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Keepalive", "Verdict"]
+__all__ = ["Keepalive", "KeepaliveStep"]
 
 
-class Verdict(Enum):
+class KeepaliveStep(Enum):
     """What to do."""
 
     WAIT = "wait"
@@ -39,23 +39,23 @@ class Keepalive:
         self.heard_at = now
         self.said_at = now
 
-    def look(self, now: float, pending: int = 0) -> tuple[Verdict, float]:
+    def look(self, now: float, pending: int = 0) -> tuple[KeepaliveStep, float]:
         """What to do now, with so many bytes still to be sent, and when to look again."""
         if self._asked_at is not None and self.heard_at >= self._asked_at:
             self._asked_at = None
         if self._asked_at is None:
             due = min(self.heard_at, self.said_at) + self._every
             if now < due:
-                return Verdict.WAIT, due
+                return KeepaliveStep.WAIT, due
             self._asked_at, self._pending = now, pending
         else:
             if now >= self._asked_at + self._patience:
                 if pending >= self._pending:
-                    return Verdict.LOST, now
+                    return KeepaliveStep.LOST, now
                 self._asked_at, self._pending = now, pending
             # The patience may be the longer of the two: the server must hear from us meanwhile.
             due = self.said_at + self._every
             if now < due:
-                return Verdict.WAIT, min(due, self._asked_at + self._patience)
+                return KeepaliveStep.WAIT, min(due, self._asked_at + self._patience)
         self.said_at = now
-        return Verdict.ASK, min(now + self._every, self._asked_at + self._patience)
+        return KeepaliveStep.ASK, min(now + self._every, self._asked_at + self._patience)

@@ -13,7 +13,7 @@ from moored.kernel import Clock, Recorder
 from moored.leases import LeaseRefused, Leases, StoreUnavailable, connect
 
 if TYPE_CHECKING:
-    from ._session import Session
+    from ._runtime import SessionRuntime
 
 __all__ = ["Leasing"]
 
@@ -53,17 +53,17 @@ class Leasing:
         if self._mine and isinstance(self._client, Leases):
             await self._client.close()
 
-    async def renew(self, session: Session) -> None:
+    async def renew(self, runtime: SessionRuntime) -> None:
         """See to it that the session has its lease, if it needs one."""
-        before = session._lease
+        before = runtime.lease
         if self._client is None or (before is not None and before.live):
             return
         assert isinstance(self._client, Leases)
-        key = f"{self._name}/{session.profile}"
-        owner = f"{session.profile} ({self._token})"
+        key = f"{self._name}/{runtime.profile}"
+        owner = f"{runtime.profile} ({self._token})"
         exclusive = self._client.exclusive(key, ttl=self._ttl, wait=0, owner=owner)
         try:
-            lease = session._lease = await exclusive.acquire()
+            lease = runtime.lease = await exclusive.acquire()
         except LeaseRefused as error:
             held = await self._client.held(key)
             if any(each.holder.owner != owner for each in held):
@@ -72,11 +72,11 @@ class Leasing:
                 # It was asked for and not answered, or nobody waited for the answer, or it was
                 # lost because the store could not be reached. Nobody else has it.
                 raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
-            lease = session._lease = await exclusive.acquire()  # whoever had it is gone
-        lease.on_lost(lambda error: session._fenced() if session._lease is lease else None)
+            lease = runtime.lease = await exclusive.acquire()  # whoever had it is gone
+        lease.on_lost(lambda error: runtime.fenced() if runtime.lease is lease else None)
         if before is not None:
             # Whoever had it since has said other things, and may have other credentials. What the
             # old link had not confirmed was settled when the lease was lost: it must not follow.
-            session._memory = session.protocol.forget(session._memory)
-            if not session._unsaved:  # otherwise they are nowhere else
-                session._credentials = None
+            runtime.memory = runtime.protocol.forget(runtime.memory)
+            if not runtime.credentials.unsaved:  # otherwise they are nowhere else
+                runtime.credentials.value = None

@@ -1,4 +1,4 @@
-"""What a session says in the log: where it is and why, and never to whom it sends, or what.
+"""Log lines of a session: its state and why, but no recipients and no contents.
 
 Each change of a connection is one line, so that a thousand accounts on a bad day can be read.
 """
@@ -21,7 +21,7 @@ LONGEST = 300
 
 
 def log_change(path: str, update: ConnectionUpdate) -> None:
-    """The connection of a session has changed."""
+    """Log a change of a session's connection."""
     kind = "" if update.kind is None else f" ({update.kind.value})"
     why = f": {_line(update.reason)}" if update.reason else ""
     if update.state == "offline/refused":
@@ -31,24 +31,24 @@ def log_change(path: str, update: ConnectionUpdate) -> None:
 
 
 def log_end(path: str, reason: str) -> None:
-    """A session has ended, and nobody asked for it."""
+    """Log that a session has ended without being stopped."""
     log.warning("%s has ended for good: %s", path, _line(reason))
 
 
 def log_sender(path: str, text: str, error: BaseException, crashes: int) -> None:
-    """A sender has crashed: where, but not with which words, which may be a message's."""
+    """Log the crash of a sender with its traceback, but without the error's text."""
     if crashes <= MOST_LOGGED or not crashes & (crashes - 1):
         where = "".join(traceback.format_tb(error.__traceback__)).rstrip()
         log.warning("%s: %s (%d so far)\n%s", path, text, crashes, where)
 
 
 def log_not_kept(path: str, reason: str) -> None:
-    """Credentials could not be written."""
+    """Log that new credentials could not be stored."""
     log.warning("%s could not keep its credentials: %s", path, _line(reason))
 
 
 def log_forgetful(path: str) -> None:
-    """Credentials were given that will not be there the next time."""
+    """Log that the storage keeps new credentials for this process only."""
     log.warning(
         "%s was given credentials, and the storage forgets them with this process: it, and all "
         "that log in like it, will have to log in anew; Sessions(storage='accounts.db') keeps them",
@@ -57,6 +57,6 @@ def log_forgetful(path: str) -> None:
 
 
 def _line(text: str) -> str:
-    """On one line, whoever wrote it."""
+    """The text on one line, cut to a limit."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"

@@ -22,6 +22,7 @@ __all__ = [
     "SendNotSent",
     "SendRejected",
     "SendUnknown",
+    "Submitted",
     "Unknown",
 ]
 
@@ -63,6 +64,13 @@ class Unknown:
 
     id: str
     reason: BaseException | str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The outcome is not known yet, and its caller does not wait for it (`wait=False`)."""
+
+    id: str
 
 
 Outcome: TypeAlias = Acked | Rejected | NotSent | Unknown

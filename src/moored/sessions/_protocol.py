@@ -17,7 +17,7 @@ session, whose supervisor starts it again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias
@@ -25,23 +25,27 @@ from typing import Any, Literal, TypeAlias
 __all__ = [
     "Accepted",
     "Answered",
+    "Bounced",
     "CloseClass",
     "Closing",
     "Confirmed",
     "ConfirmedUpTo",
     "Dialogue",
+    "DialogueEvent",
     "Feature",
     "Greeting",
     "Happening",
-    "Incoming",
+    "Ignored",
+    "InboundStep",
     "LoginStep",
     "Notice",
     "Outgoing",
-    "Progress",
     "Protocol",
     "Ready",
     "Refused",
+    "Remember",
     "Repeat",
+    "StartTls",
     "Unhandled",
 ]
 
@@ -57,6 +61,7 @@ class Feature(Enum):
     POLLS = "polls"
     QUERIES = "queries"
     PAIRING = "pairing"
+    SUBSCRIPTIONS = "subscriptions"
 
 
 class CloseClass(Enum):
@@ -64,7 +69,7 @@ class CloseClass(Enum):
 
     #: The network, or a server that restarts: try again, with growing pauses, and never give up.
     TRANSIENT = "transient"
-    #: The server asked for a new link: make it at once, and do not count it.
+    #: A new link is needed, in place of one that is in order: make it at once, do not count it.
     RESTART = "restart required"
     #: Another one has connected as the same account: stop.
     TAKEOVER = "taken over"
@@ -121,11 +126,10 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The server has confirmed a send. `partial` ones count too; what follows changes nothing."""
+    """The server has confirmed a send; only the first confirmation of a send counts."""
 
     id: str
     extra: Any = None
-    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,18 @@ class ConfirmedUpTo:
 @dataclass(frozen=True, slots=True)
 class Refused:
     """The server has refused a send."""
+
+    id: str
+    code: object
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounced:
+    """A send that the server has confirmed could not be delivered: the event `send_bounced`.
+
+    For one that is not confirmed yet, it is a refusal.
+    """
 
     id: str
     code: object
@@ -190,8 +206,15 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Ignored:
     """Something was received that needs no answer, such as the answer to a ping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """The next process needs this: keep it in the storage, and give it to `Protocol.recall`."""
+
+    data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,25 +225,37 @@ class Repeat:
 
 
 @dataclass(frozen=True, slots=True)
+class StartTls:
+    """The server is ready for TLS on this link (STARTTLS); for an endpoint with `starttls`.
+
+    What came behind it in plain text is not heard. When the link is encrypted, what
+    `Dialogue.secured` returns is sent.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Unhandled:
     """A frame that nobody knows what to do with; it is logged and counted."""
 
     what: str
 
 
-Incoming: TypeAlias = (
+DialogueEvent: TypeAlias = (
     Ready
     | LoginStep
     | Accepted
     | Confirmed
     | ConfirmedUpTo
     | Refused
+    | Bounced
     | Answered
     | Happening
     | Closing
     | Greeting
-    | Progress
+    | Ignored
+    | Remember
     | Repeat
+    | StartTls
     | Unhandled
 )
 
@@ -249,6 +284,11 @@ class Notice:
 #: One step: gets the send, returns it or another; may be async; `StepFailed` fails this send only.
 Step: TypeAlias = Callable[[Outgoing, Any], Any]
 
+#: One step for what comes in: gets the `Incoming` and the session, returns that, another one, or
+#: None if nothing is left for the consumer; may be async, use records, query and send. What it
+#: raises sets the message aside.
+InboundStep: TypeAlias = Callable[[Any, Any], Any]
+
 
 class Dialogue(ABC):
     """One link of one session."""
@@ -260,16 +300,25 @@ class Dialogue(ABC):
         """What is sent first; empty, if the server speaks first."""
 
     @abstractmethod
-    def feed(self, data: bytes) -> Iterable[Incoming]:
+    def feed(self, data: bytes) -> Iterable[DialogueEvent]:
         """Bytes have come in."""
 
     @abstractmethod
     def write(self, outgoing: Outgoing) -> bytes:
         """A send, as bytes; from now on it has left the process."""
 
-    def resend(self) -> Iterable[tuple[str, bytes]]:
-        """After a resumption: the unconfirmed sends of the last link, with their ids, in order."""
+    def resend(self, wanted: Container[str]) -> Iterable[tuple[str, bytes | None]]:
+        """After a resumption: the unconfirmed sends of the last link, with their ids, in order.
+
+        Only those whose ids are `wanted`: the others are settled, and must not be written again.
+        Empty bytes keep a send back, and new sends with it: the dialogue writes it later, as a
+        `Greeting`. None gives a send up, because the links that it was written to have ended.
+        """
         return ()
+
+    def secured(self) -> bytes:
+        """After `StartTls`: what is sent first over TLS. Forget what came in plain text."""
+        raise NotImplementedError
 
     def query(self, id: str, question: Any) -> bytes:
         """A question, as bytes; its answer comes as `Answered`."""
@@ -287,6 +336,22 @@ class Dialogue(ABC):
         """What tells the server that something it sent was handled; empty for nothing.
 
         `ProtocolError` ends the link, after its farewell, for a new one.
+        """
+        return b""
+
+    def skip(self, token: Any) -> bytes:
+        """What lets later ones be acknowledged though this one is not; empty for nothing.
+
+        Called for something that could not be handled. The server should keep it, and send it again
+        over the next link. Where that cannot be said, because one acknowledgement covers all
+        before it, return what `acknowledge` would.
+        """
+        return b""
+
+    def end_of_batch(self) -> bytes:
+        """Called when all events of the bytes that `feed` got were handled; empty for nothing.
+
+        For what is said once for all of them, such as one confirmation of everything up to here.
         """
         return b""
 
@@ -308,6 +373,8 @@ class Protocol(ABC):
     features: frozenset[Feature] = frozenset()
     #: What a send goes through before it is written.
     steps: Sequence[tuple[str, Step]] = ()
+    #: What a message goes through before a consumer gets it, one message at a time.
+    inbound_steps: Sequence[tuple[str, InboundStep]] = ()
     #: Seconds of silence after which the server is asked for a sign of life; None for never.
     keepalive: float | None = 30.0
     #: Seconds that a server has to answer that; then the link counts as lost.
@@ -320,9 +387,13 @@ class Protocol(ABC):
     repeats: bool = False
     #: Whether the server confirms by a count (`ConfirmedUpTo`) instead of by ids.
     cumulative: bool = False
-    #: Whether what came in is acknowledged in its order: what a handler failed at would hold up all
-    #: that comes after it, so the link is closed, and the next one brings it again.
+    #: Whether what came in is acknowledged in its order, so that `Dialogue.skip` has something to
+    #: do, and what there is no room for is left to another link.
     acknowledges_in_order: bool = False
+    #: Seconds after which a new link is made for the messages that were set aside because a handler
+    #: raised: servers send them again over the next link alone, and may stop sending others
+    #: when too many are unacknowledged. None for never.
+    redelivery: float | None = 300.0
     #: Whether the server sends again, over the next link, what was not acknowledged: "never",
     #: "always", or if it still knows the last link ("resumed", which is what `Ready` says then).
     #: If it does, what no handler has begun when a link ends is not kept: it would come twice.
@@ -334,11 +405,22 @@ class Protocol(ABC):
     @property
     @abstractmethod
     def endpoint(self) -> Any:
-        """Where to connect to: a `Tcp`, `WebSocket` or `Memory` endpoint."""
+        """Where to connect to: a `Tcp`, `WebSocket` or `InMemory` endpoint."""
+
+    def locate(self, profile: str, credentials: bytes | None, memory: Any) -> Any:
+        """Where the next link of a profile leads: to `endpoint`, if nothing else is known.
+
+        Called once for each attempt, so that a protocol can follow a redirect which it has put into
+        its memory, and give it up when the attempt has failed.
+        """
+        return self.endpoint
 
     def remember(self) -> Any:
         """The memory of a session that has none yet; kept while the session lives."""
         return None
+
+    def recall(self, memory: Any, stored: bytes) -> None:  # noqa: B027 (may be nothing)
+        """An earlier process has left this with `Remember`; called before the first link."""
 
     def forget(self, memory: Any) -> Any:
         """What is left of it when somebody else may have had the account: by default, a new one.

@@ -12,23 +12,26 @@ of each other.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from moored.kernel import KeyedWorkers, Recorder
+from moored.kernel import KeyedWorkers
 
 from ._errors import CorruptRecord, StorageError
-from ._storage import Storage
+from ._storage import Changes, Storage
 
-__all__ = ["Change", "Corruption", "Records"]
+__all__ = ["Change", "ChangeMany", "Corruption", "Records"]
 
 log = logging.getLogger("moored.sessions")
 
 #: Gets the record or None, returns what it shall be or None for no record. Not async.
 Change: TypeAlias = Callable[[bytes | None], bytes | None]
+#: The same for several records, by namespace and key; returns those that shall be different.
+ChangeMany: TypeAlias = Callable[[Changes], Changes]
 
 
 class Corruption(NamedTuple):
@@ -48,16 +51,36 @@ class _Done(NamedTuple):
     error: BaseException | None = None
 
 
+class _Hold:
+    """Keeps a record's custodian busy while several records are changed together."""
+
+    __slots__ = ("begun", "lost", "over")
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.over = asyncio.Event()
+        #: Whether the custodian was cancelled meanwhile.
+        self.lost = False
+
+    async def wait(self) -> _Done:
+        self.begun.set()
+        try:
+            await self.over.wait()
+        except asyncio.CancelledError:
+            self.lost = True
+            raise
+        return _Done(None)
+
+
 #: One for each record that is being changed.
-_Custodians: TypeAlias = KeyedWorkers[tuple[str, str], Change | bytes | None, _Done]
+_Custodians: TypeAlias = KeyedWorkers[tuple[str, str], Change | bytes | _Hold | None, _Done]
 
 
 class Records:
     """The records of one profile in a storage.
 
-    `on_corrupt` is told of each record that cannot be read, with a `recorder` it is recorded as
-    well, under `name`. Nothing is written while `may_write` says no. At most `max_queue` changes
-    wait for one record; one more raises `QueueFull`.
+    `on_corrupt` is called for each record that cannot be read. Nothing is written while `may_write`
+    returns False. At most `max_queue` changes wait for one record; one more raises `QueueFull`.
     """
 
     __slots__ = (
@@ -65,9 +88,7 @@ class Records:
         "_custodians",
         "_max_queue",
         "_may_write",
-        "_name",
         "_on_corrupt",
-        "_recorder",
         "corrupt",
         "profile",
         "storage",
@@ -80,8 +101,6 @@ class Records:
         *,
         on_corrupt: Callable[[Corruption], object] | None = None,
         may_write: Callable[[], bool] | None = None,
-        recorder: Recorder | None = None,
-        name: str = "records",
         max_queue: int = 1000,
     ) -> None:
         self.storage = storage
@@ -90,8 +109,6 @@ class Records:
         self.corrupt = 0
         self._on_corrupt = on_corrupt
         self._may_write = may_write
-        self._recorder = recorder
-        self._name = name
         self._max_queue = max_queue
         # Made with the first change: most profiles are only read.
         self._custodians: _Custodians | None = None
@@ -122,6 +139,43 @@ class Records:
         """
         return await self._submit(namespace, key, change)
 
+    async def update_many(
+        self, places: Iterable[tuple[str, str]], change: ChangeMany
+    ) -> Mapping[tuple[str, str], bytes | None]:
+        """Change several records in one transaction: all of them, or none.
+
+        `change` gets the records by namespace and key, and returns those that shall be different,
+        with None for no record. Other changes of any of them wait meanwhile. Returns what all of
+        them are now, when that is durable. Not every storage can do it: see `Storage.put_all`.
+        """
+        wanted = sorted(set(places))
+        async with contextlib.AsyncExitStack() as stack:
+            # Always in the same order, so that no two wait for each other.
+            holds = [await stack.enter_async_context(self._held(place)) for place in wanted]
+            old = {place: await self.get(*place) for place in wanted}
+            new = change(dict(old))
+            if strange := set(new) - set(old):
+                raise StorageError(f"the change names {len(strange)} records it was not given")
+            for value in new.values():
+                _check(value)
+            self._check_lease()
+            if any(hold.lost for hold in holds):
+                raise StorageError("its session has ended: change records while it lives")
+            if new:
+                await self.storage.put_all(self.profile, new)
+            return {**old, **new}
+
+    @contextlib.asynccontextmanager
+    async def _held(self, place: tuple[str, str]) -> AsyncIterator[_Hold]:
+        """Keep other changes of a record waiting."""
+        hold = _Hold()
+        self._custody().submit(place, hold)
+        try:
+            await hold.begun.wait()
+            yield hold
+        finally:
+            hold.over.set()
+
     async def close(self, timeout: float | None = None) -> None:
         """Take no more changes, and wait for those there are; the storage stays open."""
         self._closed = True
@@ -136,12 +190,7 @@ class Records:
     async def __aenter__(self) -> Records:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
@@ -157,11 +206,13 @@ class Records:
         if self._closed:
             raise StorageError("its session has ended: change records while it lives")
         if self._custodians is None:
-            self._custodians = KeyedWorkers(self._apply, name=self._name, max_queue=self._max_queue)
+            self._custodians = KeyedWorkers(self._apply, name="records", max_queue=self._max_queue)
         return self._custodians
 
-    async def _apply(self, place: tuple[str, str], work: Change | bytes | None) -> _Done:
+    async def _apply(self, place: tuple[str, str], work: Change | bytes | _Hold | None) -> _Done:
         # What is raised here would fail all that wait behind it: it is handed over instead.
+        if isinstance(work, _Hold):
+            return await work.wait()
         try:
             if callable(work):
                 return _Done(await self._changed(*place, work))
@@ -181,14 +232,17 @@ class Records:
         return new
 
     async def _write(self, namespace: str, key: str, value: bytes | None) -> None:
-        if self._may_write is not None and not self._may_write():
-            raise StorageError(
-                "the lease of this profile is lost: another may change its records by now"
-            )
+        self._check_lease()
         if value is None:
             await self.storage.delete(self.profile, namespace, key)
         else:
             await self.storage.put(self.profile, namespace, key, value)
+
+    def _check_lease(self) -> None:
+        if self._may_write is not None and not self._may_write():
+            raise StorageError(
+                "the lease of this profile is lost: another may change its records by now"
+            )
 
     async def _lost(self, namespace: str, key: str, error: CorruptRecord) -> None:
         self.corrupt += 1
@@ -197,9 +251,6 @@ class Records:
             kept = await self.storage.set_aside(self.profile, namespace, key)
         except StorageError as failure:
             log.error("a damaged record could not be kept: %s", failure)
-        if self._recorder is not None:
-            text = f"a record cannot be read and counts as missing: {error}"
-            self._recorder.record(self._name, text, kind="failure", kept=kept)
         if self._on_corrupt is None:
             return
         try:

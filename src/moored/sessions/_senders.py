@@ -11,14 +11,14 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moored.kernel import Context, KeyedWorkers, QueueFull
+from moored.kernel import KeyedWorkers, QueueFull
 
 from ._acks import Parked
 from ._errors import NotConnected, StepFailed
 from ._protocol import Outgoing, Step
 
 if TYPE_CHECKING:
-    from ._session import Session
+    from ._runtime import SessionRuntime
 
 __all__ = ["LIMIT", "Senders"]
 
@@ -33,14 +33,12 @@ Work = tuple[Parked, int, Awaitable[Any] | None]
 class Senders:
     """The senders of one session."""
 
-    __slots__ = ("_owned", "_session", "_steps", "_workers", "crashes")
+    __slots__ = ("_runtime", "_steps", "_workers", "crashes")
 
-    def __init__(self, session: Session, steps: Sequence[tuple[str, Step]]) -> None:
-        self._session = session
+    def __init__(self, runtime: SessionRuntime, steps: Sequence[tuple[str, Step]]) -> None:
+        self._runtime = runtime
         self._steps = tuple(steps)
         self._workers: KeyedWorkers[str, Work, None] | None = None
-        # Whether they are a part of the tree, or will be in a moment.
-        self._owned = False
         #: How many senders have crashed.
         self.crashes = 0
 
@@ -51,7 +49,7 @@ class Senders:
             self._submit(parked, 0, None)
             return
         if not self._steps:
-            self._session._relay(parked)
+            self._runtime.sends.relay(parked)
             return
         try:
             self._walk(parked, 0)
@@ -64,9 +62,9 @@ class Senders:
         while index < len(steps):
             parked.stage, step = steps[index]
             try:
-                outcome = step(parked.outgoing, self._session)
+                outcome = step(parked.outgoing, self._runtime.session)
             except FAILURES as error:
-                self._session._table.failed(parked, error)
+                self._runtime.sends.table.failed(parked, error)
                 return
             except asyncio.CancelledError as error:
                 raise _gave_up(parked.stage) from error
@@ -75,27 +73,24 @@ class Senders:
                 return
             self._took(parked, outcome)
             index += 1
-        self._session._relay(parked)
+        self._runtime.sends.relay(parked)
 
     def _submit(self, parked: Parked, index: int, waiting: Awaitable[Any] | None) -> None:
         if self._workers is None:
             self._workers = KeyedWorkers(
-                self._work, max_queue=LIMIT, name=f"senders of {self._session.profile}"
+                self._work, max_queue=LIMIT, name=f"senders of {self._runtime.profile}"
             )
-            if not self._owned:
-                self._owned = True
-                self._session._owner._start_senders(self._session)
         try:
             self._workers.submit(parked.outgoing.recipient, (parked, index, waiting))
         except QueueFull:
             # Most of them were settled by their time: they only wait for the step before them.
             why = f"{LIMIT} sends to this recipient wait already: wait for some of them first"
             _drop(waiting)
-            self._session._table.failed(parked, why)
+            self._runtime.sends.table.failed(parked, why)
 
     async def _work(self, recipient: str, work: Work) -> None:
         parked, index, waiting = work
-        table = self._session._table
+        table = self._runtime.sends.table
         steps = self._steps
         try:
             while index < len(steps):
@@ -105,7 +100,9 @@ class Senders:
                     return
                 parked.stage, step = steps[index]
                 try:
-                    outcome = step(parked.outgoing, self._session) if waiting is None else waiting
+                    outcome = (
+                        step(parked.outgoing, self._runtime.session) if waiting is None else waiting
+                    )
                     waiting = None
                     if inspect.isawaitable(outcome):
                         # No longer than its send: those behind it would wait for ever.
@@ -129,7 +126,7 @@ class Senders:
         except Exception as error:
             self.crashed(recipient, error)
             raise
-        self._session._relay(parked)
+        self._runtime.sends.relay(parked)
 
     @staticmethod
     def _took(parked: Parked, outcome: Any) -> None:
@@ -144,21 +141,11 @@ class Senders:
     def crashed(self, recipient: str, error: Exception) -> None:
         """A step raised what no step may: all that the recipient has fails with it."""
         self.crashes += 1
-        count = self._session._table.crashed(recipient, error)
-        self._session._sender_crashed(error, count)
-
-    async def run(self, ctx: Context) -> None:
-        """Their life in the tree: they end with the connection, and start afresh with it."""
-        self._owned = True
-        ctx.started(self)
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            self._owned = False
-            self.stop()
+        count = self._runtime.sends.table.crashed(recipient, error)
+        self._runtime.sender_crashed(error, count)
 
     def stop(self) -> None:
-        """Nothing more is done for anybody."""
+        """Cancel the work of every recipient."""
         if self._workers is not None:
             self._workers.cancel()
             self._workers = None

@@ -1,4 +1,4 @@
-"""One account: what its user calls, and what its parts share.
+"""One account: what its user calls.
 
 A session stays the same object while the parts of its tree are restarted.
 """
@@ -6,131 +6,217 @@ A session stays the same object while the parts of its tree are restarted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from abc import ABC
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from moored.kernel import (
-    Backoff,
-    Clock,
-    Machine,
-    Recorder,
-    Supervisor,
-    counted,
-    describe,
-    duration,
-)
-from moored.leases import Lease
+from moored.kernel import counted, duration
 
-from ._acks import AckTable, Parked
 from ._checks import check_handler, check_loop, check_timeout
-from ._content import ConnectionUpdate, Event, SenderCrash
-from ._core import CHART, SessionCore
-from ._counts import Counts
-from ._errors import NotConnected, SessionError, SessionStopped, StorageError
-from ._logs import log_change, log_end, log_forgetful, log_not_kept, log_sender
-from ._offline import Offline
-from ._parting import Parting
-from ._protocol import CloseClass, Feature, Notice, Protocol, Step
-from ._senders import Senders
-from ._sending import Sending
-from ._sink import Handler, Sink
+from ._content import Incoming, Media, Poll, Text
+from ._errors import NotConnected, SessionStopped, Unsupported
+from ._event_stream import EventStream
+from ._outcomes import Acked, Outcome, Submitted, error_of
+from ._protocol import Feature, Notice, Protocol
+from ._sink import Handler
 
 if TYPE_CHECKING:
-    from ._connection import Connection
     from ._records import Records
-    from ._sessions import Sessions
+    from ._runtime import SessionRuntime
 
-__all__ = ["Session"]
-
-#: The namespace and the key of the credentials.
-CREDENTIALS = ("creds", "creds")
+__all__ = ["AnyHow", "How", "Session", "WaitingHow"]
 
 
-class Session(Sending):
+class _How(TypedDict, total=False):
+    id: str | None
+    timeout: float
+    idempotent: bool
+    hold: bool
+
+
+class How(_How, total=False):
+    """How something is sent, so that what was not confirmed is raised: see `Session.send`."""
+
+    outcome: Literal[False]
+    wait: Literal[True]
+
+
+class WaitingHow(_How, total=False):
+    """How something is sent, so that its outcome is returned: see `Session.send`."""
+
+    outcome: bool
+    wait: Literal[True]
+
+
+class AnyHow(_How, total=False):
+    """How something is sent: see `Session.send`."""
+
+    outcome: bool
+    wait: bool
+
+
+class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     """One account. It is made by `Sessions.start` or `Sessions.connect`."""
 
-    __slots__ = (
-        "__weakref__",
-        "_changes",
-        "_clock",
-        "_connect_timeout",
-        "_connection",
-        "_core",
-        "_counts",
-        "_credentials",
-        "_given_under",
-        "_lease",
-        "_memory",
-        "_name",
-        "_offline",
-        "_owner",
-        "_parting",
-        "_recorder",
-        "_records",
-        "_saving",
-        "_senders",
-        "_sink",
-        "_stop_asked",
-        "_table",
-        "_told",
-        "_tree",
-        "_unsaved",
-        "profile",
-        "protocol",
-    )
+    __slots__ = ("__weakref__", "_runtime", "profile", "protocol")
 
-    def __init__(
+    def __init__(self, runtime: SessionRuntime) -> None:
+        self.profile: str = runtime.profile
+        self.protocol: Protocol = runtime.protocol
+        self._runtime = runtime
+
+    # -- sending -------------------------------------------------------------------------------
+
+    @overload
+    async def send(self, recipient: str, content: Any, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send(self, recipient: str, content: Any, **how: Unpack[WaitingHow]) -> Outcome: ...
+
+    @overload
+    async def send(
+        self, recipient: str, content: Any, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted: ...
+
+    async def send(
         self,
-        owner: Sessions,
-        profile: str,
-        protocol: Protocol,
+        recipient: str,
+        content: Any,
         *,
-        name: str,
-        records: Records,
-        steps: Sequence[tuple[str, Step]] = (),
-        backoff: Backoff,
-        clock: Clock,
-        recorder: Recorder,
-        connect_timeout: float,
-        events: int,
-        offline: bool = False,
-    ) -> None:
-        self.profile = profile
-        self.protocol = protocol
-        self._owner = owner
-        self._name = name
-        self._records = records
-        self._clock = clock
-        self._recorder = recorder
-        self._connect_timeout = connect_timeout
-        # What stands in for the server; None for a session that has one.
-        self._offline: Offline | None = Offline(self, checks=not steps) if offline else None
-        machine = Machine(name, CHART, clock=clock, recorder=recorder, history=0)
-        self._core = SessionCore(machine, backoff)
-        self._table = AckTable(self._settled)
-        self._senders = Senders(self, [*protocol.steps, *steps])
-        returns = protocol.redelivers != "never" and not offline
-        self._sink = Sink(profile, events, returns=returns, outlives=protocol.outlives)
-        self._counts = Counts()
-        # Sends that are through all steps and wait for their turn at the link.
-        # (A list, of at most LIMIT: a deque takes 600 bytes for none, and most have none.)
-        self._outbox: list[Parked] = []
-        self._memory = protocol.remember()
-        self._credentials: bytes | None = None
-        # Whether the storage does not have them (yet), and the lease that they were given under.
-        self._unsaved = False
-        self._given_under: Lease | None = None
-        self._saving: asyncio.Task[None] | None = None
-        self._lease: Lease | None = None
-        self._connection: Connection | None = None
-        self._parting = Parting()
-        self._tree: Supervisor | None = None
-        # Whether somebody wanted it to end, before it did so by itself.
-        self._stop_asked = False
-        self._timer: asyncio.TimerHandle | None = None
-        # What was said last about the connection.
-        self._told: ConnectionUpdate | None = None
-        self._changes: list[asyncio.Future[None]] = []
+        id: str | None = None,
+        timeout: float = 30.0,
+        outcome: bool = False,
+        wait: bool = True,
+        idempotent: bool = False,
+        hold: bool = False,
+    ) -> Outcome | Submitted:
+        """Send something, and wait until the server has confirmed it.
+
+        Sends to one recipient go out in the order of the calls, those to others beside them. What
+        was not confirmed is raised (`SendRejected`, `SendNotSent`, `SendUnknown`), or returned, if
+        `outcome` is true.
+
+        :param id: by which the server and the recipient know it; drawn, if it is not given.
+        :param timeout: how long to wait for the confirmation; more than 0.
+        :param wait: if false, return at once: `Submitted`, or the outcome if there is one already.
+            A later outcome is counted in `status()`, and nothing else reports it.
+        :param idempotent: write it again, once and with the same id, when the link was lost and
+            nobody can say whether it arrived.
+        :param hold: without a link, wait for one within the timeout, instead of failing at once.
+        """
+        parked = self._runtime.sends.begin(recipient, content, id, timeout, idempotent, hold)
+        if not wait:
+            await asyncio.sleep(0)
+            return parked.outcome or Submitted(parked.id)
+        try:
+            if parked.outcome is not None:
+                # A caller that retries what is settled at once would keep the loop for itself.
+                await asyncio.sleep(0)
+            found: Outcome = parked.outcome or await parked.future  # type: ignore[misc]
+        except asyncio.CancelledError:
+            if not parked.written_in:
+                self._runtime.sends.table.failed(parked, "its caller has gone")
+            raise
+        if outcome or isinstance(found, Acked):
+            return found
+        raise error_of(found)
+
+    @overload
+    async def send_text(self, recipient: str, text: str, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send_text(self, recipient: str, text: str, **how: Unpack[WaitingHow]) -> Outcome: ...
+
+    @overload
+    async def send_text(
+        self, recipient: str, text: str, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted: ...
+
+    async def send_text(
+        self, recipient: str, text: str, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted:
+        """Send a text; for `how`, see `send`."""
+        self._needs(Feature.TEXT)
+        return await self.send(recipient, Text(text), **how)
+
+    @overload
+    async def send_media(self, recipient: str, media: Media, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send_media(
+        self, recipient: str, media: Media, **how: Unpack[WaitingHow]
+    ) -> Outcome: ...
+
+    @overload
+    async def send_media(
+        self, recipient: str, media: Media, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted: ...
+
+    async def send_media(
+        self, recipient: str, media: Media, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted:
+        """Send the descriptor of something that was uploaded; for `how`, see `send`."""
+        self._needs(Feature.MEDIA)
+        return await self.send(recipient, media, **how)
+
+    async def upload(self, kind: str, data: bytes, *, caption: str = "") -> Media:
+        """Put bytes where others can get them."""
+        self._needs(Feature.MEDIA)
+        media: Media = await self.protocol.upload(self, kind, data, caption)
+        return media
+
+    async def download(self, media: Media) -> bytes:
+        """Get the bytes of a descriptor."""
+        self._needs(Feature.MEDIA)
+        return await self.protocol.download(self, media)
+
+    @overload
+    async def send_poll(self, recipient: str, poll: Poll, **how: Unpack[How]) -> Acked: ...
+
+    @overload
+    async def send_poll(self, recipient: str, poll: Poll, **how: Unpack[WaitingHow]) -> Outcome: ...
+
+    @overload
+    async def send_poll(
+        self, recipient: str, poll: Poll, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted: ...
+
+    async def send_poll(
+        self, recipient: str, poll: Poll, **how: Unpack[AnyHow]
+    ) -> Outcome | Submitted:
+        """Ask a question; the outcome's `extra` is the secret with which answers are read."""
+        self._needs(Feature.POLLS)
+        return await self.send(recipient, poll, **how)
+
+    async def group(self, action: str, **details: Any) -> Any:
+        """Do something with a group: "create", "add", "remove", "info", as the protocol has it."""
+        self._needs(Feature.GROUPS)
+        return await self._ask(self.protocol.question(f"group_{action}", **details))
+
+    async def set_presence(self, state: str, to: str = "") -> None:
+        """Say that this account is there, or not, or writes."""
+        self._needs(Feature.PRESENCE)
+        await self._ask(self.protocol.question("presence", state=state, to=to))
+
+    async def mark_read(self, sender: str, *ids: str) -> None:
+        """Tell a sender that these were read."""
+        self._needs(Feature.READ_MARKERS)
+        await self._ask(self.protocol.question("read", of=sender, ids=list(ids)))
+
+    async def subscribe(self, topic: str) -> None:
+        """Hear what is published to these topics, over this link and every later one.
+
+        Returns when the server has granted it; raises `QueryFailed` if it does not. The next
+        process does not subscribe to it: what an account always hears is in its protocol's
+        settings.
+        """
+        self._needs(Feature.SUBSCRIPTIONS)
+        await self._ask(self.protocol.question("subscribe", topic=topic))
+
+    async def unsubscribe(self, topic: str) -> None:
+        """Hear no more of these topics, whether they were added by a call or by the settings."""
+        self._needs(Feature.SUBSCRIPTIONS)
+        await self._ask(self.protocol.question("unsubscribe", topic=topic))
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -141,14 +227,16 @@ class Session(Sending):
 
     async def _ask(self, question: Any, timeout: float = 20.0) -> Any:
         check_timeout(timeout)
-        check_loop(asyncio.get_running_loop(), self._owner._loop)
-        if self._offline is not None:
-            return self._offline.answer(question)
-        if self._connection is None:
-            raise NotConnected(self._why_offline())
+        check_loop(asyncio.get_running_loop(), self._runtime.owner._loop)
+        if self._runtime.offline is not None or not self._runtime.core.online:
+            await asyncio.sleep(0)  # a caller that repeats what fails at once lets others run
+        if self._runtime.offline is not None:
+            return self._runtime.offline.answer(question)
+        if self._runtime.connection is None:
+            raise NotConnected(self._runtime.why_offline)
         if not isinstance(question, Notice):
-            return await self._connection.ask(question, timeout)
-        self._connection.tell(question.data)
+            return await self._runtime.connection.ask(question, timeout)
+        self._runtime.connection.tell(question.data)
         # It goes out now, and whoever says many of them leaves room for others.
         await asyncio.sleep(0)
         return None
@@ -156,23 +244,30 @@ class Session(Sending):
     def answer_login(self, answer: Any) -> None:
         """Answer what the event `login` asked for."""
         self._needs(Feature.PAIRING)
-        if self._connection is None:
-            raise NotConnected(self._why_offline())
-        self._connection.answer_login(answer)
+        if self._runtime.connection is None:
+            raise NotConnected(self._runtime.why_offline)
+        self._runtime.connection.answer_login(answer)
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def attach(self, handler: Handler | asyncio.Queue[Event] | None) -> None:
+    def attach(self, handler: Handler | asyncio.Queue[Incoming] | None) -> None:
         """Give every event to this handler or queue from now on, and those that waited first."""
         check_handler(handler)
-        self._sink.attach(handler)
+        self._runtime.sink.attach(handler)
 
-    def events(self) -> AsyncIterator[Event]:
-        """Every event from now on, and those that waited first; ends with the session."""
-        return self._sink.iterate()
+    def events(self) -> EventStream:
+        """Every event from now on, and those that waited first; ends with the session.
 
-    def _emit(self, kind: str, data: Any) -> None:
-        self._sink.put(Event(kind, data, self.profile))
+        ::
+
+            async for event in session.events():  # acknowledges when it asks for the next event
+                ...
+
+            async with session.events() as events:  # and at its end, unless that is an exception
+                async for event in events:
+                    return event
+        """
+        return EventStream(self._runtime.sink)
 
     # -- its connection ------------------------------------------------------------------------
 
@@ -182,191 +277,86 @@ class Session(Sending):
         A session that waits between two attempts makes the next one now.
         """
         self._check_running()
-        self._core.connect("the user connected it")
-        self._changed()
-        if self._connection is not None:
-            self._connection.poke()
-        await self.online(timeout)
+        self._runtime.core.connect("the user connected it")
+        self._runtime.changed()
+        if self._runtime.connection is not None:
+            self._runtime.connection.poke()
+        await self._wait(timeout, self._is_online)
 
     async def disconnect(self) -> None:
         """Close the link and make no other; the session stays, and so does its profile."""
         self._check_running()
-        if self._core.machine.phase in ("connecting", "online"):
-            self._core.disconnect()
-            if self._connection is not None:
-                self._connection.disconnect("the user disconnected it")
-            self._changed()
+        if self._runtime.core.machine.phase in ("connecting", "online"):
+            self._runtime.core.disconnect()
+            if self._runtime.connection is not None:
+                self._runtime.connection.disconnect("the user disconnected it")
+            self._runtime.changed()
 
     async def online(self, timeout: float | None = None) -> None:
-        """Wait until there is a link; raises if there will be none, or not within the timeout."""
+        """Wait until a send can be made: there is a link, and room for one more send.
+
+        It is what to await before a send that was `NotSent` is made again. Raises `NotConnected` if
+        there will be no link, or none within the timeout, and `SessionStopped` after a stop.
+        """
+        await self._wait(timeout, lambda: self._is_online() and self._runtime.sends.has_room)
+
+    def _is_online(self) -> bool:
+        if self._runtime.core.stopped:
+            raise SessionStopped(self._runtime.why_offline)
+        if self._runtime.core.machine.phase == "offline":
+            raise NotConnected(self._runtime.why_offline)
+        return self._runtime.core.online
+
+    async def _wait(self, timeout: float | None, is_so: Callable[[], bool]) -> None:
         if timeout is not None:
             check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
-                while not self._core.online:
-                    if self._core.stopped:
-                        raise SessionStopped(self._why_offline())
-                    if self._core.machine.phase == "offline":
-                        raise NotConnected(self._why_offline())
-                    change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._changes.append(change)
-                    await change
+                await self._runtime.until(is_so)
         except TimeoutError:
-            why = self._why_offline()
+            if self._runtime.core.online:
+                raise NotConnected(f"no room for a send within {timeout:g} s: {self!r}") from None
+            why = self._runtime.why_offline
             raise NotConnected(f"not online within {timeout:g} s: {why}") from None
 
-    async def stop(self) -> None:
-        """End the session, and free its profile."""
-        await self._owner.stop(self)
+    async def stop(self, *, drain: float = 0.0) -> None:
+        """End the session, and free its profile.
+
+        :param drain: how many seconds the sends under way have to be settled first; new ones are
+            `NotSent` meanwhile. With 0, what was not confirmed yet is settled at once.
+        """
+        await self._runtime.owner.stop(self, drain=drain)
 
     def _check_running(self) -> None:
-        if self._core.stopped:
-            raise SessionStopped(self._why_offline())
-
-    def _changed(self) -> None:
-        """The state has changed: tell everybody."""
-        core = self._core
-        update = ConnectionUpdate(self.state, *core.why)
-        if update != self._told:
-            self._told = update
-            log_change(self._name, update)
-            self._emit("connection_update", update)
-        changes, self._changes = self._changes, []
-        for change in changes:
-            if not change.done():
-                change.set_result(None)
-
-    def _why_offline(self) -> str:
-        core = self._core
-        why = f": {core.last_reason}" if core.last_reason else ""
-        return f"the session of {self.profile!r} is {core.machine.state}{why}"
-
-    # -- what its parts tell it ----------------------------------------------------------------
-
-    def _begins(self) -> None:
-        """Its tree has been started: it connects by itself from now on."""
-        self._core.connect()
-        if self._offline is not None:
-            self._offline.start()
-
-    async def _before_dial(self) -> None:
-        """What must be so before a link is made."""
-        await self._owner._leasing.renew(self)
-        await self._owner._may_dial()
-        if self._unsaved and self._given_under is self._lease:  # otherwise they may be old
-            self._save_soon()
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                if (saving := self._saving) is not None:
-                    await asyncio.shield(saving)
-                if self._credentials is None:
-                    self._credentials = await self._records.get(*CREDENTIALS)
-        except Exception as error:
-            raise StorageError(
-                f"the storage does not give credentials: {describe(error)}"
-            ) from error
-
-    def _keep_credentials(self, credentials: bytes) -> None:
-        self._credentials, self._given_under = credentials, self._lease
-        self._unsaved = True
-        if self._owner._forgetful:
-            self._owner._forgetful = False
-            log_forgetful(self._name)
-        self._save_soon()
-
-    def _save_soon(self) -> None:
-        if self._saving is None:
-            self._saving = asyncio.get_running_loop().create_task(self._save())
-
-    async def _save(self) -> None:
-        saved: bytes | None = None
-        try:
-            while (credentials := self._credentials) is not None and credentials is not saved:
-                await self._records.put(*CREDENTIALS, credentials)
-                saved = credentials
-            self._unsaved = False
-        except Exception as error:
-            self._record("the credentials could not be kept", kind="failure", cause=error)
-            log_not_kept(self._name, describe(error))
-            self._emit("credentials_not_kept", describe(error))
-        finally:
-            self._saving = None
-
-    def _fenced(self) -> None:
-        """The lease is over: not one byte more, because another may have it by now."""
-        reason = "the lease of its profile was lost"
-        core = self._core
-        if core.lost(core.generation, CloseClass.TRANSIENT, reason, self._clock.monotonic()):
-            self._record(reason, kind="failure")
-        self._parting.abort()
-        if self._connection is not None:
-            self._connection.abandon(reason)
-
-    def _crashed(self, error: BaseException) -> None:
-        """The connection has crashed: whoever waits is told at once."""
-        self._counts.crashes += 1
-        reason = SessionError(f"the session has crashed: {describe(error)}")
-        reason.__cause__ = error
-        # Not its words: they may be a message's, and this is recorded and logged.
-        why = f"the session has crashed: {type(error).__name__}"
-        self._core.crashed(why, self._clock.monotonic())
-        self._table.over(reason)
-        self._outbox.clear()
-        self._emit("session_crashed", describe(error))
-        self._changed()
-
-    def _sender_crashed(self, error: Exception, count: int) -> None:
-        # Not its words: they are a step's, and may say to whom, and what.
-        crash = SenderCrash(type(error).__name__, count)
-        text = f"a sender has crashed with {counted(count, 'send')}: {crash.error}"
-        self._record(text, kind="failure")
-        log_sender(self._name, text, error, self._senders.crashes)
-        self._emit("sender_crashed", crash)
-
-    def _ended(self, reason: str) -> None:
-        """The tree is gone."""
-        if not self._core.stopped:
-            self._core.stop(reason)
-            if self._tree is not None:  # otherwise whoever wanted to start it is told
-                log_end(self._name, reason)
-        self._senders.stop()
-        self._table.over(SessionStopped(f"the session of {self.profile!r} is stopped: {reason}"))
-        self._outbox.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._changed()
-
-    def _record(self, text: str, *, kind: str = "info", cause: BaseException | None = None) -> None:
-        self._recorder.record(self._name, text, kind=kind, cause=cause)
+        if self._runtime.core.stopped:
+            raise SessionStopped(self._runtime.why_offline)
 
     # -- for people ----------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
         """Where it is, such as "online" or "connecting/waiting"."""
-        state = self._core.machine.state
-        return state.phase if state.phase == state.step else str(state)
+        return self._runtime.state
 
     @property
     def generation(self) -> int:
         """The number of its current link."""
-        return self._core.generation
+        return self._runtime.core.generation
 
     @property
     def fence(self) -> int | None:
         """The fence of its lease, for whatever else this account changes; None without one."""
-        return None if self._lease is None else self._lease.fence
+        return None if self._runtime.lease is None else self._runtime.lease.fence
 
     @property
     def records(self) -> Records:
         """What is stored for this account; a change is made by one at a time. For steps."""
-        return self._records
+        return self._runtime.records
 
     def status(self) -> dict[str, Any]:
         """What there is to know, without contents and recipients."""
-        machine, core = self._core.machine, self._core
-        now = self._clock.monotonic()
+        machine, core = self._runtime.core.machine, self._runtime.core
+        now = self._runtime.clock.monotonic()
         kind, reason = core.why
         return {
             "profile": self.profile,
@@ -377,28 +367,24 @@ class Session(Sending):
             "kind": None if kind is None else kind.value,
             "reason": reason,
             "next_attempt_in": core.next_attempt_in(now),
-            "sending": len(self._table),
-            "waiting": len(self._outbox),
-            "events_waiting": len(self._sink),
-            **self._totals(),
-        }
-
-    def _totals(self) -> dict[str, int]:
-        """What only grows."""
-        return {
-            "reconnects": self._core.reconnects,
-            "events_dropped": self._sink.dropped,
-            "events_returned": self._sink.returned,
-            "handler_failures": self._sink.failed,
-            "sender_crashes": self._senders.crashes,
-            "late_confirmations": self._table.late,
-            **self._counts.as_dict(),
+            "sending": len(self._runtime.sends.table),
+            "waiting": len(self._runtime.sends.outbox),
+            "events_waiting": len(self._runtime.sink.queue),
+            **self._runtime.totals(),
         }
 
     def __repr__(self) -> str:
-        now = self._clock.monotonic() - self._core.machine.since
-        under_way = counted(len(self._table), "send")
+        now = self._runtime.clock.monotonic() - self._runtime.core.machine.since
+        under_way = counted(len(self._runtime.sends.table), "send")
         return (
             f"<Session {self.profile!r} over {self.protocol.name}: {self.state} for "
             f"{duration(now)}, {under_way} under way>"
         )
+
+    def _needs(self, feature: Feature) -> None:
+        if feature not in self.protocol.features:
+            known = ", ".join(sorted(each.value for each in self.protocol.features)) or "none"
+            raise Unsupported(
+                f"{self.protocol.name} has no {feature.value}; it has: {known}; "
+                "send() takes what it can carry"
+            )

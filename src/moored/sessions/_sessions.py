@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -23,8 +22,9 @@ from moored.kernel import (
     Registry,
     RestartIntensityExceeded,
     StartFailed,
-    SupervisionError,
     Supervisor,
+    Tasks,
+    Timers,
     Tree,
     counted,
     describe,
@@ -34,18 +34,20 @@ from moored.kernel import (
 from moored.leases import LeaseRefused, Leases
 from moored.leases import connect as connect_leases
 
-from ._checks import check_loop, check_protocol, check_steps, check_texts
+from ._checks import check_drain, check_loop, check_protocol, check_steps, check_texts
 from ._connection import Connection
-from ._content import Event
+from ._content import Incoming
+from ._credentials import CredentialsProvider
 from ._errors import AlreadyRunning, SessionError, SessionStopped
 from ._leasing import Leasing
-from ._protocol import Protocol, Step
+from ._protocol import InboundStep, Protocol, Step
 from ._records import Corruption, Records
 from ._retry_cache import MemoryRetryCache, RetryCache
+from ._runtime import SessionRuntime
 from ._session import Session
+from ._session_via import SessionVia
 from ._sink import Handler
 from ._storage import Keys, Storage, open_storage
-from ._via import SessionVia
 
 __all__ = ["Sessions"]
 
@@ -120,11 +122,13 @@ class Sessions:
         self._rates = connect_leases("memory://", clock=self._clock, name=f"{name}/rates")
         self._rate = self._rates.rate_limit("links", rate=connect_rate, burst=connect_burst)
         self._registry: Registry[str, Session] = Registry(name)
-        self._starting: dict[str, Session] = {}
+        self._starting: dict[str, SessionRuntime] = {}
         # Starts that are under way, by profile; done with the start, whatever comes of it.
         self._starts: dict[str, asyncio.Future[None]] = {}
         self._root = Supervisor(name, recorder=self.recorder, clock=self._clock)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
+        # Of all sessions, by runtime and name: few of them have one.
+        self._timers = Timers(self._clock)
         # What the sessions that are over have counted.
         self._past: dict[str, Counter[str]] = {}
         self._state = "new"
@@ -148,22 +152,25 @@ class Sessions:
             await self.close()
             raise
 
-    async def close(self) -> None:
+    async def close(self, *, drain: float = 0.0) -> None:
         """Stop all sessions side by side, and let go of everything.
 
         It takes as long as the slowest of them. Being cancelled does not cut it short: the
         cancellation is raised afterwards.
+
+        :param drain: how many seconds the sends under way have to be settled: see `Session.stop`.
         """
+        check_drain(drain)
         if self._state != "open":
             return
         self._state = "closed"
         caller = asyncio.current_task()
-        closing = asyncio.get_running_loop().create_task(self._close(caller))
+        closing = asyncio.get_running_loop().create_task(self._close(caller, drain))
         await patiently(closing)
         closing.result()
 
-    async def _close(self, caller: asyncio.Task[Any] | None) -> None:
-        ends = [self._end(each, "everything is closed", caller) for each in self]
+    async def _close(self, caller: asyncio.Task[Any] | None, drain: float) -> None:
+        ends = [self._end(each, "everything is closed", caller, drain) for each in self._running()]
         await asyncio.gather(*ends, return_exceptions=True)  # the supervisor has told what failed
         try:
             await self._root.stop()
@@ -177,12 +184,7 @@ class Sessions:
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- sessions ------------------------------------------------------------------------------
@@ -193,7 +195,9 @@ class Sessions:
         protocol: Protocol,
         *,
         steps: Sequence[tuple[str, Step]] = (),
-        on_event: Handler | asyncio.Queue[Event] | None = None,
+        inbound_steps: Sequence[tuple[str, InboundStep]] = (),
+        on_event: Handler | asyncio.Queue[Incoming] | None = None,
+        credentials: CredentialsProvider | None = None,
         offline: bool = False,
     ) -> Session:
         """Start the session of a profile, which then connects by itself, and return at once.
@@ -201,7 +205,12 @@ class Sessions:
         Raises `AlreadyRunning` if the profile has one, here or, with leases, anywhere.
 
         :param steps: what a send goes through after the steps of the protocol.
+        :param inbound_steps: what a message goes through before a consumer gets it, after those of
+            the protocol.
         :param on_event: a handler or a queue for its events; more can be attached later.
+        :param credentials: a function that gives the credentials of a profile, plain or async, such
+            as a token that expires; called for each link, in place of the storage. If the server
+            refuses what it gave, it is called once more before the session stops.
         :param offline: without a server: sends answer as a confirmed one would, nothing is sent.
         """
         if self._state != "open":
@@ -210,10 +219,13 @@ class Sessions:
         check_texts(profile=profile)
         check_protocol(protocol)
         check_steps(steps)
+        check_steps(inbound_steps)
         if not profile:
             raise SessionError("a profile must have a name")
         if (current := self._starting.get(profile)) is not None:
-            raise AlreadyRunning(f"{profile!r} has a session already: {current!r}", current)
+            raise AlreadyRunning(
+                f"{profile!r} has a session already: {current.session!r}", current.session
+            )
         if protocol.inbound_window is not None and protocol.inbound_window > self._events:
             raise SessionError(
                 f"the server may send {protocol.inbound_window} messages at once, and events="
@@ -226,34 +238,37 @@ class Sessions:
             on_corrupt=partial(self._corrupt, profile),
             may_write=partial(self._has_lease, profile) if self._leasing.needed else None,
         )
-        session = Session(
+        runtime = SessionRuntime(
             self,
             profile,
             protocol,
             name=f"{self._root.path}/{name}",
             records=records,
             steps=steps,
+            inbound_steps=inbound_steps,
             backoff=self._backoff.fresh(),
             clock=self._clock,
             recorder=self.recorder,
             connect_timeout=self._connect_timeout,
             events=self._events,
+            credentials=credentials,
             offline=offline,
         )
-        session.attach(on_event)
-        self._starting[profile] = session
+        runtime.session.attach(on_event)
+        self._starting[profile] = runtime
         under_way = self._starts[profile] = asyncio.get_running_loop().create_future()
         try:
             await self._storage.new(profile)
-            await self._leasing.renew(session)
+            await self._leasing.renew(runtime)
+            await runtime.recall()
             # The one before may have freed its profile and not quite be gone.
             await self._root.stop_child(name)
-            session._tree = await self._root.start_child(self._tree(session, name))
+            runtime.tree = await self._root.start_child(self._tree(runtime, name))
         except BaseException as error:
-            stop_asked = session._stop_asked
-            await self._over(session, describe(error))
+            stop_asked = runtime.stop_asked
+            await self._over(runtime, describe(error))
             if stop_asked and isinstance(error, Exception):
-                raise SessionStopped(session._why_offline()) from error
+                raise SessionStopped(runtime.why_offline) from error
             if isinstance(error, LeaseRefused):
                 raise AlreadyRunning(str(error), str(error)) from error
             cause: BaseException = error
@@ -266,7 +281,7 @@ class Sessions:
             if self._starts.get(profile) is under_way:
                 del self._starts[profile]
             under_way.set_result(None)
-        return session
+        return runtime.session
 
     async def connect(
         self, profile: str, protocol: Protocol, *, timeout: float = 30.0, **options: Any
@@ -280,38 +295,42 @@ class Sessions:
             raise
         return session
 
-    async def stop(self, session: Session | SessionVia | str) -> None:
+    async def stop(self, session: Session | SessionVia | str, *, drain: float = 0.0) -> None:
         """End a session, and free its profile; harmless if there is none.
 
         One that is being started is not started: whoever started it gets `SessionStopped`.
+
+        :param drain: how many seconds the sends under way have to be settled: see `Session.stop`.
         """
+        check_drain(drain)
         profile = session if isinstance(session, str) else session.profile
         found = self._starting.get(profile)
-        if found is None or (type(session) is Session and found is not session):
+        if found is None or (type(session) is Session and found.session is not session):
             return
         check_loop(asyncio.get_running_loop(), self._loop)
-        end = self._end(found, "it was stopped", asyncio.current_task())
-        ending = asyncio.get_running_loop().create_task(end)
-        self._tasks.add(ending)
-        ending.add_done_callback(self._tasks.discard)
-        await asyncio.shield(ending)  # it ends, even if whoever asked for it has gone
+        end = self._end(found, "it was stopped", asyncio.current_task(), drain)
+        await asyncio.shield(self._tasks.start(end))  # it ends, even if its caller is cancelled
         if profile not in self._starting:
             # Once more, and only now: the last that is recorded of it is that it has stopped.
-            for part in ("", "/connection", "/senders"):
-                self.recorder.forget(found._name + part)
+            for part in ("", "/connection"):
+                self.recorder.forget(found.name + part)
 
-    async def _end(self, session: Session, why: str, caller: asyncio.Task[Any] | None) -> None:
-        session._sink.closes(caller)
+    async def _end(
+        self, runtime: SessionRuntime, why: str, caller: asyncio.Task[Any] | None, drain: float
+    ) -> None:
+        runtime.sink.closes(caller)
         # While it is online: what a handler has in hand is finished, answered and acknowledged.
-        await session._sink.finish()
-        if self._starting.get(session.profile) is not session:
-            return  # somebody else has ended it meanwhile
-        if not session._core.stopped:
-            session._stop_asked = True
-            session._core.stop(why)
-        under_way = self._starts.get(session.profile)
+        await runtime.sink.finish()
+        if drain:
+            await runtime.sends.drain(drain)
+        if self._starting.get(runtime.profile) is not runtime:
+            return  # another call has ended it meanwhile
+        if not runtime.core.stopped:
+            runtime.stop_asked = True
+            runtime.core.stop(why)
+        under_way = self._starts.get(runtime.profile)
         with contextlib.suppress(NotRunning):
-            await self._root.stop_child(session._name.rpartition("/")[2])
+            await self._root.stop_child(runtime.name.rpartition("/")[2])
         if under_way is not None:
             # There was nothing to stop yet, perhaps: the start sees it, and cleans up.
             await asyncio.wait((under_way,), timeout=CLOSING)
@@ -331,8 +350,8 @@ class Sessions:
     def totals(self) -> dict[str, Counter[str]]:
         """What has been counted so far, by protocol, over all sessions that are and were."""
         found = {protocol: Counter(past) for protocol, past in self._past.items()}
-        for session in self:
-            found.setdefault(session.protocol.name, Counter()).update(session._totals())
+        for each in self._running():
+            found.setdefault(each.protocol.name, Counter()).update(each.totals())
         return found
 
     def tree(self) -> Tree:
@@ -340,7 +359,10 @@ class Sessions:
         return self._root.tree()
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._starting.values()))
+        return (each.session for each in self._running())
+
+    def _running(self) -> list[SessionRuntime]:
+        return list(self._starting.values())
 
     def __len__(self) -> int:
         return len(self._starting)
@@ -349,30 +371,30 @@ class Sessions:
         return True
 
     def __repr__(self) -> str:
-        online = sum(session._core.online for session in self._starting.values())
+        online = sum(each.core.online for each in self._running())
         many = counted(len(self._starting), "session")
         return f"<Sessions {self.name}: {self._state}, {many}, {online} online>"
 
     # -- a tree --------------------------------------------------------------------------------
 
-    def _tree(self, session: Session, name: str) -> Child:
+    def _tree(self, runtime: SessionRuntime, name: str) -> Child:
         tree = Supervisor.child(
             name,
-            children=[Child("connection", partial(_run_connection, session))],
-            strategy="rest_for_one",
+            children=[Child("connection", partial(_run_connection, runtime))],
             intensity=INTENSITY,
             restart="temporary",
         )
-        return dataclasses.replace(tree, run=partial(self._run_tree, session, tree.run))
+        return dataclasses.replace(tree, run=partial(self._run_tree, runtime, tree.run))
 
     async def _run_tree(
-        self, session: Session, run: Callable[[Context], Awaitable[None]], ctx: Context
+        self, runtime: SessionRuntime, run: Callable[[Context], Awaitable[None]], ctx: Context
     ) -> None:
         reason = "it was stopped"
         try:
-            session._check_running()  # it may have been stopped before there was anything to stop
-            ctx.register(self._registry, session.profile, session)
-            session._begins()
+            if runtime.core.stopped:  # before there was anything to stop
+                raise SessionStopped(runtime.why_offline)
+            ctx.register(self._registry, runtime.profile, runtime.session)
+            runtime.begins()
             await run(ctx)
         except asyncio.CancelledError:
             raise
@@ -384,64 +406,48 @@ class Sessions:
             reason = describe(error)
             raise
         finally:
-            await self._over(session, reason)
+            await self._over(runtime, reason)
 
-    def _start_senders(self, session: Session) -> None:
-        """The senders have work that takes time: from now on they are a part of the tree."""
-
-        async def start() -> None:
-            if session._tree is not None:
-                with contextlib.suppress(SupervisionError):  # it has ended in the meantime
-                    await session._tree.start_child(Child("senders", session._senders.run))
-
-        task = asyncio.get_running_loop().create_task(start())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _over(self, session: Session, reason: str) -> None:
-        """The tree of a session is gone: everybody is told, and its profile is free."""
-        session._ended(reason)
+    async def _over(self, runtime: SessionRuntime, reason: str) -> None:
+        """Settle what is left of a session whose tree is gone, and free its profile."""
+        runtime.ended(reason)
         try:
             # Before the profile is free: whoever has it next must find what was changed last.
             until = asyncio.get_running_loop().time() + CLOSING
-            if (saving := session._saving) is not None:
+            if (saving := runtime.credentials.saving) is not None:
                 await asyncio.wait((saving,), timeout=CLOSING)
-            await session._records.close(max(0.0, until - asyncio.get_running_loop().time()))
-            await session._parting.gone(CLOSING)
+            await runtime.records.close(max(0.0, until - asyncio.get_running_loop().time()))
+            await runtime.closing_links.gone(CLOSING)
         finally:
-            session._parting.abort()
+            runtime.closing_links.abort()
             try:
-                lease, session._lease = session._lease, None
+                lease, runtime.lease = runtime.lease, None
                 if lease is not None:
                     await lease.release()
             finally:
-                self._free(session)
-        await session._sink.close()
-        self.recorder.forget(session._name)
+                self._free(runtime)
+        await runtime.sink.close()
+        self.recorder.forget(runtime.name)
 
-    def _free(self, session: Session) -> None:
-        if self._starting.get(session.profile) is session:
-            del self._starting[session.profile]
-            self._past.setdefault(session.protocol.name, Counter()).update(session._totals())
-            self._registry.unregister(session.profile)
+    def _free(self, runtime: SessionRuntime) -> None:
+        if self._starting.get(runtime.profile) is runtime:
+            del self._starting[runtime.profile]
+            self._past.setdefault(runtime.protocol.name, Counter()).update(runtime.totals())
+            self._registry.unregister(runtime.profile)
 
     def _corrupt(self, profile: str, found: Corruption) -> None:
-        if (session := self._starting.get(profile)) is not None:
-            session._emit("record_corrupt", found)
+        if (runtime := self._starting.get(profile)) is not None:
+            runtime.emit("record_corrupt", found)
             text = f"a record in {found.namespace} counts as missing: {found.reason}"
-            session._record(text, kind="failure")
+            runtime.record(text, kind="failure")
 
     # -- what sessions ask for -----------------------------------------------------------------
 
     def _has_lease(self, profile: str) -> bool:
         """Whether this process may change what is stored for a profile."""
-        session = self._starting.get(profile)
-        return session is not None and session._lease is not None and session._lease.live
-
-    async def _may_dial(self) -> None:
-        """Not too many at once."""
-        await self._rate.wait()
+        runtime = self._starting.get(profile)
+        return runtime is not None and runtime.lease is not None and runtime.lease.live
 
 
-def _run_connection(session: Session, ctx: Context) -> Awaitable[None]:
-    return Connection(session).run(ctx)
+def _run_connection(runtime: SessionRuntime, ctx: Context) -> Awaitable[None]:
+    return Connection(runtime).run(ctx)

@@ -4,7 +4,8 @@ A storage is no process and knows no session. It keeps bytes: what is in them is
 whoever put them there. Every adapter holds to this:
 
 - what `put`, `delete` and `clear` did is durable when they return;
-- whatever happens meanwhile, a record is the old one or the new one, and whole;
+- whatever happens meanwhile, a record is the old one or the new one, and whole; and of several
+  that `put_all` writes, all are the old ones or all are the new ones;
 - profiles, namespaces and keys are any text: they come from users and from the network;
 - calls that were made one after the other are carried out in that order, even if whoever made one
   has given up waiting for it.
@@ -16,20 +17,21 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from ._errors import StorageError
 
-__all__ = ["Keys", "Namespace", "Storage", "open_storage"]
+__all__ = ["Changes", "Keys", "Namespace", "Storage", "open_storage"]
 
 StorageT = TypeVar("StorageT", bound="Storage")
 
 #: 32 bytes, or a passphrase, or several of them: the first one writes, all of them read.
 Keys: TypeAlias = bytes | str | Sequence[bytes | str]
+#: Records of a profile by namespace and key: what each shall be, or None for no record.
+Changes: TypeAlias = Mapping[tuple[str, str], bytes | None]
 
 
 class Namespace(StrEnum):
@@ -71,6 +73,16 @@ class Storage(ABC):
     async def delete(self, profile: str, namespace: str, key: str) -> None:
         """Remove the record, if there is one; the profile stays."""
 
+    async def put_all(self, profile: str, changes: Changes) -> None:
+        """Write and remove several records of a profile in one transaction: all of it, or nothing.
+
+        Raises `StorageError` if the storage cannot do that.
+        """
+        raise StorageError(
+            f"{self!r} has no transactions over several records: use SQLite, files or memory, or "
+            "implement put_all()"
+        )
+
     @abstractmethod
     async def clear(self, profile: str) -> None:
         """Remove the profile and all its records at once."""
@@ -95,12 +107,7 @@ class Storage(ABC):
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -119,7 +126,7 @@ def open_storage(
     """
     # Here, because the adapters import this module.
     from ._seal import Seal
-    from ._sealed import Sealed
+    from ._sealed_storage import Sealed
 
     inner = where if isinstance(where, Storage) else _adapter(where)
     if isinstance(where, Storage) and key is None:

@@ -3,61 +3,43 @@
 A record is written to a file beside the others, brought to the disk, and only then given its name;
 the name is brought to the disk too. So a record is the old one or the new one, whatever happens in
 between. What a crash left half done is in `.tmp`, and is removed when the storage is opened. A
-profile is removed in the same way: taken away whole, and then deleted.
+profile is removed in the same way: taken away whole, and then deleted. Several records that change
+together are first written to `.journal`, which is carried out again after a crash.
 
 The directory belongs to one storage object at a time; for several processes, there is SQLite.
 """
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from ._errors import StorageError
 from ._file_names import from_file_name, is_cut, to_file_name
-from ._storage import Storage
-from ._storage_thread import Job, StorageThread, settle
+from ._storage import Changes
+from ._storage_thread import Job, ThreadStorage, settle
 
 __all__ = ["FileStorage"]
-
-T = TypeVar("T")
 
 _FORMAT = b"moored files 1\n"
 
 
-class FileStorage(Storage):
+class FileStorage(ThreadStorage):
     """Records in the directory `path`, which only its owner may read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         #: Files that a crash had left half written, removed when the storage was opened.
         self.leftovers = 0
         self._temporary = self.path / ".tmp"
+        self._journal = self.path / ".journal"
         self._lock: int | None = None
-        self._thread: StorageThread | None = None
-
-    async def open(self) -> None:
-        """Open or make the directory; raises `StorageError` that says what to do."""
-        if self._thread is not None:
-            return
-        thread = self._thread = StorageThread(f"moored {self.path.name}", _one_by_one)
-        try:
-            await self._do(self._take)
-        except BaseException:
-            self._thread = None
-            thread.end(self._let_go)
-            raise
-
-    async def close(self) -> None:
-        """Let go of the directory, after everything that was asked for is done."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await thread.end(self._let_go)
 
     async def new(self, profile: str) -> bool:
         """Make a profile; False if it is there already."""
@@ -69,27 +51,25 @@ class FileStorage(Storage):
 
     async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
         """Write the record."""
-
-        def write() -> None:
-            self._make_directory(self.path, profile)
-            self._make_directory(self._at(profile), namespace)
-            place = self._at(profile, namespace)
-            self._keep_text(place, key)
-            self._replace(place / to_file_name(key), value)
-
-        await self._do(write)
+        await self._do(lambda: self._change(profile, namespace, key, value))
 
     async def delete(self, profile: str, namespace: str, key: str) -> None:
         """Remove the record, if there is one."""
+        await self._do(lambda: self._change(profile, namespace, key, None))
 
-        def remove() -> None:
-            file = self._at(profile, namespace, key)
-            if file.exists():
-                file.unlink()
-                _beside(file).unlink(missing_ok=True)
-                _sync(file.parent)
+    async def put_all(self, profile: str, changes: Changes) -> None:
+        """Write and remove several records: a journal says what is to be done until it is."""
+        lines = [
+            [*place, None if value is None else base64.b64encode(value).decode()]
+            for place, value in changes.items()
+        ]
 
-        await self._do(remove)
+        def write() -> None:
+            self._replace(self._journal, json.dumps([profile, lines]).encode())
+            self._moment("in the journal")
+            self._replay()
+
+        await self._do(write)
 
     async def clear(self, profile: str) -> None:
         """Remove the profile and all its records."""
@@ -123,22 +103,48 @@ class FileStorage(Storage):
         """The keys of the profile's records in a namespace, sorted."""
         return await self._do(lambda: sorted(_names_in(self._at(profile, namespace))))
 
-    def __repr__(self) -> str:
-        return f"<FileStorage {self.path}: {'open' if self._thread is not None else 'closed'}>"
-
-    async def _do(self, call: Callable[[], T]) -> T:
-        if self._thread is None:
-            raise StorageError(f"{self.path} is not open: use `async with` on the storage")
-        try:
-            return await self._thread.submit(call)
-        except OSError as error:
-            # Without the file's name: it tells who was talked to.
-            raise StorageError(
-                f"{self.path} cannot be used as storage: {error.strerror or error}; look at the "
-                "free space, and at the rights of the directory and of what is in it"
-            ) from error
-
     # -- in the thread --------------------------------------------------------------------------
+
+    def _carry_out(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.run()
+            settle((job,))
+
+    def _advice(self, error: Exception) -> str:
+        # Without the file's name: it tells who was talked to.
+        return (
+            f"cannot be used as storage: {getattr(error, 'strerror', None) or error}; look at the "
+            "free space, and at the rights of the directory and of what is in it"
+        )
+
+    def _change(self, profile: str, namespace: str, key: str, value: bytes | None) -> None:
+        self._replay()  # what could not be finished before, if there is any
+        self._apply(profile, namespace, key, value)
+
+    def _apply(self, profile: str, namespace: str, key: str, value: bytes | None) -> None:
+        file = self._at(profile, namespace, key)
+        if value is not None:
+            self._make_directory(self.path, profile)
+            self._make_directory(self._at(profile), namespace)
+            self._keep_text(file.parent, key)
+            self._replace(file, value)
+        elif file.exists():
+            file.unlink()
+            _beside(file).unlink(missing_ok=True)
+            _sync(file.parent)
+
+    def _replay(self) -> None:
+        """Do what the journal says, if there is one: it was written whole, or not at all."""
+        journal = _read(self._journal)
+        if journal is None:
+            return
+        profile, lines = json.loads(journal)
+        for namespace, key, value in lines:
+            data = None if value is None else base64.b64decode(value)
+            self._apply(profile, namespace, key, data)
+            self._moment("one of several")
+        self._journal.unlink()
+        _sync(self.path)
 
     def _at(self, *names: str) -> Path:
         return self.path.joinpath(*map(to_file_name, names))
@@ -195,6 +201,7 @@ class FileStorage(Storage):
             )
         self._take_lock()
         self._clean()
+        self._replay()
         if label is None:
             self._replace(self.path / ".format", _FORMAT)
 
@@ -229,12 +236,6 @@ class FileStorage(Storage):
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
-
-
-def _one_by_one(jobs: list[Job]) -> None:
-    for job in jobs:
-        job.run()
-        settle((job,))
 
 
 def _beside(file: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moored.kernel import counted
 
-from ._storage import Storage
+from ._storage import Changes, Storage
 
 __all__ = ["MemoryStorage"]
 
@@ -39,6 +39,14 @@ class MemoryStorage(Storage):
         found.pop(key, None)
         if not found:
             records.pop(namespace, None)
+
+    async def put_all(self, profile: str, changes: Changes) -> None:
+        """Write and remove several records at once."""
+        for (namespace, key), value in changes.items():
+            if value is None:
+                await self.delete(profile, namespace, key)
+            else:
+                await self.put(profile, namespace, key, value)
 
     async def clear(self, profile: str) -> None:
         """Remove the profile and all its records."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ._errors import StorageError
-from ._storage import Storage
-from ._storage_thread import Job, StorageThread, settle
+from ._storage import Changes
+from ._storage_thread import Job, ThreadStorage, settle
 
 __all__ = ["SqliteStorage"]
 
@@ -39,42 +37,31 @@ create table if not exists records (
 """
 
 
-class SqliteStorage(Storage):
+_PUT = (
+    "insert into records values (?, ?, ?, ?) "
+    "on conflict (profile, namespace, key) do update set value = excluded.value"
+)
+_DELETE = "delete from records where profile = ? and namespace = ? and key = ?"
+
+
+class SqliteStorage(ThreadStorage):
     """Records in the SQLite file at `path`, which only its owner may read.
 
     `patience` is how many seconds to wait for another process that has the file locked.
     """
 
+    _failures = (sqlite3.Error, OSError)
+
     def __init__(self, path: str | os.PathLike[str], *, patience: float = 5.0) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         self.patience = patience
         #: Transactions so far, and the writes that were in them.
         self.commits = self.writes = 0
-        self._thread: StorageThread | None = None
         self._database: sqlite3.Connection
-
-    async def open(self) -> None:
-        """Open or make the file; raises `StorageError` that says what to do."""
-        if self._thread is not None:
-            return
-        thread = StorageThread(f"moored {self.path.name}", self._carry_out)
-        self._thread = thread
-        try:
-            await thread.submit(self._connect, writes=False)
-        except BaseException:
-            self._thread = None
-            thread.end(self._disconnect).add_done_callback(_seen)
-            raise
-
-    async def close(self) -> None:
-        """Close the file, after everything that was asked for is done."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await thread.end(self._disconnect)
 
     async def new(self, profile: str) -> bool:
         """Make a profile; False if it is there already."""
-        return await self._write(lambda: self._make_profile(profile))
+        return await self._do(lambda: self._make_profile(profile))
 
     async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
         """The record, or None."""
@@ -87,23 +74,25 @@ class SqliteStorage(Storage):
 
     async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
         """Write the record."""
-        row = (*_raw(profile, namespace, key), value)
-
-        def write() -> None:
-            self._make_profile(profile)
-            self._database.execute(
-                "insert into records values (?, ?, ?, ?) "
-                "on conflict (profile, namespace, key) do update set value = excluded.value",
-                row,
-            )
-
-        await self._write(write)
+        await self.put_all(profile, {(namespace, key): value})
 
     async def delete(self, profile: str, namespace: str, key: str) -> None:
         """Remove the record, if there is one."""
-        query = "delete from records where profile = ? and namespace = ? and key = ?"
-        names = _raw(profile, namespace, key)
-        await self._write(lambda: self._database.execute(query, names))
+        await self.put_all(profile, {(namespace, key): None})
+
+    async def put_all(self, profile: str, changes: Changes) -> None:
+        """Write and remove several records in one transaction."""
+        rows = [(*_raw(profile, *place), value) for place, value in changes.items()]
+
+        def write() -> None:
+            for row in rows:
+                if row[3] is None:
+                    self._database.execute(_DELETE, row[:3])
+                else:
+                    self._make_profile(profile)
+                    self._database.execute(_PUT, row)
+
+        await self._do(write)
 
     async def clear(self, profile: str) -> None:
         """Remove the profile and all its records."""
@@ -113,7 +102,7 @@ class SqliteStorage(Storage):
             self._database.execute("delete from records where profile = ?", name)
             self._database.execute("delete from profiles where profile = ?", name)
 
-        await self._write(remove)
+        await self._do(remove)
 
     async def list_profiles(self) -> list[str]:
         """All profiles, sorted."""
@@ -129,28 +118,13 @@ class SqliteStorage(Storage):
         query = "select key from records where profile = ? and namespace = ?"
         return _texts(await self._rows(query, *_raw(profile, namespace)))
 
-    def __repr__(self) -> str:
-        state = "open" if self._thread is not None else "closed"
-        return f"<SqliteStorage {self.path}: {state}, {self.writes} writes, {self.commits} commits>"
-
     # -- on the loop ----------------------------------------------------------------------------
 
     async def _rows(self, query: str, *names: bytes) -> list[Any]:
         def read() -> list[Any]:
             return [row[0] for row in self._database.execute(query, names)]
 
-        return await self._ask(read, writes=False)
-
-    async def _write(self, call: Callable[[], T]) -> T:
-        return await self._ask(call, writes=True)
-
-    async def _ask(self, call: Callable[[], T], *, writes: bool) -> T:
-        if self._thread is None:
-            raise StorageError(f"{self.path} is not open: use `async with` on the storage")
-        try:
-            return await self._thread.submit(call, writes=writes)
-        except sqlite3.Error as error:
-            raise StorageError(f"{self.path}: {_advice(error, self.patience)}") from error
+        return await self._do(read, writes=False)
 
     # -- in the thread --------------------------------------------------------------------------
 
@@ -196,22 +170,10 @@ class SqliteStorage(Storage):
         query = "insert into profiles values (?) on conflict do nothing"
         return self._database.execute(query, _raw(profile)).rowcount == 1
 
-    def _connect(self) -> None:
-        try:
-            self._make_file()
-            self._database = sqlite3.connect(self.path, timeout=self.patience, isolation_level=None)
-            try:
-                self._prepare()
-            except BaseException:
-                self._database.close()
-                raise
-        except sqlite3.Error as error:
-            raise StorageError(f"{self.path}: {_advice(error, self.patience)}") from error
-        except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be used as storage: {error.strerror or error}; "
-                "choose a path that can be written to"
-            ) from error
+    def _take(self) -> None:
+        self._make_file()
+        self._database = sqlite3.connect(self.path, timeout=self.patience, isolation_level=None)
+        self._prepare()
 
     def _make_file(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,10 +214,15 @@ class SqliteStorage(Storage):
                 f"pragma user_version = {LAYOUT}; commit;"
             )
 
-    def _disconnect(self) -> None:
-        database = getattr(self, "_database", None)
-        if database is not None:
-            database.close()
+    def _let_go(self) -> None:
+        if hasattr(self, "_database"):
+            self._database.close()
+
+    def _advice(self, error: Exception) -> str:
+        if isinstance(error, sqlite3.Error):
+            return _advice(error, self.patience)
+        why = getattr(error, "strerror", None) or error
+        return f"cannot be used as storage: {why}; choose a path that can be written to"
 
 
 def _raw(*names: str) -> tuple[bytes, ...]:
@@ -264,11 +231,6 @@ def _raw(*names: str) -> tuple[bytes, ...]:
 
 def _texts(names: list[Any]) -> list[str]:
     return sorted(bytes(name).decode("utf-8", "surrogatepass") for name in names)
-
-
-def _seen(future: Any) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def _advice(error: sqlite3.Error, patience: float) -> str:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from abc import abstractmethod
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from ._errors import StorageError
+from ._storage import Storage
 
-__all__ = ["Job", "StorageThread", "settle"]
+__all__ = ["Job", "StorageThread", "ThreadStorage", "settle"]
 
 T = TypeVar("T")
 
@@ -94,6 +98,64 @@ class StorageThread:
             settle(jobs)
 
 
+class ThreadStorage(Storage):
+    """A storage at a path, whose calls are made in a thread of its own."""
+
+    #: What the calls raise when the path cannot be used.
+    _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._thread: StorageThread | None = None
+
+    async def open(self) -> None:
+        """Open the storage, or make it; raises `StorageError` that says what to do."""
+        if self._thread is not None:
+            return
+        thread = self._thread = StorageThread(f"moored {self.path.name}", self._carry_out)
+        try:
+            await self._do(self._take, writes=False)
+        except BaseException:
+            self._thread = None
+            thread.end(self._let_go).add_done_callback(_seen)
+            raise
+
+    async def close(self) -> None:
+        """Close the storage, after everything that was asked for is done."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.end(self._let_go)
+
+    async def _do(self, call: Callable[[], T], *, writes: bool = True) -> T:
+        """Make a call in the thread."""
+        if self._thread is None:
+            raise StorageError(f"{self.path} is not open: use `async with` on the storage")
+        try:
+            return await self._thread.submit(call, writes=writes)
+        except self._failures as error:
+            raise StorageError(f"{self.path}: {self._advice(error)}") from error
+
+    def __repr__(self) -> str:
+        state = "open" if self._thread is not None else "closed"
+        return f"<{type(self).__name__} {self.path}: {state}>"
+
+    @abstractmethod
+    def _carry_out(self, jobs: list[Job]) -> None:
+        """Do and settle a group of jobs."""
+
+    @abstractmethod
+    def _take(self) -> None:
+        """Open what is at the path."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Close it, if it was opened."""
+
+    @abstractmethod
+    def _advice(self, error: Exception) -> str:
+        """What is wrong with the path, and what to do."""
+
+
 def settle(jobs: Sequence[Job]) -> None:
     """Tell those who wait; from the thread. What was told already stays as it is."""
     loops: dict[AbstractEventLoop, list[Job]] = {}
@@ -115,3 +177,9 @@ def _tell(jobs: Iterable[Job]) -> None:
             job.future.set_result(job.result)
         else:
             job.future.set_exception(job.error)
+
+
+def _seen(future: Future[Any]) -> None:
+    """Retrieve the error of a future that is not awaited."""
+    if not future.cancelled():
+        future.exception()

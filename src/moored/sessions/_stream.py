@@ -60,10 +60,15 @@ class Stream(asyncio.BufferedProtocol):
     :param receiver: who gets what comes in; without one nothing is read until `adopt`.
     """
 
-    __slots__ = ("_buffer", "_error", "_timer", "_transport", "receiver")
+    __slots__ = ("_buffer", "_early", "_error", "_timer", "_transport", "receiver")
+
+    keeps_bounds = False
 
     def __init__(self, buffer: memoryview, receiver: Receiver | None = None) -> None:
         self._buffer = buffer
+        # What was read while there was no receiver: uvloop reads after `connection_made`, even if
+        # that has paused it.
+        self._early = b""
         self.receiver = receiver
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
@@ -89,17 +94,23 @@ class Stream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         """So many bytes have come in."""
-        receiver = self.receiver
-        if receiver is None:
-            return
+        data = bytes(self._buffer[:count])
+        if self.receiver is not None:
+            self._give(self.receiver, data)
+        else:
+            self._early += data
+            self._transport.pause_reading()
+
+    def _give(self, receiver: Receiver, data: bytes) -> None:
         try:
-            receiver.received(bytes(self._buffer[:count]))
+            receiver.received(data)
         except Exception as error:
             self._error = error
             self.abort()
 
     def connection_lost(self, error: BaseException | None) -> None:
         """It is over."""
+        self._catch_up()
         receiver, self.receiver, self._transport = self.receiver, None, None
         if self._timer is not None:
             self._timer.cancel()
@@ -111,7 +122,27 @@ class Stream(asyncio.BufferedProtocol):
         if self._transport is None:
             raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
         self.receiver = receiver
-        self._transport.resume_reading()
+        if self._early:
+            # Later: whoever adopts it may not be ready to hear something from within this call.
+            asyncio.get_running_loop().call_soon(self._go_on)
+        else:
+            self._transport.resume_reading()
+
+    def _go_on(self) -> None:
+        self._catch_up()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _catch_up(self) -> None:
+        early, self._early = self._early, b""
+        if early and self.receiver is not None:
+            self._give(self.receiver, early)
+
+    def pause(self) -> None:
+        """Read nothing until `adopt`."""
+        self.receiver = None
+        if self._transport is not None:
+            self._transport.pause_reading()
 
     def mute(self) -> None:
         """Nobody wants to hear of it any more."""
@@ -170,6 +201,8 @@ class Layer:
     """
 
     __slots__ = ("_below", "_closed", "_error", "_opening", "_receiver")
+
+    keeps_bounds = False
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver: Receiver | None = receiver

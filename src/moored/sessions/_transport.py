@@ -23,6 +23,10 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """A link that is open."""
 
+    @property
+    def keeps_bounds(self) -> bool:
+        """Whether each write is a message of its own, so that two must not be joined."""
+
     def write(self, data: bytes) -> None:
         """Send bytes, as soon as that is possible; after the end, nothing happens."""
 

@@ -52,7 +52,7 @@ class WebSocketClosed(ConnectionError):
 class WebSocketLink(Layer):
     """One WebSocket, at the client's end."""
 
-    __slots__ = ("_core", "_fragments", "_headers", "_kind", "_timer")
+    __slots__ = ("_core", "_fragments", "_headers", "_kind", "_max_size", "_timer", "keeps_bounds")
 
     def __init__(
         self,
@@ -62,9 +62,11 @@ class WebSocketLink(Layer):
         subprotocol: str | None,
         headers: Iterable[tuple[str, str]],
         text: bool,
+        stream: bool,
         max_size: int,
     ) -> None:
         super().__init__(receiver)
+        self.keeps_bounds = not stream
         self._core = ClientProtocol(
             parse_uri(url),
             subprotocols=None if subprotocol is None else [Subprotocol(subprotocol)],
@@ -72,6 +74,7 @@ class WebSocketLink(Layer):
             logger=_logger,
         )
         self._headers = headers
+        self._max_size = max_size
         self._kind = Opcode.TEXT if text else Opcode.BINARY
         self._fragments: list[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -149,7 +152,10 @@ class WebSocketLink(Layer):
         if self._error is None and broken is not None and not isinstance(broken, EOFError):
             sent = self._core.close_sent
             code = 1002 if sent is None else sent.code
-            self._error = WebSocketClosed(f"the server broke the rules: {broken}", code)
+            what = f"the server broke the rules: {broken}"
+            if code == 1009:
+                what = f"the server sent a message that is longer than max_size={self._max_size}"
+            self._error = WebSocketClosed(what, code)
         if self._error is not None and self._below is not None:
             self._below.close()  # there is no answer to wait for
         if self._timer is None and self._below is not None:

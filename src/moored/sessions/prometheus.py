@@ -1,22 +1,19 @@
-"""The numbers of sessions for Prometheus, read when somebody scrapes them.
+"""Prometheus metrics of sessions, read at each scrape.
 
 ::
 
     prometheus_client.REGISTRY.register(SessionsCollector(sessions))
 
-They are added up over all accounts of a protocol: profiles and recipients appear nowhere. It needs
+They are summed over all accounts of a protocol: profiles and recipients appear nowhere. It needs
 prometheus-client, which `moored[service]` brings.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from weakref import WeakSet
+from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from moored.kernel.prometheus import Metric, SourceCollector, counter, gauge
 
 from ._sessions import Sessions
 
@@ -26,85 +23,58 @@ PREFIX = "moored_sessions_"
 OUTCOMES = ("acked", "rejected", "not_sent", "unknown")
 
 _COUNTERS = {
-    "received": "Things that came in and were understood.",
-    "unhandled": "Frames that nobody knew what to do with.",
-    "stale": "Times that an old link said something, which changed nothing.",
+    "received": "Frames received and interpreted by the protocol.",
+    "unhandled": "Frames received that the protocol does not handle.",
+    "stale": "Reads from a link that was already replaced, which were dropped.",
+    "bounced": "Sends that the server confirmed and could not deliver later.",
     "crashes": "Connections that crashed and were started again.",
     "sender_crashes": "Senders of one recipient that crashed.",
-    "reconnects": "Times that a session was online again.",
-    "late_confirmations": "Confirmations that came too late, twice, or over an old link.",
-    "events_dropped": "Events that there was no room for.",
-    "events_returned": "Messages that nobody had begun: the server sends them again.",
-    "handler_failures": "Times that a handler of events raised.",
-    "repeated": "Sends that a peer asked for again, and got.",
-    "not_repeated": "Sends that a peer asked for again, and that were not kept.",
+    "reconnects": "Reconnects: times that a session came online again.",
+    "late_confirmations": "Confirmations dropped: late, duplicate, or from an old link.",
+    "events_dropped": "Events dropped because the event queue was full.",
+    "events_returned": "Queued messages dropped because the server sends them again.",
+    "handler_failures": "Exceptions raised by event handlers.",
+    "messages_set_aside": "Messages not acknowledged because handling them failed.",
+    "repeated": "Sends written again at a peer's request.",
+    "not_repeated": "Requests for an old send that was no longer kept.",
 }
 _GAUGES = {
-    "sending": "Sends that are under way.",
-    "waiting": "Sends that wait for their turn at the link.",
-    "events_waiting": "Events that nobody has taken yet.",
+    "sending": "Sends without an outcome yet.",
+    "waiting": "Sends waiting for a link or for the send window.",
+    "events_waiting": "Events waiting in the queue for a consumer.",
 }
 
 
-class SessionsCollector(Collector):
-    """Shows sessions to Prometheus, by protocol; they are held weakly."""
+class SessionsCollector(SourceCollector[Sessions]):
+    """Prometheus metrics of sessions, summed by protocol. `Sessions` objects are held weakly."""
 
-    def __init__(self, *sessions: Sessions) -> None:
-        self._lock = threading.Lock()
-        self._sessions: WeakSet[Sessions] = WeakSet(sessions)
-
-    def add(self, sessions: Sessions) -> None:
-        """Show these too."""
-        with self._lock:
-            self._sessions.add(sessions)
-
-    def remove(self, sessions: Sessions) -> None:
-        """Show these no more; harmless if they were not shown."""
-        with self._lock:
-            self._sessions.discard(sessions)
-
-    def describe(self) -> Iterator[Metric]:
-        """The metrics without their values: enough for a registry to find clashes of names."""
-        yield from _families(())
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
-        with self._lock:
-            sessions = list(self._sessions)
-        yield from _families(sessions)
-
-
-def _families(sources: Iterable[Sessions]) -> Iterator[Metric]:
-    totals: dict[str, Counter[str]] = {}
-    states, now = Counter[tuple[str, str]](), dict[str, Counter[str]]()
-    for sessions in sources:
-        for protocol, counted in sessions.totals().items():
-            totals.setdefault(protocol, Counter()).update(counted)
-        for session in sessions:
-            status = session.status()
-            states[status["protocol"], status["state"]] += 1
-            gauges = now.setdefault(status["protocol"], Counter())
-            gauges.update({name: status[name] for name in _GAUGES})
-    gauge = GaugeMetricFamily(
-        PREFIX.rstrip("_"), "Sessions, by their state.", labels=("protocol", "state")
-    )
-    for (protocol, state), number in states.items():
-        gauge.add_metric((protocol, state), number)
-    yield gauge
-    for name, text in _GAUGES.items():
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=("protocol",))
-        for protocol, numbers in now.items():
-            gauge.add_metric((protocol,), numbers[name])
-        yield gauge
-    sends = CounterMetricFamily(
-        f"{PREFIX}sends", "Sends, by what became of them.", labels=("protocol", "outcome")
-    )
-    for protocol, total in totals.items():
-        for outcome in OUTCOMES:
-            sends.add_metric((protocol, outcome), total[outcome])
-    yield sends
-    for name, text in _COUNTERS.items():
-        counter = CounterMetricFamily(PREFIX + name, text, labels=("protocol",))
-        for protocol, total in totals.items():
-            counter.add_metric((protocol,), total[name])
-        yield counter
+    def families(self, sources: Sequence[Sessions]) -> Iterator[Metric]:
+        """Yield gauges of the open sessions and counters of all."""
+        totals: dict[str, Counter[str]] = {}
+        states, now = Counter[tuple[str, str]](), dict[str, Counter[str]]()
+        for sessions in sources:
+            for protocol, counted in sessions.totals().items():
+                totals.setdefault(protocol, Counter()).update(counted)
+            for session in sessions:
+                status = session.status()
+                states[status["protocol"], status["state"]] += 1
+                gauges = now.setdefault(status["protocol"], Counter())
+                gauges.update({name: status[name] for name in _GAUGES})
+        labels = ("protocol", "state")
+        yield gauge(PREFIX.rstrip("_"), "Sessions, by state.", labels, states.items())
+        for name, text in _GAUGES.items():
+            samples = [((protocol,), numbers[name]) for protocol, numbers in now.items()]
+            yield gauge(PREFIX + name, text, ("protocol",), samples)
+        yield counter(
+            f"{PREFIX}sends",
+            "Sends, by outcome.",
+            ("protocol", "outcome"),
+            [
+                ((protocol, outcome), total[outcome])
+                for protocol, total in totals.items()
+                for outcome in OUTCOMES
+            ],
+        )
+        for name, text in _COUNTERS.items():
+            samples = [((protocol,), total[name]) for protocol, total in totals.items()]
+            yield counter(PREFIX + name, text, ("protocol",), samples)

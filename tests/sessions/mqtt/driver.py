@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from moored.sessions._protocol import Closing, Greeting, Happening, Incoming, Outgoing, Ready
+from moored.sessions._protocol import Closing, DialogueEvent, Greeting, Happening, Outgoing, Ready
 from moored.sessions._transport import Transport
-from moored.sessions.mqtt import Memory, Mqtt
+from moored.sessions.mqtt import Mqtt, MqttMemory
 
 __all__ = ["Driver", "outgoing"]
 
@@ -25,10 +25,10 @@ def outgoing(id: str, content: Any = b"hello", recipient: str = "bob") -> Outgoi
 class Driver:
     """One link, and all that it said."""
 
-    def __init__(self, protocol: Mqtt, profile: str, memory: Memory) -> None:
+    def __init__(self, protocol: Mqtt, profile: str, memory: MqttMemory) -> None:
         self.protocol = protocol
         self.dialogue = protocol.begin(profile, None, memory)
-        self.events: list[Incoming] = []
+        self.events: list[DialogueEvent] = []
         self.lost_with: list[BaseException | None] = []
         #: Whether what comes is acknowledged at once.
         self.prompt = False
@@ -36,7 +36,7 @@ class Driver:
         self._changed = asyncio.Event()
 
     @classmethod
-    async def dial(cls, protocol: Mqtt, profile: str, memory: Memory | None = None) -> Driver:
+    async def dial(cls, protocol: Mqtt, profile: str, memory: MqttMemory | None = None) -> Driver:
         """Connect, say hello, and wait for what comes of it."""
         driver = cls(protocol, profile, memory if memory is not None else protocol.remember())
         driver.transport = await protocol.endpoint.dial(driver)

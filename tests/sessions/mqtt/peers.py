@@ -6,8 +6,8 @@ from typing import Any
 
 import mqtt5
 
-from moored.sessions._protocol import Incoming, Ready
-from moored.sessions.mqtt import Memory, Mqtt, MqttDialogue
+from moored.sessions._protocol import DialogueEvent, Ready
+from moored.sessions.mqtt import Mqtt, MqttDialogue, MqttMemory
 
 __all__ = ["CONNACK", "SUBACK", "connack", "hear", "link", "puback", "publish"]
 
@@ -16,7 +16,7 @@ CONNACK = bytes.fromhex("20 03 00 00 00")
 SUBACK = bytes.fromhex("90 04 0001 00 01")
 
 
-def hear(dialogue: MqttDialogue, data: bytes) -> list[Incoming]:
+def hear(dialogue: MqttDialogue, data: bytes) -> list[DialogueEvent]:
     """Everything that a dialogue makes of some bytes."""
     return list(dialogue.feed(data))
 
@@ -39,8 +39,8 @@ def publish(packet_id: int, qos: int = 1, payload: bytes = b"hi", **options: Any
 
 
 def link(
-    protocol: Mqtt | None = None, memory: Memory | None = None, **options: Any
-) -> tuple[MqttDialogue, list[Incoming]]:
+    protocol: Mqtt | None = None, memory: MqttMemory | None = None, **options: Any
+) -> tuple[MqttDialogue, list[DialogueEvent]]:
     """A dialogue that is open, and what the handshake said."""
     protocol = protocol or Mqtt("mqtt://broker", subscribe=())
     memory = memory if memory is not None else protocol.remember()

@@ -191,7 +191,7 @@ def test_bad_properties(written: str, code: int) -> None:
 def test_a_property_has_its_packets() -> None:
     data = properties({"topic_alias": 1})
     with pytest.raises(ProtocolError, match="property 0x23, which this packet cannot have"):
-        _packets.read_verdict(b"\x00\x01\x00" + data, 0, 3 + len(data))
+        _packets.read_result(b"\x00\x01\x00" + data, 0, 3 + len(data))
 
 
 def test_what_cannot_be_written() -> None:

@@ -17,8 +17,18 @@ delivered, and what that process had sent without an answer is not known any mor
 """
 
 from ._dialogue import MqttDialogue
-from ._memory import Memory
+from ._memory import MqttMemory
 from ._mqtt import Mqtt
-from ._packets import ID_PROPERTY, Message, Publication, Will
+from ._packets import ID_PROPERTY, Message, MessageTooLarge, Publication, SubscriptionRefused, Will
 
-__all__ = ["ID_PROPERTY", "Memory", "Message", "Mqtt", "MqttDialogue", "Publication", "Will"]
+__all__ = [
+    "ID_PROPERTY",
+    "Message",
+    "MessageTooLarge",
+    "Mqtt",
+    "MqttDialogue",
+    "MqttMemory",
+    "Publication",
+    "SubscriptionRefused",
+    "Will",
+]

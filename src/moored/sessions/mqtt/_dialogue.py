@@ -3,12 +3,11 @@
 ::
 
     connecting ──CONNACK──▶ subscribing ──SUBACK──▶ open ──▶ closed
-         │                                           ▲
-         └── CONNACK, all subscriptions still known ─┘
 
 `Ready` comes after the SUBACK, so that whoever waited for it misses nothing that is sent to it from
-then on; a resumed session whose subscriptions the server still has is ready at once. What the
-server kept for us comes right behind its CONNACK, so inbound messages may come before `Ready`.
+then on. A session that the server has kept is subscribed again, too: the server may have restored
+it from an older snapshot. What the server kept for us comes right behind its CONNACK, so inbound
+messages may come before `Ready`.
 
 What always holds:
 
@@ -21,41 +20,47 @@ What always holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Final
 
 from .._content import Text
-from .._errors import ProtocolError, StepFailed
+from .._errors import ProtocolError, QueryFailed, StepFailed
 from .._protocol import (
+    Answered,
+    CloseClass,
     Closing,
     Confirmed,
     Dialogue,
+    DialogueEvent,
     Greeting,
     Happening,
-    Incoming,
+    Ignored,
     Outgoing,
-    Progress,
     Ready,
     Refused,
+    Remember,
     Unhandled,
 )
 from . import _packets as packets
 from ._codec import broken, malformed
-from ._frames import Frames
-from ._memory import Memory
-from ._packets import Message
+from ._frames import OVERSIZED, PacketFrames
+from ._memory import MqttMemory
+from ._packets import Message, MessageTooLarge, SubscriptionRefused
 from ._plan import Plan, lacks
-from ._reasons import FAILURE, close_class, words_of
+from ._reasons import FAILURE, end_class, refusal_class, words_of
 
 __all__ = ["MqttDialogue"]
 
-PROGRESS: Final = Progress()
-#: By so much may a server that resumes exceed our receive maximum: Mosquitto does not count what it
-#: sends again. To close the link for it would only make it send all of them again. What is beyond
-#: even that is left to the next link, which we ask for when all before it is acknowledged.
+IGNORED: Final = Ignored()
+#: By so much may a server exceed our receive maximum: Mosquitto does not count what it sends again,
+#: and miscounts by a few when it is busy. To close the link for it would only make it send all of
+#: them again. What is beyond even that is left to the next link, which we ask for when all before
+#: it is acknowledged.
 OVERRUN: Final = 900
-#: A server that ends a link with one of these does so for something that it was sent.
-BLAMES: Final = frozenset((0x81, 0x82, 0x90, 0x95, 0x99))
+#: The server wants us to use another one, which it may name.
+ELSEWHERE: Final = frozenset((0x9C, 0x9D))
+#: Added to the QoS of a message that is answered with an error.
+REFUSED: Final = 2
 
 
 class MqttDialogue(Dialogue):
@@ -77,23 +82,24 @@ class MqttDialogue(Dialogue):
         "_window",
     )
 
-    def __init__(self, plan: Plan, memory: Memory) -> None:
+    def __init__(self, plan: Plan, memory: MqttMemory) -> None:
         self._plan = plan
         self._memory = memory
-        self._frames = Frames(plan.max_packet_size)
+        self._frames = PacketFrames(plan.max_packet_size)
         self._phase = "connecting"
         self._window = plan.window
         # The largest packet that the server takes, and whether it keeps retained ones.
         self._largest = packets.LARGEST
         self._retain = True
-        # The SUBSCRIBE that waits for its answer: packet id, and what it asks for.
-        self._asked: tuple[int, list[tuple[str, str]]] = (0, [])
+        # What waits for its SUBACK or UNSUBACK, by packet id: the filters, and the query.
+        self._asked: dict[int, tuple[list[str], str | None]] = {}
         self._ready = Ready()
         # Whether the server knew the session.
         self._present = False
         # Unacknowledged publishes of the last link that the receive maximum keeps back.
         self._held: list[int] = []
-        # What came and is not acknowledged yet, in order: packet id -> QoS, negative once handled.
+        # What came and is not acknowledged yet, in order: packet id -> QoS, negative once handled,
+        # and less by REFUSED if the answer is an error.
         self._arrived: dict[int, int] = {}
         # Whether more came than there is room for.
         self._left = False
@@ -107,7 +113,9 @@ class MqttDialogue(Dialogue):
 
     def hello(self) -> bytes:
         """CONNECT."""
-        return self._plan.hello
+        # Once for each link, and not kept while it lives: a password may be in it.
+        hello, self._plan.hello = self._plan.hello, b""
+        return hello
 
     def write(self, outgoing: Outgoing) -> bytes:
         """PUBLISH with QoS 1. What the server would not take raises `StepFailed`, unwritten."""
@@ -156,21 +164,42 @@ class MqttDialogue(Dialogue):
         data = packets.publish(address, number, id, payload, more)
         return bytes((data[0] | 1,)) + data[1:] if body.retain else data
 
-    def resend(self) -> Iterable[tuple[str, bytes]]:
+    def resend(self, wanted: Container[str]) -> Iterator[tuple[str, bytes | None]]:
         """The unacknowledged publishes, marked as duplicates, in order.
 
         Those beyond the receive maximum come with no bytes: they are written by and by, as
-        acknowledgements make room.
+        acknowledgements make room. Brokers may end a link for one send, with or without a word.
+        So if the oldest is not acknowledged over two links, only one at a time is in flight on the
+        next. Given up is only one that was alone in flight when a link ended, two times: of many
+        that were in flight nobody can tell which it was, or whether the link was just cut.
         """
-        inflight = self._memory.inflight
+        memory, inflight = self._memory, self._memory.inflight
+        alone = len(inflight) == 1
+        latest = {id: number for number, (id, _) in inflight.items()}
+        for number, (id, _) in list(inflight.items()):
+            if id not in wanted or latest[id] != number:
+                del inflight[number]
         numbers = list(inflight)
-        self._held = numbers[self._window :][::-1]
+        oldest = inflight[numbers[0]][0] if numbers else ""
+        outlived = numbers[:1] == [memory.outlived]
+        again = oldest == memory.suspect != "" and not outlived
+        strike = not outlived and (alone or (again and memory.probing))
+        memory.strikes = (memory.strikes if again else 0) + strike
+        if numbers and memory.strikes > 1:
+            del inflight[numbers.pop(0)]
+            yield oldest, None
+            oldest, again, memory.strikes = "", False, 0  # each of the others begins anew
+        memory.suspect, memory.outlived = oldest, 0
+        memory.probing = again and len(numbers) > 1
+        width = 1 if memory.probing else self._window
+        self._held = numbers[width:][::-1]
         for place, number in enumerate(numbers):
             id, data = inflight[number]
-            yield id, _again(data) if place < self._window else b""
+            yield id, _again(data) if place < width else b""
 
     def ping(self) -> bytes:
         """PINGREQ."""
+        self._outlived()
         return packets.PINGREQ
 
     def acknowledge(self, token: Any) -> bytes:
@@ -180,6 +209,17 @@ class MqttDialogue(Dialogue):
         if qos <= 0 or self._phase == "closed":
             return b""
         arrived[token] = -qos
+        return self._settled()
+
+    def skip(self, token: Any) -> bytes:
+        """Nothing for this one, which the broker sends again, and what waited for it."""
+        if self._phase == "closed" or self._arrived.pop(token, None) is None:
+            return b""
+        return self._settled()
+
+    def _settled(self) -> bytes:
+        """The acknowledgements of all that is handled, up to the first that is not."""
+        arrived = self._arrived
         ready = []
         for number, qos in arrived.items():
             if qos > 0:
@@ -195,18 +235,26 @@ class MqttDialogue(Dialogue):
         return data
 
     def _settle(self, number: int) -> bytes:
-        if self._arrived.pop(number) == -1:
-            return packets.answer(packets.PUBACK, number)
-        self._memory.received[number] = None
-        return packets.answer(packets.PUBREC, number)
+        qos = -self._arrived.pop(number)
+        code = 0x83 if qos > REFUSED else 0
+        if qos in (1, 1 + REFUSED):
+            return packets.answer(packets.PUBACK, number, code)
+        if not code:
+            self._memory.received[number] = None
+        return packets.answer(packets.PUBREC, number, code)
 
     def goodbye(self) -> bytes:
         """DISCONNECT."""
+        self._outlived()
         return self._plan.goodbye
+
+    def _outlived(self) -> None:
+        """Whatever ends the link from now on, it is not the oldest send."""
+        self._memory.outlived = next(iter(self._memory.inflight), 0)
 
     # -- what we hear --------------------------------------------------------------------------
 
-    def feed(self, data: bytes) -> Iterator[Incoming]:
+    def feed(self, data: bytes) -> Iterator[DialogueEvent]:
         """Bytes have come in; each packet is read when the events of the last one were handled."""
         inflight = self._memory.inflight
         if self._phase == "closed":
@@ -217,7 +265,10 @@ class MqttDialogue(Dialogue):
                     # The shortest way, for what comes most: a plain acknowledgement.
                     number = chunk[at] << 8 | chunk[at + 1]
                     if number in inflight and not self._held:
-                        yield Confirmed(inflight.pop(number)[0])
+                        id, _ = inflight.pop(number)
+                        if not inflight:
+                            inflight.clear()  # gives back the room that it took
+                        yield Confirmed(id)
                         continue
                 yield from self._read(first, chunk, at, end)
                 if self._phase == "closed":
@@ -226,11 +277,14 @@ class MqttDialogue(Dialogue):
             self._phase = "closed"
             raise
 
-    def _read(self, first: int, data: bytes, at: int, end: int) -> list[Incoming]:
-        events: list[Incoming] = []
+    def _read(self, first: int, data: bytes, at: int, end: int) -> list[DialogueEvent]:
+        events: list[DialogueEvent] = []
         kind = first & 0xF0
         if self._phase == "connecting" and kind not in (packets.CONNACK, packets.DISCONNECT):
             raise broken(0x82, "the server speaks before its CONNACK")
+        if first & OVERSIZED:
+            self._oversized(first & 0xFF, data, at, end, events)
+            return events
         if kind == packets.PUBLISH:
             self._publish(first, data, at, end, events)
             return events
@@ -244,24 +298,25 @@ class MqttDialogue(Dialogue):
 
     # -- the connection ------------------------------------------------------------------------
 
-    def _connack(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
+    def _connack(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
         if self._phase != "connecting":
             raise broken(0x82, "a second CONNACK")
         present, code, options = packets.read_connack(data, at, end)
         if code:
             if code < FAILURE:
                 raise broken(0x82, f"a CONNACK with code {code}")
-            self._end(code, options, events)
+            self._end(refusal_class(code), code, options, events)
             return
         if present and self._plan.clean:
             raise broken(0x82, "a session is present after a clean start")
         if "authentication_method" in options:
             raise broken(0x82, "an authentication that nobody asked for")
         if not options.get("maximum_qos", 1):
-            self._end(0x9B, options, events, farewell=packets.disconnect())
+            self._end(refusal_class(0x9B), 0x9B, options, events, packets.disconnect())
             return
         memory = self._memory
         memory.begun = True
+        memory.tried = False
         memory.client_id = options.get("assigned_client_identifier", memory.client_id)
         if not present:
             memory.forget()
@@ -277,84 +332,139 @@ class MqttDialogue(Dialogue):
         self._ready = Ready(not memory.lapsed, self._window, keepalive, keeps)
         self._subscribe(options, events)
 
-    def _subscribe(self, options: Any, events: list[Incoming]) -> None:
-        """Ask for what the server does not have yet, and can have."""
+    def _subscribe(self, options: Any, events: list[DialogueEvent]) -> None:
+        """Ask for all that is wanted and that the server can have, and for nothing else."""
         wanted = []
-        for text, words in self._plan.filters:
-            if text in self._memory.subscribed:
-                continue
+        for text in self._wanted:
             if code := lacks(text, options):
-                events.append(Unhandled(f"no subscription to {words}: {words_of(code)}"))
+                self._refused(text, code, events)
             else:
-                wanted.append((text, words))
+                wanted.append(text)
+        stale = []
+        if self._present:
+            stale = [text for text in self._memory.subscribed if text not in wanted]
+        self._known({*stale, *wanted}, events)
+        if stale:
+            events.append(Greeting(self._ask(packets.unsubscribe, stale)))
         if not wanted:
             self._open(events)
             return
-        number = self._memory.take()
-        data = packets.subscribe(number, [text for text, _ in wanted])
-        if len(data) > self._largest:
-            text = f"the SUBSCRIBE has {len(data)} bytes, and the server takes {self._largest}"
-            raise broken(0x95, text)
-        self._asked = number, wanted
         self._phase = "subscribing"
-        events.append(Greeting(data))
+        events.append(Greeting(self._ask(packets.subscribe, wanted)))
 
-    def _suback(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
+    @property
+    def _wanted(self) -> tuple[str, ...]:
+        wanted = self._memory.wanted
+        return tuple(text for text, _ in self._plan.filters) if wanted is None else wanted
+
+    def _ask(
+        self, write: Callable[[int, list[str]], bytes], filters: list[str], query: str | None = None
+    ) -> bytes:
+        number = self._memory.take()
+        data = write(number, filters)
+        if len(data) > self._largest:
+            text = f"subscribing takes {len(data)} bytes, and the server takes {self._largest}"
+            raise broken(0x95, text)
+        self._asked[number] = filters, query
+        return data
+
+    def _known(self, filters: Iterable[str], events: list[DialogueEvent]) -> None:
+        """Remember what the server may have, as far as it outlives this process."""
+        known = tuple(sorted(filters))
+        if known != self._memory.subscribed:
+            self._memory.subscribed = known
+            if self._plan.outlives:
+                events.append(Remember("\n".join(known).encode()))
+
+    def _refused(self, text: str, code: int, events: list[DialogueEvent]) -> None:
+        why = words_of(code)
+        # Counted and logged by its template: a filter may have somebody's name in it.
+        name = dict(self._plan.filters).get(text, "a filter of this session")
+        events.append(Unhandled(f"no subscription to {name}: {why} (0x{code:02X})"))
+        events.append(Happening(SubscriptionRefused(text, code, why)))
+
+    def query(self, id: str, question: Any) -> bytes:
+        """SUBSCRIBE or UNSUBSCRIBE, at run time."""
+        if self._phase != "open":
+            raise QueryFailed(f"the link is {self._phase}")
+        write = packets.subscribe if question["do"] == "subscribe" else packets.unsubscribe
+        return self._ask(write, [question["topic"]], id)
+
+    def _answered(self, data: bytes, at: int, end: int, name: str) -> tuple[Any, bytes]:
         number, codes = packets.read_suback(data, at, end)
-        asked, wanted = self._asked
-        if self._phase != "subscribing" or number != asked:
-            raise broken(0x82, "a SUBACK that answers nothing")
-        if len(codes) != len(wanted):
-            raise broken(0x82, f"a SUBACK for {len(codes)} of {len(wanted)} subscriptions")
-        granted = set(self._memory.subscribed)
-        for (text, words), code in zip(wanted, codes, strict=True):
-            if code < FAILURE:
-                granted.add(text)
-            else:
-                why = f"{words_of(code)} (0x{code:02X})"
-                events.append(Unhandled(f"no subscription to {words}: {why}"))
-        self._memory.subscribed = frozenset(granted)
-        self._open(events)
+        asked = self._asked.pop(number, None)
+        if not self._asked:
+            self._asked = {}  # one that had something in it takes more room
+        if asked is None:
+            raise broken(0x82, f"{name} that answers nothing")
+        if len(codes) != len(asked[0]):
+            raise broken(0x82, f"{name} for {len(codes)} of {len(asked[0])} subscriptions")
+        return asked, codes
 
-    def _open(self, events: list[Incoming]) -> None:
+    def _suback(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
+        (filters, query), codes = self._answered(data, at, end, "a SUBACK")
+        if query is None:
+            for text, code in zip(filters, codes, strict=True):
+                if code >= FAILURE:
+                    self._refused(text, code, events)
+            self._open(events)
+        elif codes[0] < FAILURE:
+            wanted = dict.fromkeys((*self._wanted, *filters))
+            self._memory.wanted = tuple(wanted)
+            self._known({*self._memory.subscribed, *filters}, events)
+            events.append(Answered(query))
+        else:
+            events.append(Answered(query, code=f"{words_of(codes[0])} (0x{codes[0]:02X})"))
+
+    def _unsuback(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
+        (filters, query), codes = self._answered(data, at, end, "an UNSUBACK")
+        gone = {text for text, code in zip(filters, codes, strict=True) if code < FAILURE}
+        self._known(set(self._memory.subscribed) - gone, events)
+        if query is not None:
+            if gone:
+                self._memory.wanted = tuple(text for text in self._wanted if text not in gone)
+            code = None if gone else f"{words_of(codes[0])} (0x{codes[0]:02X})"
+            events.append(Answered(query, code=code))
+
+    def _open(self, events: list[DialogueEvent]) -> None:
         self._phase = "open"
         self._memory.lapsed = False
-        self._asked = (0, [])
         events.append(self._ready)
 
-    def _disconnect(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
+    def _disconnect(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
         _, code, options = packets.read_disconnect(data, at, end)
-        if code in BLAMES:
-            self._blame()
-        self._end(code, options, events)
+        self._end(end_class(code), code, options, events)
 
-    def _end(self, code: int, options: Any, events: list[Incoming], farewell: bytes = b"") -> None:
+    def _end(
+        self,
+        kind: CloseClass,
+        code: int,
+        options: Any,
+        events: list[DialogueEvent],
+        farewell: bytes = b"",
+    ) -> None:
         reason = words_of(code) if code else "the server ended the connection"
+        if code in ELSEWHERE and (where := options.get("server_reference")):
+            self._memory.moved, self._memory.tried = where, False
+            kind = CloseClass.RESTART
         for more in (options.get("reason_string"), options.get("server_reference")):
             reason += f": {more[:200]}" if more else ""
         self._phase = "closed"
-        events.append(Closing(close_class(code), code, reason, farewell=farewell))
+        events.append(Closing(kind, code, reason, farewell=farewell))
 
-    def _blame(self) -> None:
-        """What has ended two links is not sent again: it would end every link that resumes."""
-        memory = self._memory
-        # The one: what was sent before it has been acknowledged before the server came to it.
-        oldest = next(iter(memory.inflight), 0)
-        if oldest and oldest == memory.blamed:
-            del memory.inflight[oldest]
-            oldest = 0
-        memory.blamed = oldest
-
-    def _pong(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
+    def _pong(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
         if at != end:
             raise malformed("a PINGRESP with a body")
-        events.append(PROGRESS)
+        events.append(IGNORED)
 
     # -- what we sent --------------------------------------------------------------------------
 
-    def _puback(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
-        number, code, options = packets.read_verdict(data, at, end)
-        found = self._memory.inflight.pop(number, None)
+    def _puback(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
+        number, code, options = packets.read_result(data, at, end)
+        inflight = self._memory.inflight
+        found = inflight.pop(number, None)
+        if not inflight:
+            inflight.clear()
         if found is None:
             events.append(Unhandled("a PUBACK for a packet that is not in flight"))
             return
@@ -366,44 +476,38 @@ class MqttDialogue(Dialogue):
         while self._held:
             later = self._memory.inflight.get(self._held.pop())
             if later is not None:
+                if self._memory.probing:
+                    self._memory.suspect, self._memory.strikes = later[0], 0
                 events.append(Greeting(_again(later[1])))
                 break
 
-    def _pubrec(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
-        number, code, _ = packets.read_verdict(data, at, end)
+    def _pubrec(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
+        number, code, _ = packets.read_result(data, at, end)
         if number in self._memory.inflight:
             raise broken(0x82, "a PUBREC for a message of QoS 1")
         events.append(Unhandled("a PUBREC for a packet that is not in flight"))
         if code < FAILURE:
             events.append(Greeting(packets.answer(packets.PUBREL, number, 0x92)))
 
-    def _pubcomp(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
-        packets.read_verdict(data, at, end)
+    def _pubcomp(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
+        packets.read_result(data, at, end)
         events.append(Unhandled("a PUBCOMP for a packet that is not in flight"))
-
-    def _unsuback(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
-        packets.read_suback(data, at, end)
-        events.append(Unhandled("an UNSUBACK that answers nothing"))
 
     # -- what others sent ----------------------------------------------------------------------
 
-    def _publish(self, first: int, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
+    def _publish(
+        self, first: int, data: bytes, at: int, end: int, events: list[DialogueEvent]
+    ) -> None:
         number, publication = packets.read_publish(first, data, at, end)
         if not number:
             events.append(Happening(publication))
             return
-        arrived = self._arrived
-        if number in arrived:
-            raise broken(0x82, "a packet id that is in use")
-        qos = first >> 1 & 3
-        if number in self._memory.received:
-            if qos != 2:
-                raise broken(0x82, "a packet id that is in use")
-            events.append(Greeting(packets.answer(packets.PUBREC, number)))
+        arrived, qos = self._arrived, first >> 1 & 3
+        if self._is_known(number, qos, events):
             return
         room = self._plan.receive_maximum - len(arrived) - len(self._memory.received)
-        full = room <= (-OVERRUN if self._present else 0)
-        if full and not (self._present and arrived):
+        full = room <= -OVERRUN
+        if full and not arrived:
             most = self._plan.receive_maximum
             raise broken(0x93, f"more than {most} unacknowledged messages")
         if full or self._left:
@@ -417,8 +521,32 @@ class MqttDialogue(Dialogue):
             key = (life, number, content, publication.id)
         events.append(Happening(publication, number, key, again=publication.duplicate))
 
-    def _pubrel(self, data: bytes, at: int, end: int, events: list[Incoming]) -> None:
-        number, _, _ = packets.read_verdict(data, at, end)
+    def _is_known(self, number: int, qos: int, events: list[DialogueEvent]) -> bool:
+        """Whether it is a message of QoS 2 that was handled before, and is answered again."""
+        known = number in self._memory.received
+        if number in self._arrived or (known and qos != 2):
+            raise broken(0x82, "a packet id that is in use")
+        if known:
+            events.append(Greeting(packets.answer(packets.PUBREC, number)))
+        return known
+
+    def _oversized(
+        self, first: int, data: bytes, at: int, end: int, events: list[DialogueEvent]
+    ) -> None:
+        """A message that the server should have dropped: refuse it, so that it comes no more."""
+        topic, number, _ = packets.read_address(first, data, at, min(end, len(data)))
+        qos = first >> 1 & 3
+        if number and self._is_known(number, qos, events):
+            return
+        if number:
+            self._arrived[number] = -qos - REFUSED
+            if answers := self._settled():
+                events.append(Greeting(answers))
+        size = end - at
+        events.append(Happening(MessageTooLarge(topic, size, self._plan.max_packet_size)))
+
+    def _pubrel(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
+        number, _, _ = packets.read_result(data, at, end)
         known = number in self._memory.received
         self._memory.received.pop(number, None)
         events.append(Greeting(packets.answer(packets.PUBCOMP, number, 0 if known else 0x92)))

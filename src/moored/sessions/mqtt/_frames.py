@@ -1,7 +1,9 @@
 """Cuts a stream of bytes into packets.
 
 Nothing is copied as long as packets come whole; what is left of a chunk is kept, and never more of
-it than one packet may have. A packet that is too large is refused when its header is read.
+it than one packet may have. Of a message that is too large only the topic and the packet id are
+kept, and the rest is dropped as it comes; any other packet that is too large is refused when its
+header is read.
 """
 
 from __future__ import annotations
@@ -10,30 +12,38 @@ from collections.abc import Iterator
 
 from ._codec import broken, malformed
 
-__all__ = ["Frames"]
+__all__ = ["OVERSIZED", "PacketFrames"]
 
 #: The first byte (kind and flags), the bytes, where the body begins in them, and where it ends.
 Frame = tuple[int, bytes, int, int]
+#: Added to the first byte of a message that is too large: it may end beyond the bytes.
+OVERSIZED = 0x100
 
 
-class Frames:
+class PacketFrames:
     """The cutter of one link.
 
     :param limit: the size of the largest packet that is taken, with its header.
     """
 
-    __slots__ = ("_limit", "_need", "_rest")
+    __slots__ = ("_limit", "_need", "_rest", "_skip")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._rest: bytearray | None = None
         # The size that the rest must have before it is worth looking at.
         self._need = 0
+        # How many bytes of a message that is too large are still to come.
+        self._skip = 0
 
     def cut(self, data: bytes) -> Iterator[Frame]:
         """The packets that are whole now; it raises where a bad one begins."""
         rest = self._rest
-        if rest is not None:
+        if self._skip:
+            skipped = min(self._skip, len(data))
+            self._skip -= skipped
+            data = data[skipped:]
+        elif rest is not None:
             rest += data
             if len(rest) < self._need:
                 return
@@ -48,12 +58,20 @@ class Frames:
                     break
             end = body + length
             if end - at > self._limit:
-                text = f"a packet of {end - at} bytes came, and {self._limit} are allowed"
-                raise broken(0x95, text)
-            if end > size:
+                if data[at] & 0xF0 != 0x30:
+                    text = f"a packet of {end - at} bytes came, and {self._limit} are allowed"
+                    raise broken(0x95, text)
+                missing = _missing(data, body, end)
+                if missing > 0:
+                    self._keep(data, at, missing)
+                    return
+                self._skip = max(0, end - size)
+                yield data[at] | OVERSIZED, data, body, end
+            elif end > size:
                 self._keep(data, at, end - size)
                 return
-            yield data[at], data, body, end
+            else:
+                yield data[at], data, body, end
             at = end
         if at < size:
             self._keep(data, at, 1)
@@ -66,6 +84,15 @@ class Frames:
     def kept(self) -> int:
         """How many bytes wait for the rest of their packet."""
         return len(self._rest) if self._rest is not None else 0
+
+
+def _missing(data: bytes, body: int, end: int) -> int:
+    """How many bytes must come before the topic and the packet id of a message can be read."""
+    size = len(data) - body
+    need = 2
+    if size >= 2:
+        need += (data[body] << 8 | data[body + 1]) + 2
+    return min(need, end - body) - size
 
 
 def _long(data: bytes, at: int, length: int) -> tuple[int, int]:

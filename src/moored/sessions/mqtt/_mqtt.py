@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moored.kernel import refuse
+from moored.kernel import describe, refuse
 
 from .._content import Msg, Text
 from .._endpoints import Tcp, WebSocket, default_tls
@@ -18,23 +19,32 @@ from .._protocol import Feature, Outgoing, Protocol
 from . import _packets as packets
 from ._codec import text_field
 from ._dialogue import MqttDialogue
-from ._memory import Memory
-from ._packets import Publication, Will
-from ._plan import Plan
+from ._memory import MqttMemory
+from ._packets import MessageTooLarge, Publication, SubscriptionRefused, Will
+from ._plan import Plan, check_filter
 from ._uri import Address, take_apart
 
 __all__ = ["Mqtt"]
 
+_TAGS: dict[type, str] = {
+    MessageTooLarge: "message",
+    Publication: "message",
+    SubscriptionRefused: "subscription_refused",
+}
 _FIELD = re.compile(r"\{([^{}]*)\}")
-#: The largest session expiry; to the server it means "for ever".
-FOR_EVER = 0xFFFFFFFF
+#: The largest WebSocket frame that is read, at least.
+LARGE_FRAME = 16 * 1024 * 1024
 
 
 class Mqtt(Protocol):
     """An MQTT 5 server; a send is a publish with QoS 1, confirmed by its PUBACK.
 
     :param uri: `mqtt://`, `mqtts://`, `ws://` or `wss://`, with a user and a password if need be
-        (percent-encoded). Credentials that are stored for a profile go before them.
+        (percent-encoded). Credentials that are stored for a profile go before them. A server that
+        sends a client to another one is obeyed; the scheme and the TLS settings stay.
+    :param host_of: a function that returns the host of a profile, as `host` or `host:port`, where
+        accounts live on several servers; None for the URI's. It is called for each link. The rest
+        of the URI and the TLS settings hold for all of them.
     :param client_id: who we are to the server. Of two links with one client id the later one takes
         over, and the other one is told (not by Mosquitto before 2.0.15, where it only finds its
         link lost, and comes back: leases prevent that). Empty: the server chooses one, and it is
@@ -53,7 +63,8 @@ class Mqtt(Protocol):
         how many can wait for the user's handler.
     :param send_window: how many sends may be unconfirmed at once, if the server does not want
         fewer: each is kept until then, to be sent again.
-    :param max_packet_size: the largest packet that we take; the server is told.
+    :param max_packet_size: the largest packet that we take; the server is told. A larger message
+        that it sends all the same is set aside: it is refused, and the event `message_set_aside`.
     :param will: what the server publishes if we are gone without a goodbye.
     :param ca: for TLS, the file of the authorities to trust; those of the system by default.
     :param certificate: for TLS, the file of our own certificate, if the server wants one.
@@ -64,13 +75,14 @@ class Mqtt(Protocol):
     """
 
     name = "mqtt"
-    features = frozenset((Feature.TEXT,))
+    features = frozenset((Feature.TEXT, Feature.SUBSCRIPTIONS))
     acknowledges_in_order = True
 
     def __init__(
         self,
         uri: str,
         *,
+        host_of: Callable[[str], str | None] | None = None,
         client_id: str = "{profile}",
         topic: str = "{recipient}",
         subscribe: str | Iterable[str] = ("{profile}",),
@@ -93,6 +105,7 @@ class Mqtt(Protocol):
         self.resumes = session_expiry > 0
         self.redelivers = "resumed" if self.resumes else "never"
         self.outlives = self.resumes and bool(client_id) and not clean_start
+        self._host_of = host_of
         self._client_id = client_id
         self._topic = topic
         self._filters = (subscribe,) if isinstance(subscribe, str) else tuple(subscribe)
@@ -107,7 +120,8 @@ class Mqtt(Protocol):
         mistakes += self._wrong_numbers()
         mistakes += self._wrong_templates()
         if address is not None and not address.secure:
-            given = {"ca": ca, "certificate": certificate, "tls": tls, "server_name": server_name}
+            given = {"ca": ca, "certificate": certificate, "key": key, "tls": tls}
+            given["server_name"] = server_name
             mistakes += [
                 f"{name} is for TLS, and {address.scheme}:// has none"
                 for name, value in given.items()
@@ -115,6 +129,8 @@ class Mqtt(Protocol):
             ]
         if address is not None and address.scheme == "wss" and server_name is not None:
             mistakes.append("server_name is for mqtts://, not for wss://")
+        elif key is not None and certificate is None:
+            mistakes.append("key is the key of a certificate: pass certificate as well")
         if tls is not None and (ca or certificate or key):
             mistakes.append("tls takes the place of ca, certificate and key")
         refuse("Mqtt", mistakes)
@@ -123,13 +139,14 @@ class Mqtt(Protocol):
         context = None
         if address.secure:
             context = tls if tls is not None else _context(ca, certificate, key)
-        self._endpoint = _endpoint(address, context, server_name, max_packet_size)
+        self._reach = partial(_endpoint, tls=context, server_name=server_name, size=max_packet_size)
+        self._endpoint = self._reach(address)
 
     # -- the settings --------------------------------------------------------------------------
 
     def _wrong_numbers(self) -> Iterable[str]:
         bounds = {
-            "session_expiry": (self._session_expiry, 0, FOR_EVER),
+            "session_expiry": (self._session_expiry, 0, packets.LONGEST),
             "receive_maximum": (self._receive_maximum, 1, 0xFFFF),
             "send_window": (self._send_window, 1, 0xFFFF - 1),
             "max_packet_size": (self._max_packet_size, 128, packets.LARGEST),
@@ -141,8 +158,6 @@ class Mqtt(Protocol):
             yield f"keepalive={self.keepalive!r} must be more than 0, and at most 65535 seconds"
         if not 0 < self.patience < math.inf:
             yield f"patience={self.patience!r} must be more than 0 seconds, and finite"
-        if self._will is not None and self._will.qos not in (0, 1, 2):
-            yield f"the will's qos={self._will.qos!r} must be 0, 1 or 2"
 
     def _wrong_templates(self) -> Iterable[str]:
         yield from _unknown("client_id", self._client_id, {"profile"})
@@ -151,12 +166,18 @@ class Mqtt(Protocol):
             yield "topic must not be empty or have wildcards"
         for text in self._filters:
             yield from _unknown("subscribe", text, {"profile"})
-            if not text:
-                yield "subscribe has an empty filter"
+            try:
+                check_filter(text)
+            except ValueError as error:
+                yield f"subscribe has {error}"
         if self._will is not None:
             yield from _unknown("the will's topic", self._will.topic, {"profile"})
             if not self._will.topic or "+" in self._will.topic or "#" in self._will.topic:
                 yield "the will's topic must not be empty or have wildcards"
+            try:
+                packets.connect("", keepalive=0, clean_start=True, values={}, will=self._will)
+            except Exception as error:  # its properties may have anything in them
+                yield f"the will cannot be used: {error}"
 
     # -- the protocol --------------------------------------------------------------------------
 
@@ -164,6 +185,28 @@ class Mqtt(Protocol):
     def endpoint(self) -> Tcp | WebSocket:
         """Where to connect to."""
         return self._endpoint
+
+    def locate(
+        self, profile: str, credentials: bytes | None, memory: MqttMemory
+    ) -> Tcp | WebSocket:
+        """Where a server has sent us, while it can be reached; otherwise the profile's or URI's."""
+        if memory.moved is not None and not memory.tried:
+            memory.tried = True
+            if (address := self._address.elsewhere(memory.moved)) is not None:
+                return self._reach(address)
+        memory.moved, memory.tried = None, False
+        if self._host_of is None or (host := self._host_for(self._host_of, profile)) is None:
+            return self._endpoint
+        if (address := self._address.elsewhere(host)) is None:
+            raise SessionError(f"host_of returned {host!r}, which is not a host or host:port")
+        return self._reach(address)
+
+    @staticmethod
+    def _host_for(host_of: Callable[[str], str | None], profile: str) -> str | None:
+        try:
+            return host_of(profile)
+        except Exception as error:
+            raise SessionError(f"host_of failed for this profile: {describe(error)}") from error
 
     @staticmethod
     def credentials(username: str, password: str | bytes | None = None) -> bytes:
@@ -173,16 +216,21 @@ class Mqtt(Protocol):
             return username.encode()
         return username.encode() + b"\0" + packets.as_bytes(password)[0]
 
-    def remember(self) -> Memory:
+    def remember(self) -> MqttMemory:
         """The client's half of an MQTT session, while it has none."""
-        return Memory()
+        return MqttMemory()
 
-    def forget(self, memory: Memory) -> Memory:
+    def recall(self, memory: MqttMemory, stored: bytes) -> None:
+        """Which filters the last process has subscribed to: the server may have them yet."""
+        if self.outlives:
+            memory.subscribed = tuple(text for text in stored.decode().split("\n") if text)
+
+    def forget(self, memory: MqttMemory) -> MqttMemory:
         """Nothing is in flight; the client id stays, and that the server has known it."""
         memory.forget()
         return memory
 
-    def begin(self, profile: str, credentials: bytes | None, memory: Memory) -> MqttDialogue:
+    def begin(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> MqttDialogue:
         """A dialogue for a new link."""
         try:
             plan = self._plan(profile, credentials, memory)
@@ -190,7 +238,7 @@ class Mqtt(Protocol):
             raise SessionError(f"the profile cannot be used with MQTT: {error}") from error
         return MqttDialogue(plan, memory)
 
-    def _plan(self, profile: str, credentials: bytes | None, memory: Memory) -> Plan:
+    def _plan(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> Plan:
         client_id = memory.client_id or _fill(self._client_id, profile)
         # What a link of ours cannot resume, it does not want; only the first may forget the rest.
         clean = not self.resumes or not client_id or (self._clean_start and not memory.begun)
@@ -218,6 +266,7 @@ class Mqtt(Protocol):
             clean=clean,
             topic=tuple(_fill(piece, profile) for piece in self._topic.split("{recipient}")),
             filters=tuple((_filter(text, profile), text) for text in self._filters),
+            outlives=self.outlives,
             resumes=self.resumes,
             keepalive=self.keepalive,
             window=self._send_window,
@@ -230,14 +279,21 @@ class Mqtt(Protocol):
         """Whether any server would take it, for sessions without one."""
         self.begin(profile, None, self.remember()).check(outgoing)
 
-    def route(self, frame: Any) -> str:
-        """A publication is a message; there is nothing else."""
-        return "message" if type(frame) is Publication else "unhandled"
+    def question(self, what: str, **details: Any) -> Any:
+        """SUBSCRIBE or UNSUBSCRIBE; raises `ValueError` for a filter that no server takes."""
+        check_filter(details["topic"])
+        return super().question(what, **details)
 
-    def interpret(self, tag: str, frame: Any) -> Msg | None:
+    def route(self, frame: Any) -> str:
+        """What a dialogue says to the user: publications, and what became of subscriptions."""
+        return _TAGS.get(type(frame), "unhandled")
+
+    def interpret(self, tag: str, frame: Any) -> Any:
         """A publication as a `Msg`: text, if its sender said so, and bytes otherwise."""
         if tag != "message":
-            return None
+            return frame if tag != "unhandled" else None
+        if isinstance(frame, MessageTooLarge):
+            raise frame
         kind: str = "bytes"
         content: Any = frame.payload
         if frame.properties.get("payload_format_indicator"):
@@ -307,7 +363,12 @@ def _endpoint(
 ) -> Tcp | WebSocket:
     if not address.web:
         return Tcp(address.host, address.port, tls=tls, server_name=server_name)
-    # One frame may hold the end of a packet, and the next one.
+    # One frame may hold the end of a packet, and the next one. A frame is read as a whole, so one
+    # with a packet that is too large must be let in before the packet can be set aside.
     return WebSocket(
-        f"{address}{address.path}", subprotocol="mqtt", tls=tls, max_size=2 * max(size, 1 << 16)
+        f"{address}{address.path}",
+        subprotocol="mqtt",
+        tls=tls,
+        stream=True,
+        max_size=max(2 * size, LARGE_FRAME),
     )

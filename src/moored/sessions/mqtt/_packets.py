@@ -6,10 +6,13 @@ others come once for each link.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from moored.kernel import refuse
+
+from .._errors import SessionError
 from ._codec import (
     LIMIT,
     TWO,
@@ -25,12 +28,14 @@ from ._codec import (
     text_field,
 )
 
-__all__ = ["Message", "Publication", "Will"]
+__all__ = ["Message", "MessageTooLarge", "Publication", "SubscriptionRefused", "Will"]
 
 CONNACK, PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP = 0x20, 0x30, 0x40, 0x50, 0x62, 0x70
 SUBACK, UNSUBACK, PINGRESP, DISCONNECT = 0x90, 0xB0, 0xD0, 0xE0
 #: The largest packet that there can be.
 LARGEST: Final = LIMIT + 5
+#: The largest number of seconds that there can be; of a session's expiry, "for ever".
+LONGEST: Final = 0xFFFFFFFF
 PINGREQ: Final = b"\xc0\x00"
 DUPLICATE: Final = 0x08
 
@@ -73,6 +78,35 @@ class Message:
     correlation_data: bytes | None = None
     user_properties: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        wrong = [*_wrong_payload(self.payload), *_wrong_seconds(expiry=self.expiry)]
+        answer = self.response_topic
+        if answer is not None and (not answer or "+" in answer or "#" in answer):
+            wrong.append(f"response_topic={answer!r} must not be empty or have wildcards")
+        refuse("Message", wrong)
+
+
+class MessageTooLarge(SessionError):
+    """The broker sent a message that is larger than `max_packet_size`; its payload was dropped."""
+
+    def __init__(self, topic: str, size: int, limit: int) -> None:
+        super().__init__(
+            f"a message to {topic!r} has {size} bytes with its header, and max_packet_size={limit}"
+        )
+        self.topic = topic
+        self.size = size
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionRefused:
+    """The server does not grant a subscription; the data of the event `subscription_refused`."""
+
+    topic: str
+    #: The reason code of the standard.
+    code: int
+    reason: str
+
 
 @dataclass(frozen=True, slots=True)
 class Will:
@@ -90,6 +124,34 @@ class Will:
     user_properties: tuple[tuple[str, str], ...] = ()
     #: Whether it is published after a goodbye, too.
     on_goodbye: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [
+            *_wrong_payload(self.payload),
+            *_wrong_seconds(delay=self.delay, expiry=self.expiry),
+        ]
+        if self.qos not in (0, 1, 2):
+            wrong.append(f"qos={self.qos!r} must be 0, 1 or 2")
+        refuse("Will", wrong)
+
+
+def _wrong_payload(payload: Any) -> Iterator[str]:
+    try:
+        as_bytes(payload)
+    except TypeError as error:
+        yield str(error)
+    except UnicodeEncodeError:
+        yield "payload has half a surrogate pair, which UTF-8 cannot hold"
+
+
+def _wrong_seconds(**values: Any) -> Iterator[str]:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, int):
+            yield f"{name}={value!r} must be a whole number of seconds"
+        elif not 0 <= value <= LONGEST:
+            yield f"{name}={value!r} must be from 0 to {LONGEST} seconds"
 
 
 # -- what a client writes --------------------------------------------------------------------------
@@ -198,6 +260,11 @@ def subscribe(packet_id: int, filters: Sequence[str]) -> bytes:
     return packet(0x82, TWO.pack(packet_id), b"\x00", *wanted)
 
 
+def unsubscribe(packet_id: int, filters: Sequence[str]) -> bytes:
+    """UNSUBSCRIBE."""
+    return packet(0xA2, TWO.pack(packet_id), b"\x00", *(text_field(one) for one in filters))
+
+
 def disconnect(code: int = 0) -> bytes:
     """DISCONNECT."""
     return bytes((0xE0, 0x01, code)) if code else b"\xe0\x00"
@@ -221,7 +288,7 @@ class Connack(NamedTuple):
     properties: Mapping[str, Any]
 
 
-class Verdict(NamedTuple):
+class PacketResult(NamedTuple):
     """What a server says of one packet, or of the connection."""
 
     packet_id: int
@@ -251,7 +318,7 @@ def read_connack(data: bytes, at: int, end: int) -> Connack:
     return Connack(bool(flags), code, found)
 
 
-def read_verdict(data: bytes, at: int, end: int) -> Verdict:
+def read_result(data: bytes, at: int, end: int) -> PacketResult:
     """PUBACK, PUBREC, PUBREL and PUBCOMP."""
     if end - at < 2:
         raise malformed("an acknowledgement without a packet id")
@@ -260,10 +327,10 @@ def read_verdict(data: bytes, at: int, end: int) -> Verdict:
         raise broken(0x82, "an acknowledgement of packet 0")
     code = data[at + 2] if end - at > 2 else 0
     if end - at < 4:
-        return Verdict(packet_id, code, _NOTHING)
+        return PacketResult(packet_id, code, _NOTHING)
     found, at = read_properties(data, at + 3, end, _COMMON)
     _done(at, end)
-    return Verdict(packet_id, code, found)
+    return PacketResult(packet_id, code, found)
 
 
 def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
@@ -275,20 +342,20 @@ def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
     return packet_id, data[at:end]
 
 
-def read_disconnect(data: bytes, at: int, end: int) -> Verdict:
+def read_disconnect(data: bytes, at: int, end: int) -> PacketResult:
     """DISCONNECT."""
     if at == end:
-        return Verdict(0, 0, _NOTHING)
+        return PacketResult(0, 0, _NOTHING)
     code = data[at]
     if end - at == 1:
-        return Verdict(0, code, _NOTHING)
+        return PacketResult(0, code, _NOTHING)
     found, at = read_properties(data, at + 1, end, _IN_DISCONNECT)
     _done(at, end)
-    return Verdict(0, code, found)
+    return PacketResult(0, code, found)
 
 
-def read_publish(first: int, data: bytes, at: int, end: int) -> tuple[int, Publication]:
-    """PUBLISH: its packet id (0 with QoS 0), and what it says."""
+def read_address(first: int, data: bytes, at: int, end: int) -> tuple[str, int, int]:
+    """The first part of a PUBLISH: its topic, its packet id (0 with QoS 0), and where that ends."""
     qos = first >> 1 & 3
     if qos == 3 or (first & DUPLICATE and not qos):
         raise malformed("a PUBLISH with flags that do not go together")
@@ -303,6 +370,12 @@ def read_publish(first: int, data: bytes, at: int, end: int) -> tuple[int, Publi
         at += 2
         if not packet_id:
             raise broken(0x82, "a PUBLISH with packet id 0")
+    return topic, packet_id, at
+
+
+def read_publish(first: int, data: bytes, at: int, end: int) -> tuple[int, Publication]:
+    """PUBLISH: its packet id (0 with QoS 0), and what it says."""
+    topic, packet_id, at = read_address(first, data, at, end)
     if at < end and not data[at]:
         found, at = _NOTHING, at + 1
     else:

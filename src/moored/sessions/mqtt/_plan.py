@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Plan", "lacks"]
+from ._codec import text_field
+
+__all__ = ["Plan", "check_filter", "lacks"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """What a link is to do: the protocol's settings, filled in for one profile."""
 
@@ -18,8 +20,10 @@ class Plan:
     clean: bool
     #: The topic of a send is the recipient, put between these.
     topic: tuple[str, ...]
-    #: What to subscribe to, each with the words for it in logs.
+    #: What to subscribe to, each with the template that it was made from.
     filters: tuple[tuple[str, str], ...]
+    #: Whether the server keeps the session for the next process.
+    outlives: bool
     resumes: bool
     keepalive: float | None
     window: int
@@ -36,3 +40,30 @@ def lacks(text: str, options: Mapping[str, Any]) -> int:
     if text.startswith("$share/") and not options.get("shared_subscription_available", 1):
         return 0x9E
     return 0
+
+
+def check_filter(text: str) -> None:
+    """Raise `ValueError` for a topic filter that a server would end the link for."""
+    filter = text
+    if text.startswith("$share/"):
+        _, group, filter = (text + "//").split("/", 2)
+        filter = filter[:-2]
+        if not group or "+" in group or "#" in group:
+            raise ValueError(f"a filter {_short(text)} without a group after $share/")
+    if not filter:
+        raise ValueError("an empty filter, or nothing after a group")
+    *levels, last = filter.split("/")
+    if any(one not in ("+",) and ("+" in one or "#" in one) for one in levels) or (
+        last not in ("+", "#") and ("+" in last or "#" in last)
+    ):
+        raise ValueError(
+            f"a filter {_short(text)} in which + or # is not a level of its own, or # not the last"
+        )
+    try:
+        text_field(text)
+    except ValueError as error:
+        raise ValueError(f"a filter {_short(text)} that MQTT does not allow: {error}") from error
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 100 else f"{text[:100]}…")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .._protocol import CloseClass
 
-__all__ = ["FAILURE", "close_class", "words_of"]
+__all__ = ["FAILURE", "end_class", "refusal_class", "words_of"]
 
 #: From here on, a code says that something failed.
 FAILURE = 0x80
@@ -58,18 +58,22 @@ _WORDS = {
     0xA2: "wildcard subscriptions are not supported",
 }
 
-#: Whatever is not here is transient.
-_CLASSES = {
+#: A CONNACK with one of these; whatever is not here is transient.
+_REFUSALS = {
     0x84: CloseClass.OUTDATED,
     0x85: CloseClass.AUTHENTICATION,
     0x86: CloseClass.AUTHENTICATION,
     0x87: CloseClass.AUTHENTICATION,
     0x8A: CloseClass.BANNED,
     0x8C: CloseClass.AUTHENTICATION,
-    0x8E: CloseClass.TAKEOVER,
     # The server does not have what this client is built on, or what its will needs.
     0x9A: CloseClass.OUTDATED,
     0x9B: CloseClass.OUTDATED,
+}
+#: A DISCONNECT with one of these; whatever is not here is transient. Brokers end links with "not
+#: authorized" for one publish, too: only the next CONNACK says whether the account may connect.
+_ENDS = {
+    0x8E: CloseClass.TAKEOVER,
     # It works, it has only lasted for long enough.
     0xA0: CloseClass.RESTART,
 }
@@ -80,6 +84,11 @@ def words_of(code: int) -> str:
     return _WORDS.get(code) or f"reason code 0x{code:02X}, which the standard does not have"
 
 
-def close_class(code: int) -> CloseClass:
-    """What to do about a link that was refused or ended with this code."""
-    return _CLASSES.get(code, CloseClass.TRANSIENT)
+def refusal_class(code: int) -> CloseClass:
+    """What to do about a link that was refused with this code."""
+    return _REFUSALS.get(code, CloseClass.TRANSIENT)
+
+
+def end_class(code: int) -> CloseClass:
+    """What to do about a link that the server ended with this code."""
+    return _ENDS.get(code, CloseClass.TRANSIENT)

@@ -12,7 +12,7 @@ another might show a password as something else, so no error repeats more of it 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
 __all__ = ["Address", "take_apart"]
@@ -45,6 +45,18 @@ class Address:
     def web(self) -> bool:
         """Whether it is over WebSocket."""
         return self.scheme in ("ws", "wss")
+
+    def elsewhere(self, reference: str) -> Address | None:
+        """The same at another host, from a server reference ("host:port …"); None if it is none."""
+        first = reference.split()[:1]
+        try:
+            parts = urlsplit(f"//{first[0]}")
+            host, port = parts.hostname, parts.port or PORTS[self.scheme]
+        except (ValueError, IndexError):
+            return None
+        if not host or parts.netloc != first[0] or "@" in first[0]:
+            return None
+        return replace(self, host=host, port=port)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

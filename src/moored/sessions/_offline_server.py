@@ -11,78 +11,79 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ._acks import Parked
-from ._core import Dial
+from ._core import DialNow
 from ._errors import NotConnected, SessionError
 from ._protocol import Notice, Outgoing
 
 if TYPE_CHECKING:
-    from ._session import Session
+    from ._runtime import SessionRuntime
 
-__all__ = ["Offline"]
+__all__ = ["OfflineServer"]
 
 #: How many sends are kept to be looked at.
 KEPT = 1000
 
 
-class Offline:
+class OfflineServer:
     """What stands in for the server.
 
     :param checks: whether the protocol looks at what is sent. Not where steps of the user would
         have made something else of it: they are not run, and it is not known what.
     """
 
-    __slots__ = ("_checks", "_session", "sent")
+    __slots__ = ("_checks", "_runtime", "sent")
 
-    def __init__(self, session: Session, *, checks: bool) -> None:
-        self._session = session
+    def __init__(self, runtime: SessionRuntime, *, checks: bool) -> None:
+        self._runtime = runtime
         self._checks = checks
         #: What was sent, the newest last.
         self.sent: deque[Outgoing] = deque(maxlen=KEPT)
 
     def start(self) -> None:
         """Be online from the first moment on: there is nobody to wait for."""
-        session = self._session
-        match session._core.next(session._clock.monotonic()):
-            case Dial(generation=generation):
+        runtime = self._runtime
+        match runtime.core.next(runtime.clock.monotonic()):
+            case DialNow(generation=generation):
                 self.open(generation)
 
     def open(self, generation: int) -> None:
         """The link that there would be now is open, and ready."""
-        session = self._session
-        core = session._core
-        if core.dialled(generation) and core.ready(generation, session._clock.monotonic()):
-            session._changed()
-            held, session._outbox = session._outbox, []
+        runtime = self._runtime
+        core, sends = runtime.core, runtime.sends
+        if core.dialled(generation) and core.ready(generation, runtime.clock.monotonic()):
+            runtime.changed()
+            held, sends.outbox = sends.outbox, []
             for parked in held:
                 if parked.outcome is None:
                     self.send(parked)
 
     def send(self, parked: Parked) -> None:
         """Confirm a send, or say why it could not have been written."""
-        session, outgoing = self._session, parked.outgoing
+        runtime, outgoing = self._runtime, parked.outgoing
+        sends, generation = runtime.sends, runtime.core.generation
         parked.stage = "relay"
-        if not session._core.online:
-            session._queue(parked)
+        if not runtime.core.online:
+            sends.queue(parked)
             return
         try:
             if self._checks:
-                session.protocol.sandbox_check(session.profile, outgoing)
-            extra = session.protocol.sandbox_extra(outgoing)
+                runtime.protocol.sandbox_check(runtime.profile, outgoing)
+            extra = runtime.protocol.sandbox_extra(outgoing)
         except SessionError as error:
-            session._table.failed(parked, error)
+            sends.table.failed(parked, error)
             return
         except Exception as error:
-            session._senders.crashed(outgoing.recipient, error)
+            sends.senders.crashed(outgoing.recipient, error)
             return
         self.sent.append(outgoing)
-        session._table.written(parked, session.generation)
-        session._table.confirmed(parked.id, extra, session.generation)
+        sends.table.written(parked, generation)
+        sends.table.confirmed(parked.id, extra, generation)
 
     def answer(self, question: Any) -> Any:
         """What the server would answer."""
-        session = self._session
-        if not session._core.online:
-            raise NotConnected(session._why_offline())
+        runtime = self._runtime
+        if not runtime.core.online:
+            raise NotConnected(runtime.why_offline)
         if isinstance(question, Notice):
             return None
-        return session.protocol.sandbox_answer(question)
+        return runtime.protocol.sandbox_answer(question)

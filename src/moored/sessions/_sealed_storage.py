@@ -6,7 +6,7 @@ from moored.kernel import in_thread
 
 from ._errors import CorruptRecord, StorageError
 from ._seal import Names, Seal
-from ._storage import Storage
+from ._storage import Changes, Storage
 
 __all__ = ["Sealed"]
 
@@ -59,6 +59,16 @@ class Sealed(Storage):
     async def delete(self, profile: str, namespace: str, key: str) -> None:
         """Remove the record, if there is one."""
         await self.inner.delete(_named(profile), namespace, key)
+
+    async def put_all(self, profile: str, changes: Changes) -> None:
+        """Write and remove several records in one transaction."""
+        sealed: dict[tuple[str, str], bytes | None] = {}
+        for (namespace, key), value in changes.items():
+            names = (_named(profile), namespace, key)
+            sealed[namespace, key] = (
+                None if value is None else self._seal.close_envelope(names, value)
+            )
+        await self.inner.put_all(_named(profile), sealed)
 
     async def clear(self, profile: str) -> None:
         """Remove the profile and all its records."""

@@ -28,6 +28,7 @@ class MemoryEnd:
     )
 
     peer: MemoryEnd
+    keeps_bounds = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, context: Context) -> None:
         self._loop = loop
@@ -44,7 +45,7 @@ class MemoryEnd:
 
     def write(self, data: bytes) -> None:
         """Send bytes."""
-        if self._leaving or not data:
+        if self._leaving:
             return
         self._queue.append(data)
         self._pending += len(data)
@@ -101,11 +102,8 @@ class MemoryEnd:
             self._break(error)
 
     def _end(self) -> None:
-        """It is over; told once."""
-        self._leaving = True
-        if self._over:
-            return
-        self._over = True
+        """It is over; told once, because the receiver is let go of."""
+        self._leaving = self._over = True
         self._queue.clear()
         self._pending = 0
         receiver, self.receiver = self.receiver, None

@@ -1,0 +1,103 @@
+"""The credentials of one session: where they come from, and that new ones are stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from moored.kernel import awaited, describe, start_task
+from moored.leases import Lease
+
+from ._errors import SessionError, StorageError
+from ._logs import log_forgetful, log_not_kept
+
+if TYPE_CHECKING:
+    from ._runtime import SessionRuntime
+
+__all__ = ["Credentials", "CredentialsProvider"]
+
+#: Gives the credentials of a profile, for one link.
+CredentialsProvider: TypeAlias = Callable[[str], Awaitable[bytes] | bytes]
+
+#: The namespace and the key of the credentials in the storage.
+RECORD = ("creds", "creds")
+
+
+class Credentials:
+    """The credentials of one session.
+
+    :param provider: gives them for each link, in place of the storage.
+    """
+
+    __slots__ = ("_lease", "_provider", "_refused", "_runtime", "saving", "unsaved", "value")
+
+    def __init__(self, runtime: SessionRuntime, provider: CredentialsProvider | None) -> None:
+        self._runtime = runtime
+        self._provider = provider
+        #: What the next link logs in with; None before the first login.
+        self.value: bytes | None = None
+        # Those that the server has refused last.
+        self._refused: bytes | None = None
+        #: Whether the storage does not have them (yet).
+        self.unsaved = False
+        # The lease under which the server has given them.
+        self._lease: Lease | None = None
+        self.saving: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Get the credentials for a new link; raises `StorageError` if that fails."""
+        runtime, provider = self._runtime, self._provider
+        if provider is None and self.unsaved and self._lease is runtime.lease:
+            self._save_soon()  # under another lease, newer ones may be stored
+        source = "the storage" if provider is None else "the function for credentials"
+        found: object = self.value
+        try:
+            async with asyncio.timeout(runtime.connect_timeout):
+                if provider is not None:
+                    found = await awaited(provider(runtime.profile))
+                else:
+                    if (saving := self.saving) is not None:
+                        await asyncio.shield(saving)
+                    found = self.value or await runtime.records.get(*RECORD)
+        except Exception as error:
+            raise StorageError(f"{source} has failed: {describe(error)}") from error
+        if provider is not None and not isinstance(found, bytes):
+            raise SessionError(f"{source} returned {type(found).__name__}, not bytes")
+        self.value = found  # type: ignore[assignment]
+
+    def refused(self) -> bool:
+        """Note that the server has refused them; says whether others may be had at once."""
+        if self._provider is None or self.value == self._refused:
+            return False
+        self._refused = self.value
+        return True
+
+    def keep(self, credentials: bytes) -> None:
+        """Use these from now on, and store them."""
+        runtime = self._runtime
+        self.value, self._lease = credentials, runtime.lease
+        self.unsaved = True
+        if runtime.owner._forgetful:
+            runtime.owner._forgetful = False
+            log_forgetful(runtime.name)
+        self._save_soon()
+
+    def _save_soon(self) -> None:
+        if self.saving is None:
+            self.saving = start_task(self._save())
+
+    async def _save(self) -> None:
+        runtime = self._runtime
+        saved: bytes | None = None
+        try:
+            while (value := self.value) is not None and value is not saved:
+                await runtime.records.put(*RECORD, value)
+                saved = value
+            self.unsaved = False
+        except Exception as error:
+            runtime.record("the credentials could not be kept", kind="failure", cause=error)
+            log_not_kept(runtime.name, describe(error))
+            runtime.emit("credentials_not_kept", describe(error))
+        finally:
+            self.saving = None

@@ -1,0 +1,42 @@
+"""The steps that what comes in goes through before a consumer gets it, such as decryption."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moored.kernel import awaited
+
+from ._content import Incoming
+from ._protocol import InboundStep
+
+if TYPE_CHECKING:
+    from ._session import Session
+
+__all__ = ["InboundSteps"]
+
+#: How long one step may take for one event, in seconds: those behind it wait.
+STEP_TIMEOUT = 30.0
+
+
+class InboundSteps:
+    """The inbound steps of one session."""
+
+    __slots__ = ("_session", "_steps")
+
+    def __init__(self, session: Session, steps: Sequence[tuple[str, InboundStep]]) -> None:
+        self._session = session
+        self._steps = tuple(steps)
+
+    async def __call__(self, event: Incoming) -> Incoming | None:
+        """Take an event through all steps; None if one of them has dealt with it."""
+        for name, step in self._steps:
+            async with asyncio.timeout(STEP_TIMEOUT):
+                found = await awaited(step(event, self._session))
+            if found is None:
+                return None
+            if not isinstance(found, Incoming):
+                raise TypeError(f"the inbound step {name!r} must return the event, or None")
+            event = found
+        return event

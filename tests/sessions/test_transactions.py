@@ -1,0 +1,158 @@
+"""Several records that change together: all of them, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sessions.storages import KINDS, make
+
+from moored.sessions import Records, StorageError
+from moored.sessions._storage import Changes, Storage
+from moored.sessions._storage_files import FileStorage
+from moored.sessions._storage_memory import MemoryStorage
+
+pytestmark = pytest.mark.pure
+
+ONE, TWO, NEW = ("session", "bob"), ("sender_key", "group"), ("device_list", "bob")
+
+
+@pytest.fixture(params=KINDS)
+async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Storage]:
+    async with make(request.param, tmp_path) as opened:
+        yield opened
+
+
+async def both(storage: Storage, *places: tuple[str, str]) -> list[bytes | None]:
+    return [await storage.get("alice", *place) for place in places]
+
+
+async def test_several_records_are_written_and_removed_together(storage: Storage) -> None:
+    await storage.put("alice", *ONE, b"1")
+    await storage.put("alice", *TWO, b"1")
+    await storage.put_all("alice", {ONE: b"2", TWO: None, NEW: b""})
+    assert await both(storage, ONE, TWO, NEW) == [b"2", None, b""]
+    assert await storage.keys("alice", TWO[0]) == []
+
+
+async def test_a_transaction_waits_for_other_changes_and_they_for_it(storage: Storage) -> None:
+    records = Records(storage, "alice")
+
+    def move(old: Changes) -> Changes:
+        return {ONE: b"%d" % (int(old[ONE] or 0) - 1), TWO: b"%d" % (int(old[TWO] or 0) + 1)}
+
+    def more(old: bytes | None) -> bytes:
+        return b"%d" % (int(old or 0) + 10)
+
+    await asyncio.gather(
+        *[records.update_many([ONE, TWO], move) for _ in range(5)],
+        *[records.update(*ONE, more) for _ in range(5)],
+        *[records.update_many([TWO, ONE], move) for _ in range(5)],
+    )
+    assert await both(storage, ONE, TWO) == [b"40", b"10"]
+    assert records.busy == 0
+    await records.close()
+
+
+async def test_a_transaction_that_fails_changes_nothing(storage: Storage) -> None:
+    async with Records(storage, "alice") as records:
+        await records.put(*ONE, b"1")
+
+        def raises(old: Changes) -> Changes:
+            raise LookupError("no")
+
+        with pytest.raises(LookupError):
+            await records.update_many([ONE, TWO], raises)
+        wrong: list[Any] = [lambda old: {TWO: 1}, lambda old: {TWO: b"", ONE: "text"}]
+        for change in wrong:
+            with pytest.raises(TypeError, match="a record is bytes"):
+                await records.update_many([ONE, TWO], change)
+        with pytest.raises(StorageError, match="was not given"):
+            await records.update_many([ONE], lambda old: {ONE: b"2", NEW: b""})
+        assert await both(storage, ONE, TWO, NEW) == [b"1", None, None]
+        # And nobody is held up.
+        await records.put(*ONE, b"2")
+        assert await records.update_many([ONE, TWO], lambda old: {}) == {ONE: b"2", TWO: None}
+
+
+async def test_nothing_is_changed_without_the_lease() -> None:
+    storage = MemoryStorage()
+    records = Records(storage, "alice", may_write=lambda: False)
+    with pytest.raises(StorageError, match="the lease of this profile is lost"):
+        await records.update_many([ONE, TWO], lambda old: {ONE: b"", TWO: b""})
+    assert await both(storage, ONE, TWO) == [None, None]
+
+
+async def test_a_transaction_that_is_given_up_while_it_waits_holds_up_nobody() -> None:
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(MemoryStorage):
+        async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
+            began.set()
+            await go_on.wait()
+            return await super().get(profile, namespace, key)
+
+    records = Records(Slow(), "alice")
+    first = asyncio.ensure_future(records.update_many([ONE, TWO], lambda old: {ONE: b"1"}))
+    await began.wait()
+    second = asyncio.ensure_future(records.update_many([TWO, ONE], lambda old: {TWO: b"2"}))
+    await asyncio.sleep(0)
+    second.cancel()
+    go_on.set()
+    assert await first == {ONE: b"1", TWO: None}
+    await asyncio.wait_for(records.put(*TWO, b"3"), 30)
+    assert records.busy == 0
+
+
+async def test_a_storage_without_transactions_says_so() -> None:
+    class Own(MemoryStorage):
+        put_all = Storage.put_all
+
+    async with Records(Own(), "alice") as records:
+        with pytest.raises(StorageError, match="no transactions over several records"):
+            await records.update_many([ONE], lambda old: {ONE: b""})
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "visit", "is_new"),
+    [
+        ("written", 1, False),
+        ("on the disk", 1, False),
+        ("named", 1, True),
+        ("in the journal", 1, True),
+        ("named", 2, True),
+        ("one of several", 1, True),
+        ("one of several", 3, True),
+    ],
+)
+async def test_files_that_change_together_survive_a_crash_together(
+    tmp_path: Path, moment: str, visit: int, is_new: bool
+) -> None:
+    class Crashing(FileStorage):
+        left = 0
+
+        def _moment(self, name: str) -> None:
+            if name == moment and self.left:
+                self.left -= 1
+                if not self.left:
+                    raise Killed
+
+    storage = Crashing(tmp_path)
+    await storage.open()
+    await storage.put("alice", *ONE, b"1")
+    await storage.put("alice", *TWO, b"1")
+    storage.left = visit
+    with pytest.raises(Killed):
+        await storage.put_all("alice", {ONE: b"2", TWO: None, NEW: b"2"})
+    await storage.close()
+    async with FileStorage(tmp_path) as again:
+        expected = [b"2", None, b"2"] if is_new else [b"1", b"1", None]
+        assert await both(again, ONE, TWO, NEW) == expected
+        assert not (tmp_path / ".journal").exists()
