@@ -35,15 +35,19 @@ def test_it_shows_the_conditions_the_tree_the_machines_and_the_events(
         "moored",
         "moored/postgres",
         "moored/postgres/manager",
-        "moored/postgres/manager/persistent",
         "moored/postgres/manager/connection",
         "moored/postgres/manager/connection/restarter",
         "moored/postgres/manager/connection/manager",
-        "moored/postgres/manager/connection/manager/resolver",
+        "moored/postgres/manager/connection/manager/connections",
+        "moored/postgres/manager/connection/manager/connections/replication",
+        "moored/postgres/manager/connection/manager/connections/admin",
+        "moored/postgres/manager/connection/manager/connections/snapshot",
+        "moored/postgres/manager/connection/manager/connections/watch",
+        "moored/postgres/manager/connection/manager/connections/publish",
         "moored/postgres/manager/connection/manager/manager",
         "moored/http",
     ]
-    assert "running / streaming" in page.text("#machines")
+    assert "streaming" in page.text("#machines")
     assert "snapshot pool" in page.text("#stream")
     assert "1 of 1, 0 in use, 0 waiting" in page.text("#stream")
     assert "postgres/connection" in page.text("#events")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
 import pytest
-from tests.service.support import Running, running
+from tests.service.support import Running, moored, running
 
-import moored
+from moored import __version__
 from moored.cli import main
 
 Output = pytest.CaptureFixture[str]
@@ -31,11 +32,11 @@ def test_status_shows_the_conditions_and_the_tree(
     assert main(["status", "--url", service.url]) == 0
     out = capsys.readouterr().out
     first = out.splitlines()[0]
-    assert first.startswith(f"moored {moored.__version__} at {service.url} is active, up ")
+    assert first.startswith(f"moored {__version__} at {service.url} is active, up ")
     assert first.endswith(f"pid {service.process.pid}")
     assert "postgres_ready" in out
     assert "└─ http" in out
-    assert "postgres  at running / streaming for " in out
+    assert "postgres  streaming for " in out
     assert "admin pool" in out
     assert "ready, 1 of 1, 0 in use, 0 waiting" in out
     assert "of log" in out
@@ -58,8 +59,8 @@ def test_status_exits_with_1_while_it_is_starting(bare: Path, capsys: Output) ->
 def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output) -> None:
     assert main(["tree", "--url", service.url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["moored", "├─", *"│││││││", "└─"]
-    assert "restarter" in lines[5]
+    assert [line.split()[0] for line in lines] == ["moored", "├─", *11 * "│", "└─"]
+    assert "restarter" in lines[4]
     assert main(["tree", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["children"][1]["name"] == "http"
 
@@ -68,7 +69,7 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
     assert main(["explain", "postgres", "--url", service.url]) == 0
     name, state, cause, so = capsys.readouterr().out.splitlines()
     assert name == "postgres"
-    assert state.startswith("active, at streaming for ")
+    assert state.startswith("active: streaming for ")
     assert cause.startswith("  because  it streams, and everything up to ")
     assert so == "  so       there is nothing to do"
     assert main(["explain", "moored/postgres", "--url", service.url, "--json"]) == 0
@@ -79,7 +80,7 @@ def test_explain_lists_what_there_is(service: Running, bare: Path, capsys: Outpu
     line = refused(capsys, "explain", "database", "--url", service.url)
     assert line.startswith(
         "moored: there is no component 'database'; there is: moored, moored/http, "
-        "moored/postgres, moored/postgres/manager, moored/status, postgres, "
+        "moored/postgres, moored/postgres/manager, moored/postgres/manager/connection, "
     )
 
 
@@ -96,7 +97,56 @@ def test_the_service_is_found_by_the_configuration(
     capsys.readouterr()
 
 
-def test_no_answer_is_one_line(bare: Path, capsys: Output) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_not_trusted(bare: Path, capsys: Output) -> None:
+    file = bare / "moored.toml"
+    file.write_text("port = 1\n")
+    os.chown(file, 65534, 65534)
+    for command in (["status"], ["serve"], ["config", "--config", str(file)]):
+        line = refused(capsys, *command)
+        assert "moored.toml: it belongs to user 65534, so it is not trusted" in line
+
+
+def test_a_file_that_others_can_write_to_is_not_trusted(bare: Path, capsys: Output) -> None:
+    file = bare / "moored.toml"
+    file.write_text("port = 1\n")
+    file.chmod(0o646)
+    assert "other users can write to it" in refused(capsys, "status")
+    file.unlink()
+    os.mkfifo(file)
+    assert "it is not a file" in refused(capsys, "status")
+
+
+def test_a_token_is_not_sent_where_a_file_says(
+    bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOORED_ADMIN_TOKEN", "t0ken")
+    (bare / "moored.toml").write_text('host = "192.0.2.1"\n')
+    line = refused(capsys, "status")
+    assert "the admin token of the environment is not sent to http://192.0.2.1:8089" in line
+    (bare / "moored.toml").write_text('host = "0.0.0.0"\nport = 1\n')
+    assert "no service answers at http://127.0.0.1:1" in refused(capsys, "status")
+
+
+def test_components_are_completed_from_the_service_that_the_variable_names(
+    service: Running, bare: Path
+) -> None:
+    completed = moored(
+        cwd=bare,
+        MOORED_URL=service.url,
+        _MOORED_COMPLETE="complete_bash",
+        COMP_WORDS="moored explain moored/post",
+        COMP_CWORD="2",
+    )
+    assert "moored/postgres/manager/connection" in completed.stdout.split()
+
+
+def test_an_unknown_home_directory_is_one_line_on_stderr(bare: Path, capsys: Output) -> None:
+    line = refused(capsys, "config", "--data-dir", "~no-such-user/x")
+    assert line.startswith("moored: --data-dir: '~no-such-user/x' has no home directory")
+
+
+def test_an_unreachable_service_is_one_line_on_stderr(bare: Path, capsys: Output) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
@@ -107,7 +157,7 @@ def test_no_answer_is_one_line(bare: Path, capsys: Output) -> None:
             )
 
 
-def test_somebody_else_at_that_address_is_one_line(
+def test_another_program_at_the_address_is_one_line_on_stderr(
     bare: Path, capsys: Output, service: Running
 ) -> None:
     line = refused(capsys, "status", "--url", f"{service.url}/static")
@@ -143,14 +193,14 @@ def test_config_shows_each_value_and_its_source(
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
     assert rows["port"] == ["9000", "--port"]
-    assert rows["database_url"] == ["postgresql://app:********@db/orders", "DATABASE_URL"]
-    assert rows["admin_token"] == ["********", "moored.toml"]
+    assert rows["database_url"] == ["postgresql://app:***@db/orders", "DATABASE_URL"]
+    assert rows["admin_token"] == ["***", "moored.toml"]
     assert rows["log_level"] == ["info", "default"]
     assert "hunter2" not in out
     assert main(["config", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["port"] == {"value": 8089, "from": "default"}
-    assert told["admin_token"] == {"value": "********", "from": "moored.toml"}
+    assert told["admin_token"] == {"value": "***", "from": "moored.toml"}
 
 
 def test_config_shows_where_the_data_will_be(bare: Path, capsys: Output) -> None:
@@ -171,7 +221,7 @@ def test_a_named_file_must_be_there(bare: Path, capsys: Output) -> None:
     assert "other.toml" in capsys.readouterr().out
 
 
-def test_all_mistakes_are_told_each_on_its_line(bare: Path, capsys: Output) -> None:
+def test_all_mistakes_are_reported_one_per_line(bare: Path, capsys: Output) -> None:
     assert main(["serve", "--port", "eighty", "--log-format", "xml", "--host", "::"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

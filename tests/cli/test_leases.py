@@ -15,7 +15,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def holder(postgres_url: str, bare: Path) -> Iterator[sync.Leases]:
+def holder(postgres_url: str, bare: Path) -> Iterator[sync.SyncLeases]:
     """A service that holds leases in the store that the command is asked about."""
     with sync.connect(postgres_url, service_name="orders", owner="pool-1") as leases:
         yield leases
@@ -30,13 +30,17 @@ def refused(capsys: Output, *arguments: str) -> str:
     return line
 
 
-def held(leases: sync.Leases, key: str, *, limit: int = 9, owner: str | None = None) -> sync.Lease:
+def held(
+    leases: sync.SyncLeases, key: str, *, limit: int = 9, owner: str | None = None
+) -> sync.SyncLease:
     lease = leases.acquire(key, limit=limit, owner=owner)
     assert lease is not None
     return lease
 
 
-def test_list_shows_who_holds_what(holder: sync.Leases, postgres_url: str, capsys: Output) -> None:
+def test_list_shows_who_holds_what(
+    holder: sync.SyncLeases, postgres_url: str, capsys: Output
+) -> None:
     second = held(holder, "db/users", owner="importer")
     first = held(holder, "db/orders")
     assert main(["leases", "list", "--store", postgres_url]) == 0
@@ -49,8 +53,8 @@ def test_list_shows_who_holds_what(holder: sync.Leases, postgres_url: str, capsy
     assert "db/orders" not in capsys.readouterr().out
 
 
-def test_list_for_programs(
-    holder: sync.Leases, postgres_url: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+def test_list_prints_json(
+    holder: sync.SyncLeases, postgres_url: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = held(holder, "db/orders")
     monkeypatch.setenv("MOORED_LEASES_STORE", postgres_url)
@@ -66,13 +70,15 @@ def test_list_for_programs(
     }
 
 
-def test_an_empty_store(holder: sync.Leases, postgres_url: str, capsys: Output) -> None:
+def test_list_of_an_empty_store_says_0_live_leases(
+    holder: sync.SyncLeases, postgres_url: str, capsys: Output
+) -> None:
     assert main(["leases", "list", "--store", postgres_url]) == 0
     assert capsys.readouterr().out == "0 live leases\n"
 
 
 def test_release_by_the_beginning_of_an_id(
-    holder: sync.Leases, postgres_url: str, capsys: Output
+    holder: sync.SyncLeases, postgres_url: str, capsys: Output
 ) -> None:
     lease, other = held(holder, "db"), held(holder, "db")
     assert main(["leases", "release", "--store", postgres_url, lease.id[:12]]) == 0
@@ -82,7 +88,7 @@ def test_release_by_the_beginning_of_an_id(
     assert [each.id for each in holder.held()] == [other.id]
 
 
-def test_release_all_of_a_key(holder: sync.Leases, postgres_url: str, capsys: Output) -> None:
+def test_release_all_of_a_key(holder: sync.SyncLeases, postgres_url: str, capsys: Output) -> None:
     for _ in range(3):
         held(holder, "db")
     kept = held(holder, "db/users")
@@ -91,7 +97,9 @@ def test_release_all_of_a_key(holder: sync.Leases, postgres_url: str, capsys: Ou
     assert [each.id for each in holder.held()] == [kept.id]
 
 
-def test_what_cannot_be_released(holder: sync.Leases, postgres_url: str, capsys: Output) -> None:
+def test_release_refuses_unknown_and_ambiguous_ids(
+    holder: sync.SyncLeases, postgres_url: str, capsys: Output
+) -> None:
     held(holder, "db")
     held(holder, "db")
     store = ("--store", postgres_url)
@@ -114,3 +122,20 @@ def test_a_store_that_is_none(bare: Path, capsys: Output) -> None:
 def test_a_store_that_does_not_answer(bare: Path, capsys: Output) -> None:
     line = refused(capsys, "list", "--store", "postgresql://x:secret@127.0.0.1:1/x?timeout=1")
     assert "secret" not in line
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "postgresql://x:s3%crt@127.0.0.1:1/x",
+        "postgresql://x:s3@crt-pw@127.0.0.1:1/x",
+        "postgresql://x:s3/crt-pw@127.0.0.1:1/x",
+        "postgresql://127.0.0.1:1/x?passw%6Frd=s3%crt",
+        "redis://x:s3@crt-pw@127.0.0.1:1/0",
+        "redis://x:s3/crt-pw@127.0.0.1:1/0",
+    ],
+)
+def test_a_store_whose_password_is_not_escaped(store: str, bare: Path, capsys: Output) -> None:
+    line = refused(capsys, "list", "--store", store)
+    assert "s3" not in line
+    assert "crt" not in line

@@ -72,7 +72,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == (
-        f"moored: {missing} is not installed, and the command needs it: "
+        f"moored: the command needs {missing}, which is not installed: "
         "pip install 'moored[service]'\n"
     )
 

@@ -91,7 +91,7 @@ def test_root_may_name_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("no such user", "there is no user"), ("root", "refuses to run as root")]
 )
-def test_a_user_who_cannot_run_it(name: str, text: str) -> None:
+def test_run_as_root_or_an_unknown_user_is_refused(name: str, text: str) -> None:
     with pytest.raises(EmbeddedError, match=text):
         SyncEmbeddedPostgres(run_as=name).start()
 
@@ -193,7 +193,19 @@ def test_a_cache_that_others_can_write_is_not_used(closed: Path, caches: tuple[P
 
 
 @as_root
-def test_who_may_enter(outside: Path) -> None:
+def test_a_link_in_the_place_of_the_cache_is_not_followed(
+    closed: Path, caches: tuple[Path, Path], outside: Path
+) -> None:
+    victim = outside / "victim"
+    victim.mkdir(mode=0o700)
+    caches[0].symlink_to(victim)
+    copy = _reach.reachable(Binaries.at(bin_dir(closed)), Account("nobody", NOBODY, NOBODY))
+    assert copy.bin_dir.is_relative_to(caches[1])
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o700
+
+
+@as_root
+def test_may_enter_follows_the_mode_bits(outside: Path) -> None:
     nobody = Account("nobody", NOBODY, NOBODY)
     room = outside / "a" / "b"
     room.mkdir(parents=True)
@@ -209,7 +221,7 @@ def test_who_may_enter(outside: Path) -> None:
     assert not nobody.may_enter(room)
 
 
-def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uid_without_a_name_is_used_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
     account = Account.choose(Directory("/"))
     assert (account.name, account.uid) == ("4000000", 4_000_000)
@@ -217,13 +229,13 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert account.drop == ""
 
 
-def test_only_root_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_root_may_choose_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
     with pytest.raises(EmbeddedError, match="only root may choose another user"):
         Account.choose(Directory("/"), OTHER)
 
 
-def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EmbeddedError, match="cannot be made: Not a directory"):
         SyncEmbeddedPostgres(tmp_path / "file" / "pg").start()

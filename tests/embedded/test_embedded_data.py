@@ -9,6 +9,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -23,6 +25,7 @@ from moored.embedded import (
     VersionMismatch,
     default_data_dir,
 )
+from moored.embedded._binaries import Binaries
 from moored.embedded._pgpass import pgpass_line, pgpass_passwords
 
 # Data that stays is synced to disk, which is slow on a machine that does much else.
@@ -115,7 +118,7 @@ def test_a_data_directory_of_postgres_itself_is_pointed_out(place: Path) -> None
         Kept(place).start()
 
 
-def test_data_of_something_else_is_not_touched(place: Path) -> None:
+def test_a_directory_with_other_files_is_refused_and_left_alone(place: Path) -> None:
     (place / "data").mkdir(parents=True)
     (place / "data" / "letters").write_text("dear")
     with pytest.raises(EmbeddedError, match="is not empty, and holds no data of PostgreSQL"):
@@ -130,7 +133,9 @@ def test_an_empty_data_directory_is_used(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["moored.conf", "postgresql.conf", "../postgres.log", "../lock"])
-def test_links_are_not_followed(place: Path, tmp_path: Path, name: str) -> None:
+def test_symbolic_links_in_the_data_directory_are_not_followed(
+    place: Path, tmp_path: Path, name: str
+) -> None:
     with Kept(place):
         pass
     victim = tmp_path / "victim"
@@ -144,6 +149,26 @@ def test_links_are_not_followed(place: Path, tmp_path: Path, name: str) -> None:
         with pytest.raises(EmbeddedError, match="Too many levels of symbolic links"):
             Kept(place).start()
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+@pytest.mark.parametrize("name", ["PG_VERSION", "postmaster.pid", "postgresql.conf"])
+def test_what_a_stranger_in_the_server_leaves_is_neither_shown_nor_waited_for(
+    place: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    with Kept(place) as pg:
+        (place / "data" / name).unlink()
+        if kind == "link":
+            (place / "data" / name).symlink_to(victim)
+        else:
+            os.mkfifo(place / "data" / name)
+        pg.kill()
+    with pytest.raises(EmbeddedError) as caught:
+        Kept(place, start_timeout=5.0).start()
+    assert "precious" not in str(caught.value)
+    assert victim.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize("name", ["postgres", "o:d", "back\\slash", "c\\:d", ":", "\\"])
@@ -164,7 +189,7 @@ def test_data_of_another_version(place: Path) -> None:
         assert sql(pg.url, "select n from kept") == [(7,)]
 
 
-def test_two_in_one_process(place: Path) -> None:
+def test_a_second_server_on_one_directory_in_one_process_is_refused(place: Path) -> None:
     with Kept(place) as pg:
         with pytest.raises(DataDirectoryInUse, match=f"in use by process {os.getpid()} ") as caught:
             Kept(place).start()
@@ -172,7 +197,7 @@ def test_two_in_one_process(place: Path) -> None:
         assert sql(pg.url, "select 1") == [(1,)]
 
 
-def test_two_processes(place: Path) -> None:
+def test_a_second_process_on_one_directory_is_refused(place: Path) -> None:
     program = """
 import sys
 from moored.embedded import SyncEmbeddedPostgres
@@ -237,6 +262,44 @@ def test_a_stale_pid_file_is_no_server(place: Path) -> None:
         assert lines[7].strip() == "ready"
         pg.start()
         assert sql(pg.url, "select 1") == [(1,)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is found in /proc")
+def test_a_pid_that_another_program_has_by_now_is_no_server(place: Path) -> None:
+    told: list[str] = []
+    with Kept(place, on_progress=told.append) as pg:
+        user = (place / "data").stat().st_uid
+        pg.kill()
+        stale = place / "data" / "postmaster.pid"
+        lines = stale.read_text().splitlines()
+        other = subprocess.Popen(["sleep", "1000"], user=user)
+        try:
+            stale.write_text("\n".join([str(other.pid), *lines[1:]]) + "\n")
+            pg.start()
+            assert sql(pg.url, "select 1") == [(1,)]
+            assert any(f"pid {other.pid} is 'sleep' now" in text for text in told)
+        finally:
+            other.kill()
+            other.wait()
+
+
+@pytest.fixture
+def programs() -> Iterator[Path]:
+    """A bin directory that everybody may enter, which root's tmp_path is not."""
+    with tempfile.TemporaryDirectory(prefix="moored-test-") as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+def test_initdb_that_fails_says_why_in_the_first_line(place: Path, programs: Path) -> None:
+    real = Binaries.from_wheel().bin_dir
+    (programs / "postgres").symlink_to(real / "postgres")
+    full = 'initdb: error: could not write file "x/y": No space left on device'
+    (programs / "initdb").write_text(f"#!/bin/sh\necho running\necho '{full}' >&2\nexit 1\n")
+    (programs / "initdb").chmod(0o755)
+    with pytest.raises(EmbeddedError) as caught:
+        Kept(place, bin_dir=programs).start()
+    assert "No space left on device" in str(caught.value).partition("\n")[0]
 
 
 def test_a_copy_is_a_server_of_its_own(place: Path, tmp_path: Path) -> None:

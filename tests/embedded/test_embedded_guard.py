@@ -161,7 +161,7 @@ def test_a_fork_cannot_end_the_server() -> None:
         assert sql(pg.url, "select 1") == [(1,)]
 
 
-def test_other_children_do_not_hold_the_leash(tmp_path: Path) -> None:
+def test_other_child_processes_do_not_keep_the_guard_waiting(tmp_path: Path) -> None:
     with owner(
         OWNER.replace(
             "    sys.stdin.read()",

@@ -21,7 +21,8 @@ from moored.embedded import (
 )
 
 
-async def test_it_runs_and_leaves_nothing() -> None:
+@pytest.mark.every_loop
+async def test_the_server_runs_and_leaves_no_process_or_file() -> None:
     async with EmbeddedPostgres() as pg:
         assert pg.running
         assert sql(pg.url, "select 1") == [(1,)]
@@ -35,7 +36,7 @@ async def test_it_runs_and_leaves_nothing() -> None:
     gone(everything)
 
 
-def test_threads_have_it_too() -> None:
+def test_the_server_runs_without_asyncio() -> None:
     with SyncEmbeddedPostgres() as pg:
         assert sql(pg.url, "select 1") == [(1,)]
         assert pg.wait_ended(timeout=0) is None
@@ -56,7 +57,7 @@ async def test_its_repr_tells_its_state_and_no_secret() -> None:
     assert repr(pg).endswith(", temporary data>")
 
 
-async def test_without_a_start_there_is_no_address() -> None:
+async def test_url_and_wait_ended_before_the_start_are_errors() -> None:
     pg = EmbeddedPostgres()
     with pytest.raises(EmbeddedError, match="has not been started"):
         _ = pg.url
@@ -131,7 +132,7 @@ async def test_kill_ends_a_backend_that_would_not_notice() -> None:
                 await spin
 
 
-async def test_its_own_death_is_noticed() -> None:
+async def test_a_server_that_ends_by_itself_is_noticed() -> None:
     async with EmbeddedPostgres() as pg:
         waiting = asyncio.create_task(pg.wait_ended())
         assert pg.pid is not None
@@ -157,6 +158,7 @@ async def test_waiting_for_the_end_can_be_given_up() -> None:
         assert await pg.wait_ended() == await waiting
 
 
+@pytest.mark.every_loop
 async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
     begun = asyncio.Event()
     pg = EmbeddedPostgres(tmp_path / "pg", on_progress=lambda text: begun.set())
@@ -200,7 +202,8 @@ async def test_a_cancelled_stop_still_stops() -> None:
     gone(everything)
 
 
-async def test_progress_is_told_on_the_loop(tmp_path: Path) -> None:
+@pytest.mark.every_loop
+async def test_on_progress_is_called_on_the_loop(tmp_path: Path) -> None:
     told: list[str] = []
     loop = asyncio.get_running_loop()
 
@@ -228,7 +231,7 @@ async def test_progress_is_told_on_the_loop(tmp_path: Path) -> None:
     assert "recovering" not in told[0]
 
 
-async def test_a_slow_start_tells_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_start_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "_NEWS", 0.05)
     told: list[str] = []
     async with EmbeddedPostgres(on_progress=told.append):
@@ -237,7 +240,7 @@ async def test_a_slow_start_tells_that_it_goes_on(monkeypatch: pytest.MonkeyPatc
     assert news
 
 
-async def test_stop_loses_patience_step_by_step() -> None:
+async def test_stop_escalates_from_fast_to_immediate_to_sigkill() -> None:
     told: list[str] = []
     pg = EmbeddedPostgres(stop_timeout=0.2, kill_timeout=0.2, on_progress=told.append)
     await pg.start()

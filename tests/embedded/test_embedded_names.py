@@ -28,7 +28,7 @@ def test_each_name_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("face", [embedded.EmbeddedPostgres, embedded.SyncEmbeddedPostgres])
-def test_both_faces_can_do_the_same(face: type) -> None:
+def test_both_classes_have_the_same_interface(face: type) -> None:
     for name in ("start", "stop", "restart", "kill", "wait_ended", "log_tail", "url", "url_of"):
         assert getattr(face, name).__doc__
 

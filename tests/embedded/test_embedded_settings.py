@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,12 @@ def test_free_ports_are_not_those_that_clients_get() -> None:
         ({"options": {"a": "1\nb=2"}}, "is no setting of PostgreSQL"),
     ],
 )
-def test_mistakes_are_told_at_once(wrong: dict[str, Any], text: str) -> None:
+def test_wrong_options_raise_in_the_constructor(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(EmbeddedError, match=re.escape(text)):
         SyncEmbeddedPostgres(**wrong)
 
 
-def test_all_mistakes_are_told() -> None:
+def test_all_wrong_options_are_in_one_error() -> None:
     with pytest.raises(EmbeddedError, match=r"(?s)host=.*; port=.*; user is empty"):
         EmbeddedPostgres(host="example.org", port=-1, user="")
 
@@ -225,7 +226,11 @@ def test_an_environment_for_clients_does_not_reach_the_server(
     monkeypatch.setenv("PGPORT", "1")
     monkeypatch.setenv("PGDATA", "/nowhere")
     monkeypatch.setenv("LC_ALL", "xx_YY")
+    monkeypatch.setenv("MOORED_ADMIN_TOKEN", "t0ken")
     with SyncEmbeddedPostgres() as pg:
+        if sys.platform == "linux":
+            for pid in (pg.pid, pg.guard_pid):
+                assert b"t0ken" not in Path(f"/proc/{pid}/environ").read_bytes()
         port = os.environ.pop("PGPORT")
         assert port == "1"
         assert sql(pg.url, "show port") == [(str(pg.port),)]

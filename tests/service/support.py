@@ -188,15 +188,17 @@ def running(
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     read: bool = True,
+    descriptors: int | None = None,
 ) -> Iterator[Running]:
     """Start `moored serve` on a free port; it is ended with the block, however that goes.
 
     With `read=False` nobody reads what it says but the test itself. Without a data directory of its
-    own it has a stream of its own.
+    own it has a stream of its own. `descriptors` is how many it may have open.
     """
+    limited = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
     own = {"MOORED_POOL_SIZE": "2"} if "--data-dir" in arguments else own_stream()
     process = subprocess.Popen(
-        [sys.executable, "-m", "moored.cli", "serve", "--port", "0", *arguments],
+        [*limited, sys.executable, "-m", "moored.cli", "serve", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

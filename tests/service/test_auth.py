@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from moored.service import _auth
+
+pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ def test_a_session_is_good_for_its_time_and_its_token() -> None:
 
 
 @pytest.mark.parametrize("session", [None, "", ".", "99999999999", "99999999999.", "x.y", "²³.y"])
-def test_a_session_that_was_made_up_is_none(session: str | None) -> None:
+def test_a_forged_session_is_refused(session: str | None) -> None:
     assert not _auth.session_holds("token", session, now=0.0)
 
 
@@ -56,6 +60,9 @@ def test_our_cookie_is_found_among_others() -> None:
         ("LOCALHOST", "localhost"),
         ("127.0.0.1:1", "127.0.0.1"),
         ("[::1]:8089", "::1"),
+        ("[::1].evil.com", "[::1].evil.com"),
+        ("[::1]x:80", "[::1]x:80"),
+        ("localhost:80.evil.com", "localhost:80.evil.com"),
         ("[::1]", "::1"),
         ("evil.example:8089", "evil.example"),
         (None, ""),
@@ -63,6 +70,27 @@ def test_our_cookie_is_found_among_others() -> None:
 )
 def test_the_name_is_read_from_the_host_header(header: str | None, name: str) -> None:
     assert _auth.name_in_host(header) == name
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        'x={"a":1}; moored_session=abc',
+        'a="b; moored_session=abc',
+        "moored_session=abc; \xff=\x00",
+        "  moored_session = abc ;;;",
+        'moored_session="abc"',
+    ],
+)
+def test_a_cookie_of_another_service_does_not_hide_ours(header: str) -> None:
+    assert _auth.session_of(header) == "abc"
+
+
+def test_a_long_cookie_header_is_read_in_linear_time() -> None:
+    began = time.process_time()
+    assert _auth.session_of('a="' + '\\"' * 16_000 + '"') is None
+    assert _auth.session_of("a=" + ";" * 32_000) is None
+    assert time.process_time() - began < 1.0  # some 4 s when it is quadratic
 
 
 def test_secrets_of_any_length_and_alphabet_can_be_compared() -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from moored.service import Config, ConfigError, knobs, load
 
+pytestmark = pytest.mark.pure
+
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 
@@ -25,7 +27,7 @@ def mistakes(
     return list(caught.value.mistakes)
 
 
-def test_with_nothing_given_it_is_local_and_embedded() -> None:
+def test_the_default_config_is_local_and_embedded() -> None:
     config = load({}, {})
     assert (config.host, config.port) == ("127.0.0.1", 8089)
     assert config.is_local
@@ -90,9 +92,7 @@ def test_a_broken_file_is_one_mistake() -> None:
 
 def test_an_unknown_setting_that_is_near_nothing_lists_what_there_is() -> None:
     (found,) = mistakes(toml="[zzz]\nx = 1")
-    assert found.startswith(
-        "zzz in moored.toml: there is no such setting; there are: host, port,"
-    )
+    assert found.startswith("zzz in moored.toml: there is no such setting; there are: host, port,")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_loopback_address_needs_no_token(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "db.example", "localhost.org"])
-def test_any_other_address_needs_one(host: str) -> None:
+def test_an_address_that_is_not_loopback_needs_a_token(host: str) -> None:
     (found,) = mistakes({"host": host})
     assert found.startswith("--host: other machines can reach")
     assert not load({"host": host, "admin_token": "t0ken"}, {}).is_local
@@ -142,7 +142,7 @@ def test_a_replication_url_belongs_to_a_database_url() -> None:
         ("admin_token", "", "it is empty"),
         ("allowed_hosts", 7, "not a list of names"),
         ("allowed_hosts", "a,http://b", "not an address"),
-        ("log_format", 1, "not a text"),
+        ("log_format", 1, "not a str"),
         ("log_format", "xml", "choose text or json"),
         ("database_url", "mysql://db/x", "not PostgreSQL's scheme: write postgresql://…"),
         ("database_url", "postgresql+psycopg://u:pw@db/x", "write postgresql://…@db/x"),
@@ -158,24 +158,62 @@ def test_each_mistake_says_what_to_write_instead(name: str, value: object, compl
 
 
 def test_a_mistake_never_shows_a_secret() -> None:
-    found = mistakes(
-        environ={"MOORED_ADMIN_TOKEN": "hunter2 x", "DATABASE_URL": "x://a:hunter2@b"}
-    )
+    found = mistakes(environ={"MOORED_ADMIN_TOKEN": "hunter2 x", "DATABASE_URL": "x://a:hunter2@b"})
     assert len(found) == 2
     assert "hunter2" not in "".join(found)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://app:s3%crt@db/orders",
+        "postgresql://app:s3@crt-pw@db/orders",
+        "postgresql://app:s3/crt-pw@db/orders",
+        "postgresql://db/orders?password=s3%crt",
+        "host=db password=s3 crt-pw",
+        "host=db password=s3 crt=pw",
+        "postgres+x://app:s3crt-pw@db/orders",
+    ],
+)
+def test_no_part_of_a_password_is_quoted_from_libpq(url: str) -> None:
+    (found,) = mistakes(environ={"DATABASE_URL": url})
+    assert "s3" not in found
+    assert "crt" not in found
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        r"host=db password=s3\ crt user=app",
+        "postgresql://app@db/orders?passw%6Frd=s3crt",
+        "host=db oauth_client_secret=s3crt",
+        "host=db scram_client_key=s3crt scram_server_key=s3crt",
+        "postgresql://app@db/orders?sslpassword=s3crt",
+    ],
+)
+def test_every_secret_word_of_libpq_is_hidden(url: str) -> None:
+    config = load({}, {"DATABASE_URL": url})
+    shown = " ".join(str(setting.value) for setting in config.settings()) + repr(config)
+    assert "s3" not in shown
+    assert "crt" not in shown
+
+
+def test_a_token_that_is_a_number_is_refused_without_showing_it() -> None:
+    (found,) = mistakes(toml="admin_token = 1234567")
+    assert found == "admin_token in moored.toml: a int is not a str: put it in quotes"
 
 
 def test_what_is_shown_has_no_secrets() -> None:
     url = "postgresql://app:hunter2@db/orders"
     config = load({}, {"DATABASE_URL": url, "MOORED_ADMIN_TOKEN": "hunter2"})
     shown = {setting.name: setting for setting in config.settings()}
-    assert shown["database_url"].value == "postgresql://app:********@db/orders"
-    assert shown["admin_token"] == ("admin_token", "********", "MOORED_ADMIN_TOKEN")
+    assert shown["database_url"].value == "postgresql://app:***@db/orders"
+    assert shown["admin_token"] == ("admin_token", "***", "MOORED_ADMIN_TOKEN")
     assert shown["port"] == ("port", 8089, "default")
     assert "hunter2" not in repr(config)
 
 
-def test_it_is_checked_however_it_is_made_and_never_changes() -> None:
+def test_a_config_is_validated_on_construction_and_immutable() -> None:
     with pytest.raises(ConfigError, match=r"^port: 70000 is not a port"):
         Config(port=70000)
     with pytest.raises(dataclasses.FrozenInstanceError):

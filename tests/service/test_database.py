@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,16 +18,13 @@ from tests.service.support import own_stream
 
 from moored.embedded import EmbeddedPostgres
 from moored.kernel import MooredError
-from moored.postgres import (
-    Changes,
-    Postgres,
-    Transaction,
-    _manager_core,
-    _postgres,
-    _replication,
-)
+from moored.postgres import Changes, Postgres, Transaction, _postgres
+from moored.postgres.consume import _backpressure
+from moored.postgres.manage import _manager_core
+from moored.postgres.stream import _replication
 from moored.service import Config, DatabaseUnreachable, Service, _database
 from moored.service._listen import listen
+from moored.service._logs import Logs
 from moored.testing import FaultProxy
 
 LIMIT = 60.0
@@ -127,6 +125,15 @@ async def told(pg: Postgres, name: str, times: int = 1) -> None:
                 return
 
 
+def states_down_to_the_manager(tree: dict[str, Any]) -> list[str]:
+    """The states of the nodes from the root to the one that owns the connections."""
+    states = [tree["state"]]
+    for name in ("postgres", "manager", "connection", "manager", "manager"):
+        (tree,) = (child for child in tree["children"] if child["name"] == name)
+        states.append(tree["state"])
+    return states
+
+
 # -- lost and found ------------------------------------------------------------------------------
 
 
@@ -151,6 +158,39 @@ async def test_a_database_that_is_lost_or_falls_silent_is_noticed_and_found_agai
         assert it.said[-1].startswith("ready again after ")
 
 
+async def test_an_outage_is_one_line_in_the_log_and_its_end_another(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    stream = io.StringIO()
+    logs = Logs(layout="text", level="info", stream=stream)
+    try:
+        async with (
+            front(postgres_url) as proxy,
+            service(behind(proxy, postgres_url), tmp_path) as it,
+        ):
+            it.service.recorder.subscribe(logs.sink)
+            await it.until("active")
+            stream.truncate(0)
+            lost = asyncio.create_task(told(it.pg, "connection_error"))
+            await asyncio.sleep(0)
+            proxy.reset()
+            await lost
+            await it.until("active")
+            # A pool tells of a connection that was in use by itself.
+            lines = [
+                line
+                for line in stream.getvalue().strip("\0").splitlines()
+                if "came back broken" not in line
+            ]
+            notice = next(said for said in it.said if said.startswith("not ready: "))
+    finally:
+        logs.close()
+    assert len(lines) == 2, lines
+    assert "the stream was lost: the connection was closed" in lines[0]
+    assert "the stream is back after " in lines[1]
+    assert "is lost: waiting: the connection was closed (" in notice
+
+
 async def test_a_database_that_is_never_reached_fails_the_start(
     postgres_url: str, tmp_path: Path
 ) -> None:
@@ -166,7 +206,9 @@ async def test_a_database_that_is_never_reached_fails_the_start(
             await it.until("active")
 
 
-async def test_one_that_is_lost_later_does_not(postgres_url: str, tmp_path: Path) -> None:
+async def test_a_database_that_is_lost_after_the_start_does_not_end_the_service(
+    postgres_url: str, tmp_path: Path
+) -> None:
     async with (
         front(postgres_url) as proxy,
         service(behind(proxy, postgres_url), tmp_path) as it,
@@ -178,6 +220,8 @@ async def test_one_that_is_lost_later_does_not(postgres_url: str, tmp_path: Path
         proxy.reset()
         await failures
         assert it.service.monitor.status() in ("waiting", "starting")
+        state = (await it.client.get("/v1/status")).json()
+        assert "running" not in states_down_to_the_manager(state["tree"])
         assert it.service.first_active.exception() is None
         assert not it.service.failed.done()
         proxy.heal()
@@ -216,7 +260,7 @@ async def failure(it: Asked) -> str:
     return str(caught.value)
 
 
-async def test_what_a_wrong_password_means_is_told(postgres_url: str, tmp_path: Path) -> None:
+async def test_a_wrong_password_is_explained(postgres_url: str, tmp_path: Path) -> None:
     parts = urlsplit(postgres_url)
     url = parts._replace(netloc=f"postgres:wr0ng@{parts.hostname}:{parts.port}").geturl()
     async with service(url, tmp_path) as it:
@@ -284,15 +328,15 @@ async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_
             code, body = await second.health()
             assert (code, body["status"]) == (202, "waiting")
             head, who, what, so = await second.explain()
-            assert head.startswith("waiting, at start_replication_client / acquiring_lock for ")
+            assert head.startswith("waiting: acquiring the lock for ")
             assert who.startswith(
                 f"  because  the lock of moored_slot_{stream} is held by backend {holder['pid']} "
-                '(application "moored", for '
+                '(application "moored", from 127.0.0.1, for '
             )
             assert what == "  because  another instance is active: its slot is streaming"
             assert so == (
                 "  so       this one waits as a standby; nothing is broken; it takes over when "
-                f"{holder['pid']} lets go"
+                f"{holder['pid']} lets go. To stream beside it, choose another stream_id"
             )
             assert any("standing by" in said and str(holder["pid"]) in said for said in second.said)
             await first.pg.close()  # as the end of the other process would
@@ -300,16 +344,22 @@ async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_
             assert (await second.stream())["lock"] == {"held": True, "holder": None}
 
 
+@pytest.mark.parametrize(
+    ("token", "query"),
+    # Without a token, everybody can read it.
+    [(None, ""), ("t0ken", "create table pending (id int)")],
+)
 async def test_a_slot_that_cannot_be_made_says_who_blocks_it(
-    postgres_url: str, tmp_path: Path
+    postgres_url: str, tmp_path: Path, token: str | None, query: str
 ) -> None:
     async with await psycopg.AsyncConnection.connect(postgres_url) as blocker:
         await blocker.execute("create table pending (id int)")  # and no commit
-        async with service(postgres_url, tmp_path) as it:
+        async with service(postgres_url, tmp_path, admin_token=token) as it:
+            it.client.headers["Authorization"] = f"Bearer {token}"
             (found,) = await _eventually(it, lambda now: now["slot_blockers"])
             assert found["pid"] == blocker.info.backend_pid
             assert found["age"] > 0
-            assert found["query"] == "create table pending (id int)"
+            assert found["query"] == query
             code, body = await it.health()
             assert (code, body["status"]) == (202, "starting")
             lines = await it.explain()
@@ -335,15 +385,36 @@ async def test_asleep_it_is_200_sleeping_and_nothing_is_left_at_the_server(
             await proxy.wait_until(lambda now: now.open == 0)
         now = await it.stream()
         assert (now["conn"], now["pools"], now["lag"]) == ("sleeping", {}, None)
-        assert (await it.explain())[0].startswith("sleeping, ")
+        assert (await it.explain())[0].startswith("sleeping: ")
         await it.pg.wake()
         await it.until("active")
 
 
-async def test_it_goes_to_sleep_by_itself_when_it_may(postgres_url: str, tmp_path: Path) -> None:
+async def test_connections_are_closed_after_sleep_after_seconds_without_use(
+    postgres_url: str, tmp_path: Path
+) -> None:
     async with service(postgres_url, tmp_path, sleep_after=0.5) as it:
         await it.until("sleeping")
         assert (await it.health())[0] == 200
+
+
+async def test_a_consumer_that_stops_reading_makes_the_service_degraded_until_it_reads_again(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backpressure, "STALLED_AFTER", 0.2)
+    async with service(postgres_url, tmp_path) as it:
+        await it.until("active")
+        changes = await _streams(it, postgres_url)
+        it.pg._hub.pressure.queue_length = 0
+        async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn:
+            await conn.execute("insert into proof values (2)")
+        await it.until("degraded")
+        code, body = await it.health()
+        assert (code, body["parts"]["postgres"]) == (200, "degraded")
+        assert it.said[-1].startswith("degraded now: reading is paused")
+        await anext(changes)
+        await it.until("active")
+        assert (await it.health())[1]["parts"]["postgres"] == "active"
 
 
 async def test_while_the_stream_works_and_the_pooler_does_not_it_is_200_degraded(
@@ -415,10 +486,10 @@ async def test_the_status_is_what_statistics_says(postgres_url: str, tmp_path: P
         assert list(over_http["conditions"]) == list(it.pg.monitor.conditions())
         tree = (await it.client.get("/v1/status")).json()["tree"]
         manager = tree["children"][0]["children"][0]
-        assert [child["name"] for child in manager["children"]] == ["persistent", "connection"]
+        assert [child["name"] for child in manager["children"]] == ["connection"]
 
 
-async def test_the_metrics_tell_of_the_stream(postgres_url: str, tmp_path: Path) -> None:
+async def test_the_metrics_include_those_of_the_stream(postgres_url: str, tmp_path: Path) -> None:
     async with service(postgres_url, tmp_path) as it:
         await it.until("active")
         consumer = await _streams(it, postgres_url)
@@ -435,3 +506,18 @@ async def test_the_metrics_tell_of_the_stream(postgres_url: str, tmp_path: Path)
     assert ("moored_postgres_pool_connections", "snapshot") in found
     assert ("moored_postgres_consumer_attached", consumer.name) in found
     assert ("moored_health", "active", "postgres") in found
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("postgresql://app:pw@db/orders", "db:5432/orders"),
+        ("postgresql://app@db:6000", "db:6000/app"),
+        ("postgresql://a:1,b:2/o", "a:1,b:2/o"),
+        ("host=a,b port=7 dbname=o", "a:7,b:7/o"),
+        ("host=/run/postgresql", "/run/postgresql:5432"),
+        ("dbname=o", "localhost:5432/o"),
+    ],
+)
+def test_a_place_is_short_and_has_no_secrets(url: str, place: str) -> None:
+    assert _database.place_of(url) == place

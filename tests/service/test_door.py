@@ -11,11 +11,14 @@ import pytest
 from moored.kernel import Clock, Recorder, StatusMonitor, Supervisor
 from moored.service import Config, _auth
 from moored.service._app import make_app
+from moored.service._browser_streams import BrowserStreams
+from moored.service._connections import Connections
 from moored.service._feed import Feed
 from moored.service._health import Board
-from moored.service._hub import Hub
 from moored.service._metrics import EventCounter, registry_of
 from moored.service._view import View
+
+pytestmark = pytest.mark.pure
 
 TOKEN = "correct-horse"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -40,9 +43,10 @@ async def client(
     monitor = StatusMonitor(["up"], board.status, recorder=recorder)
     async with Supervisor("moored", recorder=recorder) as root:
         view = View(root.tree, monitor, board, recorder, Clock.current())
-        hub = Hub()
-        hub.close()  # a stream would never end here
-        app = make_app(config, view, Feed(view, hub), registry_of(view, EventCounter(), hub))
+        streams = BrowserStreams()
+        streams.close()  # a stream would never end here
+        registry = registry_of(view, EventCounter(), streams, Connections())
+        app = make_app(config, view, Feed(view, streams), registry)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url=base_url) as asking:
             yield asking
@@ -138,6 +142,29 @@ async def test_a_public_service_goes_by_any_name_because_it_has_a_token() -> Non
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://evil.example:8089"])
+async def test_a_page_elsewhere_cannot_send_a_form_to_a_local_service(origin: str) -> None:
+    async with client(Config()) as asking:
+        foreign = await asking.post("/logout", headers={"Origin": origin})
+        assert (foreign.status_code, foreign.json()["error"]) == (403, "foreign origin")
+        own = await asking.post("/logout", headers={"Origin": "http://localhost:8089"})
+        assert own.status_code == 303
+        # It may ask, because it cannot read the answer.
+        assert (await asking.get("/", headers={"Origin": origin})).status_code == 200
+
+
+async def test_a_page_of_a_known_proxy_may_send_forms() -> None:
+    async with client(Config(allowed_hosts=("moored.corp",))) as asking:
+        answer = await asking.post("/logout", headers={"Origin": "https://moored.corp"})
+        assert answer.status_code == 303
+
+
+async def test_headers_that_are_too_large_are_refused_before_they_are_read() -> None:
+    async with client(Config(admin_token=TOKEN)) as asking:
+        answer = await asking.get("/v1/health", headers={"Cookie": "a" * 40_000})
+        assert answer.status_code == 431
+
+
 async def test_errors_are_json_too() -> None:
     async with client(Config()) as asking:
         missing = await asking.get("/v1/nothing")
@@ -154,6 +181,8 @@ async def test_every_answer_is_safe_to_show() -> None:
         for path in ("/", "/v1/health", "/v1/status", "/static/page.css", "/nothing"):
             headers = (await asking.get(path)).headers
             assert headers["x-content-type-options"] == "nosniff", path
+            # Under "no-referrer" a browser says "Origin: null" in the page's own forms.
+            assert headers["referrer-policy"] == "same-origin", path
             assert "frame-ancestors 'none'" in headers["content-security-policy"], path
             assert headers["cache-control"] in ("no-store", "no-cache"), path
 

@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from moored.kernel import Condition
 from moored.postgres import Health
 from moored.service import HTTP, Status
 from moored.service._health import Board, worst
+
+pytestmark = pytest.mark.pure
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations" / "service.md").read_text()
 WORDS: tuple[Status, ...] = get_args(Status)
@@ -38,7 +42,7 @@ def test_the_worst_one_counts_and_its_code_is_never_better() -> None:
         assert HTTP[both] == max(HTTP[one], HTTP[other])
 
 
-def test_a_part_that_says_nothing_is_judged_by_its_conditions() -> None:
+def test_the_health_of_a_part_that_reports_none_follows_its_conditions() -> None:
     board = Board({"lamp": ("lit", "warm"), "http": ("ready",)})
     some = conditions(lit=True, warm=False, ready=True)
     assert board.words(some) == {"lamp": "starting", "http": "active"}
@@ -46,7 +50,7 @@ def test_a_part_that_says_nothing_is_judged_by_its_conditions() -> None:
     assert board.status(conditions(lit=True, warm=True, ready=True)) == "active"
 
 
-def test_one_that_says_something_is_believed() -> None:
+def test_the_health_that_a_part_reports_overrides_its_conditions() -> None:
     board = Board({"lamp": ("lit",), "http": ("ready",)})
     assert board.say("lamp", "waiting") == ("lit",)
     assert board.status(conditions(lit=False, ready=True)) == "waiting"

@@ -9,8 +9,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moored.kernel import MooredError, Recorder
+import pytest
+
+from moored.kernel import SECRETS, MooredError, Recorder
 from moored.service._logs import Logs
+
+pytestmark = pytest.mark.pure
 
 
 class Said(io.StringIO):
@@ -49,7 +53,7 @@ def test_an_event_is_one_line_that_says_who_what_and_why() -> None:
     assert "[warning  ] db: lost, because no route (OSError) attempt=3" in line
 
 
-def test_what_goes_well_is_for_those_who_ask() -> None:
+def test_events_that_are_no_failures_are_logged_at_debug_level_only() -> None:
     recorder = Recorder()
     for level, expected in (("info", 0), ("debug", 1)):
         said = Said()
@@ -89,7 +93,7 @@ def test_a_failure_that_explains_itself_has_no_traceback() -> None:
     assert said.lines == []
 
 
-def test_an_unexpected_failure_has_one() -> None:
+def test_an_unexpected_failure_is_logged_with_its_traceback() -> None:
     said = Said()
     with logs(stream=said):
         try:
@@ -102,7 +106,51 @@ def test_an_unexpected_failure_has_one() -> None:
     assert f'secret = "{secret}"' not in text.replace("            secret =", "")
 
 
-def test_a_stream_that_nobody_reads_any_more_is_no_error() -> None:
+def test_what_is_recorded_and_logged_is_one_line() -> None:
+    said, recorder = Said(), Recorder()
+    with logs(stream=said) as it:
+        recorder.subscribe(it.sink)
+        for _ in range(2):
+            text = "could not open a connection (connect); next try in 1.0 s"
+            recorder.record("pool-1", text, kind="failure", cause=OSError("no route"))
+            log = logging.getLogger("moored.reservoir")
+            log.warning("%s: %s: %s", "pool-1", text, "no route (OSError)")
+        log.warning("pool-1: something else")
+    assert [line.count("next try") for line in said.lines] == [1, 1, 0]
+
+
+def test_what_a_stranger_can_cause_at_will_is_told_once_a_minute() -> None:
+    said = Said()
+    with logs(stream=said):
+        for _ in range(100):
+            logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+            try:
+                raise OSError(24, "Too many open files")
+            except OSError as error:
+                logging.getLogger("asyncio").error(
+                    "socket.accept() out of system resource\nsocket: x", exc_info=error
+                )
+    assert len(said.lines) == 2
+
+
+@pytest.mark.parametrize("layout", ["text", "json"])
+def test_no_line_shows_a_secret_that_the_process_was_given(layout: str) -> None:
+    SECRETS.add_from("postgresql://app:gr%22umpf-7/x@db/orders")
+    said, recorder = Said(), Recorder()
+    with logs(layout, stream=said) as it:
+        it.say('no host "gr"umpf-7"')
+        recorder.subscribe(it.sink)
+        recorder.record("db", "lost", kind="failure", cause=OSError('no "gr"umpf-7/x"'))
+        logging.getLogger("elsewhere").warning("sent %s", 'gr"umpf-7', extra={"pw": 'gr"umpf-7/x'})
+        try:
+            raise ValueError('gr"umpf-7/x')
+        except ValueError:
+            logging.getLogger("elsewhere").exception("it broke")
+    assert len(said.lines) >= 4
+    assert "umpf" not in said.getvalue()
+
+
+def test_a_closed_stdout_is_no_error() -> None:
     said = Said()
     with logs(stream=said) as it:
         said.close()

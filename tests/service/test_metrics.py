@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moored.kernel import Recorder
 from moored.service._metrics import OTHERS, EventCounter
+
+pytestmark = pytest.mark.pure
 
 
 def test_events_are_counted_by_component_and_kind() -> None:

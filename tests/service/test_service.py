@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
-from moored.kernel import Child, Context, MooredError, Machine, Tree
+from moored.kernel import Child, Context, Machine, MooredError, Tree
 from moored.service import HTTP, Config, Part, Service, ServiceError, Status, Wiring, _feed
-from moored.service._hub import Hub
+from moored.service._browser_streams import BrowserStreams
 from moored.service._listen import listen
 
 LIMIT = 30.0
@@ -77,13 +83,13 @@ class House:
 
 
 @asynccontextmanager
-async def house(config: Config | None = None) -> AsyncIterator[House]:
+async def house(config: Config | None = None, part: Part | None = None) -> AsyncIterator[House]:
     config = config or Config(port=0)
     said: list[str] = []
     lamp = Lamp()
     with ExitStack() as stack:
         sockets = [stack.enter_context(one) for one in listen(config.host, 0)]
-        service = Service(config, sockets, say=said.append, parts=[lamp.part()])
+        service = Service(config, sockets, say=said.append, parts=[part or lamp.part()])
         async with (
             service,
             httpx.AsyncClient(
@@ -93,6 +99,7 @@ async def house(config: Config | None = None) -> AsyncIterator[House]:
             yield House(service, lamp, client, said)
 
 
+@pytest.mark.every_loop
 async def test_health_follows_the_conditions() -> None:
     async with house() as it:
         answer = await it.client.get("/v1/health")
@@ -138,6 +145,7 @@ async def test_a_component_is_explained_by_the_end_of_its_path() -> None:
         assert "moored/lamp" in unknown.json()["known"]
 
 
+@pytest.mark.every_loop
 async def test_a_stream_begins_with_the_state_and_goes_on_with_what_happens() -> None:
     async with house() as it, it.client.stream("GET", "/v1/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
@@ -154,6 +162,7 @@ async def test_a_stream_begins_with_the_state_and_goes_on_with_what_happens() ->
         assert seen[0] == "event"
 
 
+@pytest.mark.every_loop
 async def test_streams_end_when_the_service_stops() -> None:
     async with httpx.AsyncClient(trust_env=False, timeout=LIMIT) as watching:
         async with house() as it:
@@ -163,7 +172,7 @@ async def test_streams_end_when_the_service_stops() -> None:
 
 
 async def test_too_many_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hub, "join", lambda self: None)
+    monkeypatch.setattr(BrowserStreams, "join", lambda self: None)
     async with house() as it:
         answer = await it.client.get("/v1/events")
         assert (answer.status_code, answer.json()["error"]) == (503, "too many streams")
@@ -172,6 +181,17 @@ async def test_too_many_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_asking_for_the_head_of_a_stream_does_not_open_one() -> None:
     async with house() as it:
         assert (await it.client.head("/v1/events")).status_code == 200
+        assert "moored_streams 0.0" in (await it.client.get("/metrics")).text
+
+
+async def test_a_stream_that_a_client_has_left_is_forgotten() -> None:
+    async with house() as it:
+        async with it.client.stream("GET", "/v1/events") as stream:
+            await anext(stream.aiter_lines())
+            assert "moored_streams 1.0" in (await it.client.get("/metrics")).text
+        async with asyncio.timeout(LIMIT):
+            while "moored_streams 0.0" not in (await it.client.get("/metrics")).text:
+                pass
 
 
 async def test_the_metrics_tell_the_tree_the_conditions_and_the_events() -> None:
@@ -203,6 +223,57 @@ async def test_a_part_can_mount_an_app_behind_the_same_door() -> None:
         assert answer.text == "shining at /v1/lamp/x"
 
 
+async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
+    assert scope["type"] == "websocket"
+    await receive()
+    await send({"type": "websocket.accept"})
+    await send({"type": "websocket.send", "text": "shining"})
+    await send({"type": "websocket.close"})
+
+
+@pytest.mark.every_loop
+@pytest.mark.parametrize(
+    ("token", "headers", "enters"),
+    [
+        ("t0ken", {}, False),
+        ("t0ken", {"Authorization": "Bearer wrong"}, False),
+        ("t0ken", {"Cookie": "moored_session=1.2"}, False),
+        ("t0ken", {"Authorization": "Bearer t0ken"}, True),
+        (None, {}, True),
+        (None, {"Origin": "http://evil.example"}, False),
+        (None, {"Origin": "http://localhost:1"}, True),
+        (None, {"Host": "evil.example"}, False),
+    ],
+)
+async def test_a_websocket_passes_the_same_door(
+    token: str | None, headers: dict[str, str], enters: bool
+) -> None:
+    lamp = Lamp()
+    part = Part("lamp", lamp.build, conditions=("lamp_lit",), mounts={"/v1/lamp": _echo})
+    async with house(Config(port=0, admin_token=token), part=part) as it:
+        url = it.service.view.address.replace("http", "ws") + "/v1/lamp/"
+        host = headers.get("Host")
+        address = urlsplit(it.service.view.address)
+        if host is not None:
+            url = f"ws://{host}/v1/lamp/"
+        connecting = connect(
+            url,
+            additional_headers={name: headers[name] for name in headers if name != "Host"},
+            host=address.hostname,
+            port=address.port,
+            proxy=None,
+            open_timeout=LIMIT,
+        )
+        if not enters:
+            with pytest.raises(InvalidStatus) as caught:
+                await connecting
+            assert caught.value.response.status_code == 403
+            return
+        async with connecting as socket:
+            assert await socket.recv() == "shining"
+
+
+@pytest.mark.every_loop
 async def test_http_that_fails_is_restarted_and_refuses_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -220,7 +291,17 @@ async def test_http_that_fails_is_restarted_and_refuses_nobody(
         await it.light()
 
 
-async def test_a_part_may_give_up_only_before_the_first_time() -> None:
+async def test_forwarded_headers_of_a_proxy_are_ignored() -> None:
+    async with house(Config(port=0, admin_token="t0ken")) as it:
+        answer = await it.client.post(
+            "/login", data={"token": "t0ken"}, headers={"X-Forwarded-Proto": "https"}
+        )
+        assert answer.status_code == 303
+        assert "secure" not in answer.headers["set-cookie"].lower()
+        assert "server" not in answer.headers
+
+
+async def test_give_up_has_no_effect_after_the_service_was_active() -> None:
     async with house() as it:
         assert it.lamp.wiring is not None
         it.lamp.wiring.give_up(ServiceError("no bulb"))
@@ -250,7 +331,7 @@ async def test_a_part_may_end_the_service_at_any_time() -> None:
 
 
 @pytest.mark.parametrize("word", get_args(Status))
-async def test_health_follows_the_word_of_a_part(word: Status) -> None:
+async def test_the_health_of_the_service_follows_that_of_a_part(word: Status) -> None:
     async with house() as it:
         await it.light()
         assert it.lamp.wiring is not None
@@ -293,6 +374,139 @@ async def test_what_a_part_shows_is_in_the_status_the_tree_and_the_explanation()
         for name in ("lamp", "moored/lamp"):
             answer = (await it.client.get(f"/v1/explain/{name}")).json()
             assert answer["explanation"] == "lit, because somebody lit it"
+
+
+class Broken(Bulb):
+    """A system that fails whenever it is asked."""
+
+    def statistics(self) -> dict[str, Any]:
+        raise RuntimeError("no lumen today")
+
+    def explain(self) -> str:
+        raise RuntimeError("no words today")
+
+    def tree(self) -> Tree:
+        raise RuntimeError("no tree today")
+
+
+class Unwritable(Bulb):
+    """A system whose numbers JSON cannot hold."""
+
+    def statistics(self) -> dict[str, Any]:
+        return {"lumen": {(1, 2): 3}}
+
+
+class BrokenCollector(Collector):
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("lamp_lumen", "Brightness.", 800)
+        raise RuntimeError("no metrics today")
+
+
+@pytest.mark.parametrize("system", [Broken(), Unwritable()])
+async def test_a_system_that_cannot_be_read_is_shown_as_broken_and_the_rest_works(
+    system: Bulb,
+) -> None:
+    async with house() as it:
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.systems["moored/lamp/bulb"] = system
+        state = (await it.client.get("/v1/status")).json()
+        assert "cannot be read" in state["lamp"]["error"]
+        assert state["parts"] == {"lamp": "starting", "http": "active"}
+        assert [child["name"] for child in state["tree"]["children"]] == ["lamp", "http"]
+        assert (await it.client.get("/v1/explain/lamp")).status_code == 200
+        assert (await it.client.get("/metrics")).status_code == 200
+        for _ in range(101):  # more than there may be streams
+            async with it.client.stream("GET", "/v1/events") as stream:
+                assert stream.status_code == 200
+
+
+async def test_a_collector_that_fails_does_not_take_the_other_metrics_away() -> None:
+    lamp = Lamp()
+
+    def build(wiring: Wiring) -> Sequence[Child]:
+        wiring.collectors.append(BrokenCollector())
+        return lamp.build(wiring)
+
+    async with house(part=Part("lamp", build, conditions=("lamp_lit",))) as it:
+        text = (await it.client.get("/metrics")).text
+        assert "moored_active 0.0" in text
+        assert "lamp_lumen" not in text
+        assert "moored_collector_errors_total 1.0" in text
+
+
+async def test_two_systems_of_one_part_are_both_shown() -> None:
+    async with house() as it:
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.systems["moored/lamp/bulb"] = Bulb()
+        it.lamp.wiring.systems["moored/lamp/spare"] = Broken()
+        state = (await it.client.get("/v1/status")).json()
+        assert state["lamp/bulb"] == {"lumen": 800}
+        assert "no lumen today" in state["lamp/spare"]["error"]
+        answer = (await it.client.get("/v1/explain/lamp/bulb")).json()
+        assert answer["explanation"] == "lit, because somebody lit it"
+
+
+async def test_the_paths_that_the_tree_shows_can_be_explained() -> None:
+    async with house() as it:
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.systems["moored/lamp/bulb"] = Bulb()
+        it.service.recorder.record("bulb/filament", "glowing", kind="state")
+        for name in ("moored/lamp/bulb/filament", "lamp/bulb/filament", "filament"):
+            answer = (await it.client.get(f"/v1/explain/{name}")).json()
+            assert answer["component"] == "moored/lamp/bulb/filament"
+            assert answer["explanation"].startswith("glowing for")
+        known = (await it.client.get("/v1/explain/nothing")).json()["known"]
+        assert "moored/lamp/bulb/filament" in known
+        assert "bulb/filament" not in known
+        for path in known:
+            assert (await it.client.get(f"/v1/explain/{path}")).status_code == 200
+
+
+async def test_a_part_that_does_not_work_is_not_shown_as_running() -> None:
+    async with house() as it:
+        wiring = it.lamp.wiring
+        assert wiring is not None
+        wiring.systems["moored/lamp/bulb"] = Bulb()
+        wiring.health("lamp", "active", "it shines")
+
+        async def states() -> list[str]:
+            root = (await it.client.get("/v1/status")).json()["tree"]
+            lamp, http = root["children"]
+            return [each["state"] for each in (root, lamp, lamp["children"][0], http)]
+
+        assert await states() == ["running"] * 4
+        wiring.health("lamp", "waiting", "no current")
+        assert await states() == ["waiting", "waiting", "waiting", "running"]
+        metrics = (await it.client.get("/metrics")).text
+        assert 'moored_child_up{path="moored/lamp"} 1.0' in metrics
+
+
+async def test_after_a_recovery_the_explanation_tells_what_happened_when_and_how_long() -> None:
+    async with house() as it:
+        wiring = it.lamp.wiring
+        assert wiring is not None
+        wiring.systems["moored/lamp/bulb"] = Bulb()
+
+        async def explained() -> list[str]:
+            answer = (await it.client.get("/v1/explain/lamp")).json()
+            return list(answer["explanation"].splitlines())
+
+        wiring.health("lamp", "active", "it shines")
+        assert await explained() == ["lit, because somebody lit it"]
+        it.service.recorder.record("bulb/filament", "failed", kind="failure", cause="it burnt out")
+        wiring.health("lamp", "waiting", "no light")
+        wiring.health("lamp", "starting", "a new bulb")
+        _, before, because = await explained()
+        assert before.startswith("  before   it worked until 2")
+        assert it.service._outages._last["lamp"].detail == "no light"  # it began with that
+        assert because == "  because  bulb/filament: it burnt out"
+        wiring.health("lamp", "active", "it shines again")
+        _, before, because = await explained()
+        assert re.fullmatch(r"  before   it did not work for 0\.\d s, from .* to .*", before)
+        assert because == "  because  bulb/filament: it burnt out"
 
 
 async def test_an_open_stream_gets_new_numbers_without_an_event(

@@ -11,6 +11,8 @@ from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Supervisor, T
 from moored.service._health import Board
 from moored.service._view import RECENT, View, find_component, grafted
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("wanted", "found"),
@@ -65,7 +67,7 @@ async def test_a_state_holds_the_newest_events_and_not_all() -> None:
         events = view.whole()["events"]
         assert len(events) == RECENT
         assert events[-1]["text"] == f"event {RECENT * 2 - 1}"
-        assert view.components() == ("db",)
+        assert view.components() == ("db", "root")
         assert len(view.explain("db")["events"]) == RECENT
 
 

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing not in _EXTRA:
             raise
         sys.stderr.write(
-            f"moored: {missing} is not installed, and the command needs it: "
+            f"moored: the command needs {missing}, which is not installed: "
             "pip install 'moored[service]'\n"
         )
         return 2

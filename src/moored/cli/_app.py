@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import moored
-from moored.kernel import MooredError
-from moored.service import HTTP, Config, ConfigError, data_dir_of, state_dir_of
+from moored.kernel import SECRETS, MooredError
+from moored.service import (
+    FILE_NAME,
+    HTTP,
+    Config,
+    ConfigError,
+    data_dir_of,
+    is_loopback,
+    state_dir_of,
+)
 from moored.service import serve as run_service
 
 from . import _leases, _show
-from ._client import Client, NoAnswer, UnknownComponent
-from ._options import ConfigFile, configurable, load_config
+from ._client import Client, CommandFailed, UnknownComponent
+from ._options import ConfigFile, Json, configurable, load_config
 
 __all__ = ["app", "run"]
 
@@ -38,14 +44,16 @@ app = typer.Typer(
 app.add_typer(_leases.app)
 
 
-def _complete_component(incomplete: str) -> list[str]:
-    """The components of the running service, for the shell; nothing when none answers."""
+def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The paths of the running service's tree, for the shell; nothing when none answers."""
+    url = ctx.params.get("url") or os.environ.get("MOORED_URL") or None
+    token = ctx.params.get("admin_token") or os.environ.get("MOORED_ADMIN_TOKEN")
     try:
-        state = _client(None, os.environ.get("MOORED_ADMIN_TOKEN"), timeout=1.0).status()
+        state = _client(url, token, timeout=1.0).status()
     except MooredError:
         return []
-    known = {event["component"] for event in state["events"]}
-    return sorted(name for name in known if incomplete in name)
+    paths = (path for path, _ in _show.tree_of(state["tree"]).paths())
+    return sorted(path for path in paths if incomplete in path)
 
 
 Url = Annotated[
@@ -62,7 +70,6 @@ Token = Annotated[
         "--admin-token", envvar="MOORED_ADMIN_TOKEN", help="Its admin token, if it has one."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Component = Annotated[
     str,
     typer.Argument(
@@ -105,10 +112,7 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
     """
     client = _client(url, admin_token)
     state = client.status()
-    if as_json:
-        _print_json(state)
-    else:
-        _show.show_status(_console(), state, client.url)
+    _show.show(state, as_json, lambda out: _show.show_status(out, state, client.url))
     return READY if HTTP.get(state["status"]) == 200 else NOT_READY
 
 
@@ -116,10 +120,7 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
 def tree(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
     """Show the supervision tree of a running service."""
     data = _client(url, admin_token).status()["tree"]
-    if as_json:
-        _print_json(data)
-    else:
-        _show.show_tree(_console(), data)
+    _show.show(data, as_json, lambda out: _show.show_tree(out, data))
     return 0
 
 
@@ -127,12 +128,9 @@ def tree(url: Url = None, admin_token: Token = None, as_json: Json = False) -> i
 def explain(
     component: Component, url: Url = None, admin_token: Token = None, as_json: Json = False
 ) -> int:
-    """Say why a component of a running service is as it is."""
+    """Explain why a component of a running service is in its present state."""
     explanation = _client(url, admin_token).explain(component)
-    if as_json:
-        _print_json(explanation)
-    else:
-        _show.show_explanation(_console(), explanation)
+    _show.show(explanation, as_json, lambda out: _show.show_explanation(out, explanation))
     return 0
 
 
@@ -149,10 +147,8 @@ def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> in
         found["data_dir"] = data_dir_of(effective)
     effective = dataclasses.replace(effective, **found)
     settings = list(effective.settings())
-    if as_json:
-        _print_json({s.name: {"value": s.value, "from": s.source} for s in settings})
-    else:
-        _show.show_config(_console(), settings)
+    data = {each.name: {"value": each.value, "from": each.source} for each in settings}
+    _show.show(data, as_json, lambda out: _show.show_config(out, settings))
     return 0
 
 
@@ -168,7 +164,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _refuse(*error.mistakes)
     except UnknownComponent as error:
         return _refuse(f"{error}; there is: {', '.join(error.known) or 'nothing yet'}")
-    except NoAnswer as error:
+    except CommandFailed as error:
         return _refuse(str(error))
     return code if isinstance(code, int) else 0
 
@@ -177,24 +173,27 @@ def _client(url: str | None, token: str | None, **options: float) -> Client:
     if url is not None:
         return Client(url, token, **options)
     here = load_config(None, {}, dict(os.environ))
-    return Client(_address(here), token or here.admin_token, **options)
+    address = _address(here)
+    from_file = here.sources.get("host") == FILE_NAME
+    if token is not None and from_file and not is_loopback(_host_of(here)):
+        raise CommandFailed(
+            f"the admin token of the environment is not sent to {address}, which {FILE_NAME} "
+            "here names: use --url to say that it may be, or put the token into the same file"
+        )
+    return Client(address, token or here.admin_token, **options)
 
 
 def _address(config: Config) -> str:
     """How a service with this configuration is reached from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    host = _host_of(config)
     return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+
+
+def _host_of(config: Config) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
 
 
 def _refuse(*lines: str) -> int:
     for line in lines:
-        typer.echo(f"moored: {' '.join(line.split())}", err=True)
+        typer.echo(f"moored: {SECRETS.hide(' '.join(line.split()))}", err=True)
     return REFUSED
-
-
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2, default=str))

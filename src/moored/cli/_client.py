@@ -1,4 +1,4 @@
-"""Asking a running service, with the standard library alone."""
+"""An HTTP client for a running service, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from urllib.parse import quote, urlsplit
 
 from moored.kernel import MooredError
 
-__all__ = ["Client", "NoAnswer", "UnknownComponent"]
+__all__ = ["Client", "CommandFailed", "UnknownComponent"]
 
 #: A service that is up answers within milliseconds.
 TIMEOUT = 10.0
 
 
-class NoAnswer(MooredError):
-    """The service did not give what was asked for; the text is one line for who asked."""
+class CommandFailed(MooredError):
+    """A command failed; the text is one line for stderr."""
 
 
-class UnknownComponent(NoAnswer):
-    """There is no such component; `known` holds those that there are, or that may be meant."""
+class UnknownComponent(CommandFailed):
+    """No component, or more than one, matches; `known` holds the candidates."""
 
     def __init__(self, message: str, known: list[str]) -> None:
         super().__init__(message)
@@ -33,7 +33,9 @@ class Client:
     def __init__(self, url: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise NoAnswer(f"{url!r} is not an address of a service: write http://127.0.0.1:8089")
+            raise CommandFailed(
+                f"{url!r} is not an address of a service: write http://127.0.0.1:8089"
+            )
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._parts = parts
         self._token = token
@@ -44,7 +46,7 @@ class Client:
         return self._get("/v1/status")
 
     def explain(self, component: str) -> dict[str, Any]:
-        """Why a component is as it is; raises `UnknownComponent`."""
+        """Why a component is in its present state; raises `UnknownComponent`."""
         return self._get(f"/v1/explain/{quote(component)}")
 
     def _get(self, path: str) -> dict[str, Any]:
@@ -56,11 +58,10 @@ class Client:
         if code == 404 and answer is not None and "known" in answer:
             raise UnknownComponent(detail, answer["known"])
         if code == 401:
-            raise NoAnswer(
-                f"{self.url} asks for the admin token: "
-                "set MOORED_ADMIN_TOKEN, or use --admin-token"
+            raise CommandFailed(
+                f"{self.url} asks for the admin token: set MOORED_ADMIN_TOKEN, or use --admin-token"
             )
-        raise NoAnswer(f"{self.url} answered {path} with {code}: {detail}")
+        raise CommandFailed(f"{self.url} answered {path} with {code}: {detail}")
 
     def _request(self, path: str) -> tuple[int, bytes]:
         # Neither proxies nor redirects: the token goes where the person said, and nowhere else.
@@ -78,7 +79,7 @@ class Client:
             finally:
                 connection.close()
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise NoAnswer(
+            raise CommandFailed(
                 f"no service answers at {self.url} ({_reason(error)}). "
                 "Start one with `moored serve`, or name another with --url."
             ) from error

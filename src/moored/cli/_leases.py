@@ -1,23 +1,23 @@
-"""`moored leases`: who holds what, in the store itself; no service is asked."""
+"""`moored leases`: the leases of a store, read from the store itself, without a service."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moored.kernel import Clock, counted, duration
 from moored.leases import Held, LeaseError, Leases, connect
 
-from ._client import NoAnswer
+from ._client import CommandFailed
+from ._options import Json
+from ._show import show, table
 
 __all__ = ["app"]
 
@@ -41,7 +41,6 @@ StoreUrl = Annotated[
     ),
 ]
 Key = Annotated[str | None, typer.Option("--key", help="Only the leases of this key.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Ids = Annotated[
     list[str] | None,
     typer.Argument(metavar="[ID]...", help="Ids of leases, or their beginnings, as `list` shows."),
@@ -54,10 +53,7 @@ def list_(store: StoreUrl, key: Key = None, as_json: Json = False) -> int:
     """Show the live leases of a store: who holds them, since when, and when they end."""
     found = _asking(store, lambda leases: leases.held(key))
     held = sorted(found, key=lambda each: (each.key, each.created_at))
-    if as_json:
-        typer.echo(json.dumps([_plain(each) for each in held], indent=2))
-    else:
-        _show(held)
+    show([_plain(each) for each in held], as_json, lambda out: _show(out, held))
     return 0
 
 
@@ -89,9 +85,9 @@ async def _release(leases: Leases, ids: Sequence[str] | None, key: str | None) -
 def _find(held: Sequence[Held], beginning: str) -> Held:
     found = [each for each in held if each.id.startswith(beginning)]
     if not found:
-        raise NoAnswer(f"no live lease has an id that begins with {beginning!r}")
+        raise CommandFailed(f"no live lease has an id that begins with {beginning!r}")
     if len(found) > 1:
-        raise NoAnswer(
+        raise CommandFailed(
             f"{len(found)} leases have ids that begin with {beginning!r}: write more of it"
         )
     return found[0]
@@ -99,7 +95,7 @@ def _find(held: Sequence[Held], beginning: str) -> Held:
 
 def _asking(store: str, ask: Callable[[Leases], Awaitable[T]]) -> T:
     if store.startswith("memory:"):
-        raise NoAnswer("memory:// is within the process that holds the leases: ask that one")
+        raise CommandFailed("memory:// is within the process that holds the leases: ask that one")
     # What goes wrong is one line on stderr, not a line and a log.
     logging.getLogger("moored").addHandler(logging.NullHandler())
 
@@ -113,19 +109,16 @@ def _asking(store: str, ask: Callable[[Leases], Awaitable[T]]) -> T:
     try:
         return asyncio.run(asked())
     except LeaseError as error:
-        raise NoAnswer(str(error)) from error
+        raise CommandFailed(str(error)) from error
 
 
-def _show(held: Iterable[Held]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("key", "id", "owner", "service", "host", "pid", "fence", "age", "ends in"):
-        table.add_column(title, overflow="fold", justify="right" if title == "fence" else "left")
+def _show(console: Console, held: Sequence[Held]) -> None:
+    rows = table("key", "id", "owner", "service", "host", "pid", "fence", "age", "ends in")
     for each in held:
-        table.add_row(*map(Text, _row(each)))
-    console = Console(highlight=False, soft_wrap=True)
-    if table.rows:
-        console.print(table)
-    typer.echo(counted(len(table.rows), "live lease"))
+        rows.add_row(*map(Text, _row(each)))
+    if held:
+        console.print(rows)
+    console.print(counted(len(held), "live lease"))
 
 
 def _row(held: Held) -> list[str]:

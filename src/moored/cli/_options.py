@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -11,7 +13,7 @@ import typer
 
 from moored.service import FILE_NAME, Config, ConfigError, Knob, knobs, load
 
-__all__ = ["configurable", "load_config"]
+__all__ = ["ConfigFile", "Json", "configurable", "load_config"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +26,8 @@ ConfigFile = Annotated[
         help=f"The file to read; unless given, {FILE_NAME} in the working directory, if any.",
     ),
 ]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def configurable(command: F) -> F:
@@ -43,14 +47,38 @@ def load_config(file: Path | None, given: dict[str, Any], environ: dict[str, str
     """The effective configuration; raises `ConfigError`, also when a named file cannot be read."""
     path = file or Path(FILE_NAME)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
     except FileNotFoundError as error:
         if file is not None:
-            raise ConfigError([f"--config: there is no file {file}"]) from error
+            raise ConfigError(f"--config: there is no file {file}") from error
         text = None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
+        raise ConfigError(f"{path}: it cannot be read: {error}") from error
     return load(given, environ, text, file=str(path))
+
+
+def _read(path: Path) -> str:
+    """Read a configuration file, if no other user can have written what is in it.
+
+    The file says where the admin token is sent and which programs `serve` runs, and one that is
+    not named on the command line is found by the working directory alone.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        # A group with the number of its owner is that user's own group, on most systems.
+        others = stat.S_IWOTH | (0 if status.st_gid == status.st_uid else stat.S_IWGRP)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path}: it is not a file")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"{path}: it belongs to user {status.st_uid}, so it is not trusted: "
+                f"chown it to {os.geteuid()} or root, or name another file with --config"
+            )
+        if status.st_mode & others:
+            raise ConfigError(
+                f"{path}: other users can write to it, so it is not trusted: chmod go-w {path}"
+            )
+        return file.read()
 
 
 def _parameter(knob: Knob) -> inspect.Parameter:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +31,22 @@ _STYLES = {
 }
 
 
+def show(data: Any, as_json: bool, for_people: Callable[[Console], None]) -> None:
+    """Print data as JSON, or as `for_people` does."""
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, default=str))
+    else:
+        for_people(Console(highlight=False, soft_wrap=True))
+
+
+def table(*titles: str) -> Table:
+    """An empty table without lines."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        made.add_column(title, overflow="fold", justify="right" if title == "fence" else "left")
+    return made
+
+
 def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
     """The status in one line, then the conditions, the machines and the tree."""
     head = Text(f"moored {state['version']} at {url} is ")
@@ -38,10 +56,11 @@ def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
     console.print()
     console.print(_conditions(state["conditions"]))
     for machine in state["machines"]:
-        at = f"at {machine['phase']} / {machine['step']} for {duration(machine['for'])}"
+        at = f"{machine['doing']} for {duration(machine['for'])}"
         console.print(Text(f"  {machine['name']}  {at}"))
     if "postgres" in state:
-        console.print(_stream(state["postgres"]))
+        broken = state["postgres"].get("error")
+        console.print(Text(f"     {broken}") if broken else _stream(state["postgres"]))
     console.print()
     show_tree(console, state["tree"])
 
@@ -60,19 +79,17 @@ def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
     console.print(Text(explanation["component"], "bold"))
     for line in str(explanation["explanation"]).splitlines():
         text = Text(line)
-        text.highlight_regex(r"^  (because|then|so|known) ", "cyan")
+        text.highlight_regex(r"^  (because|before|then|so|known) ", "cyan")
         console.print(text)
 
 
 def show_config(console: Console, settings: list[Setting]) -> None:
     """Every setting with its value and where that came from."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("setting", "value", "from"):
-        table.add_column(title, overflow="fold")
+    rows = table("setting", "value", "from")
     for setting in settings:
         style = "dim" if setting.source == "default" else ""
-        table.add_row(setting.name, Text(_shown(setting.value)), setting.source, style=style)
-    console.print(table)
+        rows.add_row(setting.name, Text(_shown(setting.value)), setting.source, style=style)
+    console.print(rows)
 
 
 def tree_of(data: Mapping[str, Any]) -> Tree:
@@ -103,8 +120,8 @@ def _stream(now: Mapping[str, Any]) -> Table:
     for blocker in now["slot_blockers"]:
         row(
             "slot",
-            f"waits for backend {blocker['pid']}, open for {duration(blocker['age'])}: "
-            + blocker["query"],
+            f"waits for backend {blocker['pid']}, open for {duration(blocker['age'])}"
+            + (f": {blocker['query']}" if blocker["query"] else ""),
         )
     if now["flushed"] is not None:
         row(

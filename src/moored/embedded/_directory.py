@@ -20,6 +20,7 @@ from pathlib import Path
 
 from moored.embedded import _guard
 from moored.embedded._errors import EmbeddedError
+from moored.embedded._files import open_file, read_file
 from moored.embedded._lock import wait_free
 
 __all__ = ["Directory", "default_data_dir"]
@@ -75,7 +76,15 @@ class Directory:
     def major(self) -> int | None:
         """The major version that made the data, or None where there are none."""
         marker = self.data / "PG_VERSION"
-        return int(marker.read_text().split(".")[0]) if marker.exists() else None
+        if not os.path.lexists(marker):
+            return None
+        try:
+            # Not part of the error: it may be what a link led to.
+            return int(read_file(marker)[:8].split(".")[0])
+        except (ValueError, OSError):
+            raise EmbeddedError(
+                f"{marker} holds no version of PostgreSQL: restore it, or name another data_dir"
+            ) from None
 
     def owner(self) -> int:
         """The number of the user whom the data, or else the directory, belongs to."""
@@ -95,7 +104,7 @@ class Directory:
                 f"the data directory {self._path} cannot be made: {error.strerror}; "
                 "make it, or name another with data_dir"
             ) from error
-        if (self._path / "PG_VERSION").exists():
+        if os.path.lexists(self._path / "PG_VERSION"):
             raise EmbeddedError(
                 f"{self._path} is itself what PostgreSQL calls a data directory; Moored keeps "
                 f"that one level below: move it to {self.data}"
@@ -129,14 +138,14 @@ class Directory:
 
     def log_size(self) -> int:
         """How long the log is now."""
-        return self.log.stat().st_size if self.made and self.log.exists() else 0
+        return self.log.lstat().st_size if self.made and self.log.exists() else 0
 
     def log_tail(self, lines: int = 20, *, since: int = 0) -> str:
         """The last lines of the log, of what came after the byte `since`."""
         size = self.log_size()
         if size == 0:
             return ""
-        with self.log.open("rb") as file:
+        with open(open_file(self.log), "rb") as file:
             file.seek(max(since if since <= size else 0, size - _TAIL))
             text = file.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])

@@ -3,11 +3,11 @@
 ::
 
     MooredError
-    └── EmbeddedError            the server did not do what was asked; carries the end of its log
+    └── EmbeddedError            the server cannot start, run or stop; carries the end of its log
         ├── BinariesNotFound     no PostgreSQL to run: no wheel, or a wrong path
         ├── DataDirectoryInUse   another process has this data directory; carries its pid
         ├── VersionMismatch      the data was made by another major version of PostgreSQL
-        └── PortInUse            somebody else listens on the port that was asked for
+        └── PortInUse            another program listens on the chosen port
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class EmbeddedError(MooredError):
-    """The embedded server did not do what was asked; `log` holds the last lines of its log."""
+    """The embedded server cannot start, run or stop; `log` holds the last lines of its log."""
 
     def __init__(self, message: str, *, log: str = "") -> None:
         super().__init__(f"{message}\nthe end of the server's log:\n{log}" if log else message)
@@ -48,4 +48,4 @@ class VersionMismatch(EmbeddedError):
 
 
 class PortInUse(EmbeddedError):
-    """Somebody else listens on the port that was asked for."""
+    """Another program listens on the chosen port."""

@@ -1,18 +1,24 @@
 """Small files in a directory that may belong to somebody else.
 
-Root writes into the directory of an unprivileged server. Whoever breaks into that server could
-leave a link there, so nothing here follows one.
+Root reads and writes in the directory of an unprivileged server. Whoever breaks into that server
+could leave a link or a FIFO there, so nothing here follows the one or waits for the other.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moored.embedded._account import Account
+if TYPE_CHECKING:
+    from moored.embedded._account import Account
 
-__all__ = ["read_file", "sync_directory", "write_file"]
+__all__ = ["open_file", "read_file", "sync_directory", "write_file"]
+
+_LARGEST = 10_000_000
 
 
 def write_file(path: Path, text: str, *, owner: Account | None = None, sync: bool = False) -> None:
@@ -32,10 +38,19 @@ def write_file(path: Path, text: str, *, owner: Account | None = None, sync: boo
         raise
 
 
+def open_file(path: Path) -> int:
+    """Open a file to read it, if it is one: neither a link to another nor a FIFO."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def read_file(path: Path) -> str:
-    """Read a file, if it is one and not a link to another."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-        return file.read()
+    """Read a small file, if it is one."""
+    with open(open_file(path), errors="replace") as file:
+        return file.read(_LARGEST)
 
 
 def sync_directory(path: Path) -> None:

@@ -213,7 +213,9 @@ def remove(path: str) -> None:
 def release_memory(path: str) -> None:
     """Give back the shared memory of a killed server that no next start will clean up after."""
     try:
-        with open(f"{path}/data/postmaster.pid") as file:
+        # Neither a link nor a FIFO that a stranger in the server has left there.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(f"{path}/data/postmaster.pid", flags)) as file:
             key, number = (int(word) for word in file.read().splitlines()[6].split())
     except (OSError, IndexError, ValueError):
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moored.embedded import _guard
 from moored.embedded._account import Account
-from moored.embedded._owned import Owned
+from moored.embedded._descriptors import OwnedDescriptor
 
 __all__ = ["Grace", "Guarded"]
 
@@ -21,7 +21,7 @@ _GUARD = str(Path(_guard.__file__).resolve())
 
 @dataclass(frozen=True)
 class Grace:
-    """How long a server may take to end, before it is asked less politely."""
+    """How long a server may take to end before the next, harder signal."""
 
     #: Seconds for a fast shutdown: transactions are rolled back, and the data is written out.
     fast: float
@@ -33,10 +33,10 @@ class Grace:
 
 
 class Guarded:
-    """A running program under guard: ended with its owner, and with everything that it started.
+    """A program that runs under the guard: it ends with its owner, with all that it started.
 
-    `on_stopping` is told each signal with which the guard ends it, and `settle` is called between
-    the end of the guard and the end that others are told; both from another thread.
+    `on_stopping` is called with the name of each signal that the guard sends, and `settle` between
+    the end of the guard and the callbacks of `when_ended`; both from another thread.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Guarded:
         account: Account,
         environment: Mapping[str, str],
         log: int,
-        lock: Owned,
+        lock: OwnedDescriptor,
         grace: Grace,
         temporary: Path | None = None,
         on_stopping: Callable[[str], None] = lambda signal: None,
@@ -59,13 +59,12 @@ class Guarded:
         self.status: int | None = None
         self._on_stopping = on_stopping
         self._settle = settle
-        self._started = threading.Event()
         self._ended = threading.Event()
         self._watchers: list[Callable[[], None]] = []
         self._guard_lock = threading.Lock()
         control, leash = os.pipe()
         # Whoever holds this end keeps the guard waiting, so a fork of this process must not.
-        self._leash = Owned(leash)
+        self._leash = OwnedDescriptor(leash)
         self._reports, reports = os.pipe()
         places = [str(data), str(socket_dir or "")]
         arguments = [account.drop, *places, str(grace), str(temporary or ""), *command]
@@ -100,16 +99,12 @@ class Guarded:
         """Whether nothing of the program runs any more."""
         return self._ended.is_set()
 
-    def wait_started(self, timeout: float) -> bool:
-        """Wait until the program has a pid; False when it did not get one in time."""
-        return self._started.wait(timeout) and self.pid is not None
-
     def wait_ended(self, timeout: float | None = None) -> bool:
-        """Wait until the guard has gone; False when the time is over."""
+        """Wait until the guard has ended; return False after the timeout."""
         return self._ended.wait(timeout)
 
     def when_ended(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Have `call` called once at the end, from any thread; returns how to cancel that."""
+        """Call back once at the end, from any thread; return a function that cancels this."""
         with self._guard_lock:
             if not self._ended.is_set():
                 self._watchers.append(call)
@@ -118,7 +113,7 @@ class Guarded:
         return lambda: None
 
     def stop(self, grace: Grace) -> None:
-        """Ask for the end, less politely with time; `wait_ended` says when it has come."""
+        """Begin to stop the program; `wait_ended` waits for its end."""
         self._send(f"stop {grace.fast} {grace.immediate}")
 
     def kill(self) -> None:
@@ -138,7 +133,6 @@ class Guarded:
             for line in reports:
                 self._hear(line.decode().split())
         self._process.wait()
-        self._started.set()
         self._settle()
         with self._guard_lock:
             self._leash.close()
@@ -151,7 +145,6 @@ class Guarded:
         match words:
             case ["started", pid]:
                 self.pid = int(pid)
-                self._started.set()
             case ["stopping", name]:
                 self._on_stopping(name)
             case ["ended", status]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from moored.embedded import _guard
 from moored.embedded._account import Account
 from moored.embedded._binaries import Binaries
 from moored.embedded._cluster import Cluster
-from moored.embedded._config import Config
+from moored.embedded._descriptors import OwnedDescriptor
 from moored.embedded._directory import Directory
 from moored.embedded._errors import DataDirectoryInUse, EmbeddedError, PortInUse
+from moored.embedded._files import read_file
 from moored.embedded._guarded import Guarded
 from moored.embedded._lock import take, wait_free
-from moored.embedded._owned import Owned
+from moored.embedded._options import ServerOptions
 from moored.embedded._ports import choose_port
 from moored.embedded._reach import reachable
 
@@ -48,12 +52,12 @@ class Launch:
     def __init__(
         self,
         directory: Directory,
-        config: Config,
+        options: ServerOptions,
         notify: Callable[[str], None],
         interrupted: threading.Event,
     ) -> None:
         self._directory = directory
-        self._config = config
+        self._options = options
         self._notify = notify
         self._interrupted = interrupted
         self._began = time.monotonic()
@@ -80,10 +84,10 @@ class Launch:
             lock.close()
         return Launched(run, cluster.binaries, port, cluster.password())
 
-    def _cluster(self, lock: Owned, *, new: bool) -> Cluster:
-        account = Account.choose(self._directory, self._config.run_as)
+    def _cluster(self, lock: OwnedDescriptor, *, new: bool) -> Cluster:
+        account = Account.choose(self._directory, self._options.run_as)
         binaries = reachable(self._binaries(), account, self._notify)
-        cluster = Cluster(self._directory, self._config, account, binaries)
+        cluster = Cluster(self._directory, self._options, account, binaries)
         if new:
             cluster.let_through(self._directory.path)
         if self._directory.major is None:
@@ -96,25 +100,29 @@ class Launch:
         return cluster
 
     def _binaries(self) -> Binaries:
-        if self._config.bin_dir is not None:
-            return Binaries.at(self._config.bin_dir)
-        return Binaries.from_wheel(self._config.version or self._directory.major)
+        if self._options.bin_dir is not None:
+            return Binaries.at(self._options.bin_dir)
+        return Binaries.from_wheel(self._options.version or self._directory.major)
 
-    def _listen(self, cluster: Cluster, lock: Owned, port: int) -> tuple[Guarded, int]:
-        if port:
-            return self._run(cluster, lock, port), port
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
-            chosen = choose_port(self._config.host)
-            try:
-                return self._run(cluster, lock, chosen), chosen
-            except PortInUse:
-                if attempt == _PORT_ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
+    def _listen(
+        self,
+        cluster: Cluster,
+        lock: OwnedDescriptor,
+        port: int,
+        attempts: int = _PORT_ATTEMPTS,
+    ) -> tuple[Guarded, int]:
+        chosen = port or choose_port(self._options.host)
+        try:
+            return self._run(cluster, lock, chosen), chosen
+        except PortInUse:
+            if port or attempts == 1:
+                raise
+        return self._listen(cluster, lock, port, attempts - 1)
 
-    def _run(self, cluster: Cluster, lock: Owned, port: int) -> Guarded:
-        where = self._config.where(port)
-        crashed = (self._directory.data / "postmaster.pid").exists()
+    def _run(self, cluster: Cluster, lock: OwnedDescriptor, port: int) -> Guarded:
+        where = self._options.where(port)
+        crashed = os.path.lexists(self._directory.data / "postmaster.pid")
+        self._forget_reused_pid()
         recovering = ", recovering after a crash" if crashed else ""
         self._notify(f"starting {cluster.binaries} on {where}{recovering}")
         run = cluster.guarded(
@@ -131,6 +139,23 @@ class Launch:
             run.wait_ended(SETTLE)
             raise
         return run
+
+    def _forget_reused_pid(self) -> None:
+        """Remove the pid file of a dead server if its number belongs to another program by now.
+
+        PostgreSQL would refuse to start. Nothing of the old server can be left: everything that it
+        started inherits the lock of the directory, which is ours.
+        """
+        file = self._directory.data / "postmaster.pid"
+        try:
+            pid = int(read_file(file).partition("\n")[0])
+            program = Path(f"/proc/{pid}/comm").read_text().strip()
+        except (OSError, ValueError):
+            return
+        if program not in ("postgres", "postmaster"):
+            self._notify(f"the last server's pid {pid} is {program!r} now: its pid file is removed")
+            _guard.release_memory(str(self._directory.path))
+            file.unlink()
 
     def _await_ready(self, run: Guarded, where: str) -> None:
         while not self._ready(run):
@@ -151,9 +176,9 @@ class Launch:
         waited = time.monotonic() - self._began
         if self._interrupted.is_set():
             raise EmbeddedError("the start was interrupted")
-        if waited >= self._config.start_timeout:
+        if waited >= self._options.start_timeout:
             raise EmbeddedError(
-                f"the server was not ready within start_timeout={self._config.start_timeout} s "
+                f"the server was not ready within start_timeout={self._options.start_timeout} s "
                 "(the recovery of much data may need longer)",
                 log=self._log(),
             )
@@ -165,7 +190,7 @@ class Launch:
     def _ready(self, run: Guarded) -> bool:
         # The server's own word for it. A file left by a crash has another pid on its first line.
         try:
-            lines = (self._directory.data / "postmaster.pid").read_text().splitlines()
+            lines = read_file(self._directory.data / "postmaster.pid").splitlines()
         except OSError:
             return False
         pid, status = (lines[0], lines[7]) if len(lines) >= 8 else ("", "")
@@ -175,8 +200,8 @@ class Launch:
         log = self._log()
         if _PORT_TAKEN in log:
             return PortInUse(
-                f"cannot listen on {where}: the port is in use; stop who has it, or choose another "
-                "(port=0 takes a free one)",
+                f"cannot listen on {where}: the port is in use; stop the other program, or choose "
+                "another port (port=0 takes a free one)",
                 log=log,
             )
         if other := _OTHER_SERVER.search(log):

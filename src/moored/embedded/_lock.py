@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from moored.embedded._descriptors import OwnedDescriptor
 from moored.embedded._errors import DataDirectoryInUse, EmbeddedError
-from moored.embedded._owned import Owned
+from moored.embedded._files import open_file
 from moored.kernel import program_of
 
 __all__ = ["take", "wait_free"]
@@ -22,14 +23,14 @@ _NAME = "lock"
 _TICK = 0.01
 
 
-def take(directory: Path, patience: float) -> Owned:
+def take(directory: Path, patience: float) -> OwnedDescriptor:
     """Take the directory for this process and all that inherit the descriptor.
 
     `patience` is for the server of a dead owner, which is still stopping.
     """
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = Owned(os.open(directory / _NAME, flags, 0o600))
+        lock = OwnedDescriptor(os.open(directory / _NAME, flags, 0o600))
     except OSError as error:
         raise EmbeddedError(
             f"the data directory {directory} cannot be written to: {error.strerror}; "
@@ -46,11 +47,11 @@ def take(directory: Path, patience: float) -> Owned:
 
 
 def wait_free(directory: Path, timeout: float) -> bool:
-    """Wait until nothing of the directory's server runs; False when the time is over."""
+    """Wait until no process of the directory's server runs; return False after the timeout."""
     deadline = time.monotonic() + timeout
     try:
-        probe = (directory / _NAME).open("rb")
-    except FileNotFoundError:
+        probe = open(open_file(directory / _NAME), "rb")  # noqa: SIM115 (closed below)
+    except OSError:
         return True
     with probe:
         while not _try(probe.fileno(), fcntl.LOCK_SH):
@@ -62,7 +63,7 @@ def wait_free(directory: Path, timeout: float) -> bool:
 
 def _await(lock: int, directory: Path, deadline: float) -> None:
     while not _try(lock, fcntl.LOCK_EX):
-        holder = _Holder.read(lock)
+        holder = _LockHolder.read(lock)
         if holder.alive or time.monotonic() >= deadline:
             raise DataDirectoryInUse(
                 f"the data directory {directory} is in use by {holder}", pid=holder.pid
@@ -79,14 +80,14 @@ def _try(descriptor: int, kind: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Holder:
-    """Who wrote its name into the lock."""
+class _LockHolder:
+    """The process that wrote its pid into the lock."""
 
     pid: int | None
     birth: str
 
     @classmethod
-    def read(cls, lock: int) -> _Holder:
+    def read(cls, lock: int) -> _LockHolder:
         pid, _, birth = os.pread(lock, 64, 0).decode().strip().partition(" ")
         return cls(int(pid) if pid.isdigit() else None, birth)
 

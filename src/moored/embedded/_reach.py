@@ -7,6 +7,7 @@ may read them and only root may write.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -74,13 +75,20 @@ def _digest(binaries: Binaries) -> str:
 def _trusted(cache: Path) -> bool:
     """Make the cache if need be, and see that nobody but root can put anything there."""
     try:
-        cache.mkdir(mode=0o755, exist_ok=True)
-        cache.chmod(0o755)
-        status = cache.lstat()
-        writable = os.access(cache, os.W_OK)
+        with contextlib.suppress(FileExistsError):
+            cache.mkdir(mode=0o755)
+        opened = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and writable
+    try:
+        if os.fstat(opened).st_uid != os.geteuid():
+            return False
+        os.fchmod(opened, 0o755)
+        return os.access(cache, os.W_OK)
+    except OSError:
+        return False
+    finally:
+        os.close(opened)
 
 
 def _copy(binaries: Binaries, cache: Path, name: str) -> None:

@@ -8,10 +8,19 @@ It mounts systems and wires them, and decides nothing itself. What holds:
 - no token, and no password of a URL, is ever printed, logged or sent out.
 """
 
+from moored.kernel import extra
+
+with extra("service", "moored.service"):
+    import prometheus_client as _prometheus_client  # noqa: F401
+    import starlette as _starlette  # noqa: F401
+    import structlog as _structlog  # noqa: F401
+    import uvicorn as _uvicorn  # noqa: F401
+
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
 from ._database import data_dir_of, state_dir_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
 from ._health import HTTP, Status
+from ._parse import is_loopback
 from ._part import Part, System, Wiring
 from ._serve import serve
 from ._service import Service
@@ -32,6 +41,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Knob",
     "Setting",
     "data_dir_of",
+    "is_loopback",
     "knobs",
     "load",
     "state_dir_of",

@@ -1,10 +1,10 @@
-"""The routes. Each reads the view and answers; what is decided is decided elsewhere.
+"""The HTTP routes. Each reads the view and responds; none changes anything.
 
 ================================  =====================================================
-``GET /v1/health``                how it is, and each part: 200, 202 or 503; open to all
+``GET /v1/health``                the health of the service and its parts: 200, 202 or 503; no token
 ``GET /v1/status``                the whole state
-``GET /v1/explain/{component}``   why a component is as it is
-``GET /v1/events``                the state and the events as they come (server-sent events)
+``GET /v1/explain/{component}``   why a component is in its present state
+``GET /v1/events``                the state, and events as they happen (server-sent events)
 ``GET /metrics``                  Prometheus
 ``GET /``                         the live page
 ``POST /login``, ``/logout``      a session for a browser
@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
@@ -23,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
@@ -34,7 +35,7 @@ from ._config import Config
 from ._door import LOCAL_NAMES, LOGIN, Door, refusal
 from ._feed import Feed
 from ._health import HTTP
-from ._view import View, find_component
+from ._view import View
 
 __all__ = ["make_app"]
 
@@ -42,6 +43,8 @@ __all__ = ["make_app"]
 HEARTBEAT = 15.0
 #: A login form holds a token and nothing else.
 MAX_FORM = 8192
+#: Seconds within which the whole form must arrive.
+FORM_TIMEOUT = 10.0
 
 
 def make_app(
@@ -52,7 +55,7 @@ def make_app(
     *,
     mounts: Mapping[str, ASGIApp] | None = None,
 ) -> ASGIApp:
-    """The HTTP app, behind its door."""
+    """Return the HTTP app, behind the checks of `Door`."""
     routes = _Routes(config, view, feed, registry)
     app = Starlette(
         routes=[
@@ -84,7 +87,7 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         status = self._view.status
-        # Words alone: what stands behind them is for those who have the token.
+        # States alone: their reasons are for callers with the token.
         body = {"status": status, "parts": self._view.words()}
         headers = {"Cache-Control": "no-store"}
         return JSONResponse(body, status_code=HTTP[status], headers=headers)
@@ -95,13 +98,13 @@ class _Routes:
     async def explain(self, request: Request) -> Response:
         wanted = request.path_params["component"]
         known = self._view.components()
-        found = find_component(wanted, known)
+        found = self._view.find(wanted)
         if len(found) == 1:
             return _json(self._view.explain(found[0]))
         detail = (
             f"there is no component {wanted!r}"
             if not found
-            else f"{wanted!r} may be any of several"
+            else f"{wanted!r} matches several components"
         )
         body = {"error": "unknown component", "detail": detail, "known": found or list(known)}
         return JSONResponse(body, status_code=404)
@@ -119,9 +122,9 @@ class _Routes:
                 async for chunk in client.stream(heartbeat=HEARTBEAT):
                     yield chunk
             finally:
-                self._feed.leave(client)
+                self._feed.streams.leave(client)
 
-        # A proxy that collects before it sends would hold the news back.
+        # A proxy that buffers would delay the events.
         return StreamingResponse(
             body(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
         )
@@ -163,10 +166,16 @@ class _Routes:
 
 async def _token_in_form(request: Request) -> str | None:
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_FORM:
-            raise HTTPException(413)
+    try:
+        async with asyncio.timeout(FORM_TIMEOUT):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_FORM:
+                    raise HTTPException(413)
+    except TimeoutError:
+        raise HTTPException(408, headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise HTTPException(400) from None  # the client has gone
     values = parse_qs(body.decode("ascii", errors="replace")).get("token", [])
     return values[0].strip() if values else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from http.cookies import CookieError, SimpleCookie
+import re
 
 __all__ = [
     "COOKIE",
@@ -24,6 +24,8 @@ __all__ = [
 COOKIE = "moored_session"
 #: A working day: long enough to watch a page, short enough for a machine that is left unlocked.
 LIFETIME = 12 * 3600.0
+
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::\d*)?")
 
 
 def same(one: str, other: str) -> bool:
@@ -52,23 +54,24 @@ def session_holds(token: str, session: str | None, *, now: float) -> bool:
 
 
 def session_of(cookies: str | None) -> str | None:
-    """Our cookie out of a Cookie header."""
-    try:
-        morsel = SimpleCookie(cookies or "").get(COOKIE)
-    except CookieError:
-        return None
-    return None if morsel is None else morsel.value
+    """Our cookie out of a Cookie header.
+
+    Cookies of other services on this host come with it, in whatever syntax they have, so each is
+    looked at alone. The standard library's parser takes quadratic time for some.
+    """
+    for cookie in (cookies or "").split(";"):
+        name, _, value = cookie.partition("=")
+        if name.strip() == COOKIE:
+            return value.strip().strip('"')
+    return None
 
 
 def name_in_host(header: str | None) -> str:
-    """The name in a Host header, without its port and brackets."""
-    name = (header or "").strip().lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0]
+    """The name in a Host header, without port and brackets; all of it if it is malformed."""
+    host = (header or "").strip().lower()
+    found = _HOST.fullmatch(host)
+    return host if found is None else found[1] or found[2] or ""
 
 
 def _signature(token: str, until: str) -> str:
-    return hmac.new(
-        token.encode(), f"moored session {until}".encode(), hashlib.sha256
-    ).hexdigest()
+    return hmac.new(token.encode(), f"moored session {until}".encode(), hashlib.sha256).hexdigest()

@@ -14,9 +14,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from moored.kernel import HIDDEN, SECRETS, redacted
+
 from . import _parse
 from ._errors import ConfigError
-from ._redact import HIDDEN, redact_url
 
 __all__ = ["FILE_NAME", "Config", "Knob", "Setting", "knobs", "load"]
 
@@ -84,7 +85,7 @@ class Config:
         "The PostgreSQL to use; without one, an embedded PostgreSQL is started, "
         "so that nothing has to be installed.",
         variable="DATABASE_URL",
-        hide=redact_url,
+        hide=redacted,
     )
     database_wait: float = _knob(
         5.0,
@@ -98,7 +99,7 @@ class Config:
         "The same server without a pooler before it, for the stream, the lock and administration; "
         "the database URL unless given.",
         variable=PREFIX + "REPLICATION_URL",
-        hide=redact_url,
+        hide=redacted,
     )
     stream_id: str = _knob(
         "default",
@@ -173,6 +174,10 @@ class Config:
         mistakes = []
         for knob in knobs():
             value = getattr(self, knob.name)
+            if knob.hide is redacted:
+                SECRETS.add_from(str(value))
+            elif knob.hide is not None and value is not None:
+                SECRETS.add(str(value))
             if value is None and knob.default is None:
                 continue
             try:
@@ -182,7 +187,7 @@ class Config:
                 object.__setattr__(self, knob.name, knob.default)
         mistakes += self._contradictions()
         if mistakes:
-            raise ConfigError(mistakes)
+            raise ConfigError(*mistakes)
 
     @property
     def is_local(self) -> bool:
@@ -275,9 +280,9 @@ def load(
     try:
         config = Config(**values, sources=sources)  # type: ignore[arg-type]
     except ConfigError as error:
-        raise ConfigError([*mistakes, *error.mistakes]) from None
+        raise ConfigError(*mistakes, *error.mistakes) from None
     if mistakes:
-        raise ConfigError(mistakes)
+        raise ConfigError(*mistakes)
     return config
 
 

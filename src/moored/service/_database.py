@@ -20,17 +20,18 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from psycopg.conninfo import conninfo_to_dict
+
 from moored.embedded import EmbeddedError, EmbeddedPostgres, PortInUse, default_data_dir
-from moored.kernel import Backoff, Child, Context, Registry
+from moored.kernel import SECRETS, Backoff, Child, Context, Registry
 from moored.postgres import ConfigurationError, Health, Postgres
 from moored.postgres.prometheus import PostgresCollector
 
 from ._config import Config
 from ._errors import DatabaseUnreachable, ServiceError
 from ._part import Part, Wiring
-from ._redact import place_of
 
-__all__ = ["READY", "Database", "data_dir_of", "database_part", "state_dir_of"]
+__all__ = ["READY", "Database", "data_dir_of", "database_part", "place_of", "state_dir_of"]
 
 NAME = "postgres"
 READY = "postgres_ready"
@@ -73,7 +74,7 @@ def database_part(config: Config) -> Part:
 
 
 class Database:
-    """The children that run and follow PostgreSQL, and what they share."""
+    """The children that run PostgreSQL and its connection manager, and their shared state."""
 
     def __init__(self, config: Config, wiring: Wiring) -> None:
         self._config = config
@@ -89,7 +90,7 @@ class Database:
         wiring.last_resorts.append(self.kill_server)
 
     def children(self) -> Sequence[Child]:
-        """The server, if it is ours to run, and what follows it."""
+        """The embedded server, if there is one, and the connection manager."""
         server = Child("server", self.run_server, backoff=RETRY, shutdown=STOP_TIMEOUT)
         manager = Child("manager", self.run_manager, backoff=RETRY, shutdown=MANAGER_STOP_TIMEOUT)
         return [server, manager] if self._config.is_embedded else [manager]
@@ -113,14 +114,14 @@ class Database:
                 raise EmbeddedError(str(await server.wait_ended()))
         except Exception as error:
             if isinstance(error, PortInUse):
-                # Somebody took the one we had: the next start finds another.
+                # Another program took the port: the next start chooses a free one.
                 self._port = self._config.postgres_port
                 self._moved.set()
             self._wiring.give_up(self._cannot_start(error))
             raise
 
     def kill_server(self) -> None:
-        """End the server without its consent; its guard ends what it leaves behind."""
+        """End the server with SIGKILL; its guard ends the processes that it leaves behind."""
         if self._server is not None and (pid := self._server.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -128,7 +129,7 @@ class Database:
     # -- the manager ---------------------------------------------------------------------------
 
     async def run_manager(self, ctx: Context) -> None:
-        """Run the connection manager; a new one only if the server is to be found elsewhere."""
+        """Run the connection manager; replace it only when the embedded server changes its port."""
         ctx.started()
         url = await self._url()
         self._moved.clear()
@@ -143,7 +144,7 @@ class Database:
             if not self._config.is_embedded:
                 await self._until_reached(pg)
             await self._moved.wait()
-            raise ServiceError("the embedded PostgreSQL is to be found at another port")
+            raise ServiceError("the embedded PostgreSQL has moved to another port")
         finally:
             try:
                 await pg.close()
@@ -159,6 +160,8 @@ class Database:
             pool_size=config.pool_size,
             state_dir=state_dir_of(config),
             sleep_after=config.sleep_after,
+            # Without a token, every user of this machine can read the status.
+            show_queries=config.admin_token is not None,
             clock=self._wiring.clock,
             recorder=self._wiring.recorder,
         )
@@ -169,7 +172,7 @@ class Database:
         return (await self._servers.via(NAME).wait()).url
 
     def _show(self, pg: Postgres) -> Callable[[], None]:
-        """Have everybody see it; returns what ends that."""
+        """Add the manager to status, metrics and page; return a function that removes it."""
         wiring = self._wiring
         wiring.machines.append(pg.machine)
         wiring.systems[MANAGER] = pg
@@ -187,7 +190,7 @@ class Database:
         return forget
 
     def _look(self, pg: Postgres) -> None:
-        """Say how it is: after each change of a condition."""
+        """Report the health of the manager; called after each change of a condition."""
         if not pg.is_open:
             return
         health = pg.health
@@ -198,18 +201,21 @@ class Database:
 
     def _why(self, pg: Postgres, health: Health) -> str:
         if health is Health.FAILED:
-            return pg.fatal or "it is closed"
+            return pg.fatal or "the connection manager is closed"
         if health is Health.SLEEPING:
             return "all connections were closed for lack of use"
         if health is Health.ACTIVE:
             server = pg.statistics()["server"]
             version = server["version"] if server is not None else "of unknown version"
             return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
-        missing = (each for each in pg.monitor.conditions().values() if not each.met)
-        return "; ".join(f"{each.name} ({each.detail or 'not yet'})" for each in list(missing)[:1])
+        if (outage := pg.statistics()["outage"]) is not None:
+            return str(outage["last"])
+        because = "  because  "
+        lines = (line for line in pg.explain().splitlines() if line.startswith(because))
+        return next(lines, "").removeprefix(because)
 
     def _tell_of_holder(self, pg: Postgres) -> None:
-        """Tell a person once that this is a standby, and of whom."""
+        """Print a notice when another backend holds the lock, once for each holder."""
         holder = pg.statistics()["lock"]["holder"]
         pid = None if holder is None else holder["pid"]
         if pid is not None and pid != self._told_holder:
@@ -220,34 +226,37 @@ class Database:
     # -- what ends the start -------------------------------------------------------------------
 
     async def _until_reached(self, pg: Postgres) -> None:
-        """Give up the start if it is not connected in time; it goes on trying all the same."""
-        loop = asyncio.get_running_loop()
-        reached, failed = asyncio.Event(), asyncio.Event()
+        """Give up the start if the database is not reached in time; the manager keeps trying."""
+        loop, moved = asyncio.get_running_loop(), asyncio.Event()
+        reached, failed = "waiting_for_connection_lock", "connection_error"
 
-        def look() -> None:
-            told = pg.statistics()["event_counts"]
-            if told.get("waiting_for_connection_lock"):
-                reached.set()
-            if told.get("connection_error"):
-                failed.set()
+        def counted(*events: str) -> bool:
+            return any(pg.statistics()["event_counts"].get(event) for event in events)
 
-        def moved(move: object) -> None:
-            loop.call_soon(look)  # what a move is about is told right after it
+        async def within(seconds: float, *events: str) -> bool:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while not counted(*events):
+                        moved.clear()
+                        await moved.wait()
+            return counted(*events)
 
-        unsubscribe = pg.machine.observe(moved)
+        def on_move(move: object) -> None:
+            loop.call_soon(moved.set)  # the event of a move is counted right after the move
+
+        unsubscribe = pg.machine.observe(on_move)
         try:
-            if await _within(self._time_left(), reached):
+            if await within(self._time_left(), reached):
                 return
-            # The first attempt has time to find out what is wrong, rather than that time is over.
-            if not failed.is_set():
-                await _within(CONNECT_TIMEOUT, reached, failed)
-            if not reached.is_set():
+            # The first attempt may take longer, so that its own error is reported.
+            await within(CONNECT_TIMEOUT, reached, failed)
+            if not counted(reached):
                 self._wiring.give_up(self._never_reached(pg))
         finally:
             unsubscribe()
 
     def _time_left(self) -> float:
-        """Seconds in which the database may still be reached for the first time."""
+        """Seconds left of `database_wait`."""
         return self._began + self._config.database_wait - self._wiring.clock.monotonic()
 
     # -- in words ------------------------------------------------------------------------------
@@ -280,14 +289,11 @@ class Database:
         self._wiring.say(f"PostgreSQL: {text}")
 
 
-async def _within(seconds: float, *events: asyncio.Event) -> bool:
-    """Wait for one of the events, for so long; returns whether it came."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        done, _ = await asyncio.wait(
-            waits, timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED
-        )
-        return bool(done)
-    finally:
-        for each in waits:
-            each.cancel()
+def place_of(url: str) -> str:
+    """The hosts, ports and database of a connection string, without secrets: "db:5432/orders"."""
+    words = conninfo_to_dict(url)
+    hosts = str(words.get("host") or words.get("hostaddr") or "localhost").split(",")
+    ports = str(words.get("port") or "5432").split(",")
+    places = (f"{host}:{ports[min(n, len(ports) - 1)]}" for n, host in enumerate(hosts))
+    place = f"{','.join(places)}/{words.get('dbname') or words.get('user') or ''}".rstrip("/")
+    return SECRETS.hide(place)

@@ -1,4 +1,4 @@
-"""The door of the HTTP service: every request passes here before it reaches a route or a mount."""
+"""Checks of every HTTP request, before it reaches a route or a mounted app."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import _auth
+from ._connections import MAX_HEAD
 
 __all__ = ["Door", "refusal"]
 
-#: Answered for everyone, by any name: what a load balancer asks.
+#: Served without a token and for any Host header: load balancers ask for it.
 OPEN = frozenset({"/v1/health"})
 #: Where a browser turns a token into a session; open, because that is how one gets in.
 LOGIN = "/login"
+#: What is checked as the method of a WebSocket, whose handshake is a GET.
+WEBSOCKET = "WEBSOCKET"
+#: Methods that change nothing, and whose answers a page elsewhere cannot read.
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 _SAFE = {
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    # Not "no-referrer": browsers would call the origin of the page's own forms "null".
+    "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
 }
@@ -56,15 +62,19 @@ class Door:
         self._login_page = login_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it here."""
+        """Pass a request on to the app, or refuse it."""
         if scope["type"] == "http":
             answer = self._check(scope["path"], scope["method"], Headers(scope=scope))
             return await (answer or self._app)(scope, receive, _with_safe_headers(send))
-        if scope["type"] == "websocket" and self._check(scope["path"], "GET", Headers(scope=scope)):
+        if scope["type"] == "websocket" and self._check(
+            scope["path"], WEBSOCKET, Headers(scope=scope)
+        ):
             return await send({"type": "websocket.close", "code": 1008})
         return await self._app(scope, receive, send)
 
     def _check(self, path: str, method: str, headers: Headers) -> Response | None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEAD:
+            return refusal(431, "headers too large", f"send at most {MAX_HEAD} bytes of headers")
         if path in OPEN:
             return None
         if (
@@ -75,6 +85,13 @@ class Door:
                 421,
                 "unknown host",
                 f"this service is not called {name!r}; if a proxy calls it so, add the name to "
+                "allowed_hosts (MOORED_ALLOWED_HOSTS)",
+            )
+        if self._names is not None and _from_elsewhere(method, headers, self._names):
+            return refusal(
+                403,
+                "foreign origin",
+                "a web page of another host may not do this; if it is a proxy's name, add it to "
                 "allowed_hosts (MOORED_ALLOWED_HOSTS)",
             )
         if self._token is None or path == LOGIN or self._knows_token(self._token, headers):
@@ -91,6 +108,18 @@ class Door:
             return _auth.same(given, token)
         session = _auth.session_of(headers.get("cookie"))
         return _auth.session_holds(token, session, now=self._wall())
+
+
+def _from_elsewhere(method: str, headers: Headers, names: frozenset[str]) -> bool:
+    """Whether a web page of another host sends this.
+
+    Any page may open a WebSocket to this machine and read it, and send forms to it; but browsers
+    say in the Origin header whose page it is.
+    """
+    origin = headers.get("origin")
+    if origin is None or method in SAFE_METHODS:
+        return False
+    return _auth.name_in_host(origin.partition("://")[2]) not in names
 
 
 def _with_safe_headers(send: Send) -> Send:

@@ -3,31 +3,21 @@
 ::
 
     MooredError
+    ├── ConfigError              mistakes in the configuration, all of them (the kernel's class)
     └── ServiceError             the service cannot start, or cannot go on
-        ├── ConfigError          mistakes in the configuration, all of them
         ├── CannotListen         the address cannot be had; says who has it where that can be found
         └── DatabaseUnreachable  PostgreSQL does not answer at its address
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from moored.kernel import MooredError
+from moored.kernel import ConfigError, MooredError
 
 __all__ = ["CannotListen", "ConfigError", "DatabaseUnreachable", "ServiceError"]
 
 
 class ServiceError(MooredError):
     """The service cannot start, or cannot go on."""
-
-
-class ConfigError(ServiceError):
-    """The configuration has mistakes; `mistakes` holds one line for each, with its fix."""
-
-    def __init__(self, mistakes: Sequence[str]) -> None:
-        super().__init__("\n".join(mistakes))
-        self.mistakes = tuple(mistakes)
 
 
 class CannotListen(ServiceError):

@@ -1,13 +1,13 @@
-"""From the recorder to the open pages: each event as it comes, the newest state soon after."""
+"""Sends the recorder's events to the open pages at once, and the newest state soon after."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 
-from moored.kernel import Event
+from moored.kernel import Event, Timers
 
-from ._hub import Client, Hub, message
+from ._browser_streams import BrowserStream, BrowserStreams, message
 from ._view import View
 
 __all__ = ["Feed"]
@@ -21,29 +21,24 @@ REFRESH = 5.0
 class Feed:
     """A sink of the recorder that keeps every open stream up to date."""
 
-    def __init__(self, view: View, hub: Hub) -> None:
-        self.hub = hub
+    def __init__(self, view: View, streams: BrowserStreams) -> None:
+        self.streams = streams
         self._view = view
         self._loop = asyncio.get_running_loop()
-        self._due: asyncio.TimerHandle | None = None
-        self._refresh: asyncio.TimerHandle | None = None
+        self._timers = Timers(view.clock)
 
-    def join(self) -> Client | None:
-        """A new stream, which begins with the whole state; None when there are too many."""
-        client = self.hub.join()
+    def join(self) -> BrowserStream | None:
+        """Open a stream that begins with the whole state; None when there are too many."""
+        state = self._state()  # before a place is taken, in case that fails
+        client = self.streams.join()
         if client is not None:
-            client.give_state(self._state())
-            if self._refresh is None:
-                self._refresh = self._loop.call_later(REFRESH, self._refresh_state)
+            client.give_state(state)
+            self._send_state_within(REFRESH)
         return client
 
-    def leave(self, client: Client) -> None:
-        """Forget a stream that has ended."""
-        self.hub.leave(client)
-
     def sink(self, event: Event) -> None:
-        """Take an event of the recorder; it may come from any thread."""
-        if not len(self.hub):
+        """Send an event of the recorder to every stream; may be called from any thread."""
+        if not len(self.streams):
             return
         try:
             self._loop.call_soon_threadsafe(self._publish, event)
@@ -51,30 +46,23 @@ class Feed:
             pass  # the loop is closed, and with it every stream
 
     def close(self) -> None:
-        """Send nothing more."""
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-        if self._refresh is not None:
-            self._refresh.cancel()
-            self._refresh = None
+        """Cancel the planned updates."""
+        self._timers.cancel_all()
 
     def _publish(self, event: Event) -> None:
         data = json.dumps(event.as_dict(), default=str)
-        self.hub.publish(message("event", data, number=event.id))
-        if self._due is None:
-            self._due = self._loop.call_later(SETTLE, self._publish_state)
+        self.streams.publish(message("event", data, number=event.id))
+        self._send_state_within(SETTLE)
 
-    def _publish_state(self) -> None:
-        self._due = None
-        if len(self.hub):
-            self.hub.publish_state(self._state())
+    def _send_state_within(self, seconds: float) -> None:
+        at, planned = self._view.clock.monotonic() + seconds, self._timers.at("state")
+        if planned is None or at < planned:
+            self._timers.set("state", at, self._send_state)
 
-    def _refresh_state(self) -> None:
-        self._refresh = None
-        if len(self.hub):
-            self.hub.publish_state(self._state())
-            self._refresh = self._loop.call_later(REFRESH, self._refresh_state)
+    def _send_state(self) -> None:
+        if len(self.streams):
+            self._send_state_within(REFRESH)
+            self.streams.publish_state(self._state())
 
     def _state(self) -> bytes:
         return message("state", json.dumps(self._view.whole(), default=str))

@@ -1,4 +1,4 @@
-"""One word for the whole service: each part says how it is, and the worst of it counts."""
+"""The health of the service: each part reports its own, and the worst one counts."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ __all__ = ["HTTP", "Board", "Status", "worst"]
 
 Status = Literal["active", "sleeping", "degraded", "waiting", "starting", "failed"]
 
-#: The answers of `/v1/health`, from the best word to the worst.
+#: The HTTP status of `/v1/health` for each state, from the best to the worst.
 HTTP: Mapping[str, int] = {health.value: health.http for health in Health}
 _ORDER: tuple[Status, ...] = ("active", "sleeping", "degraded", "waiting", "starting", "failed")
 
 
 def worst(words: Iterable[Status]) -> Status:
-    """The one that counts; without any, nothing is missing."""
+    """The worst of these states; "active" when there are none."""
     return max(words, key=_ORDER.index, default="active")
 
 
 class Board:
-    """What each part says of itself.
+    """The health of each part.
 
-    A part that says nothing is active while its conditions are met, and starting otherwise.
+    A part that reports none is active while its conditions are met, and starting otherwise.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[str]]) -> None:
-        """Each part, with its conditions."""
+        """Take the names of the parts, each with its conditions."""
         self._parts = parts
         self._said: dict[str, Status] = {}
 
     def say(self, part: str, word: Status) -> Sequence[str]:
-        """A part says how it is; returns the conditions that go with it."""
+        """Set the health of a part; return the names of its conditions."""
         self._said[part] = word
         return self._parts[part]
 
     def words(self, conditions: Mapping[str, Condition]) -> dict[str, Status]:
-        """How each part is."""
+        """The health of each part."""
         return {part: self._word(part, conditions) for part in self._parts}
 
     def status(self, conditions: Mapping[str, Condition]) -> Status:
-        """How all of them are, in one word."""
+        """The worst health of all parts."""
         return worst(self.words(conditions).values())
 
     def _word(self, part: str, conditions: Mapping[str, Condition]) -> Status:

@@ -10,22 +10,23 @@ from collections.abc import Callable, Generator, Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
-from moored.kernel import Child, Context, StatusMonitor
+from moored.kernel import Child, Context, StatusMonitor, patiently
 
+from ._browser_streams import BrowserStreams
+from ._connections import BACKLOG, MAX_HEAD, Connections, protocol_of
 from ._errors import ServiceError
 from ._health import Status
-from ._hub import Hub
 
 __all__ = ["READY", "http_child"]
 
 NAME = "http"
 READY = "http_ready"
-#: How long a request that is under way may take to end when the service stops.
+#: Seconds that a request in flight may take to end when the service stops.
 GRACE = 2
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: the service has its own, and an order of stopping."""
+class _UvicornServer(uvicorn.Server):
+    """Uvicorn without its signal handlers: the service has its own, and stops parts in order."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -34,16 +35,16 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say when requests are taken."""
+        """Start to accept requests, then call `on_started`."""
         await super().startup(sockets=sockets)
         self._on_started()
 
     def close(self) -> None:
-        """Close what a shutdown that was cut short has left open."""
+        """Close the listening sockets that an interrupted shutdown left open."""
         for one in self.servers:
             one.close()
 
@@ -51,8 +52,9 @@ class _Server(uvicorn.Server):
 def http_child(
     app: ASGIApp,
     sockets: Sequence[socket.socket],
-    hub: Hub,
+    streams: BrowserStreams,
     monitor: StatusMonitor[Status],
+    connections: Connections,
     *,
     access_log: bool = False,
 ) -> Child:
@@ -65,17 +67,17 @@ def http_child(
             ctx.started()
             monitor.set(READY, owner=owner)
 
-        server = _Server(_settings(app, access_log), started)
-        hub.open()
+        server = _UvicornServer(_settings(app, connections, access_log), started)
+        streams.open()
         # Uvicorn closes what it is given, so it is given copies.
         copies = [one.dup() for one in sockets]
         serving = asyncio.create_task(server.serve(copies), name=f"{ctx.path}: uvicorn")
         try:
             await asyncio.wait({serving})
         finally:
-            hub.close()
+            streams.close()
             server.should_exit = True
-            await _to_the_end(serving)
+            await patiently(serving, serving.cancel)
             server.close()
         serving.result()
         raise ServiceError("the HTTP server ended by itself")
@@ -83,27 +85,17 @@ def http_child(
     return Child(NAME, run, shutdown=GRACE + 5.0)
 
 
-def _settings(app: ASGIApp, access_log: bool) -> uvicorn.Config:
+def _settings(app: ASGIApp, connections: Connections, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=protocol_of(connections),
+        h11_max_incomplete_event_size=MAX_HEAD,
+        backlog=BACKLOG,
         lifespan="off",
         log_config=None,
         access_log=access_log,
         server_header=False,
         timeout_graceful_shutdown=GRACE,
-        # Whoever is in front is not to be believed about where a request comes from.
+        # A proxy is not trusted to name the address that a request comes from.
         proxy_headers=False,
     )
-
-
-async def _to_the_end(serving: asyncio.Task[None]) -> None:
-    """Wait for the end of the server; being cancelled meanwhile hurries it."""
-    cancelled: asyncio.CancelledError | None = None
-    while not serving.done():
-        try:
-            await asyncio.wait({serving})
-        except asyncio.CancelledError as error:
-            cancelled = error
-            serving.cancel()
-    if cancelled is not None:
-        raise cancelled

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from moored.kernel import program_of
 
+from ._connections import BACKLOG
 from ._errors import CannotListen
 
 __all__ = ["holder_of", "listen", "listening_inodes"]
-
-#: Connections that may wait while the HTTP child is being restarted.
-BACKLOG = 512
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

@@ -1,4 +1,4 @@
-"""What the service says while it runs: notices, the recorder's events and library logs, together.
+"""The output of the service: notices, the recorder's events and library logs, in one stream.
 
 A *notice* is for the person who started the service (the address, ready, stopping). As text it is
 a plain line; as JSON it is a log line like any other, so that every line can be parsed.
@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections import deque
 from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import structlog
 from structlog.typing import Processor
 
-from moored.kernel import Event, MooredError
+from moored.kernel import SECRETS, Event, MooredError
 
 __all__ = ["Logs"]
 
 #: How important an event of the recorder is; what is not named here is for `debug`.
 LEVELS = {"failure": logging.WARNING, "abandoned": logging.ERROR, "restarting": logging.INFO}
+#: Below these, `moored.postgres` logs each outage itself, in one line, and its end in another.
+LOGGED_BELOW = ("postgres.", "postgres/")
 
 
 class Logs:
@@ -31,8 +34,11 @@ class Logs:
         self._as_json = layout == "json"
         self._handler = _Handler(self._stream)
         self._handler.setFormatter(_formatter(self._as_json, colours=self._stream.isatty()))
+        self._recorded: deque[str] = deque(maxlen=50)
         self._handler.addFilter(_told_by_recorder)
+        self._handler.addFilter(self._is_new)
         self._handler.addFilter(_is_news)
+        self._handler.addFilter(_Seldom())
         self._previous = (list(logging.root.handlers), logging.root.level)
         logging.root.handlers[:] = [self._handler]
         logging.root.setLevel(level.upper())
@@ -51,17 +57,27 @@ class Logs:
             self._handler.handle(_notice(text))
             return
         try:
-            print(f"moored: {text}", file=self._stream, flush=True)
+            print(f"moored: {SECRETS.hide(text)}", file=self._stream, flush=True)
         except (OSError, ValueError):
-            pass  # nobody reads any more; that is no reason to stop
+            pass  # the reader of stdout has gone, which must not end the service
 
     def sink(self, event: Event) -> None:
         """Log an event of the recorder."""
         level = LEVELS.get(event.kind, logging.DEBUG)
+        if level < logging.ERROR and event.component.startswith(LOGGED_BELOW):
+            level = logging.DEBUG
+        if level >= logging.WARNING:
+            self._recorded.append(f"{event.component}: {event.text}")
         known = {**event.data, "component": event.component, "kind": event.kind}
         if event.because:
             known["because"] = "; ".join(event.because)
         self._log.log(level, event.text, **_not_reserved(known))
+
+    def _is_new(self, record: logging.LogRecord) -> bool:
+        """Drop lines that are recorded too: rooms also log them, for use without a service."""
+        if not record.name.startswith("moored.") or record.exc_info:
+            return True
+        return not record.getMessage().startswith(tuple(self._recorded))
 
     def close(self) -> None:
         """Give logging back as it was."""
@@ -71,7 +87,7 @@ class Logs:
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """A reader that has gone is no reason to print a traceback for each line."""
+        """Print no traceback for each line when the reader of the stream has gone."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
 
@@ -81,13 +97,34 @@ def _notice(text: str) -> logging.LogRecord:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """A request that the stop cut off is no error, though the server logs its traceback."""
+    """Drop the traceback that uvicorn logs for a request that the stop has cancelled."""
     cut_off = bool(record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
     return not (cut_off and record.name == "uvicorn.error")
 
 
+class _Seldom:
+    """Lets lines that any client can provoke pass once a minute, without their traceback."""
+
+    _MESSAGES = ("Invalid HTTP request received.", "socket.accept() out of system resource")
+    _EVERY = 60.0
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        found = next((each for each in self._MESSAGES if each in record.getMessage()), None)
+        if found is None:
+            return True
+        if record.created < self._next.get(found, 0.0):
+            return False
+        self._next[found] = record.created + self._EVERY
+        record.msg, record.args = f"{found} (logged at most once a minute)", ()
+        record.exc_info = None
+        return True
+
+
 def _told_by_recorder(record: logging.LogRecord) -> bool:
-    """Drop what the recorder tells as well, but keep the traceback of an unexpected failure."""
+    """Drop lines that the recorder has too, but keep tracebacks of unexpected failures."""
     if record.name != "moored.supervisor":
         return True
     error = record.exc_info[1] if record.exc_info else None
@@ -106,12 +143,11 @@ def _formatter(as_json: bool, *, colours: bool) -> logging.Formatter:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
         structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+        _without_secrets,
     ]
     if as_json:
-        processors += [
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(default=str),
-        ]
+        processors.append(structlog.processors.JSONRenderer(default=str))
     else:
         # The plain traceback: a rich one would print local variables, and with them secrets.
         plain = structlog.dev.plain_traceback
@@ -124,10 +160,20 @@ def _formatter(as_json: bool, *, colours: bool) -> logging.Formatter:
     return formatter(foreign_pre_chain=[structlog.stdlib.ExtraAdder()], processors=processors)
 
 
+def _without_secrets(
+    logger: Any, method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Hide the known secrets in what a library, or the text of its error, says."""
+    for name in event.keys() - {"component", "kind", "level", "timestamp"}:
+        if not isinstance(event[name], bool | int | float | None):
+            event[name] = SECRETS.hide(str(event[name]))
+    return event
+
+
 def _as_sentence(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """An event of the recorder as one line for people: who, what, why."""
+    """Render an event of the recorder as one line: component, text, reason."""
     if component := event.pop("component", None):
         event["event"] = f"{component}: {event['event']}"
         event.pop("kind", None)

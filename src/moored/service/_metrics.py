@@ -1,24 +1,29 @@
-"""The metrics, read from the tree and the monitor when somebody scrapes them."""
+"""The metrics of the service, read from the tree and the monitor at each scrape."""
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import moored
-from moored.kernel import Event, Tree
+from moored.kernel import Event, describe
+from moored.kernel.prometheus import Samples, counter, gauge
 
+from ._browser_streams import BrowserStreams
+from ._connections import Connections
 from ._health import HTTP
-from ._hub import Hub
 from ._view import View
 
 __all__ = ["EventCounter", "registry_of"]
+
+log = logging.getLogger("moored.service")
 
 #: Components come and go without end (one for each account, say); a metric's series must not.
 MAX_COMPONENTS = 200
@@ -52,103 +57,125 @@ class EventCounter:
 
 
 def registry_of(
-    view: View, events: EventCounter, hub: Hub, more: Iterable[Collector] = ()
+    view: View,
+    events: EventCounter,
+    streams: BrowserStreams,
+    connections: Connections,
+    more: Iterable[Collector] = (),
 ) -> CollectorRegistry:
     """A registry of this service alone: another one in the same process has its own."""
     registry = CollectorRegistry()
-    registry.register(_Collector(view, events, hub))
+    registry.register(_Collector(view, events, streams, connections))
+    errors = CollectorErrors()
     for collector in more:
-        registry.register(collector)
+        registry.register(_Careful(collector, errors))
+    registry.register(errors)  # the last, because it tells of the others
     ProcessCollector(registry=registry)
     return registry
 
 
+class CollectorErrors(Collector):
+    """Counts how often a part's own collector has failed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the count."""
+        text = "Scrapes in which the collector of a part raised an exception."
+        yield counter("moored_collector_errors", text, (), _one(self.count))
+
+
+class _Careful(Collector):
+    """A part's collector: when it raises, only its own metrics are missing from the scrape."""
+
+    def __init__(self, collector: Collector, errors: CollectorErrors) -> None:
+        self._collector = collector
+        self._errors = errors
+
+    def collect(self) -> list[Metric]:
+        try:
+            return list(self._collector.collect())
+        except Exception as error:
+            self._errors.count += 1
+            log.warning("the metrics of a part cannot be read: %s", describe(error))
+            return []
+
+
 class _Collector(Collector):
-    def __init__(self, view: View, events: EventCounter, hub: Hub) -> None:
+    def __init__(
+        self, view: View, events: EventCounter, streams: BrowserStreams, connections: Connections
+    ) -> None:
+        self._connections = connections
         self._view = view
         self._events = events
-        self._hub = hub
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing beforehand: what there is depends on the tree."""
-        return iter(())
+        self._streams = streams
 
     def collect(self) -> Iterator[Metric]:
         yield from self._service()
         yield from self._tree()
-        yield from self._conditions()
         yield from self._recorder()
-        yield from self._streams()
+        yield from self._http()
 
     def _service(self) -> Iterator[Metric]:
+        view = self._view
         build = {"version": moored.__version__, "python": platform.python_version()}
-        yield InfoMetricFamily("moored_build", "What runs here.", build)
-        ready = float(HTTP[self._view.status] == 200)
-        yield GaugeMetricFamily("moored_active", "1 while /v1/health answers 200.", ready)
-        health = GaugeMetricFamily(
-            "moored_health", "1 for the word that says how a part is.", labels=["part", "health"]
+        yield InfoMetricFamily("moored_build", "The versions of Moored and of Python.", build)
+        ready = float(HTTP[view.status] == 200)
+        yield gauge("moored_active", "1 while /v1/health answers 200.", (), _one(ready))
+        yield gauge(
+            "moored_health",
+            "1 for the part's current health state, 0 for the others.",
+            ("part", "health"),
+            [((p, each), float(now == each)) for p, now in view.words().items() for each in HTTP],
         )
-        for part, said in self._view.words().items():
-            for word in HTTP:
-                health.add_metric([part, word], float(said == word))
-        yield health
-        yield GaugeMetricFamily(
-            "moored_uptime_seconds",
-            "Seconds since the service began to start.",
-            self._view.uptime,
+        text = "Seconds since the service began to start."
+        yield gauge("moored_uptime_seconds", text, (), _one(view.uptime))
+        yield gauge(
+            "moored_condition_met",
+            "1 while a condition is met.",
+            ("name",),
+            [((name,), float(each.met)) for name, each in view.monitor.conditions().items()],
         )
 
     def _tree(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("moored_child_up", "1 while a child is running.", labels=["path"])
-        restarts = CounterMetricFamily(
-            "moored_child_restarts",
-            "How often a child failed and was started again.",
-            labels=["path"],
-        )
-        for path, node in _paths(self._view.tree()):
-            up.add_metric([path], float(node.state == "running"))
-            restarts.add_metric([path], node.restarts)
-        yield up
-        yield restarts
-
-    def _conditions(self) -> Iterator[Metric]:
-        met = GaugeMetricFamily(
-            "moored_condition_met", "1 while a condition is met.", labels=["name"]
-        )
-        for name, condition in self._view.monitor.conditions().items():
-            met.add_metric([name], float(condition.met))
-        yield met
+        nodes = list(self._view.tree().paths())
+        up = [((path,), float(node.state == "running")) for path, node in nodes]
+        yield gauge("moored_child_up", "1 while a child is running.", ("path",), up)
+        restarts = [((path,), node.restarts) for path, node in nodes]
+        text = "Restarts of a child after a failure."
+        yield counter("moored_child_restarts", text, ("path",), restarts)
 
     def _recorder(self) -> Iterator[Metric]:
-        recorded = CounterMetricFamily(
+        yield counter(
             "moored_events",
             "Events recorded, by component and kind.",
-            labels=["component", "kind"],
+            ("component", "kind"),
+            self._events.counts().items(),
         )
-        for (component, kind), count in self._events.counts().items():
-            recorded.add_metric([component, kind], count)
-        yield recorded
         now = self._view.recorder.statistics()
-        yield CounterMetricFamily(
-            "moored_events_dropped", "Events let go because a ring was full.", now.dropped
-        )
-        yield CounterMetricFamily(
-            "moored_sink_errors", "Times that a sink of the recorder failed.", now.sink_errors
+        text = "Recorded events discarded because the buffer of their component was full."
+        yield counter("moored_events_dropped", text, (), _one(now.dropped))
+        text = "Exceptions raised by sinks of the recorder."
+        yield counter("moored_sink_errors", text, (), _one(now.sink_errors))
+
+    def _http(self) -> Iterator[Metric]:
+        streams, now = self._streams.statistics(), self._connections.statistics()
+        text = "Open streams of /v1/events."
+        yield gauge("moored_streams", text, (), _one(streams.clients))
+        text = "Events discarded because a stream was read too slowly."
+        yield counter("moored_stream_events_dropped", text, (), _one(streams.dropped))
+        text = "Streams refused because there were too many."
+        yield counter("moored_streams_refused", text, (), _one(streams.refused))
+        yield gauge("moored_http_idle", "Idle HTTP connections.", (), _one(now.idle))
+        yield counter(
+            "moored_http_closed",
+            "HTTP connections closed by the service: timed_out, or refused to make room.",
+            ("reason",),
+            [(("timed_out",), now.timed_out), (("refused",), now.refused)],
         )
 
-    def _streams(self) -> Iterator[Metric]:
-        now = self._hub.statistics()
-        yield GaugeMetricFamily("moored_streams", "Open streams of /v1/events.", now.clients)
-        yield CounterMetricFamily(
-            "moored_stream_events_dropped", "Events that a slow stream lost.", now.dropped
-        )
-        yield CounterMetricFamily(
-            "moored_streams_refused", "Streams refused because there were too many.", now.refused
-        )
 
-
-def _paths(tree: Tree, above: str = "") -> Iterator[tuple[str, Tree]]:
-    path = f"{above}/{tree.name}" if above else tree.name
-    yield path, tree
-    for child in tree.children:
-        yield from _paths(child, path)
+def _one(value: float) -> Samples:
+    """The only sample of a metric without labels."""
+    return [((), value)]

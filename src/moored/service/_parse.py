@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moored.kernel import SECRETS, redacted, unescaped_password
+
 __all__ = [
     "choice",
     "connection_string",
@@ -27,12 +29,14 @@ __all__ = [
 
 _STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
 _URL_SCHEMES = ("postgresql://", "postgres://")
+_QUOTED = re.compile(r'"[^"]*"?')
 
 
-def text(value: object) -> str:
-    """A text that says something."""
+def text(value: object, *, secret: bool = False) -> str:
+    """A str that is not blank; the value of a secret is not part of the error."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text: put it in quotes")
+        what = f"a {type(value).__name__}" if secret else repr(value)
+        raise ValueError(f"{what} is not a str: put it in quotes")
     if not value.strip():
         raise ValueError("it is empty: give it a value, or leave it out")
     return value.strip()
@@ -63,15 +67,11 @@ def port(value: object) -> int:
             f"{value!r} is what Kubernetes sets for a service that is named moored: "
             "set enableServiceLinks: false for the pod, or use --port"
         )
-    try:
-        if isinstance(value, bool | float):
-            raise ValueError
-        number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise ValueError(f"{value!r} is not a port: give a number from 0 to 65535") from None
-    if not 0 <= number <= 65535:
-        raise ValueError(f"{number} is not a port: give a number from 0 to 65535")
-    return int(number)
+    number = _integer(value)
+    if number is None or not 0 <= number <= 65535:
+        given = repr(value) if number is None else number
+        raise ValueError(f"{given} is not a port: give a number from 0 to 65535")
+    return number
 
 
 def seconds(value: object) -> float:
@@ -91,15 +91,12 @@ def seconds(value: object) -> float:
 
 def count(value: object) -> int:
     """How many of something, at least one."""
-    try:
-        if isinstance(value, bool | float):
-            raise ValueError
-        number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise ValueError(f"{value!r} is not a number: give one such as 20") from None
+    number = _integer(value)
+    if number is None:
+        raise ValueError(f"{value!r} is not a number: give one such as 20")
     if number < 1:
         raise ValueError(f"{number} is too few: give 1 or more")
-    return int(number)
+    return number
 
 
 def stream_id(value: object) -> str:
@@ -117,12 +114,15 @@ def directory(value: object) -> Path:
     """A directory, with `~` for the home."""
     if isinstance(value, Path):
         return value
-    return Path(text(value)).expanduser()
+    try:
+        return Path(text(value)).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ValueError(f"{value!r} has no home directory: {error}") from None
 
 
 def secret(value: object) -> str:
     """A token that fits in an HTTP header as it is."""
-    token = text(value)
+    token = text(value, secret=True)
     if not all("!" <= letter <= "~" for letter in token):
         # The token itself stays out of the message: messages end up in logs.
         raise ValueError("it may hold only visible ASCII characters, and no spaces")
@@ -140,7 +140,7 @@ def host_names(value: object) -> tuple[str, ...]:
 
 def connection_string(value: object) -> str:
     """A PostgreSQL URL, or libpq's `key=value` words."""
-    url = text(value)
+    url = text(value, secret=True)
     scheme, mark, rest = url.partition("://")
     if mark and f"{scheme}://" not in _URL_SCHEMES:
         fix = (
@@ -148,7 +148,12 @@ def connection_string(value: object) -> str:
             if scheme.startswith("postgres")
             else "postgresql://…"
         )
-        raise ValueError(f"{scheme}:// is not PostgreSQL's scheme: write {fix}")
+        raise ValueError(f"{SECRETS.hide(scheme)}:// is not PostgreSQL's scheme: write {fix}")
+    if unescaped_password(url):
+        raise ValueError(
+            "its password holds a character that a URL must escape: write %40 for @, %2F for / "
+            "and %25 for %"
+        )
     if not mark and "=" not in url:
         raise ValueError("it is not a connection string: write postgresql://user@host:5432/name")
     # Imported when there is something to check: it takes longer than all the rest.
@@ -158,8 +163,10 @@ def connection_string(value: object) -> str:
     try:
         conninfo_to_dict(url)
     except psycopg.Error as error:
-        # The message of libpq may quote the string, and the string may hold a password.
-        reason = str(error).strip().partition("\n")[0].replace(url, "…")
+        reason = str(error).strip().partition("\n")[0]
+        if redacted(url) != url:
+            # libpq quotes the part that it does not understand: perhaps a part of the password.
+            reason = _QUOTED.sub('"…"', reason)
         raise ValueError(
             f"it is not a connection string that libpq understands ({reason})"
         ) from None
@@ -178,6 +185,14 @@ def choice(*allowed: str) -> Callable[[object], str]:
         return word
 
     return parse
+
+
+def _integer(value: object) -> int | None:
+    """An int, or the one that a str holds; None for everything else."""
+    try:
+        return None if isinstance(value, bool | float) else int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        return None
 
 
 def _after_user(rest: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
-from moored.kernel import Child, Clock, MooredError, Machine, Recorder, StatusMonitor, Tree
+from moored.kernel import Child, Clock, Machine, MooredError, Recorder, StatusMonitor, Tree
 
 from ._health import Status
 
@@ -19,13 +19,13 @@ StrategyName = Literal["one_for_one", "one_for_all", "rest_for_one"]
 
 
 class System(Protocol):
-    """What a part can show of itself, once it has something to show."""
+    """What a running part shows: its numbers, its explanation and its tree."""
 
     def statistics(self) -> Mapping[str, Any]:
-        """Everything, as JSON can hold it: for `/v1/status`."""
+        """Its whole state as JSON-serializable data, for `/v1/status`."""
 
     def explain(self) -> str:
-        """Why it is as it is, in words: for `/v1/explain/<part>`."""
+        """Why it is in its present state, as text, for `/v1/explain/<part>`."""
 
     def tree(self) -> Tree:
         """Its own supervision tree, to be shown below the child that runs it."""
@@ -40,14 +40,14 @@ class Wiring:
     #: Where everything that happens is recorded.
     recorder: Recorder
     clock: Clock
-    #: Tell the person who started the service something.
+    #: Print a notice on stdout.
     say: Callable[[str], None]
-    #: Say that the service cannot start; without effect once it has been active.
+    #: End the start of the service with this error; no effect once it has been active.
     give_up: Callable[[MooredError], None]
-    #: Say that the service cannot go on, at any time: it ends with exit code 2 and this text.
+    #: End the service with this error, at any time: exit code 2, and the text on stderr.
     fail: Callable[[MooredError], None]
-    #: Say how a part is, in a word of the table of `/v1/health`, and why. Its conditions are met
-    #: while the word is one that is answered with 200.
+    #: Set the health of a part, with the reason. Its conditions are met while `/v1/health` answers
+    #: 200 for that health.
     health: Callable[[str, Status, str], None]
     #: The machines that `/v1/status` and the page show; a part appends its own.
     machines: list[Machine] = field(default_factory=list)
@@ -65,16 +65,16 @@ class Part:
 
     The service runs its children under a supervisor of the part's name, which is started before
     the HTTP service and stopped after it. A child should call `ctx.started()` as soon as it is
-    under way rather than when it is ready: the HTTP service starts behind it, and tells the world
-    by the conditions what is missing.
+    under way rather than when it is ready: the HTTP service starts after it, and shows by the
+    conditions what is missing.
     """
 
     #: Unique; the children's paths are "moored/<name>/…".
     name: str
     #: Makes the children.
     build: Callable[[Wiring], Sequence[Child]]
-    #: What must hold before the service is active. A part that has more to say than that they
-    #: are met or not says so by `Wiring.health`.
+    #: What must hold before the service is active. A part with more than two states of health
+    #: reports them through `Wiring.health`.
     conditions: tuple[str, ...] = ()
     #: HTTP apps by their path, such as "/v1/shape"; they stand behind the same door as all routes.
     mounts: Mapping[str, ASGIApp] = field(default_factory=dict)

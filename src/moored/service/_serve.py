@@ -20,7 +20,7 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from moored.kernel import MooredError
+from moored.kernel import SECRETS, MooredError
 
 from ._config import Config
 from ._errors import ServiceError
@@ -82,13 +82,13 @@ async def _run(
 
 
 async def _active(service: Service, asked: asyncio.Event) -> bool:
-    """Wait for the first time that the service is active; False when it is to stop before."""
+    """Wait until the service is active; return False when it has to stop before."""
     await _first(asyncio.shield(service.first_active), asked.wait(), service.root.wait())
     return service.first_active.done()
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
-    """Wait for the first of them; raises what it raised."""
+    """Wait for the first of these; raise its exception, if it has one."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -113,5 +113,6 @@ def _ready(service: Service, took: float) -> str:
 
 def _complain(error: MooredError, code: int) -> int:
     # The first line says it; what follows (a server's log) is in the log already.
-    print(f"moored: {str(error).partition(chr(10))[0]}", file=sys.stderr, flush=True)  # noqa: T201
+    line = SECRETS.hide(str(error).partition("\n")[0])
+    print(f"moored: {line}", file=sys.stderr, flush=True)  # noqa: T201
     return code

@@ -14,19 +14,20 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from moored.kernel import Clock, MooredError, Recorder, StatusChange, StatusMonitor, Supervisor
 
 from . import _http
 from ._app import make_app
+from ._browser_streams import BrowserStreams
 from ._config import Config
+from ._connections import Connections
 from ._database import database_part
 from ._feed import Feed
 from ._health import HTTP, Board, Status
-from ._hub import Hub
 from ._metrics import EventCounter, registry_of
+from ._outages import PartOutages
 from ._part import Part, Wiring
 from ._view import View
 
@@ -68,6 +69,7 @@ class Service:
         )
         self._say = say
         self._clock = clock
+        self._outages = PartOutages(self.recorder, clock)
         self._wiring = Wiring(
             self.monitor, self.recorder, clock, say, self._give_up, self._fail, self._health
         )
@@ -88,20 +90,26 @@ class Service:
             clock,
             machines=self._wiring.machines,
             systems=self._wiring.systems,
+            outage_of=self._outages.words,
             address=address_of(config, sockets),
         )
-        hub = Hub()
-        self._feed = Feed(self.view, hub)
+        streams, connections = BrowserStreams(), Connections()
+        self._feed = Feed(self.view, streams)
         self._counter = EventCounter()
         app = make_app(
             config,
             self.view,
             self._feed,
-            registry_of(self.view, self._counter, hub, self._wiring.collectors),
+            registry_of(self.view, self._counter, streams, connections, self._wiring.collectors),
             mounts={path: app for part in parts for path, app in part.mounts.items()},
         )
         http = _http.http_child(
-            app, sockets, hub, self.monitor, access_log=config.log_level == "debug"
+            app,
+            sockets,
+            streams,
+            self.monitor,
+            connections,
+            access_log=config.log_level == "debug",
         )
         self.root = Supervisor(
             ROOT,
@@ -125,12 +133,7 @@ class Service:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     def force(self) -> None:
@@ -157,6 +160,7 @@ class Service:
             self.failed.set_exception(error)
 
     def _health(self, part: str, word: Status, detail: str) -> None:
+        before = self._board.words(self.monitor.conditions())[part]
         conditions = self._board.say(part, word)
         # The word is part of what is told: a condition that is told the same again is no news.
         told = detail if word == "active" else f"{word}: {detail}"
@@ -165,6 +169,10 @@ class Service:
                 self.monitor.set(name, owner="nobody", detail=told)
             else:
                 self.monitor.clear(name, told)
+        if HTTP[word] == 200:
+            self._outages.regained(part)
+        elif HTTP[before] == 200:
+            self._outages.lost(part, detail)
 
     def _on_change(self, change: StatusChange[Status]) -> None:
         now, detail = self._clock.monotonic(), change.condition.detail

@@ -31,7 +31,7 @@ class Signals:
         self._previous: dict[signal.Signals, Any] = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # What nohup has ignored stays ignored. A script's background jobs begin with SIGINT
-            # ignored too, but there it is no wish: who sends it means it.
+            # ignored too, but by default, not on purpose: a SIGINT that is sent to one stops it.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
 
@@ -42,7 +42,7 @@ class Signals:
         on_stop: Callable[[], None],
         on_force: Callable[[], None],
     ) -> None:
-        """From now on tell this loop; also of a signal that came before."""
+        """Call back on this loop from now on, at once for a signal that came before."""
         self._loop, self._on_stop, self._on_force = loop, on_stop, on_force
         if self._asked:
             on_stop()

@@ -1,7 +1,9 @@
-"""Everything that the service knows about itself: for the status, the page and the metrics."""
+"""The state of the whole service, for the status, the page and the metrics."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,19 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import moored
-from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree
+from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, describe
 
 from ._health import Board, Status
 from ._part import System
 
 __all__ = ["View", "find_component", "grafted"]
 
+log = logging.getLogger("moored.service")
+
 #: Events in a full state: enough to see what led here, little enough to send at every change.
 RECENT = 50
 
 
 def find_component(wanted: str, known: Iterable[str]) -> list[str]:
-    """The components that a person may mean: the one of that name, or those that end with it."""
+    """The component with this path, or else those whose path ends with it."""
     names = sorted(set(known))
     wanted = wanted.strip("/")
     if wanted in names:
@@ -40,7 +44,7 @@ def grafted(tree: Tree, others: Mapping[str, Tree], path: str = "") -> Tree:
 
 @dataclass
 class View:
-    """What there is to see. It reads, and changes nothing."""
+    """A read-only view of the service."""
 
     root: Callable[[], Tree]
     monitor: StatusMonitor[Status]
@@ -52,6 +56,8 @@ class View:
     systems: Mapping[str, System] = field(default_factory=dict)
     #: Where the service is reached, once that is known.
     address: str = ""
+    #: The last outage of a part, in lines of an explanation.
+    outage_of: Callable[[str], Iterable[str]] = lambda part: ()
     _began: float = field(init=False)
     _began_wall: float = field(init=False)
 
@@ -61,16 +67,30 @@ class View:
 
     @property
     def status(self) -> Status:
-        """How all parts are, in one word."""
+        """The health of the service: the worst of its parts."""
         return self.monitor.status()
 
     def words(self) -> dict[str, Status]:
-        """How each part is, in one word."""
+        """The health of each part."""
         return self.board.words(self.monitor.conditions())
 
     def tree(self) -> Tree:
         """The supervision tree, with those that the parts have of their own."""
-        return grafted(self.root(), {path: each.tree() for path, each in self.systems.items()})
+        return grafted(self.root(), self._trees())
+
+    def shown_tree(self) -> Tree:
+        """The same tree, with the health of a part instead of "running" where it is not active.
+
+        A child may run and wait for a server that is away; so the root, each part and each child
+        that runs a system have the health of the part instead of "running".
+        """
+        tree = self.tree()
+        words = {f"{tree.name}/{part}": word for part, word in self.words().items()}
+        words |= {path: words[part] for path in self.systems if (part := _above(path)) in words}
+        return _with_health(tree, {tree.name: self.status, **words})
+
+    def _trees(self) -> dict[str, Tree]:
+        return {path: tree for path, each in self.systems.items() if (tree := _tree_of(each))}
 
     @property
     def uptime(self) -> float:
@@ -90,29 +110,94 @@ class View:
             "uptime": self.uptime,
             "conditions": self.monitor.as_dict()["conditions"],
             "machines": [machine.as_dict() for machine in self.machines],
-            **{_part_of(path): dict(each.statistics()) for path, each in self.systems.items()},
-            "tree": self.tree().as_dict(),
+            **{self._label(path): _numbers_of(each) for path, each in self.systems.items()},
+            "tree": self.shown_tree().as_dict(),
             "events": [event.as_dict() for event in self.recorder.events(limit=RECENT)],
         }
 
     def components(self) -> tuple[str, ...]:
-        """Everything that can be explained."""
-        named = {path.rpartition("/")[0] for path in self.systems}
-        return tuple(sorted({*self.recorder.components(), *named}))
+        """Everything that can be explained: the paths of the tree, and what else is recorded."""
+        paths = self._paths()
+        others = {name for path, name in paths.items() if path != name}
+        return tuple(sorted({*paths, *self.recorder.components()} - others))
+
+    def find(self, wanted: str) -> list[str]:
+        """The component with this path or name, or else those whose path ends with it."""
+        wanted = wanted.strip("/")
+        exact = wanted in self.recorder.components() or wanted in map(_part_of, self.systems)
+        return [wanted] if exact else find_component(wanted, self.components())
 
     def explain(self, component: str) -> dict[str, Any]:
-        """One component: why it is as it is, in words and as events."""
+        """Why a component is in its present state, as text and as events."""
+        recorded = self._paths().get(component, component)
+        events = self.recorder.events(recorded, limit=RECENT)
         return {
             "component": component,
-            "explanation": self._explanation(component),
-            "events": [event.as_dict() for event in self.recorder.events(component, limit=RECENT)],
+            "explanation": self._explanation(component, recorded),
+            "events": [event.as_dict() for event in events],
         }
 
-    def _explanation(self, component: str) -> str:
+    def _explanation(self, component: str, recorded: str) -> str:
         for path, system in self.systems.items():
-            if component in (path.rpartition("/")[0], _part_of(path)):
-                return system.explain()
-        return self.recorder.explain(component)
+            if component in (path, _above(path), _part_of(path)):
+                try:
+                    told = system.explain()
+                except Exception as error:
+                    told = f"{_broken(error)}\n{self.recorder.explain(recorded)}"
+                if "\n  before " in told:
+                    return told  # the system knows more of it
+                return "\n".join([told, *self.outage_of(_part_of(path))])
+        return self.recorder.explain(recorded)
+
+    def _paths(self) -> dict[str, str]:
+        """The paths of the tree, each with the component that its events are recorded under."""
+        paths = {path: path for path, _ in self.root().paths()}
+        for path, tree in self._trees().items():
+            for inner, _ in tree.paths():
+                below = inner.removeprefix(tree.name)
+                if below:
+                    paths[path + below] = inner
+        return paths
+
+    def _label(self, path: str) -> str:
+        """The key of a system in the status: its part, or more of its path if that has several."""
+        part = _part_of(path)
+        alone = [_part_of(each) for each in self.systems].count(part) == 1
+        return part if alone else path.partition("/")[2]
+
+
+def _numbers_of(system: System) -> dict[str, Any]:
+    try:
+        numbers = dict(system.statistics())
+        json.dumps(numbers, default=str)
+    except Exception as error:
+        return {"error": _broken(error)}
+    return numbers
+
+
+def _tree_of(system: System) -> Tree | None:
+    try:
+        return system.tree()
+    except Exception as error:
+        log.warning("the supervision tree of a part cannot be read: %s", describe(error))
+        return None
+
+
+def _broken(error: Exception) -> str:
+    return f"the state of this part cannot be read: {describe(error)}"
+
+
+def _with_health(tree: Tree, words: Mapping[str, Status], path: str = "") -> Tree:
+    path = f"{path}/{tree.name}" if path else tree.name
+    word = words.get(path, "active")
+    state = word if tree.state == "running" and word != "active" else tree.state
+    children = tuple(_with_health(child, words, path) for child in tree.children)
+    return replace(tree, state=state, children=children)
+
+
+def _above(path: str) -> str:
+    """The path of the part: "moored/postgres" for "moored/postgres/manager"."""
+    return path.rpartition("/")[0]
 
 
 def _part_of(path: str) -> str:

@@ -69,7 +69,7 @@ function condition([name, it]) {
 function machine(it) {
   const item = make("li");
   const row = make("div", "row");
-  const at = it.phase === it.step ? it.phase : `${it.phase} / ${it.step}`;
+  const at = it.doing;
   row.append(make("span", "name", it.name), make("span", "badge", at), timeSince(it.for));
   item.append(row);
   const last = it.history[it.history.length - 1];
@@ -106,7 +106,7 @@ function stream(it) {
   const holder = it.lock.holder;
   if (holder) facts.push(fact("lock", `held by backend ${holder.pid} (${holder.application}, for ${duration(holder.age)})`));
   for (const each of it.slot_blockers) {
-    facts.push(fact("slot", `waits for backend ${each.pid}, open for ${duration(each.age)}: ${each.query}`));
+    facts.push(fact("slot", `waits for backend ${each.pid}, open for ${duration(each.age)}${each.query && ": " + each.query}`));
   }
   if (it.flushed) facts.push(fact("positions", `received ${it.received}, flushed ${it.flushed}, last seen ${it.last_seen}`));
   if (it.lag) facts.push(fact("lag", `${bytes(it.lag.bytes)}, ${duration(it.lag.seconds)}`));
@@ -191,7 +191,9 @@ function showState(state) {
   byId("machines").replaceChildren(...state.machines.map(machine));
   byId("machines-section").hidden = state.machines.length === 0;
   byId("stream-section").hidden = !state.postgres;
-  if (state.postgres) {
+  if (state.postgres && state.postgres.error) {
+    byId("stream").replaceChildren(fact("broken", state.postgres.error));
+  } else if (state.postgres) {
     byId("stream-id").textContent = state.postgres.stream_id;
     byId("stream").replaceChildren(...stream(state.postgres));
   }

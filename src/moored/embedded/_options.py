@@ -1,4 +1,4 @@
-"""What the caller chooses, and what PostgreSQL is told for it."""
+"""The options of an embedded server, and the command lines and settings that follow from them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from moored.embedded._binaries import Binaries
+from moored.embedded._binaries import Binaries, minimal_environment
 from moored.embedded._errors import EmbeddedError
 from moored.embedded._guarded import Grace
 
-__all__ = ["Config", "environment"]
+__all__ = ["ServerOptions", "environment"]
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LONGEST_SOCKET = 107
@@ -31,8 +31,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything that a caller may choose; mistakes are told at once, and all of them."""
+class ServerOptions:
+    """The options of the caller; raises one `EmbeddedError` with all the mistakes."""
 
     version: int | None
     bin_dir: Path | None
@@ -90,11 +90,11 @@ class Config:
         return self.port or (_UNIX_PORT if self.socket_dir else 0)
 
     def where(self, port: int) -> str:
-        """Where the server listens, for people."""
+        """The address that the server listens on, for messages."""
         return f"{self.socket_dir or self.host}:{port}"
 
     def url(self, port: int, password: str, database: str | None = None) -> str:
-        """How to reach it."""
+        """The URL of a database of the server."""
         login = f"{quote(self.user, safe='')}:{quote(password, safe='')}"
         name = quote(database or self.database, safe="")
         if self.socket_dir is not None:
@@ -138,7 +138,7 @@ class Config:
         return command
 
     def durable(self, *, temporary: bool) -> bool:
-        """Whether the data shall survive the machine."""
+        """Whether the data must survive a crash of the machine."""
         return not temporary and self.options.get("fsync") != "off"
 
     def settings(self, *, temporary: bool) -> str:
@@ -162,12 +162,6 @@ def _quoted(value: str) -> str:
 
 
 def environment(binaries: Binaries) -> dict[str, str]:
-    """This process's, without what would change the server behind its configuration's back."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PG", "LC_", "LANG"))
-    }
-    if binaries.moved:
-        kept["LD_LIBRARY_PATH"] = str(binaries.prefix / "lib")
-    return {**kept, "LC_ALL": "C"}
+    """What the server gets of this process's environment."""
+    moved = {"LD_LIBRARY_PATH": str(binaries.prefix / "lib")} if binaries.moved else {}
+    return {**minimal_environment(), **moved}

@@ -1,8 +1,8 @@
-"""From one stream of news to many browsers: bounded for each, so that a slow one slows nobody.
+"""The streams of server-sent events to browsers, each with a bounded queue.
 
-Two kinds of news go out. The *state* is only ever wanted in its newest form, so a newer one takes
-the place of one that was not yet sent. *Events* are queued; when a client's queue is full its
-oldest event goes, is counted, and the client is told how many it lost.
+Two kinds of messages are sent. Of the *state* only the newest is of use, so a newer one replaces
+one that was not sent yet. *Events* are queued; when the queue of a stream is full, its oldest event
+is dropped and counted, and the page gets a message with the number of lost events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-__all__ = ["Client", "Hub", "HubStatistics", "message"]
+__all__ = ["BrowserStatistics", "BrowserStream", "BrowserStreams", "message"]
 
 COMMENT = b": still here\n\n"
 
@@ -23,8 +23,8 @@ def message(name: str, data: str, *, number: int | None = None) -> bytes:
     return f"event: {name}\n{line}data: {data}\n\n".encode()
 
 
-class HubStatistics(NamedTuple):
-    """What the hub has done."""
+class BrowserStatistics(NamedTuple):
+    """Open streams, and what was dropped or refused."""
 
     #: Streams that are open now.
     clients: int
@@ -34,8 +34,8 @@ class HubStatistics(NamedTuple):
     refused: int
 
 
-class Client:
-    """One open stream and what waits to be sent on it."""
+class BrowserStream:
+    """One open stream, with its queue."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -53,7 +53,7 @@ class Client:
         self._news.set()
 
     def give(self, event: bytes) -> None:
-        """Queue an event; when there is no room, the oldest goes, and is counted."""
+        """Queue an event; when the queue is full, drop and count the oldest one."""
         if len(self._events) >= self._size:
             self._events.popleft()
             self._untold += 1
@@ -62,12 +62,12 @@ class Client:
         self._news.set()
 
     def close(self) -> None:
-        """End the stream once what waits has been sent."""
+        """End the stream when its queue is empty."""
         self._closed = True
         self._news.set()
 
     def take(self) -> list[bytes]:
-        """Everything that waits, in the order in which a page should hear it."""
+        """Empty the queue: lost events first, then events, then the state."""
         self._news.clear()
         found = list(self._events)
         self._events.clear()
@@ -80,7 +80,7 @@ class Client:
         return found
 
     async def stream(self, *, heartbeat: float) -> AsyncIterator[bytes]:
-        """What to send, with a comment in quiet times, so that proxies and both ends stay awake."""
+        """Yield the bytes to send, and a comment after each `heartbeat` idle seconds."""
         while True:
             if waiting := self.take():
                 yield b"".join(waiting)
@@ -94,64 +94,65 @@ class Client:
                     yield COMMENT
 
 
-class Hub:
+class BrowserStreams:
     """The open streams. It lives on one event loop.
 
-    `max_clients` bounds what a forgotten browser tab, times many, can cost. `size` is how many
+    `limit` bounds what a forgotten browser tab, times many, can cost. `size` is how many
     events one client may fall behind.
     """
 
-    def __init__(self, *, max_clients: int = 100, size: int = 256) -> None:
-        self._max_clients = max_clients
+    def __init__(self, *, limit: int = 100, size: int = 256) -> None:
+        self._limit = limit
         self._size = size
-        self._clients: set[Client] = set()
+        self._clients: set[BrowserStream] = set()
         self._dropped = 0
         self._refused = 0
         self._closed = False
 
-    def join(self) -> Client | None:
-        """A new stream, or None when there are too many already."""
-        if len(self._clients) >= self._max_clients or self._closed:
+    def join(self) -> BrowserStream | None:
+        """Open a stream; return None when there are too many."""
+        if len(self._clients) >= self._limit or self._closed:
             self._refused += 1
             return None
-        client = Client(self._size)
+        client = BrowserStream(self._size)
         self._clients.add(client)
         return client
 
-    def leave(self, client: Client) -> None:
-        """Forget a stream that has ended."""
+    def leave(self, client: BrowserStream) -> None:
+        """Remove a stream that has ended."""
         if client in self._clients:
             self._clients.discard(client)
             self._dropped += client.dropped
 
     def publish(self, event: bytes) -> None:
-        """Give every stream an event."""
+        """Queue an event on every stream."""
         for client in self._clients:
             client.give(event)
 
     def publish_state(self, state: bytes) -> None:
-        """Give every stream the newest state."""
+        """Set the newest state on every stream."""
         for client in self._clients:
             client.give_state(state)
 
     def close(self) -> None:
-        """End every stream, so that a stop need not wait for browsers."""
+        """End every stream, and refuse new ones."""
         self._closed = True
         for client in self._clients:
             client.close()
 
     def open(self) -> None:
-        """Take streams again, after a restart of the HTTP part."""
+        """Accept streams again, after a restart of the HTTP server."""
         self._closed = False
 
-    def statistics(self) -> HubStatistics:
+    def statistics(self) -> BrowserStatistics:
         """How many streams there are, and what was lost."""
         dropped = self._dropped + sum(client.dropped for client in self._clients)
-        return HubStatistics(len(self._clients), dropped, self._refused)
+        return BrowserStatistics(len(self._clients), dropped, self._refused)
 
     def __len__(self) -> int:
         return len(self._clients)
 
     def __repr__(self) -> str:
         now = self.statistics()
-        return f"<Hub: {now.clients} of {self._max_clients} streams, {now.dropped} events dropped>"
+        open_now = f"{now.clients} of {self._limit} streams"
+        return f"<BrowserStreams: {open_now}, {now.dropped} events dropped>"

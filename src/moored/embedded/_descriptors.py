@@ -1,15 +1,15 @@
-"""Descriptors that belong to this process alone."""
+"""File descriptors that a fork of this process closes at once."""
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["Owned"]
+__all__ = ["OwnedDescriptor"]
 
 _open: set[int] = set()
 
 
-class Owned:
+class OwnedDescriptor:
     """An open descriptor that a fork of this process gives up at once.
 
     A fork without exec (multiprocessing, a pre-forking server) has a copy of every descriptor: of
@@ -33,7 +33,7 @@ class Owned:
         return self._number in _open
 
     def close(self) -> None:
-        """Close it; once is enough."""
+        """Close the descriptor; closing it again has no effect."""
         if self.open:
             _open.discard(self._number)
             os.close(self._number)

@@ -1,0 +1,74 @@
+"""The last outage of each part, with its cause and length: kept after the part has recovered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from moored.kernel import Clock, Recorder, duration
+
+__all__ = ["PartOutages"]
+
+#: The failure that led to an outage is recorded a little before the condition is lost.
+BEFORE = 1.0
+#: Failures shown for one outage: the first are the causes, the rest are their effects.
+TOLD = 3
+
+
+@dataclass
+class _Outage:
+    at: float
+    wall: float
+    detail: str
+    lasted: float | None = None
+    failures: tuple[str, ...] = ()
+
+
+class PartOutages:
+    """The last outage of each part; an outage begins and ends with `/v1/health`."""
+
+    def __init__(self, recorder: Recorder, clock: Clock) -> None:
+        self._recorder = recorder
+        self._clock = clock
+        self._last: dict[str, _Outage] = {}
+
+    def lost(self, part: str, detail: str) -> None:
+        """Begin an outage of a part."""
+        self._last[part] = _Outage(self._clock.monotonic(), self._clock.wall(), detail)
+
+    def regained(self, part: str) -> None:
+        """End the outage of a part, if there is one."""
+        outage = self._last.get(part)
+        if outage is not None and outage.lasted is None:
+            outage.failures = tuple(self._failures(outage))
+            outage.lasted = self._clock.monotonic() - outage.at
+
+    def words(self, part: str) -> Iterator[str]:
+        """The last outage of a part, as lines of an explanation."""
+        outage = self._last.get(part)
+        if outage is None:
+            return
+        if outage.lasted is None:
+            now = self._clock.monotonic() - outage.at
+            yield f"  before   it worked until {_time(outage.wall)}, {duration(now)} ago"
+            failures = tuple(self._failures(outage))
+        else:
+            end = _time(outage.wall + outage.lasted)
+            lasted = duration(outage.lasted)
+            yield f"  before   it did not work for {lasted}, from {_time(outage.wall)} to {end}"
+            failures = outage.failures
+        for words in failures or (outage.detail,):
+            yield f"  because  {words}"
+
+    def _failures(self, outage: _Outage) -> Iterator[str]:
+        told = 0
+        for event in self._recorder.events():
+            if event.kind == "failure" and event.at >= outage.at - BEFORE and told < TOLD:
+                told += 1
+                why = event.because[0] if event.because else event.text
+                yield f"{event.component}: {why}"
+
+
+def _time(wall: float) -> str:
+    return f"{datetime.fromtimestamp(wall, tz=UTC).astimezone():%Y-%m-%d %H:%M:%S}"
