@@ -3,13 +3,16 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Tests start hundreds of programs: without byte code on disk each compiles everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
 
-# Size of the fault, load and schedule tests: small in `test`, full in `soak`.
+# Size of the fault, load and schedule tests: tiny in `check`, small in `test`, full in `soak`.
+CHECK_SCALE ?= 0.01
 TEST_SCALE ?= 0.05
 SOAK_SCALE ?= 1
 # A fixed seed gives a fixed order and fixed schedules; `soak` draws a new one and prints it.
@@ -20,12 +23,14 @@ endif
 # More than there are cores: most of the time a test waits for a server.
 WORKERS    ?= 3
 PORT       ?= 8089
-# Python's development mode, with the usual allocator: there is no C of ours for the other to check.
-PYTEST     := PYTHONMALLOC=pymalloc $(BIN)/python -X dev -m pytest -p no:cacheprovider
+PYTEST     := $(BIN)/python -m pytest -p no:cacheprovider
+# Python's development mode turns asyncio's debugging on, which takes most of the time of a pure
+# test: in `soak` only. The usual allocator, because there is no C of ours for the other to check.
+PYTEST_DEV := PYTHONMALLOC=pymalloc $(BIN)/python -X dev -m pytest -p no:cacheprovider
 
 say = @printf '\033[1m» %s\033[0m\n'
 
-.PHONY: help run test soak lint format bench bench-check docs clean servers
+.PHONY: help run check pure test collect soak lint format bench bench-check docs clean servers
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -55,17 +60,27 @@ run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:
 servers: ## Install the real servers that the tests use (needs root and apt)
 	@$(PYTHON) tools/servers.py install
 
+check: $(VENV)/.dev ## Lint, types and the pure tests, in under a minute: what one runs while working
+	@$(MAKE) -j2 --output-sync=target lint pure
+
+# Only the files with the marker, because importing all tests takes longer than running these.
+pure: $(VENV)/.dev
+	$(say) "tests that start no server and no program (seed $(TEST_SEED), scale $(CHECK_SCALE))"
+	@MOORED_SCALE=$(CHECK_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'pure and not soak' -n 2 --dist worksteal --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED) $$(grep -rl 'pytest\.mark\.pure' --include='test_*.py' tests)
+
 test: $(VENV)/.dev servers ## Lint, types, layers, docs and all tests, at small scale
-	@$(MAKE) -j2 --output-sync=target lint docs
-	$(say) "tests, in parallel on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
-	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
-	$(say) "tests that need the machine for themselves"
-	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m serial --durations=15 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
+	@$(MAKE) -j2 --output-sync=target lint docs collect
+	$(say) "tests on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
+	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not soak' -n $(WORKERS) --dist worksteal --durations=10 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
+
+# Import all tests once, so that the workers need not each compile them with their assertions.
+collect: $(VENV)/.dev
+	$(say) "compiling the tests"
+	@$(PYTEST) -q --collect-only >$(VENV)/collected || { cat $(VENV)/collected; exit 1; }
 
 soak: $(VENV)/.dev servers ## The same tests at full scale, with a new seed each time
 	$(say) "soak at scale $(SOAK_SCALE) with seed $(SOAK_SEED): repeat it with make soak SOAK_SEED=$(SOAK_SEED)"
-	@MOORED_SCALE=$(SOAK_SCALE) MOORED_SEED=$(SOAK_SEED) $(PYTEST) -q -m 'not serial' -n $(WORKERS) --dist loadfile --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
-	@MOORED_SCALE=$(SOAK_SCALE) MOORED_SEED=$(SOAK_SEED) $(PYTEST) -q -m serial --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
+	@MOORED_SCALE=$(SOAK_SCALE) MOORED_SEED=$(SOAK_SEED) $(PYTEST_DEV) -q -n $(WORKERS) --dist loadfile --randomly-seed=$(SOAK_SEED) --hypothesis-seed=$(SOAK_SEED) --timeout=1800
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, documented public names
 	$(say) "lint, format, types, layers, public names"

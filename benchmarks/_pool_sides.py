@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import asyncpg
@@ -15,6 +14,7 @@ from sqlalchemy import URL, create_engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from moored.reservoir import AsyncConnectionPool, ConnectionPool
+from moored.reservoir import sqlalchemy as ours_sqlalchemy
 
 SIZE = 10
 
@@ -64,12 +64,7 @@ class FloorBlock:
         self._conn = self._ready.popleft()
         return self._conn
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._ready.append(self._conn)
 
 
@@ -121,3 +116,52 @@ def thread_sides(url: str) -> Iterator[dict[str, Side]]:
     }
     for close in (ours.close, peer.close, engine.dispose):
         close()
+
+
+@contextmanager
+def async_engines(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]:
+    """SQLAlchemy's engine on a reservoir, and with its own QueuePool, for asyncio."""
+    options: dict[str, Any] = {"pool_size": SIZE, "max_overflow": 0}
+    ours = ours_sqlalchemy.create_async_engine(psycopg_url(url), **options)
+    peer = create_async_engine(psycopg_url(url), **options)
+    runner.run(ours_sqlalchemy.reservoir_of(ours).open(wait=True))
+    runner.run(_fill_async(peer))
+    yield {"ours": Side(ours.connect), "queuepool": Side(peer.connect)}
+    for engine in (ours, peer):
+        runner.run(engine.dispose())
+
+
+async def _fill_async(engine: Any) -> None:
+    """Let a QueuePool open all its connections, so that both sides have as many in turn."""
+    for conn in [await engine.connect() for _ in range(SIZE)]:
+        await conn.close()
+
+
+@contextmanager
+def thread_engines(url: str) -> Iterator[dict[str, Side]]:
+    """The same for threads."""
+    options: dict[str, Any] = {"pool_size": SIZE, "max_overflow": 0}
+    ours = ours_sqlalchemy.create_engine(psycopg_url(url), **options)
+    peer = create_engine(psycopg_url(url), **options)
+    ours_sqlalchemy.reservoir_of(ours).open(wait=True)
+    for conn in [peer.connect() for _ in range(SIZE)]:
+        conn.close()
+    yield {"ours": Side(ours.connect), "queuepool": Side(peer.connect)}
+    for engine in (ours, peer):
+        engine.dispose()
+
+
+@contextmanager
+def asyncpg_sides(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]:
+    """Pools of asyncpg's connections, both of which reset the session of each that comes back."""
+    ours: Any = AsyncConnectionPool(url, connect=asyncpg.connect, max_size=SIZE, open=False)
+    runner.run(ours.open())
+    runner.run(ours.wait())
+    peer = runner.run(_create_asyncpg(url))
+    yield {"ours": Side(ours.connection, ours), "asyncpg_pool": Side(peer.acquire)}
+    for pool in (ours, peer):
+        runner.run(pool.close())
+
+
+async def _create_asyncpg(url: str) -> Any:
+    return await asyncpg.create_pool(url, min_size=SIZE, max_size=SIZE)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moored.sessions import Acked, Outgoing, Protocol, Session, Sessions, Tcp
-from moored.sessions.demo import Demo, DemoServer
+from moored.testing.demo import Demo, DemoServer
 
 #: Made before the first look, so that what is needed once is not counted.
 WARM_UP = 20
@@ -81,7 +81,7 @@ async def sessions(where: str, count: int) -> dict[str, float]:
             status = session.status()
             assert status["state"] == "online", status
             assert status["acked"] == status["generation"] == 1, status
-            assert found.recorder.events(session._name), "the recorder is off"
+            assert found.recorder.events(session._runtime.name), "the recorder is off"
         return {"kib": (after - before) / 1024 / count, "seconds": seconds}
 
 

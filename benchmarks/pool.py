@@ -23,8 +23,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sqlalchemy import text
+
 from _harness import Figure, Report, main
-from _pool_sides import SIZE, Floor, Side, async_sides, thread_sides
+from _pool_sides import (
+    SIZE,
+    Floor,
+    Side,
+    async_engines,
+    async_sides,
+    asyncpg_sides,
+    thread_engines,
+    thread_sides,
+)
 from moored.embedded import SyncEmbeddedPostgres
 
 TASKS = 50
@@ -33,6 +44,7 @@ THREADS = 4
 BURST = 0.020
 #: What each task or thread does in a burst at least.
 LEAST = 6
+SELECT_1 = text("SELECT 1")
 
 Speed = Callable[[], float]
 
@@ -73,6 +85,20 @@ def take_and_ask_in_thread(side: Side, count: int) -> None:
     for _ in range(count):
         with side.block() as conn:
             if conn.execute("SELECT 1").fetchone() != (1,):
+                raise AssertionError("the server did not answer 1")
+
+
+async def ask_engine(side: Side, count: int) -> None:
+    for _ in range(count):
+        async with side.block() as conn:
+            if await conn.scalar(SELECT_1) != 1:
+                raise AssertionError("the server did not answer 1")
+
+
+def ask_engine_in_thread(side: Side, count: int) -> None:
+    for _ in range(count):
+        with side.block() as conn:
+            if conn.scalar(SELECT_1) != 1:
                 raise AssertionError("the server did not answer 1")
 
 
@@ -199,6 +225,23 @@ def measure_threads(report: Report, url: str, number: int) -> None:
         asking.measure(report, pair(sides), number)
 
 
+def measure_engines(report: Report, url: str, number: int) -> None:
+    """SQLAlchemy on a reservoir against SQLAlchemy on its own pool, with a query in each block."""
+    with asyncio.Runner(debug=False) as runner, async_engines(url, runner) as sides:
+        found = Trial("", Tasks(runner), ask_engine).rounds(sides, number)
+    report.add("sqlalchemy_select1_vs_queuepool", ratio(found, "ours", "queuepool"))
+    with ThreadPoolExecutor(THREADS) as crew, thread_engines(url) as sides:
+        found = Trial("", Threads(crew, THREADS), ask_engine_in_thread).rounds(sides, number)
+    report.add("sqlalchemy_select1_threads_vs_queuepool", ratio(found, "ours", "queuepool"))
+
+
+def measure_asyncpg(report: Report, url: str, number: int) -> None:
+    """Both with their reset query, which is most of what they do."""
+    with asyncio.Runner(debug=False) as runner, asyncpg_sides(url, runner) as sides:
+        found = Trial("", Tasks(runner), take).rounds(sides, number)
+    report.add("asyncpg_uncontended_vs_asyncpg_pool", ratio(found, "ours", "asyncpg_pool"))
+
+
 def pair(sides: Mapping[str, Side]) -> dict[str, Side]:
     """Those that have the same driver, so that a query costs both the same."""
     return {name: sides[name] for name in ("ours", "psycopg_pool")}
@@ -211,10 +254,13 @@ def measure(report: Report, quick: bool) -> None:
         url = stack.enter_context(SyncEmbeddedPostgres(directory / "postgres")).url
         measure_async(report, url, number)
         measure_threads(report, url, number)
+        measure_engines(report, url, number)
+        measure_asyncpg(report, url, number)
     report.notes.append(
         f"pools of {SIZE}; {number} rounds of bursts of {BURST * 1000:g} ms; contended: {TASKS} "
         f"tasks that hold across a yield; {THREADS} threads; in brackets the quartiles; every "
-        "checkout counted and every answer checked; asyncpg without its reset query"
+        "checkout counted and every answer checked; asyncpg without its reset query, except in "
+        "asyncpg_uncontended, where both reset"
     )
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from moored.postgres._postgres import BACKOFF
 from moored.testing import FaultProxy
 
 LIMIT = 60.0
+#: How many consumers, of how many tables each, come back together.
+CONSUMERS, TABLES = 40, 20
 _SIDE = Path(__file__).with_name("_recovery_side.py")
 
 
@@ -214,6 +216,32 @@ async def blackhole(place: Place) -> tuple[float, float]:
             return noticed - begin, back
 
 
+async def many_consumers(place: Place) -> float:
+    """The connection of 40 consumers of 20 tables each is cut: until all of them have a new row."""
+    tables = [f"{TABLE}_{n}" for n in range(TABLES)]
+    async with await place.connected() as conn:
+        for table in tables:
+            await conn.execute(f"drop table if exists {table}".encode())
+            await conn.execute(f"create table {table} (id int primary key)".encode())
+    async with place.following() as follower, AsyncExitStack() as stack:
+        everybody = [
+            await stack.enter_async_context(follower.pg.changes(f"many-{n}", tables=tables))
+            for n in range(CONSUMERS)
+        ]
+        await follower.pg.wait_until_published(*tables, timeout=LIMIT)
+        async with await place.connected() as conn:
+            begin = time.perf_counter()
+            await conn.execute(
+                b"select pg_terminate_backend(active_pid) from pg_replication_slots where active"
+            )
+            await conn.execute(f"insert into {tables[-1]} values (1)".encode())
+        async with asyncio.timeout(LIMIT):
+            items = await asyncio.gather(*(anext(changes) for changes in everybody))
+        if not all(isinstance(item, Transaction) for item in items):
+            raise AssertionError("a consumer was told to begin anew")
+        return time.perf_counter() - begin
+
+
 async def _first_change(place: Place, follower: Follower, begin: float) -> float:
     return await follower.has(await place.write()) - begin
 
@@ -256,7 +284,8 @@ async def measure_all(report: Report, number: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         async with EmbeddedPostgres() as server:
             place = Place(server, Path(directory))
-            for trial in (restart, kill9, lock_handover, lock_handover_kill9, wake):
+            trials = (restart, kill9, lock_handover, lock_handover_kill9, wake, many_consumers)
+            for trial in trials:
                 figure = milliseconds(await rounds(place, trial, number))
                 report.add(f"{trial.__name__}_ms", figure)
             silent = await rounds(place, blackhole, max(1, number // 2))

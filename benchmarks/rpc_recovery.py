@@ -40,7 +40,7 @@ QUICK = (2.0, 2.0, 6.0)
 FULL = (2.0,) * 5 + (6.0,) * 5 + (20.0,) * 3
 
 
-class Place:
+class HttpLocation:
     """The server, and somebody who looks after what is written there."""
 
     def __init__(self, server: MilvusServer, keeper: MilvusClient, start_takes: float) -> None:
@@ -88,15 +88,15 @@ class Place:
 
 
 @contextmanager
-def place() -> Iterator[Place]:
+def place() -> Iterator[HttpLocation]:
     with tempfile.TemporaryDirectory() as folder, MilvusManager() as manager:
         begun = time.perf_counter()
         with MilvusServer(Path(folder) / "data") as server:
             takes = time.perf_counter() - begun
-            yield Place(server, MilvusClient(server.uri, manager=manager), takes)
+            yield HttpLocation(server, MilvusClient(server.uri, manager=manager), takes)
 
 
-def first_call(here: Place, seconds: float) -> tuple[float, float, int]:
+def first_call(here: HttpLocation, seconds: float) -> tuple[float, float, int]:
     """One caller on each side: the milliseconds of both, and how many calls of ours failed."""
     names, their_names = here.collections(1)
     ours, theirs = in_threads(
@@ -108,7 +108,7 @@ def first_call(here: Place, seconds: float) -> tuple[float, float, int]:
     return took[0], took[1], ours.failed
 
 
-def many(here: Place, threads: bool) -> tuple[int, Seen, Seen]:
+def many(here: HttpLocation, threads: bool) -> tuple[int, Seen, Seen]:
     """Many callers on each side; how often ours connected, and what both saw."""
     names, their_names = here.collections(CALLERS)
     with FaultProxy("127.0.0.1", here.server.port).in_thread() as proxy:

