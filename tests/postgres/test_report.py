@@ -95,6 +95,7 @@ async def test_explain_names_who_is_away_and_who_must_begin_anew(
         await away.aclose()
         await sql.execute("insert into orders values (1, 'x')")
         taken = await following(here)
+        await until(lambda: _is_streaming(pg))
         assert "'here' is away" not in pg.explain()
         await taken.ack()
         text = pg.explain()
@@ -117,12 +118,16 @@ async def test_a_consumer_that_takes_nothing_makes_it_degraded(
         await sql.execute("insert into orders values (1, 'x')")
 
         async def degraded() -> bool:
-            return pg.health is Health.DEGRADED and pg.machine.step == "streaming"
+            return pg.health is Health.DEGRADED and await _is_streaming(pg)
 
         await until(degraded)
         assert "what is queued for 'hung' is not taken" in pg.explain()
         await following(hung)
         assert pg.health is Health.ACTIVE
+
+
+async def _is_streaming(pg: Postgres) -> bool:
+    return pg.machine.step == "streaming"
 
 
 async def _caught_up(pg: Postgres) -> bool:
