@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
@@ -243,6 +244,31 @@ async def test_held_leases_become_local_in_a_long_outage_and_real_after_it(sim: 
         await asyncio.sleep(1000.0)
         assert all(lease.live for lease in held)
         assert leases.statistics().lost_expired == 0
+
+
+@in_virtual_time
+async def test_local_leases_are_taken_again_one_by_one_at_a_limited_rate(sim: Sim) -> None:
+    """Every process of the cluster does this in the moment in which the store is back."""
+    asked: list[float] = []
+
+    class Noting(ScriptedStore):
+        async def acquire(self, request: Request) -> Grant | None:
+            asked.append(sim.now)
+            return await super().acquire(request)
+
+    store = Noting()
+    async with client(store) as leases:
+        held = [await some(leases.acquire("db", limit=50)) for _ in range(50)]
+        store.break_down()
+        await asyncio.sleep(1000.0)
+        assert all(lease.local for lease in held)
+        store.error = None
+        asked.clear()
+        await asyncio.sleep(30.0)
+        assert not any(lease.local for lease in held)
+        assert len(asked) == 50
+        pauses = [later - earlier for earlier, later in pairwise(asked)]
+        assert min(pauses) > 0.0099
 
 
 @in_virtual_time

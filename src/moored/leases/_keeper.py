@@ -33,6 +33,9 @@ T = TypeVar("T")
 AT_ONCE = 4
 #: After a round that failed, the next one comes this soon at first, and this late at last.
 RETRY = (0.1, 2.0)
+#: Seconds between two exchanges: every client begins when the store is back, and what is refused is
+#: given up by its holder, which should not happen to everything at once.
+EXCHANGE_EVERY = 0.01
 
 
 class Keeper:
@@ -260,7 +263,10 @@ class Keeper:
         return await self.calls.do("release", lambda: self.calls.store.release(requests))
 
     async def _exchange(self) -> None:
-        await _for_each(self._exchange_one, self.book.local())
+        """Take the next local lease again; the one after it comes in the next round."""
+        if (entry := next(iter(self.book.local()), None)) is not None:
+            await self._exchange_one(entry)
+            self._not_before = self.clock.monotonic() + EXCHANGE_EVERY
 
     async def _exchange_one(self, entry: Entry) -> None:
         request, sent_at = entry.request, self.clock.monotonic()
