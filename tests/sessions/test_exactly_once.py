@@ -12,7 +12,7 @@ from tests.sessions.storm import Faults, Storm
 from tests.sessions.support import until
 
 from moored.kernel import Backoff
-from moored.sessions import Incoming, Session, Sessions, Tcp
+from moored.sessions import Acked, Incoming, Session, Sessions, Tcp, Unknown
 from moored.testing import FaultProxy, base_seed, scaled
 from moored.testing.demo import Demo, DemoServer
 
@@ -97,3 +97,21 @@ async def test_every_send_arrives_once_over_links_that_are_cut(
             for name in names[:PRESENT]
         }
         assert again <= sum(most.values()), f"{again} came again: {most}"
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+async def test_a_send_that_timed_out_is_not_written_again(cumulative: bool) -> None:
+    server = DemoServer()
+    async with Sessions(backoff=Backoff(0.01, 0.1)) as sessions:
+        protocol = Demo(server, resume=True, cumulative=cumulative)
+        alice = await sessions.connect("alice", protocol)
+        server.drop_acks = 1
+        late = await alice.send("bob", b"", id="late", outcome=True, timeout=0.05)
+        assert isinstance(late, Unknown)
+        server.cut("alice")
+        await until(lambda: alice.generation == 2 and alice.state == "online")
+        assert isinstance(await alice.send("bob", b"", id="after"), Acked)
+        assert [(each.id, each.duplicates) for each in server.received] == [
+            ("late", 0),
+            ("after", 0),
+        ]
