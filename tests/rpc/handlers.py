@@ -9,8 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import grpc  # type: ignore[import-untyped]
+
 from moored.rpc._config import ConnectionConfig
 from moored.rpc._dial import make_aio_channel, make_channel, ready
+from moored.rpc._handler import Handler
+from moored.rpc._handler_async import AsyncHandler
 from moored.rpc._live import Live
 
 __all__ = [
@@ -29,6 +33,8 @@ __all__ = [
     "SLEEP",
     "descriptors",
     "eventually",
+    "loss_noticed",
+    "loss_noticed_async",
     "new_aio_live",
     "new_live",
     "own_threads",
@@ -80,3 +86,31 @@ def eventually(holds: Callable[[], bool], limit: float = 10.0) -> None:
     while not holds():
         assert time.monotonic() < over, "it has not come about"
         pause.wait(0.005)
+
+
+def loss_noticed(channel: Handler, error: BaseException, generation: int = 1) -> None:
+    """Wait until the manager has noticed the loss of a generation: until then calls still fail.
+
+    gRPC ends the calls of a lost connection a moment before it reports the loss. If that moment is
+    longer than the manager looks, the next failed call tells it again; here that is `error`.
+    """
+
+    def noticed() -> bool:
+        _fail_again(channel, error, generation)
+        return channel.generation != generation
+
+    eventually(noticed, 30.0)
+
+
+async def loss_noticed_async(channel: Handler | AsyncHandler, error: BaseException) -> None:
+    """The same for generation 1, without blocking the loop, for the channels of both managers."""
+    async with asyncio.timeout(30.0):
+        while channel.generation == 1:
+            _fail_again(channel, error, 1)
+            await asyncio.sleep(0.005)
+
+
+def _fail_again(channel: Handler | AsyncHandler, error: BaseException, generation: int) -> None:
+    assert isinstance(error, grpc.RpcError)
+    assert channel._on_rpc_error is not None
+    channel._on_rpc_error(error, generation)

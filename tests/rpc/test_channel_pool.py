@@ -23,7 +23,19 @@ from moored.rpc import (
 from moored.rpc._channel_pool import AioChannelPool, ChannelPool, lanes_of
 from moored.rpc._dial import make_aio_channel, make_channel
 
-from .handlers import CHAT, COLLECT, COUNT, ECHO, ENDLESS, FAIL, MEET, MOST, SLEEP, eventually
+from .handlers import (
+    CHAT,
+    COLLECT,
+    COUNT,
+    ECHO,
+    ENDLESS,
+    FAIL,
+    MEET,
+    MOST,
+    SLEEP,
+    eventually,
+    loss_noticed_async,
+)
 from .servers import EchoServer
 from .sides import LIMIT, SIDES, Aio, Threads
 
@@ -82,8 +94,9 @@ async def test_an_error_of_one_is_an_error_of_all(kind: Kind) -> None:
             channel = await side.get(config(server))
             old = channel._live
             server.kill()
-            with pytest.raises(grpc.RpcError):
+            with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO, b"", 5.0)
+            await loss_noticed_async(channel, caught.value)
             server.start()
             assert sorted((await meet(side, channel, 8)).values()) == [4, 4]
             assert channel.generation == 2

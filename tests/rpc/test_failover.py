@@ -22,7 +22,7 @@ from moored.rpc import (
     GlobalStrategy,
 )
 
-from .handlers import FAIL, PID, eventually
+from .handlers import FAIL, PID, eventually, loss_noticed, loss_noticed_async
 from .servers import EchoServer
 from .sides import aborted
 from .topology_server import TopologyServer, body_of
@@ -173,8 +173,9 @@ def test_a_primary_that_was_restarted_is_connected_to_again(cluster: Cluster) ->
     with manager_of_threads(300.0) as manager:
         channel = manager.get_or_create(cluster.config)
         cluster.north.kill()
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(PID)(b"", timeout=LIMIT)
+        loss_noticed(channel, caught.value)
         cluster.north.start()
         new = channel.unary_unary(PID)(b"", timeout=LIMIT)
         assert new == str(cluster.north.pid).encode()
@@ -264,8 +265,9 @@ async def test_a_primary_that_was_restarted_is_connected_to_again_async(cluster:
     async with manager_of_tasks(300.0) as manager:
         channel = await manager.get_or_create(cluster.config)
         cluster.north.kill()
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError) as caught:
             await channel.unary_unary(PID)(b"", timeout=LIMIT)
+        await loss_noticed_async(channel, caught.value)
         await asyncio.to_thread(cluster.north.start)
         new = await channel.unary_unary(PID)(b"", timeout=LIMIT)
         assert new == str(cluster.north.pid).encode()

@@ -21,7 +21,7 @@ from moored.rpc import (
 )
 from moored.testing import FaultProxy
 
-from .handlers import ECHO, FAIL, PID, eventually
+from .handlers import ECHO, FAIL, PID, eventually, loss_noticed
 from .servers import EchoServer
 
 LIMIT = 30.0
@@ -154,8 +154,9 @@ def test_calls_during_an_outage_wait_for_the_server(manager: ConnectionManager) 
         channel = manager.get_or_create(config(server))
         pid = channel.unary_unary(PID)(b"")
         server.kill()
-        with pytest.raises(grpc.RpcError):
-            call(channel, 5.0)  # it was told by this one
+        with pytest.raises(grpc.RpcError) as caught:
+            call(channel, 5.0)
+        loss_noticed(channel, caught.value)
         answers: list[bytes] = []
         threads = [
             threading.Thread(target=lambda: answers.append(call(channel))) for _ in range(20)
@@ -178,6 +179,7 @@ def test_an_old_error_changes_nothing(manager: ConnectionManager) -> None:
         server.kill()
         with pytest.raises(grpc.RpcError) as caught:
             call(channel, 5.0)
+        loss_noticed(channel, caught.value)
         server.start()
         assert manager.handle_error(channel, caught.value, timeout=LIMIT)
         assert line(manager)["generation"] == 2

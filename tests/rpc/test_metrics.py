@@ -18,7 +18,7 @@ from moored.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Membe
 from moored.rpc._counters import MAX_ADDRESSES, OTHERS, Counters, Ledger
 from moored.rpc.prometheus import _COUNTERS, RpcCollector
 
-from .handlers import ECHO
+from .handlers import ECHO, loss_noticed_async
 from .servers import EchoServer
 from .sides import LIMIT, SIDES, Aio, Threads
 
@@ -85,6 +85,14 @@ async def fails(side: Side, channel: Any, timeout: float = 5.0) -> grpc.StatusCo
     return caught.value.code()
 
 
+async def loses(side: Side, channel: Any) -> grpc.StatusCode:
+    """The same, and the loss of the connection has been noticed."""
+    with pytest.raises(grpc.RpcError) as caught:
+        await side.call(channel, ECHO, b"", 5.0)
+    await loss_noticed_async(channel, caught.value)
+    return caught.value.code()
+
+
 # -- events ----------------------------------------------------------------------------------------
 
 
@@ -98,7 +106,7 @@ async def test_an_outage_is_told_step_by_step(kind: Kind) -> None:
                 ("at ready / serving", "generation 1 is connected"),
             ]
             server.kill()
-            assert await fails(side, channel) is grpc.StatusCode.UNAVAILABLE
+            assert await loses(side, channel) is grpc.StatusCode.UNAVAILABLE
             unsent = [fails(side, channel, 0.5) for _ in range(5)]
             assert set(await asyncio.gather(*unsent)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
             server.start()
@@ -226,7 +234,7 @@ async def test_a_restart_is_no_move_and_a_topology_that_is_away_is_counted(kind:
             channel = await side.get(config(server))
             away = True
             server.kill()
-            await fails(side, channel)
+            await loses(side, channel)
             server.start()
             assert await side.call(channel, ECHO, b"hello") == b"hello"
             now = counters(side)

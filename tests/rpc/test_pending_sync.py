@@ -12,7 +12,7 @@ import pytest
 
 from moored.rpc import ConnectFailed, ConnectionManager, Handler, ManagerClosed
 
-from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually, new_live
+from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually, loss_noticed, new_live
 from .servers import EchoServer
 from .sides import LIMIT, config_of
 
@@ -155,8 +155,9 @@ def test_during_an_outage_a_manager_is_told_who_waits() -> None:
     with EchoServer() as server, ConnectionManager() as manager:
         channel = manager.get_or_create(config_of(server))
         server.kill()
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(ECHO)(b"", timeout=LIMIT)
+        loss_noticed(channel, caught.value)
         calls = [begin(channel, kind) for kind in KINDS]
         server.start()
         assert [call.result(LIMIT) for call in calls[:2]] == list(FUTURES.values())

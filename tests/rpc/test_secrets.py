@@ -45,7 +45,7 @@ from moored.rpc._errors import TopologyRefused
 from moored.rpc._secrets import KEPT, Sent, alike, harmless, secrets_of, words
 from moored.rpc.prometheus import RpcCollector
 
-from .handlers import ECHO, FAIL, METADATA
+from .handlers import ECHO, FAIL, METADATA, loss_noticed, loss_noticed_async
 from .servers import EchoServer
 from .sides import SIDES, Aio, Threads
 from .topology_server import TopologyServer, body_of
@@ -234,9 +234,11 @@ def test_a_life_of_threads(search: Search, source: str) -> None:
                 channel.unary_unary(FAIL)(code.encode(), timeout=LIMIT)
         threading.Event().wait(0.1)
         manager.get_or_create(config, timeout=LIMIT)  # the probe fails, and it recovers
+        generation = channel.generation
         server.kill()
-        with failing(search, "outage", grpc.RpcError):
+        with failing(search, "outage", grpc.RpcError) as caught:
             channel.unary_unary(ECHO)(b"", timeout=LIMIT)
+        loss_noticed(channel, caught.value, generation)
         with failing(search, "not sent", grpc.RpcError):
             channel.unary_unary(ECHO)(b"", timeout=0.3)
         with failing(search, "future", grpc.RpcError):
@@ -629,8 +631,9 @@ async def test_credentials_that_are_none_do_not_end_recovery(kind: Kind, odd: An
             credentials.token = "good"
             assert await side.call(channel, ECHO, b"a") == b"a"
             server.kill()
-            with pytest.raises(grpc.RpcError):
+            with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO)
+            await loss_noticed_async(channel, caught.value)
             server.start()
             assert await side.call(channel, ECHO, b"b") == b"b"
             assert channel.generation == 2, "it is not gRPC that has mended it"

@@ -14,7 +14,7 @@ from moored.rpc._manager_options import ManagerOptions
 from moored.rpc.topology._sources import CallableTopology
 from moored.testing import Sim, scaled, simulate
 
-from .handlers import ECHO
+from .handlers import ECHO, loss_noticed_async
 from .servers import EchoServer
 from .sides import LIMIT, Aio, config_of
 from .test_simulation import a_bad_day
@@ -81,8 +81,9 @@ async def test_an_outage_ends_when_the_server_is_back() -> None:
         async with Aio() as side:
             channel = await side.get(config_of(server))
             server.kill()
-            with pytest.raises(grpc.RpcError):
-                await side.call(channel, ECHO, b"", 0.5)
+            with pytest.raises(grpc.RpcError) as caught:
+                await side.call(channel, ECHO, b"", 5.0)
+            await loss_noticed_async(channel, caught.value)
             calls = [asyncio.create_task(side.call(channel, ECHO, b"a")) for _ in range(5)]
             await asyncio.to_thread(server.start)
             assert await asyncio.gather(*calls) == [b"a"] * 5

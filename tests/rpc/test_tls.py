@@ -15,7 +15,7 @@ import pytest
 from moored.rpc import ConfigError, ConnectFailed, ConnectionConfig, TopologyError
 from moored.rpc._hints import hinted
 
-from .handlers import ECHO, METADATA, PID
+from .handlers import ECHO, METADATA, PID, loss_noticed_async
 from .servers import EchoServer, make_authority, make_certificate
 from .sides import LIMIT, SIDES, Aio, Threads
 
@@ -63,8 +63,9 @@ async def test_it_recovers_from_a_kill(kind: Kind, authority: Path) -> None:
             assert b"opensesame" in await side.call(channel, METADATA)
             pid = await side.call(channel, PID)
             server.kill()
-            with pytest.raises(grpc.RpcError):
+            with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO, b"", 5.0)
+            await loss_noticed_async(channel, caught.value)
             waiting = [asyncio.create_task(side.call(channel, ECHO, b"hi")) for _ in range(10)]
             await asyncio.sleep(0.5)
             assert not any(each.done() for each in waiting)
@@ -198,8 +199,9 @@ async def test_a_client_with_its_certificate_is_let_in(
             channel = await side.get(config(server, authority / "ca.pem", **pair), timeout=LIMIT)
             assert await side.call(channel, ECHO, b"hi") == b"hi"
             server.kill()
-            with pytest.raises(grpc.RpcError):
+            with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO, b"", 5.0)
+            await loss_noticed_async(channel, caught.value)
             server.start()
             assert await side.call(channel, ECHO, b"again") == b"again"
             assert channel.generation == 2
@@ -221,8 +223,9 @@ async def test_a_certificate_that_was_renewed_is_read_for_the_next_generation(
         stricter = EchoServer(tls=authority, mutual=True)
         stricter.port = server.port
         with stricter:
-            with contextlib.suppress(grpc.RpcError):  # it may be the one that notices
-                await side.call(channel, ECHO, b"", 5.0)
+            while channel.generation == 1:  # a call that fails is what tells the manager
+                with contextlib.suppress(grpc.RpcError):
+                    await side.call(channel, ECHO, b"", 5.0)
             assert await side.call(channel, ECHO, b"again") == b"again"
             assert channel.generation == 2
 

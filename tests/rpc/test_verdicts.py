@@ -26,7 +26,7 @@ from moored.rpc._errors import TopologyRefused
 from moored.rpc._verdicts import Verdict, judge, raised
 from moored.rpc.calls._retry import AsyncRetryInterceptor
 
-from .handlers import ECHO
+from .handlers import ECHO, loss_noticed_async
 from .servers import EchoServer
 from .sides import LIMIT, SIDES, Aio, Threads
 from .topology_server import TopologyServer, body_of
@@ -226,6 +226,7 @@ async def test_a_mistake_during_a_recovery_is_told_to_all_who_wait(kind: Kind) -
             factory.error = ConfigError("the certificate was taken away")
             with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO, b"", PATIENT)
+            await loss_noticed_async(channel, caught.value)
             begun = time.monotonic()
             handled = asyncio.create_task(side.handle_error(channel, caught.value))
             getting = asyncio.create_task(side.get(config))
@@ -324,8 +325,9 @@ async def test_a_token_that_is_refused_later_keeps_the_topology(
             channel = await side.get(config)
             server.reply = server.status(401)
             primary.kill()
-            with pytest.raises(grpc.RpcError):
+            with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO, b"", LIMIT)
+            await loss_noticed_async(channel, caught.value)
             with pytest.raises(ConnectFailed):
                 await side.call(channel, ECHO, b"", 1.5)
             assert len(server.requests) == 2, "it is not sent again and again"
