@@ -258,6 +258,17 @@ async def test_nothing_comes_after_a_reset_before_the_reset_was_told(hub: Hub) -
     assert (await following(changes)).position.lsn == 960
 
 
+async def test_after_a_reset_no_table_counts_as_published(hub: Hub) -> None:
+    hub.published.add(["orders"])
+    await asyncio.wait_for(hub.published.wait(["orders"], hub.attached), LIMIT)
+    await hub.reset("restored")
+    waiting = asyncio.create_task(hub.published.wait(["orders"], hub.attached))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    hub.published.add(["orders"])
+    await asyncio.wait_for(waiting, LIMIT)
+
+
 # -- several tasks, one consumer -----------------------------------------------------------------
 
 

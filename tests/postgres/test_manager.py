@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from moored.postgres.report._phases import CHART
 from moored.postgres.server._faults import Diagnosis
 from moored.postgres.server._resolver import Resolver
 from moored.postgres.stream._replication import ReplicationClient
+from moored.testing import Sim, run_one
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
 
@@ -38,13 +41,20 @@ def store(tmp_path: Path) -> Iterator[StateStore]:
 
 @pytest.fixture
 async def manager(store: StateStore, tmp_path: Path) -> AsyncIterator[Manager]:
+    made = make(store, tmp_path)
+    async with Supervisor("connections", intensity=None) as connections:
+        made._parts = Parts(connections, made._happened)
+        yield made
+
+
+def make(store: StateStore, tmp_path: Path) -> Manager:
     clock = Clock.current()
     recorder = Recorder(clock=clock)
     hub = Hub(store, recorder)
     monitor: StatusMonitor[Status] = StatusMonitor(
         CONDITIONS, lambda conditions: status_of(conditions, asleep=False, loaded=True)
     )
-    made = Manager(
+    return Manager(
         Settings(database_url=URL, replication_url=URL, state_dir=tmp_path),
         ManagerCore(Machine("postgres", CHART, clock=clock), Backoff(1.0, 10.0, clock=clock)),
         hub,
@@ -57,9 +67,6 @@ async def manager(store: StateStore, tmp_path: Path) -> AsyncIterator[Manager]:
         resolver=Resolver(),
         used=lambda: None,
     )
-    async with Supervisor("connections", intensity=None) as connections:
-        made._parts = Parts(connections, made._happened)
-        yield made
 
 
 async def fail() -> None:
@@ -149,3 +156,29 @@ async def test_a_look_is_not_begun_again_while_one_is_under_way(manager: Manager
         await asyncio.sleep(0)
     await manager._start_look("lock", look)
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize("waiting", [[], ["orders"], None])
+def test_tables_are_looked_at_every_ten_seconds_whether_or_not_one_is_held_by_others(
+    store: StateStore, tmp_path: Path, waiting: list[str] | None
+) -> None:
+    """None: the look itself failed."""
+    looks: list[float] = []
+
+    async def scenario(sim: Sim) -> None:
+        manager = make(store, tmp_path)
+
+        async def look() -> list[str] | None:
+            looks.append(sim.now)
+            return waiting
+
+        manager._look_at_tables = look  # type: ignore[method-assign]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(300.0):
+                await manager._keep_published()
+
+    for seed in range(5):
+        looks.clear()
+        run_one(scenario, seed).result()
+        waits = [after - before for before, after in pairwise(looks)]
+        assert max(waits) == pytest.approx(10.0)

@@ -115,6 +115,11 @@ TABLE_FAULTS = (
     ("begin; drop table orders; create table orders " + COLUMNS + "; commit",),
     ("drop table orders", "create table orders " + COLUMNS),
     (
+        "drop table if exists orders_renamed",
+        "alter table orders rename to orders_renamed",
+        "create table orders " + COLUMNS,
+    ),
+    (
         "drop table if exists orders_old; drop table if exists orders_new; "
         "create table orders_new (like orders including all); "
         "insert into orders_new select * from orders limit 5",

@@ -188,7 +188,8 @@ class Publisher:
         mend = (
             f"{exact} has no primary key, or a partition of it has none: once it is published, the "
             "server refuses every UPDATE and DELETE on it. Add a primary key, or run "
-            f"ALTER TABLE {exact} REPLICA IDENTITY FULL (for each partition, too)"
+            f"ALTER TABLE {_identifier(table).as_string(None)} REPLICA IDENTITY FULL (for each "
+            "partition, too)"
         )
         if not table.published:
             return mend

@@ -262,7 +262,8 @@ class Manager:
 
     async def _keep_published(self) -> None:
         """Look at the tables of consumers: now and then, and when there is a reason to."""
-        pauses = Backoff(1.0, 10.0, jitter="half", clock=self._clock)
+        # Without jitter: the lock has one holder, and no wait may be longer than the watch.
+        pauses = Backoff(1.0, 10.0, clock=self._clock)
         while True:
             waiting = await self._look_at_tables()
             pause = WATCH_EVERY if waiting == [] else pauses.fail()
