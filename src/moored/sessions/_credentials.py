@@ -37,8 +37,8 @@ class Credentials:
         self._provider = provider
         #: What the next link logs in with; None before the first login.
         self.value: bytes | None = None
-        # Those that the server has refused last.
-        self._refused: bytes | None = None
+        # Whether the server has refused some since the last link that was ready.
+        self._refused = False
         #: Whether the storage does not have them (yet).
         self.unsaved = False
         # The lease under which the server has given them.
@@ -68,10 +68,12 @@ class Credentials:
 
     def refused(self) -> bool:
         """Note that the server has refused them; says whether others may be had at once."""
-        if self._provider is None or self.value == self._refused:
-            return False
-        self._refused = self.value
-        return True
+        is_first, self._refused = not self._refused, True
+        return is_first and self._provider is not None
+
+    def worked(self) -> None:
+        """Note that a link with them is ready."""
+        self._refused = False
 
     def keep(self, credentials: bytes) -> None:
         """Use these from now on, and store them."""

@@ -289,6 +289,7 @@ class Link:
             raise ProtocolError("the link is ready without TLS, and its endpoint has starttls=True")
         if not runtime.core.ready(self.generation, runtime.clock.monotonic()):
             return
+        runtime.credentials.worked()
         self.window.resize(event.window)
         self.keeps = event.keeps
         if event.resumed:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mqtt5
 import pytest
 from tests.sessions.mqtt.scripted import ScriptedBroker
@@ -15,7 +13,6 @@ from moored.sessions.mqtt import Mqtt
 
 ELSEWHERE = mqtt5.ConnAckReasonCode.USE_ANOTHER_SERVER
 MOVED = mqtt5.DisconnectReasonCode.SERVER_MOVED
-BAD_PASSWORD = mqtt5.ConnAckReasonCode.BAD_USER_NAME_OR_PASSWORD
 
 pytestmark = pytest.mark.every_loop
 
@@ -125,14 +122,15 @@ async def test_refused_credentials_are_fetched_once_more(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     scripted.accepts = lambda packet: packet.password == b"new"
-    tokens = iter([b"old", b"new", b"bad", b"bad"])
+    tokens = iter([b"old", b"new", b"expired", b"new", b"bad", b"bad too"])
 
     def fetch(profile: str) -> bytes:
         return Mqtt.credentials(profile, next(tokens))
 
-    protocol: Any = Mqtt(scripted.url)
-    alice = await sessions.connect("alice", protocol, credentials=fetch)
-    await alice.stop()
-    with pytest.raises(NotConnected, match="bad user name"):
-        await sessions.connect("alice", protocol, credentials=fetch)
-    assert len(scripted.links) == 4
+    alice = await sessions.connect("alice", Mqtt(scripted.url), credentials=fetch)
+    for links in (4, 6):
+        scripted.cut()
+        await until(lambda at=links: len(scripted.links) == at)  # type: ignore[misc]
+        await until(lambda: alice.state in ("online", "offline/refused"))
+    assert alice.state == "offline/refused"
+    assert "bad user name" in alice.status()["reason"]
