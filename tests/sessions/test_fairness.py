@@ -130,8 +130,8 @@ async def test_a_plain_handler_lets_its_acknowledgements_out_after_each_event(
     alice.attach(handle)
     await until(lambda: server.mail("alice") == 0)
     # The acknowledgement of a message is at most two turns of the loop away from the server.
-    assert left[5:] <= [28 - number for number in range(30)]
-    assert left[-1] <= 3, f"{left[-1]} messages were unacknowledged when the last one was handled"
+    late = [count - (30 - number) for number, count in enumerate(left)]
+    assert max(late) <= 2, f"so many were handled and unacknowledged, at each call: {late}"
 
 
 async def test_a_loop_over_events_that_never_waits_lets_others_run(
