@@ -182,3 +182,24 @@ def test_tables_are_looked_at_every_ten_seconds_whether_or_not_one_is_held_by_ot
         run_one(scenario, seed).result()
         waits = [after - before for before, after in pairwise(looks)]
         assert max(waits) == pytest.approx(10.0)
+
+
+def test_a_consumer_that_fails_again_and_again_begins_a_stream_every_five_seconds_at_most(
+    store: StateStore, tmp_path: Path
+) -> None:
+    begun: list[float] = []
+
+    async def scenario(sim: Sim) -> None:
+        manager = make(store, tmp_path)
+        while sim.now < 60.0:
+            manager._rewind()
+            await asyncio.sleep(0.3)
+            while not manager._events.empty():
+                manager._events.get_nowait()
+                begun.append(sim.now)
+
+    run_one(scenario, 0).result()
+    waits = [after - before for before, after in pairwise(begun)]
+    assert begun[0] < 1.0
+    assert min(waits) > 4.5  # as exact as this test looks
+    assert max(waits) < 6.0
