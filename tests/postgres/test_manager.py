@@ -16,7 +16,7 @@ from moored.postgres._settings import Settings
 from moored.postgres.consume._hub import Hub
 from moored.postgres.consume._integrity import Integrity
 from moored.postgres.consume._store import StateStore
-from moored.postgres.manage._manager import Manager
+from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Act, Action, Actions, ManagerCore, Timer
 from moored.postgres.manage._parts import Parts
 from moored.postgres.report._health import CONDITIONS, Status, status_of
@@ -156,6 +156,18 @@ async def test_a_look_is_not_begun_again_while_one_is_under_way(manager: Manager
         await asyncio.sleep(0)
     await manager._start_look("lock", look)
     assert len(looks) == 2
+
+
+async def test_a_life_that_ends_by_a_defect_is_followed_by_a_wait_too(manager: Manager) -> None:
+    def defect() -> Actions:
+        raise ZeroDivisionError("a defect")
+
+    manager._core.backoff = Backoff(0.2, 10.0)
+    manager._happened(defect)
+    begun = Clock.current().monotonic()
+    with pytest.raises(SubsystemFailed, match="a defect"):
+        await manager._live()
+    assert Clock.current().monotonic() - begun >= 0.2
 
 
 @pytest.mark.parametrize("waiting", [[], ["orders"], None])
