@@ -114,7 +114,7 @@ class Tcp:
 
 
 class WebSocket:
-    """A server behind a WebSocket URL.
+    """A server behind a WebSocket URL; each send, greeting or acknowledgement is a frame.
 
     :param url: `ws://` or `wss://`; a user and a password in it are sent as basic authentication.
     :param subprotocol: what is spoken over it, such as `mqtt`; a server that does not is refused.
@@ -122,12 +122,10 @@ class WebSocket:
         default.
     :param headers: more headers for the handshake, as pairs.
     :param text: send and expect text frames (UTF-8), not binary ones.
-    :param stream: what is spoken over it is a stream of bytes, such as MQTT, which may be cut into
-        frames anywhere; otherwise each `Greeting`, send or acknowledgement is a frame of its own.
     :param max_size: the longest message that is accepted, in bytes; a longer one ends the link.
     """
 
-    __slots__ = ("_headers", "_tcp", "_url", "max_size", "stream", "subprotocol", "text")
+    __slots__ = ("_headers", "_tcp", "_url", "max_size", "subprotocol", "text")
 
     def __init__(
         self,
@@ -137,7 +135,6 @@ class WebSocket:
         tls: ssl.SSLContext | None = None,
         headers: Iterable[tuple[str, str]] = (),
         text: bool = False,
-        stream: bool = False,
         max_size: int = 1024 * 1024,
     ) -> None:
         with extra("mqtt", "WebSocket"):
@@ -156,7 +153,6 @@ class WebSocket:
         )
         self.subprotocol = subprotocol
         self.text = text
-        self.stream = stream
         self.max_size = max_size
 
     async def dial(self, receiver: Receiver) -> Transport:
@@ -169,7 +165,6 @@ class WebSocket:
             subprotocol=self.subprotocol,
             headers=self._headers,
             text=self.text,
-            stream=self.stream,
             max_size=self.max_size,
         )
         try:

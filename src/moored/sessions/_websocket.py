@@ -52,7 +52,9 @@ class WebSocketClosed(ConnectionError):
 class WebSocketLink(Layer):
     """One WebSocket, at the client's end."""
 
-    __slots__ = ("_core", "_fragments", "_headers", "_kind", "_max_size", "_timer", "keeps_bounds")
+    __slots__ = ("_core", "_fragments", "_headers", "_kind", "_max_size", "_timer")
+
+    keeps_bounds = True
 
     def __init__(
         self,
@@ -62,11 +64,9 @@ class WebSocketLink(Layer):
         subprotocol: str | None,
         headers: Iterable[tuple[str, str]],
         text: bool,
-        stream: bool,
         max_size: int,
     ) -> None:
         super().__init__(receiver)
-        self.keeps_bounds = not stream
         self._core = ClientProtocol(
             parse_uri(url),
             subprotocols=None if subprotocol is None else [Subprotocol(subprotocol)],

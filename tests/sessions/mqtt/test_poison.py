@@ -8,9 +8,11 @@ from collections.abc import Callable
 import mqtt5
 import pytest
 from tests.sessions.mqtt.driver import outgoing
-from tests.sessions.mqtt.peers import hear, link, puback
+from tests.sessions.mqtt.peers import connack, hear, link, puback
 from tests.sessions.mqtt.scripted import ScriptedBroker, acknowledged
 from tests.sessions.support import until
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.typing import Subprotocol
 
 from moored.sessions import Acked, Sessions, Unknown
 from moored.sessions._protocol import Confirmed, Greeting
@@ -134,6 +136,26 @@ def test_a_link_that_lives_on_or_is_left_by_us_does_not_end_for_a_send(
         do(dialogue)
         dialogue, written = resumed(protocol, memory, "a")
         assert written == ["a"]
+
+
+async def test_a_burst_over_websocket_stays_below_the_frame_limit_of_a_broker(
+    sessions: Sessions,
+) -> None:
+    async def broker(connection: ServerConnection) -> None:
+        async for data in connection:
+            packet, _ = mqtt5.read(memoryview(data))  # type: ignore[arg-type]
+            is_send = isinstance(packet, mqtt5.PublishPacket)
+            await connection.send(acknowledged(packet) if is_send else connack())
+
+    protocols = [Subprotocol("mqtt")]
+    async with serve(broker, "127.0.0.1", 0, subprotocols=protocols, max_size=2000) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        alice = await sessions.connect("alice", Mqtt(f"ws://127.0.0.1:{port}", subscribe=()))
+        outcomes = await asyncio.gather(
+            *(alice.send("bob", bytes(1000), outcome=True) for _ in range(20))
+        )
+        assert [type(one) for one in outcomes] == [Acked] * 20
+        assert alice.generation == 1
 
 
 async def test_a_disconnect_for_a_send_does_not_stop_the_account(

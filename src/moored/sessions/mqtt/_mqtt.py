@@ -369,6 +369,5 @@ def _endpoint(
         f"{address}{address.path}",
         subprotocol="mqtt",
         tls=tls,
-        stream=True,
         max_size=max(2 * size, LARGE_FRAME),
     )
