@@ -133,6 +133,11 @@ def test_a_store_that_does_not_answer(bare: Path, capsys: Output) -> None:
         "postgresql://127.0.0.1:1/x?passw%6Frd=s3%crt",
         "redis://x:s3@crt-pw@127.0.0.1:1/0",
         "redis://x:s3/crt-pw@127.0.0.1:1/0",
+        "redis://x:s3?a=crt-pw@127.0.0.1:1/0",
+        "redis://x:s3#crt-pw@127.0.0.1:1/0",
+        "x:s3crt@127.0.0.1:1/0",
+        "redis//x:s3crt@127.0.0.1:1/0",
+        "postgresql:/x:s3=crt@127.0.0.1:1/0",
     ],
 )
 def test_a_store_whose_password_is_not_escaped(store: str, bare: Path, capsys: Output) -> None:

@@ -35,7 +35,11 @@ pytestmark = pytest.mark.pure
         ("postgresql:///o?host=/run&password=pw", "postgresql:///o?host=/run&password=***"),
         ("postgresql://db/o?PASSWORD=pw&x=1", "postgresql://db/o?PASSWORD=***&x=1"),
         ("postgresql://db/o?passw%6Frd=pw&x=1", "postgresql://db/o?passw%6Frd=***&x=1"),
+        ("postgresql://db/o?password=p&w&x=1", "postgresql://db/o?password=***&***&x=1"),
         ("postgresql://db/o?oauth_client_secret=s", "postgresql://db/o?oauth_client_secret=***"),
+        ("me:pw@db/o", "me:***@db/o"),
+        ("postgresql//me:p=w@db/o", "postgresql//me:***@db/o"),
+        ("postgresql:/me:p w@db/o", "postgresql:***@db/o"),
         ("dynamodb://t?secret_access_key=abc&x=1", "dynamodb://t?secret_access_key=***&x=1"),
         ("host=db password=pw user=a", "host=db password=*** user=a"),
         (r"host=db password=S3\ CRET user=a", "host=db password=*** user=a"),
@@ -104,6 +108,17 @@ def test_a_password_is_hidden_in_every_form_of_writing_it(password: str) -> None
     for form in (password, quote(password, safe=""), json.dumps(password), f"{password!r}"):
         assert password not in (hidden := known.hide(f"error: {form} is wrong"))
         assert quote(password, safe="") not in hidden or password in "error is wrong"
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:s3?a=crt@db", "redis://u:s3#crt@db", "u:s3=crt@db", "redis:/u:s3=crt@db"]
+)
+def test_no_part_of_a_password_that_a_parser_cut_apart_is_shown(url: str) -> None:
+    known = Secrets()
+    known.add_from(url)
+    assert known.hide("'s3' is no port, \"u:s3\" no option, 'crt@db' no host") == (
+        "'***' is no port, \"u:***\" no option, '***@db' no host"
+    )
 
 
 def test_a_short_secret_is_hidden_only_as_a_whole_word() -> None:

@@ -173,6 +173,8 @@ def test_a_mistake_never_shows_a_secret() -> None:
         "host=db password=s3 crt-pw",
         "host=db password=s3 crt=pw",
         "postgres+x://app:s3crt-pw@db/orders",
+        "app:s3=crt-pw@db/orders",
+        "postgresql//app:s3?x=crt@db/orders",
     ],
 )
 def test_no_part_of_a_password_is_quoted_from_libpq(url: str) -> None:

@@ -29,7 +29,10 @@ _PORT_AND_QUERY = re.compile(r"\d{0,5}[/?][^@?]*\??[^@/=&?]+=")
 _WORD = re.compile(
     r"(?P<name>[^=\s]+)(?:\s*=\s*(?P<value>'(?:\\.|[^'\\])*'?|(?:\\.|[^\s\\])*\\?))?", re.DOTALL
 )
+_KEYWORD = re.compile(r"\s*\w+\s*=")
 _SPLIT = re.compile(r"[@/:?&=%,#\s]+")
+#: A password with one of these, not percent-encoded, is cut apart by parsers of URLs.
+_DELIMITERS = frozenset("@/?#")
 
 
 def redacted(text: str) -> str:
@@ -104,10 +107,12 @@ SECRETS = Secrets()
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Where the secrets of a connection string are written in it."""
-    if "://" in text:
-        yield from _in_url(text)
-    else:
-        yield from _in_words(text)
+    yield from _in_url(text) if _is_url(text) else _in_words(text)
+
+
+def _is_url(text: str) -> bool:
+    """Whether it is a URL, also one whose "://" was mistyped or left out."""
+    return "://" in text or ("@" in text and not _KEYWORD.match(text))
 
 
 def _in_url(url: str) -> Iterator[tuple[int, int]]:
@@ -115,11 +120,15 @@ def _in_url(url: str) -> Iterator[tuple[int, int]]:
     if place is not None:
         yield place
     begin = url.find("?", place[1] if place is not None else 0)
+    secret = False
     while begin >= 0:
         end = min(n for n in (url.find("&", begin + 1), len(url)) if n >= 0)
         name, mark, value = url[begin + 1 : end].partition("=")
-        if mark and _SECRET_NAME.search(unquote(name)):
-            yield end - len(value), end
+        if mark:
+            secret = _SECRET_NAME.search(unquote(name)) is not None
+        if secret:
+            # A parameter without a value is the rest of a secret whose "&" was not escaped.
+            yield end - len(value if mark else name), end
         begin = end if end < len(url) else -1
 
 
@@ -128,6 +137,9 @@ def _password_in(url: str) -> tuple[int, int] | None:
 
     It reaches to the last "@", because one that was not escaped may hold any mark.
     """
+    if "://" not in url:
+        colon, at = url.find(":"), url.rfind("@")
+        return (colon + 1, at) if 0 <= colon < at else None
     start = url.index("://") + 3
     colon = url.find(":", start)
     first = url.find("@", start)
@@ -153,13 +165,13 @@ def _in_words(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _values_in(text: str) -> Iterator[str]:
-    is_url = "://" in text
+    is_url = _is_url(text)
     for start, end in _spans(text):
         written = text[start:end]
         yield written
         meant = unquote(written) if is_url else _unquoted(written)
         yield meant
-        if is_url and (set(written) & set("@/") or "%" in meant):
+        if is_url and ("://" not in text or _DELIMITERS & set(written) or "%" in meant):
             for each in (written, meant):
                 yield from (part for part in _SPLIT.split(each) if len(part) > 1)
 
