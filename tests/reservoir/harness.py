@@ -57,9 +57,9 @@ class Gate(FaultProxy):
         super().__init__(host, port)
         self.arrivals: list[int] = []
 
-    def _welcome(self, client: socket.socket) -> None:
+    def _accept_client(self, client: socket.socket) -> None:
         self.arrivals.append(time.monotonic_ns())
-        super()._welcome(client)
+        super()._accept_client(client)
 
     def url(self, server: str, *, login: str | None = None, **options: str) -> str:
         """The URL of a server through this gate, for another user if one is named."""

@@ -166,5 +166,5 @@ async def test_the_answer_byte_by_byte() -> None:
 
 
 def test_an_sqlstate_must_have_five_characters() -> None:
-    with pytest.raises(ValueError, match="'4711' is no SQLSTATE"):
+    with pytest.raises(ValueError, match="'4711' is not a SQLSTATE"):
         postgres_fatal("4711")

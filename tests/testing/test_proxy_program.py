@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moored.testing._proxy_commands import HELP, obey
+from moored.testing._proxy_commands import HELP, run_command
 from moored.testing.proxy import FaultProxy
 
 PROGRAM = [sys.executable, "-W", "error", "-m", "moored.testing.proxy"]
@@ -88,7 +88,8 @@ def test_it_forwards_and_is_switched_by_its_input(server: socket.socket) -> None
         assert process.returncode == 0
         assert out == "ended\n"
         assert error == (
-            "moored: there is no command 'nonsense': help lists them\nmoored: 'much' is no number\n"
+            "moored: unknown command 'nonsense': help lists the commands\n"
+            "moored: 'much' is not a number\n"
         )
 
 
@@ -133,8 +134,8 @@ def test_its_help_lists_the_commands() -> None:
     ("arguments", "code", "text"),
     [
         (["nowhere"], 2, "'nowhere' is not HOST:PORT"),
-        (["127.0.0.1:1", "--do", "dance"], 2, "there is no command 'dance'"),
-        (["127.0.0.1:1", "--answer", "1"], 2, "is no SQLSTATE"),
+        (["127.0.0.1:1", "--do", "dance"], 2, "unknown command 'dance'"),
+        (["127.0.0.1:1", "--answer", "1"], 2, "is not a SQLSTATE"),
         (["127.0.0.1:1", "--listen", "here"], 2, "'here' is not HOST:PORT"),
     ],
 )
@@ -174,20 +175,20 @@ def test_a_taken_port(server: socket.socket) -> None:
     ],
 )
 def test_each_command(line: str, text: str) -> None:
-    assert text in obey(FaultProxy("127.0.0.1", 1), line)
+    assert text in run_command(FaultProxy("127.0.0.1", 1), line)
 
 
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("stall now", "nothing may follow, and 'now' does"),
-        ("refuse", "say on or off"),
-        ("limit", "say how much, or off"),
-        ("limit 1 2 3", "say RATE and BURST, or off"),
-        ("latency 1 left", "'left' is neither up nor down"),
-        ("latency -1", "deliver before it was sent"),
+        ("stall now", "takes no arguments, not 'now'"),
+        ("refuse", "needs on or off"),
+        ("limit", "needs a number, or off"),
+        ("limit 1 2 3", "takes RATE and BURST, or off"),
+        ("latency 1 left", "must be up or down, not 'left'"),
+        ("latency -1", "latency must be 0 or more"),
     ],
 )
 def test_each_mistake(line: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        obey(FaultProxy("127.0.0.1", 1), line)
+        run_command(FaultProxy("127.0.0.1", 1), line)

@@ -39,7 +39,7 @@ def run_pytest(folder: Path, *arguments: str, **environment: str) -> str:
 
 def test_a_failing_seed_says_how_to_repeat_it(tmp_path: Path) -> None:
     output = run_pytest(tmp_path)
-    assert "seed 105 fails (6 of 50 schedules): AssertionError: an unlucky seed" in output
+    assert "seed 105 failed (6 of 50 schedules): AssertionError: an unlucky seed" in output
     assert "MOORED_SIM_SEED=105 pytest 'test_suite.py::test_scenario'" in output
 
 
@@ -52,7 +52,7 @@ def test_the_option_says_how_many_seeds_to_run(tmp_path: Path) -> None:
 def test_one_seed_runs_alone(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "-v", MOORED_SIM_SEED="105")
     assert "every simulation runs seed 105 alone" in output
-    assert "seed 105 fails (1 of 1 schedules)" in output
+    assert "seed 105 failed (1 of 1 schedules)" in output
 
 
 def test_workers_of_xdist_get_the_option_too(tmp_path: Path) -> None:

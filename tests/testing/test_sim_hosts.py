@@ -161,7 +161,7 @@ def test_one_host_may_run_several_servers_and_restarts_them_all() -> None:
 
 def test_what_is_no_server_is_refused() -> None:
     async def scenario(sim: Sim) -> None:
-        with pytest.raises(SimulationError, match="is no server"):
+        with pytest.raises(SimulationError, match="is not a server"):
             await sim.serve(lambda one: None)
 
     run(scenario, 1)
@@ -372,7 +372,7 @@ def test_the_scenario_cannot_kill_itself() -> None:
         for action in (main.kill, main.pause):
             with pytest.raises(SimulationError, match="the scenario itself runs on host 'main'"):
                 action()
-        with pytest.raises(SimulationError, match="has nothing to start"):
+        with pytest.raises(SimulationError, match="has no main"):
             sim.host("a").restart()
 
     run(scenario, 1)

@@ -110,7 +110,7 @@ def test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it() -> No
         simulate(scenario, range(10, 20))
     failed = caught.value
     text = str(failed)
-    assert "seed 13 fails (4 of 10 schedules): AssertionError: it is Friday" in text
+    assert "seed 13 failed (4 of 10 schedules): AssertionError: it is Friday" in text
     assert "repeat it with: MOORED_SIM_SEED=13 pytest '" in text
     assert "::test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it'" in text
     assert "before the storm" in failed.trace

@@ -64,7 +64,7 @@ def test_what_must_always_hold_is_checked_while_the_threads_run() -> None:
         return False
 
     with pytest.raises(
-        StressFailed, match=r"what must always hold is broken: .*never\(\) is False"
+        StressFailed, match=r"the invariant `always` is broken: .*never\(\) is False"
     ):
         stress_threads(counter.add, threads=4, iterations=500, always=never)
 

@@ -4,20 +4,20 @@
   per seed; `run_one` runs a single seed.
 - `mutant` plants a named defect for one test, and `assert_caught` proves that a scenario notices.
 - `stress_threads` drives a thread-safe object from many threads.
-- `FaultProxy` stands between a client and a real server, and breaks what passes.
-- `session_sandbox` is a session without a server, for tests of what a bot does.
-- `scaled` and `base_seed` are the one knob for the size and the chance of such tests.
+- `FaultProxy` is a TCP proxy between a client and a real server, with faults that tests switch.
+- `session_sandbox` is a session without a server, for tests of event handlers.
+- `scaled` and `base_seed` set the size and the random seed of such tests for the whole run.
 
-What holds in every simulation:
+Invariants of every simulation:
 
 - The same seed gives the same schedule, in any process.
 - Callbacks keep asyncio's order; only tasks may be late. One connection's bytes keep their order.
-- Time moves only when nothing can run; when nothing can ever run again, that is a `Deadlock`.
-- An exception that nobody retrieves fails the seed.
-- A killed host runs nothing any more, not even a `finally`.
+- Virtual time advances only when nothing is ready to run; with no timer left, `Deadlock` is raised.
+- An exception that is never retrieved fails the seed.
+- A killed host runs no more code, not even a `finally` block.
 
-Names are looked up on first use: pytest imports this package at its start (for the plugin), and
-should not pay for the rest.
+Names are imported on first use: pytest imports this package at its start (for the plugin), and
+should not load the rest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ._stress import StressReport, stress_threads
     from ._trace import Trace, TraceEvent
 
-__all__ = [  # noqa: RUF022 (grouped by what they are for)
+__all__ = [  # noqa: RUF022 (grouped by use)
     # Simulation
     "Host",
     "Network",
@@ -80,7 +80,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Sessions without a server
     "SessionSandbox",
     "session_sandbox",
-    # Size and chance
+    # Size and seed
     "base_seed",
     "scaled",
     # Errors

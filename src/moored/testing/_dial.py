@@ -1,4 +1,4 @@
-"""Opening a simulated connection: asked again and again, as TCP does, until there is an answer."""
+"""Open a simulated connection: like TCP, repeat the SYN packet until the target replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dial"]
 
-# Seconds until the next try: after the last one, 127 s in all, a system gives up.
+# Seconds from one SYN packet to the next, as in Linux: after 127 s in all the attempt times out.
 _TRIES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
@@ -37,8 +37,8 @@ class Dial:
         self._timer: asyncio.TimerHandle | None = None
 
     async def answer(self) -> SimTransport:
-        """Wait for the connection; raises what a socket would."""
-        self._knock()
+        """Wait for the connection; raise the OSError that a real socket would."""
+        self._try()
         try:
             return await self._answer
         except asyncio.CancelledError:
@@ -49,8 +49,8 @@ class Dial:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _knock(self) -> None:
-        """Ask once more, and set the time for the next try."""
+    def _try(self) -> None:
+        """Send a SYN packet, and schedule the next one."""
         if not self._client.alive:
             return
         wait = next(self._tries, None)
@@ -59,7 +59,7 @@ class Dial:
             return
         loop = self._network.loop
         loop.call_later(self._network.delay(self._there), self._arrive, context=NETWORK)
-        self._timer = loop.call_later(wait, self._knock, context=NETWORK)
+        self._timer = loop.call_later(wait, self._try, context=NETWORK)
 
     def _arrive(self) -> None:
         if self._answer.done() or not self._there.open or not self._client.alive:

@@ -3,17 +3,18 @@
 ::
 
     SimulationError (a MooredError)
-    ├── SimulationFailed   one seed of a scenario fails: says which, why, and how to repeat it
+    ├── SimulationFailed   a seed of a scenario failed: the message has the seed, the cause and how
+    │                      to repeat it
     ├── Stuck
-    │   ├── Deadlock       nothing can run any more: says who waits for what
-    │   ├── Livelock       tasks run and run, and the clock does not move
-    │   └── TimeLimit      the scenario goes on for longer than it may, in virtual time
-    ├── Unretrieved          an exception that nobody retrieved
-    ├── HostKilled         the host that ran this was killed
-    ├── Unsimulated        threads, processes, real sockets, TLS: a simulation has none of them
-    ├── MutantRejected     the planted defect could not be planted, or is no test of anything
-    └── MutantSurvived     no seed noticed the planted defect
-    StressFailed           threads broke an invariant, raised, or hang
+    │   ├── Deadlock       no task is ready and no timer is set: the message lists what tasks await
+    │   ├── Livelock       tasks keep running and virtual time does not advance
+    │   └── TimeLimit      the scenario exceeded its limit of virtual time
+    ├── Unretrieved        an exception of a task or callback was never retrieved
+    ├── HostKilled         the simulated host was killed
+    ├── Unsimulated        threads, processes, real sockets, TLS: not available in a simulation
+    ├── MutantRejected     a defect could not be planted, or fails for the wrong reason
+    └── MutantSurvived     every seed passed with the planted defect
+    StressFailed (a MooredError): threads raised, broke an invariant, or did not end in time
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ __all__ = [
 
 
 class SimulationError(MooredError):
-    """The root of what a simulation raises."""
+    """The base class of the errors of simulations and mutants."""
 
 
 class SimulationFailed(SimulationError, AssertionError):
-    """One seed of a scenario fails; the original error is its `__cause__`.
+    """A seed of a scenario failed; the original error is the `__cause__`.
 
-    `seed` is the seed, `position` its place among the seeds (from 0), `trace` what happened last,
-    and `traceback` the original error's, as text.
+    `position` is the index of `seed` among the seeds, `trace` the last events, and `traceback` the
+    formatted traceback of the original error.
     """
 
     trace = ""
@@ -57,39 +58,39 @@ class SimulationFailed(SimulationError, AssertionError):
 
 
 class Stuck(SimulationError):
-    """A schedule makes no progress; the message says who waits for what."""
+    """A schedule makes no progress; the message lists the tasks and what each awaits."""
 
 
 class Deadlock(Stuck):
-    """Nothing can run any more and no timer is set, but the scenario has not ended."""
+    """No task is ready and no timer is set, but the scenario has not ended."""
 
 
 class Livelock(Stuck):
-    """Tasks keep running, but virtual time does not move."""
+    """Tasks keep running, but virtual time does not advance."""
 
 
 class TimeLimit(Stuck):
-    """The scenario needs more virtual time than it may take."""
+    """The scenario exceeded its limit of virtual time."""
 
 
 class Unretrieved(SimulationError):
-    """Exceptions that nobody retrieved, in tasks or in callbacks; the first is the `__cause__`."""
+    """Exceptions of tasks or callbacks were never retrieved; the first is the `__cause__`."""
 
 
 class HostKilled(SimulationError):
-    """The simulated host on which this ran was killed."""
+    """The simulated host that ran the coroutine was killed."""
 
 
 class Unsimulated(SimulationError, NotImplementedError):
-    """Something that a simulation cannot have: it would not be the same for every run of a seed."""
+    """The scenario used a feature that cannot be simulated, because it is not deterministic."""
 
 
 class MutantRejected(SimulationError):
-    """A mutant could not be planted, or its failure proves nothing."""
+    """A mutant could not be planted, or failed because it is written wrongly."""
 
 
 class MutantSurvived(SimulationError, AssertionError):
-    """A scenario passes although the defect is planted, so it does not test what it should."""
+    """A scenario passed although the defect was planted, so it does not test for the defect."""
 
 
 class StressFailed(MooredError, AssertionError):

@@ -1,9 +1,8 @@
-"""Simulated machines: what runs on them can be killed, paused and started again.
+"""Simulated machines whose processes can be killed, paused and restarted.
 
-A host lives in processes, one at a time. Everything that a process starts (tasks, timers,
-connections) belongs to it, because it inherits a context variable. A killed process never runs
-again: not a step of a task, not a `finally`, not a timer; nothing that it would write afterwards
-leaves it. That is `kill -9`, which `task.cancel()` is not.
+A host runs one process at a time. Everything that a process starts (tasks, timers, connections)
+belongs to it, because it inherits a context variable. A killed process never runs again: no step of
+a task, no `finally` block, no timer, no write. This is `kill -9`, unlike `task.cancel()`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["CURRENT", "Host", "Main", "Process"]
 
 T = TypeVar("T")
 
-#: What a host runs, from each start to the next kill.
+#: A coroutine function that a host runs at each start.
 Main = Callable[[], Coroutine[Any, Any, object]]
 
 #: The process that the running code belongs to.
@@ -34,7 +33,7 @@ CURRENT: ContextVar[Process] = ContextVar("moored_process")
 
 
 class Process:
-    """One life of a host."""
+    """The process of a host, from its start to its kill."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -48,42 +47,42 @@ class Process:
         self._parked: list[asyncio.Handle] = []
 
     def context(self) -> Context:
-        """A context in which everything that starts belongs to this process."""
+        """Return a context whose tasks, timers and connections belong to this process."""
         context = copy_context()
         context.run(CURRENT.set, self)
         return context
 
     def admits(self, handle: asyncio.Handle) -> bool:
-        """Whether a callback of this process may run now; while it is paused, it waits here."""
+        """Whether a callback of this process may run now; keep it for later while paused."""
         if self.alive and self.paused:
             self._parked.append(handle)
         return self.alive and not self.paused
 
     def pause(self) -> None:
-        """Stop running, as after SIGSTOP: the machine's network stack goes on without it."""
+        """Stop running, as after SIGSTOP; the host's network stack still receives."""
         if self.alive and not self.paused:
             self.paused = True
-            self.host.loop.troubled += 1
+            self.host.loop.restricted += 1
 
     def resume(self) -> None:
-        """Continue, with what arrived meanwhile, in order."""
+        """Continue with the callbacks and bytes that arrived meanwhile, in order."""
         if self.alive and self.paused:
             self.paused = False
-            self.host.loop.troubled -= 1
-            # In front: what is in the queue by now was scheduled later.
+            self.host.loop.restricted -= 1
+            # At the front: the callbacks in the queue were scheduled later.
             self.host.loop._ready.extendleft(reversed(self._parked))
             self._parked.clear()
             for transport in list(self.transports):
                 transport.wake()
 
     def kill(self) -> None:
-        """End the process at once, without any clean-up."""
+        """End the process at once, without running any clean-up code."""
         if not self.alive:
             return
         loop = self.host.loop
         self.resume()
         self.alive = False
-        loop.troubled += 1
+        loop.restricted += 1
         self.frozen = [task for task in loop.tasks() if task.process is self]
         for server in list(self.servers):
             server.killed()
@@ -101,26 +100,26 @@ class Host:
         self.loop = loop
         self.name = name
         self.ip = ip
-        #: What runs here, from each start to the next kill.
+        #: The coroutine functions that run at each start.
         self.mains: list[Main] = []
         #: Seconds by which the wall clock of this host is wrong.
         self.wall_offset = 0.0
         self.clock = Clock(loop.time, self._wall, loop._clock.random)
         self.process = Process(self)
-        # Held to the end, because a pending task that is collected is reported as a defect.
-        self._graves: list[Process] = []
+        # Kept to the end, because the collection of a pending task is reported as a defect.
+        self._killed: list[Process] = []
 
     def _wall(self) -> float:
         return self.loop._clock.wall() + self.wall_offset
 
     @property
     def alive(self) -> bool:
-        """Whether something can run here: true until it is killed, and again after a restart."""
+        """Whether the host runs: False from a kill to the next restart."""
         return self.process.alive
 
     @property
     def paused(self) -> bool:
-        """Whether the host is stopped for a while."""
+        """Whether the host is paused."""
         return self.process.alive and self.process.paused
 
     def start(self, coro: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
@@ -136,12 +135,12 @@ class Host:
         return task
 
     async def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this host and wait for it; raises `HostKilled` if the host dies."""
+        """Run a coroutine on this host and wait for it; raise `HostKilled` if that is killed."""
         process = self.process
         task = self.start(coro)
         outcome: asyncio.Future[T] = self.loop.create_future()
         process.awaited[outcome] = None
-        task.add_done_callback(lambda done: _hand_over(done, outcome))
+        task.add_done_callback(lambda done: _copy_result(done, outcome))
         try:
             return await outcome
         except asyncio.CancelledError:
@@ -151,10 +150,10 @@ class Host:
             process.awaited.pop(outcome, None)
 
     def kill(self) -> None:
-        """End everything on this host at once: no `finally` runs, connections break.
+        """End everything on this host at once: no `finally` block runs, connections break.
 
-        What its peers see is up to the seed: a reset, or the end of the stream. (When the whole
-        schedule is over, its coroutines are closed like all others; nothing is left to see it.)
+        The seed decides what each peer sees: a reset, or the end of the stream. (The coroutines
+        are closed when the whole schedule has ended, which no other code can observe.)
         """
         self._refuse_main("kill")
         self.loop.mark(self.name, "killed", 1)
@@ -165,19 +164,19 @@ class Host:
             raise SimulationError(f"the scenario itself runs on host 'main': {what} another host")
 
     def restart(self) -> None:
-        """Kill what still runs, and start what the host was given to run, as a new process."""
+        """Kill the process, and start the mains of the host in a new one."""
         if not self.mains:
-            raise SimulationError(f"host {self.name!r} has nothing to start: give it a main")
+            raise SimulationError(f"host {self.name!r} has no main: pass one to sim.host()")
         self.kill()
         self.boot()
 
     def boot(self, *mains: Main) -> None:
-        """Run these on the host, in a new life if it was killed; and again at each restart."""
+        """Run these now, in a new process if the host was killed, and again at each restart."""
         if self.alive:
             starting = mains
         else:
             starting = (*self.mains, *mains)
-            self._graves.append(self.process)
+            self._killed.append(self.process)
             self.process = Process(self)
         self.mains.extend(mains)
         self.loop.mark(self.name, "starts", 2)
@@ -191,26 +190,26 @@ class Host:
                 {"message": f"the main of host {self.name!r} failed", "exception": error}
             )
 
-    def forget_graves(self) -> None:
+    def release_killed(self) -> None:
         """Release the tasks of killed processes."""
-        for process in (*self._graves, self.process):
+        for process in (*self._killed, self.process):
             process.frozen.clear()
             process.started.clear()
-        self._graves.clear()
+        self._killed.clear()
 
     def pause(self) -> None:
-        """Stop the host's processor: nothing runs on it, what is sent to it waits."""
+        """Stop the host: no code runs on it, and bytes sent to it wait."""
         self._refuse_main("pause")
         self.loop.mark(self.name, "paused", 3)
         self.process.pause()
 
     def resume(self) -> None:
-        """Let a paused host go on."""
+        """Continue a paused host."""
         self.loop.mark(self.name, "resumed", 4)
         self.process.resume()
 
     def wall_step(self, seconds: float) -> None:
-        """Step this host's wall clock, forwards or back; monotonic time is not touched."""
+        """Step this host's wall clock, forwards or back; monotonic time does not change."""
         self.loop.mark(self.name, f"wall clock stepped by {seconds:+g} s", 5)
         self.wall_offset += seconds
 
@@ -219,7 +218,7 @@ class Host:
         return f"<Host {self.name} ({self.ip}) {state}, {len(self.process.transports)} connections>"
 
 
-def _hand_over(task: asyncio.Task[T], outcome: asyncio.Future[T]) -> None:
+def _copy_result(task: asyncio.Task[T], outcome: asyncio.Future[T]) -> None:
     if task.cancelled():
         outcome.cancel()
     elif (error := task.exception()) is None:

@@ -1,16 +1,16 @@
-"""An event loop without a machine under it: virtual time, seeded order, no sockets, no threads.
+"""An event loop in virtual time, with an order of tasks that the seed decides.
 
 One rule decides what a seed may reorder: **a task may be late, a callback never is.** asyncio
 promises that callbacks run in the order in which they were scheduled, and code may rely on it (a
-done-callback has run before the task that awaits the same future goes on). It promises nothing
-about how soon a task that could run does run. So in each turn of the loop every callback runs, in
-order, and a ready task may be held back to the next turn; whatever is already in the queue behind
-it then overtakes it. What belongs to one task, or to one connection, never changes its order.
+done-callback has run before the task that awaits the same future continues). asyncio does not
+promise how soon a ready task runs. So in each turn of the loop every callback runs, in order, and a
+ready task may be held back to the next turn, so that the queue behind it overtakes it. The order
+of the steps of one task, and of the bytes of one connection, never changes.
 
-Virtual time moves only when nothing can run, straight to the next timer. Timers with the same
-deadline fire in the order in which they were set (asyncio's own heap does not promise that).
-With `timer_slack`, timers are as inexact as uvloop's: they also fire a little early, while `time()`
-is still less than their deadline, or a little late, and close deadlines may change their order.
+Virtual time advances only when nothing is ready to run, to the next timer. Timers with the same
+deadline fire in the order in which they were set (asyncio's heap does not promise that). With
+`timer_slack`, timers are as inexact as uvloop's: they also fire a little early, while `time()` is
+still less than their deadline, or a little late, and close deadlines may change their order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any, TypeVarTuple, Unpack
 from weakref import WeakValueDictionary
 
 from ..kernel._clock import Clock
-from ._borders import Borders
 from ._drift import Drift
 from ._errors import Deadlock, Livelock, Stuck, TimeLimit
 from ._hosts import CURRENT
+from ._loop_io import LoopIO
 from ._network import Network
 from ._pipe import NETWORK
 from ._tasks import SimFuture, SimTask
 from ._trace import Trace
-from ._waits import waiting, where
+from ._wait_report import describe_waits, location
 
 __all__ = ["EPOCH", "SimLoop"]
 
@@ -46,22 +46,22 @@ EPOCH = 1_767_225_600.0
 _COMPACT_AT = 64
 
 
-class SimLoop(Borders, asyncio.BaseEventLoop):
-    """An asyncio event loop in virtual time, on which everything is decided by one seed.
+class SimLoop(LoopIO, asyncio.BaseEventLoop):
+    """An asyncio event loop in virtual time, whose schedule one seed decides.
 
     :param seed: decides the order of tasks, the network's latency, and `clock.random`.
-    :param drift: whether tasks may be held back; without it the loop is as orderly as asyncio.
-    :param lateness: how many virtual seconds a task may be late, as on a busy machine; 0 keeps
+    :param drift: whether tasks may be held back; False keeps asyncio's order.
+    :param lateness: virtual seconds by which a task may be late, as on a busy machine; 0 keeps
         virtual times exact.
-    :param timer_slack: how many virtual seconds before or after its deadline a timer may fire; 0
+    :param timer_slack: virtual seconds by which a timer may fire before or after its deadline; 0
         keeps timers exact.
     :param time_limit: virtual seconds after which a schedule counts as stuck.
     """
 
-    #: Turns without any progress of the clock after which the loop gives up.
+    #: Turns at one virtual time after which the loop raises `Livelock`.
     livelock_after = 100_000
 
-    # What is relied upon of asyncio's base class beyond its documentation; a test guards it.
+    # Undocumented attributes of asyncio's base class that this class uses; a test guards them.
     _check_closed: Callable[[], None]
     _ready: deque[asyncio.Handle]
     _stopping: bool
@@ -79,7 +79,7 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         trace: Trace | None = None,
     ) -> None:
         super().__init__()
-        # Debug mode measures real time and notes a stack per callback: neither belongs here.
+        # Debug mode measures real time, and records a stack per callback.
         self.set_debug(False)
         self.seed = seed
         self.trace = trace
@@ -88,7 +88,8 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         self.time_limit = time_limit
         self.unhandled: list[dict[str, Any]] = []
         self.wall_offset = 0.0
-        self.troubled = 0
+        #: Paused and killed processes; while there are any, each callback is checked.
+        self.restricted = 0
         self._now = 0.0
         self._turns_now = 0
         self._serial = 0
@@ -97,23 +98,25 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         self._tasks: WeakValueDictionary[int, SimTask] = WeakValueDictionary()
         self._rng = random.Random(seed)
         self._drift = Drift(self._rng, drift=drift, lateness=lateness, timer_slack=timer_slack)
-        self._clock = Clock(self.time, lambda: EPOCH + self._now + self.wall_offset, self._chance())
-        self.network = Network(self, self._chance())
+        self._clock = Clock(
+            self.time, lambda: EPOCH + self._now + self.wall_offset, self._new_random()
+        )
+        self.network = Network(self, self._new_random())
 
-    def _chance(self) -> random.Random:
-        """A stream of chance of its own, so that one consumer does not shift another's."""
+    def _new_random(self) -> random.Random:
+        """Return a random generator for one use, whose numbers do not depend on the other uses."""
         return random.Random(self._rng.getrandbits(64))
 
     # Time
 
     @property
     def clock(self) -> Clock:
-        """Virtual time and seeded chance, as the running host sees them."""
+        """The virtual time and the seeded random generator of the running host."""
         process = CURRENT.get(None)
         return self._clock if process is None else process.host.clock
 
     def time(self) -> float:
-        """Virtual seconds since the start."""
+        """Return the virtual seconds since the start."""
         return self._now
 
     def call_at(
@@ -123,10 +126,9 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """As asyncio's, but timers with equal deadlines fire in the order of these calls.
+        """Schedule a timer; timers with equal deadlines fire in the order of these calls.
 
-        With `timer_slack` they fire around their deadline, except those of the network, which has
-        latency of its own.
+        `timer_slack` does not apply to the timers of the network, which has a random latency.
         """
         self._check_closed()
         timer = asyncio.TimerHandle(when, callback, args, self, context)
@@ -148,7 +150,7 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """As asyncio's, without what its debug mode needs."""
+        """Schedule a callback, without the checks of asyncio's debug mode."""
         self._check_closed()
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
@@ -157,15 +159,14 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
     # Tasks
 
     def number(self) -> int:
-        """The next number, for whatever must be told apart in every run of a seed."""
+        """Return the next serial number."""
         self._serial += 1
         return self._serial
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future with a number."""
-        self._serial += 1
+        """Create a future with a serial number."""
         future = SimFuture(loop=self)
-        future.serial = self._serial
+        future.serial = self.number()
         return future
 
     def create_task(
@@ -176,7 +177,7 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         context: Context | None = None,
         **options: Any,
     ) -> Any:
-        """A task with a number; names that asyncio would count globally are counted per loop."""
+        """Create a task with a serial number, which is also its default name."""
         if self._task_factory is not None:
             return super().create_task(coro, name=name, context=context, **options)
         self._check_closed()
@@ -198,25 +199,25 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         return task
 
     def tasks(self) -> Iterator[SimTask]:
-        """Tasks that have not ended, the oldest first."""
+        """Return the tasks that have not ended, the oldest first."""
         return (task for task in list(self._tasks.values()) if not task.done())
 
     # Turns
 
     def _run_once(self) -> None:
-        """One turn: every callback that is ready, and those ready tasks that are not held back."""
+        """Run every ready callback, and the ready tasks that are not held back."""
         self._wake()
         ready, count = self._ready, len(self._ready)
         drift, now = self._drift, self._now
         held: list[asyncio.Handle] = []
-        slow: set[int] = set()
+        skipped: set[int] = set()
         for _ in range(count):
             handle: Any = ready.popleft()
-            if handle._cancelled or (self.troubled and not self._may_run(handle)):
+            if handle._cancelled or (self.restricted and not self._may_run(handle)):
                 continue
             task = getattr(handle._callback, "__self__", None)
             if isinstance(task, SimTask):
-                if count > 1 and task.hold and drift.holds(task, slow):
+                if count > 1 and task.hold and drift.holds(task, skipped):
                     held.append(handle)
                     continue
                 if drift.lateness and drift.delays(task, now):
@@ -231,26 +232,26 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         return process is None or process.admits(handle)
 
     def count(self, *numbers: int) -> None:
-        """Make something part of the digest; a string's hash would differ between processes."""
+        """Add numbers to the digest (not strings, whose hash differs between processes)."""
         self.digest = hash((self.digest, self._now, *numbers))
 
     def _note_step(self, task: SimTask) -> None:
         self.digest = hash((self.digest, self._now, task.serial))
         if self.trace is not None:
-            self.trace.add(self._now, task.get_name(), f"runs at {where(task)}")
+            self.trace.add(self._now, task.get_name(), f"runs at {location(task)}")
 
     def mark(self, who: str, what: str, *numbers: int) -> None:
-        """Make something other than a task's step part of the trace and of the digest."""
+        """Add an event to the trace, and numbers to the digest."""
         self.count(*numbers)
         if self.trace is not None:
             self.trace.add(self._now, who, what)
 
     def _wake(self) -> None:
-        """Make due timers ready; when nothing is ready, move on to the next one."""
+        """Queue the timers that are due; if nothing is ready, advance to the next timer."""
         self.turns += 1
         self._turns_now += 1
         if self._turns_now > self.livelock_after:
-            raise self._stuck(Livelock, f"the clock has not moved for {self._turns_now:,} turns")
+            raise self._stuck(Livelock, f"virtual time stood still for {self._turns_now:,} turns")
         ready, timers = self._ready, self._timers
         while timers:
             when, _, handle = timers[0]
@@ -265,21 +266,23 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
                 continue
             heapq.heappop(timers)
         if not ready and not self._stopping:
-            raise self._stuck(Deadlock, "nothing can run and no timer is set")
+            raise self._stuck(Deadlock, "no task is ready and no timer is set")
 
     def _advance(self, when: float) -> None:
         if when > self.time_limit:
-            raise self._stuck(TimeLimit, f"the limit of {self.time_limit:g} s is over")
+            raise self._stuck(
+                TimeLimit, f"the next timer is past the limit of {self.time_limit:g} s"
+            )
         self._now = when
         self._turns_now = 0
 
-    def be_patient_again(self) -> None:
-        """Count the turns towards a livelock from zero."""
+    def reset_turn_count(self) -> None:
+        """Restart the count of turns that leads to `Livelock`."""
         self._turns_now = 0
 
-    def forget_plans(self) -> None:
-        """Drop everything that would still run."""
-        self.be_patient_again()
+    def drop_scheduled(self) -> None:
+        """Drop all ready callbacks and timers."""
+        self.reset_turn_count()
         self._ready.clear()
         self._timers.clear()
 
@@ -288,13 +291,13 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         paused = "".join(f"\n  {name} is paused" for name in self.network.paused_names())
         return kind(
             f"{reason} at {self._now:.6f} s of virtual time; {len(tasks)} tasks wait:\n"
-            f"{waiting(tasks)}{paused}"
+            f"{describe_waits(tasks)}{paused}"
         )
 
-    # Borders
+    # LoopIO
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep what nobody retrieved: it fails the schedule. To be cancelled is not to fail."""
+        """Keep an unhandled exception, which fails the schedule; ignore cancellation."""
         if isinstance(context.get("exception"), asyncio.CancelledError):
             return
         self.unhandled.append(context)
@@ -306,7 +309,7 @@ class SimLoop(Borders, asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """As `call_soon`: there is only one thread in a simulation."""
+        """Schedule a callback; refuse calls from another thread."""
         if self._thread_id not in (None, threading.get_ident()):
             raise self.refusal("call_soon_threadsafe from another thread")
         return self.call_soon(callback, *args, context=context)

@@ -1,4 +1,4 @@
-"""Planted defects: a simulation that cannot fail proves nothing, so prove that it can."""
+"""Planted defects, which prove that a simulation can fail."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ABSENT: Any = object()
-# A mutant that fails in one of these ways is misspelt, not misbehaving.
-_CLUMSY = (NameError, ImportError, SyntaxError, TypeError, AttributeError)
+# A mutant that raises one of these is usually written wrongly.
+_MISTAKES = (NameError, ImportError, SyntaxError, TypeError, AttributeError)
 
 
 class Mutant:
-    """A named defect, planted while its `with` block or the decorated function runs."""
+    """A named defect, planted for the duration of a `with` block or of a decorated function."""
 
     def __init__(self, owner: Any, attribute: str, replacement: Any, *, name: str) -> None:
         self.owner = owner
@@ -39,11 +39,10 @@ class Mutant:
         original = inspect.getattr_static(self.owner, self.attribute, _ABSENT)
         if original is _ABSENT:
             raise MutantRejected(
-                f"mutant {self.name!r}: {self._where} does not exist; "
-                "was it renamed? A defect that cannot be planted tests nothing"
+                f"mutant {self.name!r}: {self._where} does not exist; was it renamed?"
             )
         if original is self.replacement:
-            raise MutantRejected(f"mutant {self.name!r}: {self._where} is what it was")
+            raise MutantRejected(f"mutant {self.name!r}: {self._where} is replaced with itself")
 
     @property
     def _where(self) -> str:
@@ -53,7 +52,7 @@ class Mutant:
         if self._planted:
             raise MutantRejected(f"mutant {self.name!r} is planted already")
         self._check()
-        # The raw value, because a class hides its static and class methods behind descriptors.
+        # From vars(): getattr() would return a static or class method without its descriptor.
         self._before = vars(self.owner).get(self.attribute, _ABSENT)
         setattr(self.owner, self.attribute, self.replacement)
         self._planted = True
@@ -67,7 +66,7 @@ class Mutant:
             setattr(self.owner, self.attribute, self._before)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Plant the defect while a function, or a coroutine function, runs."""
+        """Decorate a function or a coroutine function: plant the defect while it runs."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
@@ -90,24 +89,24 @@ class Mutant:
 
 
 def mutant(owner: Any, attribute: str, replacement: Any, *, name: str) -> Mutant:
-    """Describe a defect: `with` it, or under it as a decorator, `owner.attribute` is replaced.
+    """Return a context manager and decorator that replaces `owner.attribute` with a defect.
 
-    What was there comes back whatever happens; an attribute that does not exist is an error.
+    The original is restored in any case; an attribute that does not exist is an error.
     """
     return Mutant(owner, attribute, replacement, name=name)
 
 
 @dataclass(frozen=True)
 class Caught:
-    """A mutant that a scenario noticed."""
+    """A mutant with which a scenario failed."""
 
     #: The mutant's name.
     name: str
-    #: The first seed that noticed.
+    #: The first seed that failed.
     seed: int
-    #: How many schedules that took.
+    #: The number of schedules that ran, including that one.
     schedules: int
-    #: What the scenario raised.
+    #: The error of the scenario.
     error: BaseException | None
 
     def __str__(self) -> str:
@@ -127,29 +126,29 @@ def assert_caught(
     allow: tuple[type[BaseException], ...] = (),
     **options: Any,
 ) -> Caught:
-    """Pass if the scenario passes as it is, and fails within so many seeds with the mutant planted.
+    """Assert that the scenario passes without the mutant, and fails with it within so many seeds.
 
-    :param within: seeds in which the defect must show; the search stops at the first.
-    :param clean: seeds that must pass without the defect.
-    :param allow: error types to accept although they usually mean that the mutant is misspelt
+    :param within: seeds of which one must fail with the mutant; the search stops there.
+    :param clean: seeds that must pass without the mutant.
+    :param allow: error types to accept although they usually mean that the mutant is wrong
         (TypeError, AttributeError, NameError and the like).
-    :param options: for `simulate()`.
+    :param options: options of `simulate()`.
     """
     simulate(scenario, clean, first_seed=first_seed, **options)
     first = base_seed() if first_seed is None else first_seed
     try:
-        # These seeds and no others, whatever the environment says: this is a search.
+        # MOORED_SIM_SEED and --sim-seeds must not narrow the search.
         with planted:
             explore(scenario, range(first, first + within), **options)
     except SimulationFailed as failed:
         cause = failed.__cause__
-        if isinstance(cause, _CLUMSY) and not isinstance(cause, allow):
+        if isinstance(cause, _MISTAKES) and not isinstance(cause, allow):
             raise MutantRejected(
-                f"mutant {planted.name!r} does not misbehave, it breaks: {cause!r}; mend it, "
-                f"or accept this with allow=({type(cause).__name__},)"
+                f"mutant {planted.name!r} seems to be written wrongly: {cause!r}; correct it, "
+                f"or accept this error with allow=({type(cause).__name__},)"
             ) from cause
         return Caught(planted.name, failed.seed, failed.position + 1, cause)
     raise MutantSurvived(
         f"mutant {planted.name!r} survived {within:,} schedules from seed {first}: "
-        "the scenario does not test what this breaks"
+        "the scenario does not test for this defect"
     )

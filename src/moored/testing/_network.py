@@ -1,11 +1,11 @@
 """The simulated network: names, connections, and faults that are switched while a scenario runs.
 
-refuse      new connections to a host are refused, as when nothing listens
-blackhole   packets vanish; connections that carried some meanwhile stay half-open for ever
-pause       packets wait; nothing is lost, and everything goes on after `heal`
-slow        packets take as long as this says
-reset       connections that exist now are reset, on both sides (this one is over at once)
-heal        all of that is over
+refuse      refuse new connections to a host, as if no server listened
+blackhole   drop packets; connections that lose bytes stay half-open for ever
+pause       hold packets back; nothing is lost, and delivery continues after `heal`
+slow        set the latency of packets
+reset       reset the open connections, on both sides (once)
+heal        end all of these faults
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ __all__ = ["Network"]
 _LOCAL = frozenset({None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
 _FIRST_PORT = 40_000
 _MOST_PIECES = 4
-# How lively the network is differs from seed to seed: some know only calm days.
+# Each seed chooses one of each: the latency range, and the probabilities of split and coalesce.
 _SPREADS = (0.001, 0.001, 0.005, 0.05)
 _SPLITS = (0.0, 0.1, 0.5)
 _COALESCES = (0.0, 0.3, 0.8)
 
 
 class Network:
-    """Connects simulated hosts by name, and breaks what connects them.
+    """Connects simulated hosts by name, and injects faults into their connections.
 
-    A fault names one host, and then touches everything between it and the others; or two hosts,
-    and then touches what lies between these two. `direction` narrows a fault to packets that come
-    "in" to the first host or go "out" of it.
+    A fault that names one host affects everything between it and all others; a fault that names
+    two hosts affects everything between these two. `direction` limits a fault to packets that
+    come "in" to the first host or go "out" of it.
     """
 
     def __init__(self, loop: SimLoop, rng: random.Random) -> None:
         self.loop = loop
         self.rng = rng
-        #: Seconds that a packet takes, from and to, where no `slow` says otherwise.
+        #: Minimum and maximum latency of a packet, in seconds, on paths without `slow`.
         self.latency: Range = (0.0002, 0.0002 + rng.choice(_SPREADS))
-        #: How likely it is that a write arrives in pieces.
+        #: The probability that a write arrives in pieces.
         self.split = rng.choice(_SPLITS)
-        #: How likely it is that a piece arrives together with the one before it.
+        #: The probability that a piece arrives together with the previous one.
         self.coalesce = rng.choice(_COALESCES)
-        #: Bytes that may be on the way, or wait unread at the receiver, before a sender buffers.
+        #: Bytes that may be in flight, or unread at the receiver, before a sender buffers.
         self.window = 64 * 1024
-        #: Seconds for which lost bytes are repeated before the sender's connection times out.
+        #: Seconds from the loss of bytes to the timeout of the sender's connection.
         self.retransmit_for = 924.6
         self._paths: dict[tuple[str, str], Path] = {}
         self._faults: list[NetworkFault] = []
@@ -69,19 +69,19 @@ class Network:
         self._next_port = _FIRST_PORT
         self._main = self.host("main")
 
-    # Chance
+    # Random decisions
 
     def chance(self, probability: float) -> bool:
-        """Return True with this probability, as the seed decides."""
+        """Return True with this probability."""
         return self.rng.random() < probability
 
     def delay(self, path: Path) -> float:
-        """The latency of the next packet."""
+        """Return the latency of the next packet, in seconds."""
         low, high = path.latency or self.latency
         return low + (high - low) * self.rng.random()
 
     def pieces(self, data: bytes) -> Iterable[bytes]:
-        """Cut a write where the seed likes."""
+        """Split a write at random."""
         if len(data) < 2 or not self.chance(self.split):
             return (data,)
         count = min(self.rng.randint(1, _MOST_PIECES - 1), len(data) - 1)
@@ -91,7 +91,7 @@ class Network:
     # Names
 
     def host(self, name: str | None) -> Host:
-        """The host with this name or address, made when it is new; "localhost" is this one."""
+        """Return the host with this name or address, created on first use."""
         if name in _LOCAL:
             return self._process().host
         assert name is not None
@@ -104,7 +104,7 @@ class Network:
         return known
 
     def hosts(self) -> list[Host]:
-        """All hosts, in the order in which they came up."""
+        """Return all hosts, in the order of their creation."""
         return list(self._hosts.values())
 
     def resolve(self, name: str | None) -> Host:
@@ -113,27 +113,27 @@ class Network:
         if not known and all(host.ip != name for host in self._hosts.values()):
             names = ", ".join(self._hosts)
             raise socket.gaierror(
-                socket.EAI_NONAME, f"no simulated host is called {name!r} (there are: {names})"
+                socket.EAI_NONAME, f"no simulated host is called {name!r} (known hosts: {names})"
             )
         return self.host(name)
 
     def addresses(self, name: Any, port: Any) -> list[Any]:
-        """What `getaddrinfo` returns."""
+        """Return the result of `getaddrinfo`."""
         text = name.decode() if isinstance(name, bytes) else name
         address = (self.resolve(text).ip, int(port or 0))
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", address)]
 
     def _known(self, name: str, peer: str | None) -> tuple[str, str | None]:
-        """The hosts that a fault means; the loopback is what lies between a host and itself."""
+        """Return the names of the hosts of a fault; a loopback name means a host and itself."""
         try:
             first = self.resolve(name).name
             second = None if peer is None else self.resolve(peer).name
         except socket.gaierror as error:
-            raise SimulationError(f"{error.strerror}; name it first with sim.host(name)") from None
+            raise SimulationError(f"{error.strerror}; create it with sim.host(name)") from None
         return first, first if name in _LOCAL else second
 
     def paused_names(self) -> Iterator[str]:
-        """What is paused: part of the text of a `Deadlock`."""
+        """Return what is paused, for the message of a `Deadlock`."""
         yield from (f"host {host.name}" for host in self._hosts.values() if host.paused)
         paused = (fault.host for fault in self._faults if fault.kind == "pause")
         yield from (f"the network of {name}" for name in paused)
@@ -156,10 +156,10 @@ class Network:
     def blackhole(
         self, host: str, peer: str | None = None, *, direction: Direction = "both"
     ) -> None:
-        """Swallow packets: writes succeed and nothing arrives, as when a cable is pulled.
+        """Drop packets: writes succeed and nothing arrives, as when a cable is pulled.
 
-        A connection that loses bytes this way does not come back after `heal`: it stays half-open
-        until one of its sides gives up. An idle one survives.
+        A connection that loses bytes stays half-open after `heal`, until one of its sides times
+        out. An idle connection survives.
         """
         self._add(NetworkFault("blackhole", *self._known(host, peer), direction=direction))
 
@@ -168,11 +168,11 @@ class Network:
         self._add(NetworkFault("pause", *self._known(host, peer), direction=direction))
 
     def slow(self, host: str, peer: str | None = None, *, latency: Range) -> None:
-        """Let packets take between so many and so many seconds."""
+        """Set the minimum and maximum latency of packets, in seconds."""
         self._add(NetworkFault("slow", *self._known(host, peer), latency=latency))
 
     def heal(self, host: str | None = None, peer: str | None = None) -> None:
-        """End the faults of a host, those between two hosts, or (without a name) all of them."""
+        """End the faults of a host, the faults between two hosts, or (by default) all faults."""
         self.loop.mark("network", f"heal {host or 'everything'} {peer or ''}", 6)
         if host is None:
             self._faults.clear()
@@ -182,7 +182,7 @@ class Network:
         self._reroute()
 
     def reset(self, host: str, peer: str | None = None) -> None:
-        """Reset the connections of a host (or those between two), as a firewall that restarts."""
+        """Reset the connections of a host, or between two hosts, as a restarting firewall does."""
         self.loop.mark("network", f"reset {host} {peer or ''}", 7)
         reset = NetworkFault("refuse", *self._known(host, peer))
         for pipe in list(self._pipes):
@@ -190,7 +190,7 @@ class Network:
                 pipe.signal(RST)
 
     def path(self, source: str, target: str) -> Path:
-        """The way from one host to another."""
+        """Return the path from one host to another."""
         key = (source, target)
         path = self._paths.get(key)
         if path is None:
@@ -219,7 +219,7 @@ class Network:
         name: str | Sequence[str] | None,
         port: int,
     ) -> SimServer:
-        """Listen on a host; only the scenario itself may do so for another than its own."""
+        """Listen on a host; only the scenario may listen on a host that it does not run on."""
         names = [name] if name is None or isinstance(name, str) else list(name)
         hosts = list(dict.fromkeys(self.host(each) for each in names))
         here = self._process()
@@ -244,20 +244,20 @@ class Network:
         self._listeners = {key: kept for key, kept in self._listeners.items() if kept is not server}
 
     def listener(self, host: Host, port: int) -> SimServer | None:
-        """The server that accepts connections on this port, or None."""
+        """Return the server that accepts connections on this port, or None."""
         server = self._listeners.get((host.name, port))
         return server if server is not None and server.is_serving() else None
 
     async def connect(
         self, factory: Callable[[], asyncio.BaseProtocol], name: str | None, port: int
     ) -> tuple[SimTransport, asyncio.BaseProtocol]:
-        """Connect from the running host to another."""
+        """Connect from the running host to another host."""
         dial = Dial(self, self._process(), self.resolve(name), port)
         transport = await dial.answer()
         try:
             protocol = factory()
             transport.start(protocol)
-            # A task that connected goes on in the next turn, after what its protocol was told.
+            # The caller continues in the next turn, after the first callbacks of its protocol.
             await asyncio.sleep(0)
         except BaseException:
             transport.close()
@@ -267,7 +267,7 @@ class Network:
     def join(
         self, client: Process, context: Context, server: SimServer, target: Host, port: int
     ) -> SimTransport:
-        """Make both ends of a connection."""
+        """Create both ends of a connection, and return the client's."""
         here, there = (client.host.ip, self.port()), (target.ip, port)
         near = self._end(client, context, f"{client.host.name}:{here[1]}", here, there)
         far = self._end(
@@ -296,7 +296,7 @@ class Network:
         return pipe
 
     def ended(self, transport: SimTransport) -> None:
-        """One end is closed; when both are and nothing flies, the connection is forgotten."""
+        """Handle the close of one end; remove the connection when both are closed."""
         peer = transport.outgoing.receiver
         if transport.gone and peer.gone:
             self._pipes.pop(transport.outgoing, None)
@@ -307,13 +307,13 @@ class Network:
         """Whether any end of a connection is still open."""
         return any(not pipe.sender.gone for pipe in self._pipes)
 
-    def forget_graves(self) -> None:
-        """Let go of what killed hosts left behind."""
+    def release_killed(self) -> None:
+        """Release the tasks of killed processes."""
         for host in self._hosts.values():
-            host.forget_graves()
+            host.release_killed()
 
     def shut_down(self) -> None:
-        """Abort whatever the scenario left open."""
+        """Abort every open connection."""
         for pipe in list(self._pipes):
             pipe.sender.abort()
 

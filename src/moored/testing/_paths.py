@@ -1,4 +1,4 @@
-"""The faults of the simulated network, and which path between two hosts each of them touches."""
+"""The faults of the simulated network, and the paths between hosts that they affect."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal
 
 __all__ = ["Direction", "Kind", "NetworkFault", "Path", "Range"]
 
-#: Seconds, from and to.
+#: Minimum and maximum, in seconds.
 Range = tuple[float, float]
-#: Which way a fault works, seen from the host that it names.
+#: The packets that a fault affects, seen from its host.
 Direction = Literal["both", "in", "out"]
 Kind = Literal["refuse", "blackhole", "pause", "slow"]
 
 
 @dataclass(frozen=True)
 class NetworkFault:
-    """Something that is wrong with a host's network, or with what lies between two hosts."""
+    """A fault between a host and all others, or between two hosts."""
 
     kind: Kind
     host: str
@@ -26,13 +26,13 @@ class NetworkFault:
     latency: Range | None = None
 
     def touches(self, source: str, target: str) -> bool:
-        """Whether a packet on this way meets the fault; a host can always reach itself."""
+        """Whether the fault affects packets from `source` to `target`; never a host's loopback."""
         out = self.direction != "in" and source == self.host and self._meets(source, target)
         back = self.direction != "out" and target == self.host and self._meets(target, source)
         return out or back
 
     def is_about(self, host: str, peer: str | None) -> bool:
-        """Whether this is a fault of the host, or of what lies between the two."""
+        """Whether this is a fault of the host, or (with `peer`) between the two hosts."""
         ends = {self.host, self.peer}
         return host in ends if peer is None else ends == {host, peer}
 
@@ -41,7 +41,7 @@ class NetworkFault:
 
 
 class Path:
-    """The way from one host to another, with the faults that lie on it now."""
+    """The packets from one host to another, with the faults that affect them now."""
 
     __slots__ = ("blackhole", "latency", "paused", "refuses", "source", "target")
 
@@ -52,7 +52,7 @@ class Path:
         self.latency: Range | None = None
 
     def apply(self, faults: Iterable[NetworkFault]) -> None:
-        """Take over the faults that hold from now on."""
+        """Replace the faults of this path."""
         mine = [fault for fault in faults if fault.touches(self.source, self.target)]
         kinds = {fault.kind for fault in mine}
         self.refuses = "refuse" in kinds
@@ -63,5 +63,5 @@ class Path:
 
     @property
     def open(self) -> bool:
-        """Whether a packet gets through now."""
+        """Whether packets are delivered now."""
         return not (self.blackhole or self.paused)

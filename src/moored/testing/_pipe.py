@@ -1,4 +1,4 @@
-"""One direction of a simulated TCP connection: bytes in flight, in order, or lost for good."""
+"""One direction of a simulated TCP connection, with its bytes in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FIN", "NETWORK", "RST", "Pipe", "Signal"]
 
 
 class Signal:
-    """Something on the wire that is not data."""
+    """A TCP flag in flight."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,20 +27,20 @@ class Signal:
 FIN: Final = Signal("FIN")
 RST: Final = Signal("RST")
 
-# What the network itself does belongs to no host, so that it goes on while a host is paused.
+# The context of the network's own timers: they belong to no host, and run while hosts are paused.
 NETWORK = Context()
 
 
 class Pipe:
-    """Carries what one transport sends to another, along one path of the network.
+    """Delivers the bytes of one transport to another, along one path of the network.
 
-    `outstanding` counts the bytes that the receiver has not read: they fill the window, and a full
-    window makes the sender buffer, which is all there is to back-pressure. Bytes that a black hole
-    swallows stay outstanding for ever.
+    `outstanding` counts the bytes that the receiver has not read. They fill the window; a full
+    window makes the sender buffer, which is the back-pressure. Bytes that a black hole drops stay
+    outstanding for ever.
     """
 
     __slots__ = (
-        "_flying",
+        "_in_flight",
         "_last",
         "broken",
         "network",
@@ -63,47 +63,47 @@ class Pipe:
         self.outstanding = 0
         self.broken = False
         self.stalled = 0
-        self._flying: deque[bytes | Signal] = deque()
+        self._in_flight: deque[bytes | Signal] = deque()
         self._last = 0.0
 
     @property
     def room(self) -> int:
-        """How many bytes the sender may put on the wire now."""
+        """The bytes that the sender may send now."""
         return self.network.window - self.outstanding
 
     def send(self, data: bytes) -> None:
-        """Put bytes on the wire, in as many pieces as the seed likes."""
+        """Send bytes, split at random."""
         self.outstanding += len(data)
         for piece in self.network.pieces(data):
             self._dispatch(piece)
 
     def signal(self, signal: Signal) -> None:
-        """End the stream: FIN after what is in flight; RST may overtake it, if the seed likes."""
+        """Send FIN after the bytes in flight, or RST, which may overtake them."""
         if signal is RST and self.network.chance(0.5):
-            self._flying = deque(RST for _ in self._flying)
+            self._in_flight = deque(RST for _ in self._in_flight)
         self._dispatch(signal)
 
     def _dispatch(self, item: bytes | Signal) -> None:
-        flying, network = self._flying, self.network
+        in_flight, network = self._in_flight, self.network
         if (
-            flying
+            in_flight
             and isinstance(item, bytes)
-            and isinstance(flying[-1], bytes)
+            and isinstance(in_flight[-1], bytes)
             and network.chance(network.coalesce)
         ):
-            flying[-1] += item
+            in_flight[-1] += item
             return
         # A later piece never overtakes an earlier one.
         self._last = max(self._last, network.loop.time() + network.delay(self.path))
-        flying.append(item)
+        in_flight.append(item)
         network.loop.call_at(self._last, self._arrive, context=NETWORK)
 
     def _arrive(self) -> None:
-        item = self._flying.popleft()
+        item = self._in_flight.popleft()
         if self.broken or self.path.blackhole:
             self._lose(item)
         elif self.path.paused or self.stalled:
-            self._flying.appendleft(item)
+            self._in_flight.appendleft(item)
             self.stalled += 1
         else:
             self._deliver(item)
@@ -114,26 +114,26 @@ class Pipe:
 
     def _lose(self, item: bytes | Signal) -> None:
         self._note("lost ", item)
-        # TCP would send it again and again, and give up in the end.
+        # TCP would retransmit, and time out in the end.
         self.sender.give_up_after(self.network.retransmit_for)
         self.broken = True
 
-    def _note(self, fate: str, item: bytes | Signal) -> None:
+    def _note(self, prefix: str, item: bytes | Signal) -> None:
         size = len(item) if isinstance(item, bytes) else 0
         loop = self.network.loop
         loop.count(self.serial, size)
         if loop.trace is not None:
-            what = f"-> {self.receiver.address} {fate}{item!r:.60}"
+            what = f"-> {self.receiver.address} {prefix}{item!r:.60}"
             loop.trace.add(loop.time(), self.sender.address, what)
 
     def consumed(self, size: int) -> None:
-        """The receiver has read this much: the window opens."""
+        """Open the window by the bytes that the receiver has read."""
         self.outstanding -= size
         if self.sender.waits_for_room:
             self.network.loop.call_soon(self.sender.flush, context=self.sender.context)
 
     def resume(self) -> None:
-        """Send on what a paused path held back."""
+        """Deliver the items that a paused path held back."""
         count, self.stalled = self.stalled, 0
         for _ in range(count):
             now = self.network.loop.time()

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be told to fail, while it runs."""
+"""The fault proxy: its interface, its listener and its connections."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Literal, Self, TypeVar
 from moored.kernel import LoopThread
 from moored.testing._proxy_answer import Answer
 from moored.testing._proxy_connection import ProxyConnection
-from moored.testing._proxy_desk import Desk
 from moored.testing._proxy_faults import Cut, Direction, Mode, ProxyStatistics, Rate
 from moored.testing._proxy_listener import ProxyListener
+from moored.testing._proxy_state import ProxyState
 
 __all__ = ["FaultProxy"]
 
@@ -27,10 +27,10 @@ class FaultProxy:
     """A TCP proxy in front of a server, with faults that are switched while it runs.
 
     `host` and `port` name the server; without a port, `host` is the path of its Unix socket. The
-    proxy listens on `listen_host` and `listen_port` (0 takes a free one, and `port` tells which).
+    proxy listens on `listen_host` and `listen_port`; 0 takes a free port, which `port` returns.
 
-    Every method that switches a fault may be called from any thread, and acts on the connections
-    that are open and on those to come. Faults add up: one can delay, throttle and limit at once.
+    The methods that switch a fault are thread-safe, and apply to open and to new connections.
+    Faults combine: a proxy can delay, throttle and limit at the same time.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class FaultProxy:
         listen_host: str = "127.0.0.1",
         listen_port: int = 0,
     ) -> None:
-        self._desk = Desk(os.fspath(host), port)
-        self._listener = ProxyListener(listen_host, listen_port, self._welcome)
+        self._state = ProxyState(os.fspath(host), port)
+        self._listener = ProxyListener(listen_host, listen_port, self._accept_client)
         self._refusing = False
-        self._links: dict[asyncio.Task[None], ProxyConnection] = {}
+        self._connections: dict[asyncio.Task[None], ProxyConnection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
 
     async def start(self) -> None:
-        """Begin to listen."""
+        """Start to listen, on the running event loop."""
         if self._loop is not None:
             raise RuntimeError(f"{self!r} is running already")
         if not self._refusing:
@@ -58,9 +58,9 @@ class FaultProxy:
         self._thread = threading.get_ident()
 
     async def close(self) -> None:
-        """Stop listening and close every connection; nothing of the proxy stays behind."""
+        """Stop listening, close every connection and release the port."""
         self._listener.release()
-        tasks = list(self._links)
+        tasks = list(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -75,7 +75,7 @@ class FaultProxy:
 
     @contextlib.contextmanager
     def in_thread(self) -> Iterator[Self]:
-        """Run the proxy on a loop in a thread of its own, for tests without asyncio."""
+        """Run the proxy on an event loop in its own thread, for tests without asyncio."""
         with LoopThread("moored-fault-proxy") as thread:
             thread.run(self.start(), _CALL_TIMEOUT)
             try:
@@ -84,7 +84,7 @@ class FaultProxy:
                 thread.run(self.close(), _CALL_TIMEOUT)
 
     def refuse(self, on: bool = True) -> None:
-        """Refuse new connections, as a port does that nobody listens on; open ones are kept."""
+        """Refuse new connections, as a closed port does; open connections are kept."""
 
         def switch() -> None:
             self._refusing = on
@@ -98,39 +98,39 @@ class FaultProxy:
     def limit(
         self, per_second: float | None, burst: float | None = None, *, answer: Answer | None = None
     ) -> None:
-        """Accept so many new connections a second, with `burst` at once (default: one second's).
+        """Accept so many new connections per second, with `burst` at once (default: one second's).
 
-        Those over the limit are told `answer` (for example `postgres_fatal()`), or reset where
-        there is none. None lifts the limit.
+        Connections over the limit are sent `answer` (for example `postgres_fatal()`), or reset
+        without one. `per_second=None` removes the limit.
         """
 
         def switch() -> None:
-            self._desk.answer = answer
-            self._desk.rate = None
+            self._state.answer = answer
+            self._state.rate = None
             if per_second is not None:
                 size = max(1.0, per_second) if burst is None else burst
-                self._desk.rate = Rate(per_second, size, self._now())
+                self._state.rate = Rate(per_second, size, self._now())
 
         self._on_loop(switch)
 
     def stall(self) -> None:
-        """Stop carrying bytes; connections stay open, nothing is lost, senders block in time."""
+        """Stop forwarding; connections stay open, no byte is lost, senders block in the end."""
         self._on_loop(lambda: self._switch("stall"))
 
     def black_hole(self) -> None:
-        """Swallow all bytes and answer nothing, on new connections too.
+        """Drop all bytes and reply to nothing, on new connections too.
 
-        What is swallowed is lost: `resume` resets the connections that it was taken from.
+        `resume` resets the connections that lost bytes.
         """
         self._on_loop(lambda: self._switch("black_hole"))
 
     def resume(self) -> None:
-        """Carry bytes again, after a stall or a black hole."""
+        """Forward again, after a stall or a black hole."""
         self._on_loop(lambda: self._switch("forward"))
 
     def reset(self) -> int:
-        """Reset (RST) every open connection now; returns how many there were."""
-        return self._on_loop(lambda: self._reset(list(self._links)))
+        """Reset (RST) every open connection now; return how many there were."""
+        return self._on_loop(lambda: self._reset(list(self._connections)))
 
     def cut_after(
         self,
@@ -139,26 +139,26 @@ class FaultProxy:
         *,
         how: Literal["reset", "close"] = "reset",
     ) -> None:
-        """Cut each connection once it has carried `size` more bytes that way, or either way.
+        """Cut each connection after `size` more bytes in one direction, or in either.
 
-        None lifts it.
+        `size=None` removes the cut.
         """
         cut = None if size is None else Cut(size, how)
-        self._on_loop(lambda: self._desk.faults.set_cut(cut, direction))
+        self._on_loop(lambda: self._state.faults.set_cut(cut, direction))
 
     def latency(self, seconds: float, direction: Direction | None = None) -> None:
-        """Deliver everything so much later, in order, that way or both ways."""
-        self._on_loop(lambda: self._desk.faults.set_latency(seconds, direction))
+        """Deliver every byte so many seconds later, in order, in one direction or in both."""
+        self._on_loop(lambda: self._state.faults.set_latency(seconds, direction))
 
     def throttle(self, bytes_per_second: float | None, direction: Direction | None = None) -> None:
-        """Carry at most so many bytes a second on each connection, that way or both ways.
+        """Forward at most so many bytes per second on each connection, in one direction or in both.
 
-        None lifts it.
+        None removes the limit.
         """
-        self._on_loop(lambda: self._desk.faults.set_throttle(bytes_per_second, direction))
+        self._on_loop(lambda: self._state.faults.set_throttle(bytes_per_second, direction))
 
     def heal(self) -> None:
-        """Lift every fault."""
+        """Remove every fault."""
         self.refuse(False)
         self.limit(None)
         self.cut_after(None)
@@ -168,64 +168,66 @@ class FaultProxy:
 
     @property
     def host(self) -> str:
-        """The address that it listens on."""
+        """The address that the proxy listens on."""
         return self._listener.host
 
     @property
     def port(self) -> int:
-        """The port that it listens on; 0 before it is started, if a free one is to be taken."""
+        """The port that the proxy listens on; 0 before `start()` if a free port is to be taken."""
         return self._listener.port
 
     @property
     def upstream(self) -> str:
-        """The server behind: host:port, or the path of its socket."""
-        host, port = self._desk.server
+        """The server: host:port, or the path of its Unix socket."""
+        host, port = self._state.server
         return host if port is None else f"{host}:{port}"
 
     def statistics(self) -> ProxyStatistics:
-        """What it has counted."""
-        return self._desk.statistics()
+        """Return the counters."""
+        return self._state.statistics()
 
     async def wait_until(self, predicate: Callable[[ProxyStatistics], bool]) -> ProxyStatistics:
-        """Wait until its counts fulfil a condition, on its own loop; put a timeout around it."""
-        await self._desk.wait_until(predicate)
+        """Wait until the counters meet a condition; call it on the proxy's loop, with a timeout."""
+        await self._state.wait_until(predicate)
         return self.statistics()
 
     def __repr__(self) -> str:
         place = f"{self.host}:{self.port}" if self.port else "not started,"
-        faults = [str(self._desk.faults)]
+        faults = [str(self._state.faults)]
         faults += ["refusing"] if self._refusing else []
-        faults += [f"limit {self._desk.rate}"] if self._desk.rate else []
+        faults += [f"limit {self._state.rate}"] if self._state.rate else []
         counts = self.statistics()
         return (
             f"<FaultProxy {place} to {self.upstream}: {', '.join(faults)}; "
             f"{counts.open} open, {counts.accepted} accepted>"
         )
 
-    def _welcome(self, client: socket.socket) -> None:
-        self._desk.add("accepted")
-        self._desk.add("open")
-        link = ProxyConnection(client, self._desk, self._desk.over_limit(self._now()))
-        task = asyncio.get_running_loop().create_task(link.run())
-        self._links[task] = link
+    def _accept_client(self, client: socket.socket) -> None:
+        self._state.add("accepted")
+        self._state.add("open")
+        connection = ProxyConnection(client, self._state, self._state.over_limit(self._now()))
+        task = asyncio.get_running_loop().create_task(connection.run())
+        self._connections[task] = connection
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        link = self._links.pop(task)
-        link.close()
-        self._desk.add("open", -1)
-        self._desk.add("resets", int(link.reset))
+        connection = self._connections.pop(task)
+        connection.close()
+        self._state.add("open", -1)
+        self._state.add("resets", int(connection.reset))
         if not task.cancelled():
             task.result()
 
     def _switch(self, mode: Mode) -> None:
-        self._desk.switch(mode)
+        self._state.switch(mode)
         if mode != "black_hole":
-            self._reset([task for task, link in self._links.items() if link.spoiled])
+            self._reset(
+                [task for task, connection in self._connections.items() if connection.lost_bytes]
+            )
 
     def _reset(self, tasks: list[asyncio.Task[None]]) -> int:
         for task in tasks:
-            self._links[task].reset = True
+            self._connections[task].reset = True
             task.cancel()
         return len(tasks)
 

@@ -1,4 +1,4 @@
-"""Answers in a protocol's own words, for connections over the limit."""
+"""Answers to connections over the rate limit, in the protocol of the server."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ _LONGEST_STARTUP = 10_000
 
 
 class Caller:
-    """A client over the limit, as an answer sees it."""
+    """The connection of a client over the rate limit, for an `Answer` to read and write."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._loop = asyncio.get_running_loop()
 
     async def read(self, size: int) -> bytes:
-        """Exactly so many bytes; EOFError when the client ends before."""
+        """Read exactly `size` bytes; raise EOFError if the client closes before."""
         data = b""
         while len(data) < size:
             more = await self._loop.sock_recv(self._socket, size - len(data))
             if not more:
-                raise EOFError(f"the client ended after {len(data)} of {size} bytes")
+                raise EOFError(f"the client closed after {len(data)} of {size} bytes")
             data += more
         return data
 
     async def write(self, data: bytes) -> None:
-        """Send something."""
+        """Send bytes to the client."""
         await self._loop.sock_sendall(self._socket, data)
 
     async def hang_up(self) -> None:
-        """Say that nothing follows, and wait for the client to do the same."""
+        """Close the sending side, and wait until the client closes its own."""
         self._socket.shutdown(socket.SHUT_WR)
         while await self._loop.sock_recv(self._socket, 4096):
             pass
 
 
-#: What to say to a client over the limit; the connection is closed when it returns.
+#: Answers a client over the rate limit; the connection is closed when the call returns.
 Answer = Callable[[Caller], Awaitable[None]]
 
 
 def postgres_fatal(
     code: str = "53400", message: str = "too many new connections per second"
 ) -> Answer:
-    """An answer to PostgreSQL's clients: the FATAL error `code`, as a server says it.
+    """Return an answer that sends PostgreSQL clients the FATAL error `code`.
 
-    It waits for the startup message, refusing encryption first where it is asked for, because a
-    client believes no error before.
+    The answer declines encryption requests and waits for the startup message first: a client
+    accepts no error before that.
     """
     if len(code) != 5:
-        raise ValueError(f"{code!r} is no SQLSTATE: it has five characters")
+        raise ValueError(f"{code!r} is not a SQLSTATE, which has five characters")
     fields = (b"SFATAL", b"VFATAL", f"C{code}".encode(), f"M{message}".encode())
     body = b"".join(field + b"\0" for field in fields) + b"\0"
     error = b"E" + struct.pack("!I", len(body) + 4) + body

@@ -1,4 +1,4 @@
-"""One connection through the proxy, from its acceptance to its end."""
+"""One connection through the proxy, from accept to close."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 import struct
 
 from moored.testing._proxy_answer import Answer, Caller
-from moored.testing._proxy_desk import Desk
-from moored.testing._proxy_flow import Flow, WasCut
+from moored.testing._proxy_flow import ConnectionCut, Flow
+from moored.testing._proxy_state import ProxyState
 
 __all__ = ["ProxyConnection"]
 
@@ -16,65 +16,67 @@ _ANSWER_TIMEOUT = 5.0
 
 
 class ProxyConnection:
-    """A client's socket, the server's, and how they are to end."""
+    """The client's and the server's socket of one connection."""
 
-    def __init__(self, client: socket.socket, desk: Desk, answer: Answer | None) -> None:
-        self._desk = desk
+    def __init__(self, client: socket.socket, state: ProxyState, answer: Answer | None) -> None:
+        self._state = state
         self._answer = answer
         self._client = client
         self._server: socket.socket | None = None
-        #: Whether bytes were lost on the way, so that the two ends no longer mean the same.
-        self.spoiled = False
-        #: Whether the end is, or was, a reset.
+        #: Whether a black hole dropped bytes, so that client and server disagree on the stream.
+        self.lost_bytes = False
+        #: Whether `close` resets the sockets (RST instead of FIN).
         self.reset = False
 
     async def run(self) -> None:
-        """Carry the connection to its end; `close` is for the proxy to call, whatever happened."""
+        """Forward until the connection ends; the caller must call `close` in any case."""
         try:
             if self._answer is not None:
-                await self._say(self._answer)
-            elif self._desk.faults.mode == "black_hole":
-                await self._sink()
+                await self._reject(self._answer)
+            elif self._state.faults.mode == "black_hole":
+                await self._swallow_all()
             else:
                 await self._relay()
         except OSError:
             self.reset = True
 
-    async def _say(self, answer: Answer) -> None:
+    async def _reject(self, answer: Answer) -> None:
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT):
-                await self._desk.forwarding()
+                await self._state.forwarding()
                 await answer(Caller(self._client))
         except (EOFError, TimeoutError):
             self.reset = True
 
-    async def _sink(self) -> None:
+    async def _swallow_all(self) -> None:
         loop = asyncio.get_running_loop()
-        self.spoiled = True
+        self.lost_bytes = True
         while data := await loop.sock_recv(self._client, 65536):
             self._swallow(len(data))
 
     async def _relay(self) -> None:
         try:
-            self._server = await self._desk.dial()
+            self._server = await self._state.dial()
         except OSError:
-            self._desk.add("refused")
+            self._state.add("refused")
             raise
-        desk, swallow = self._desk, self._swallow
-        up = Flow("up", self._client, self._server, desk=desk, swallow=swallow)
-        down = Flow("down", self._server, self._client, desk=desk, swallow=swallow)
+        state, swallow = self._state, self._swallow
+        up = Flow("up", self._client, self._server, state=state, swallow=swallow)
+        down = Flow("down", self._server, self._client, state=state, swallow=swallow)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (up.read, up.write, down.read, down.write):
                     group.create_task(work())
-        except* WasCut as cuts:
-            self.reset = cuts.subgroup(lambda e: isinstance(e, WasCut) and e.resets) is not None
+        except* ConnectionCut as cuts:
+            self.reset = (
+                cuts.subgroup(lambda e: isinstance(e, ConnectionCut) and e.resets) is not None
+            )
         except* OSError:
             self.reset = True
 
     def _swallow(self, size: int) -> None:
-        self.spoiled = True
-        self._desk.add("bytes_swallowed", size)
+        self.lost_bytes = True
+        self._state.add("bytes_swallowed", size)
 
     def close(self) -> None:
         """Close both sockets, by FIN or by RST."""

@@ -1,4 +1,4 @@
-"""What a fault proxy does to its connections: settings and a rate, without any I/O."""
+"""The faults and the rate limit of a proxy, as plain state without I/O."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Mode = Literal["forward", "stall", "black_hole"]
 
 
 class ProxyStatistics(NamedTuple):
-    """What a fault proxy has counted since it was started."""
+    """The counters of a fault proxy since its start."""
 
-    #: Connections that clients made to it.
+    #: Connections accepted from clients.
     accepted: int
-    #: Connections that were reset because the server behind refused ours.
+    #: Client connections reset because the connection to the server failed.
     refused: int
-    #: Connections over the limit, which were answered or reset.
+    #: Connections over the rate limit, which were sent the answer or reset.
     limited: int
     #: Connections that are open now.
     open: int
-    #: Connections that the proxy reset, by command, by a cut, or to pass on a reset.
+    #: Connections reset by the proxy: by `reset()`, by a cut, or to forward a reset.
     resets: int
-    #: Bytes carried from clients to the server.
+    #: Bytes forwarded from clients to the server.
     bytes_up: int
-    #: Bytes carried from the server to clients.
+    #: Bytes forwarded from the server to clients.
     bytes_down: int
-    #: Bytes that vanished in a black hole.
+    #: Bytes dropped by a black hole.
     bytes_swallowed: int
 
 
 class Cut(NamedTuple):
-    """An end after a number of bytes."""
+    """End a connection after a number of bytes."""
 
     after: int
     how: Literal["reset", "close"]
@@ -44,65 +44,68 @@ class Cut(NamedTuple):
 
 @dataclass
 class ProxyFaults:
-    """Everything that is switched while the proxy runs."""
+    """The faults of all connections of a proxy."""
 
     mode: Mode = "forward"
-    #: Seconds that each byte is delayed, by direction.
+    #: Seconds by which each byte is delayed, by direction.
     latency: dict[Direction, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
-    #: Bytes a second of one connection, by direction; 0 is no limit.
+    #: Bytes per second of one connection, by direction; 0 is no limit.
     throttle: dict[Direction, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
-    #: Where connections are cut, by direction.
+    #: The cut of each connection, by direction.
     cut: dict[Direction, Cut] = field(default_factory=dict)
-    #: Grows when the cut is set, so that connections begin to count anew.
+    #: Grows when a cut is set, so that connections restart their byte count.
     cut_generation: int = 0
 
     def set_latency(self, seconds: float, direction: Direction | None) -> None:
-        """Delay what goes that way, or both ways."""
+        """Delay the bytes of one direction, or of both."""
         if seconds < 0:
-            raise ValueError(f"a latency of {seconds} s would deliver before it was sent")
-        self.latency.update(dict.fromkeys(_ways(direction), seconds))
+            raise ValueError(f"latency must be 0 or more seconds, not {seconds}")
+        self.latency.update(dict.fromkeys(_directions(direction), seconds))
 
     def set_throttle(self, bytes_per_second: float | None, direction: Direction | None) -> None:
-        """Slow down what goes that way, or both ways."""
+        """Limit the rate of one direction, or of both."""
         if bytes_per_second is not None and bytes_per_second <= 0:
-            raise ValueError(f"{bytes_per_second} bytes/s would never end: use a stall, or None")
-        self.throttle.update(dict.fromkeys(_ways(direction), bytes_per_second or 0.0))
+            raise ValueError(
+                f"throttle must be more than 0 bytes/s, not {bytes_per_second}: "
+                "use stall() to stop, None to remove the limit"
+            )
+        self.throttle.update(dict.fromkeys(_directions(direction), bytes_per_second or 0.0))
 
     def set_cut(self, cut: Cut | None, direction: Direction | None) -> None:
-        """Cut each connection once it has carried so many more bytes that way, or either way."""
+        """Cut each connection after so many more bytes in one direction, or in either."""
         if cut is not None and cut.after < 0:
-            raise ValueError(f"a connection cannot be cut after {cut.after} bytes")
+            raise ValueError(f"the bytes before a cut must be 0 or more, not {cut.after}")
         self.cut_generation += 1
-        for way in _ways(direction):
-            self.cut.pop(way, None)
+        for each in _directions(direction):
+            self.cut.pop(each, None)
             if cut is not None:
-                self.cut[way] = cut
+                self.cut[each] = cut
 
     def __str__(self) -> str:
         parts = [self.mode.replace("_", "-") + "ing" if self.mode != "black_hole" else "black hole"]
-        for way in DIRECTIONS:
-            if self.latency[way]:
-                parts.append(f"latency {way} {self.latency[way]:g} s")
-            if self.throttle[way]:
-                parts.append(f"throttle {way} {self.throttle[way]:g} bytes/s")
-            if cut := self.cut.get(way):
-                parts.append(f"{cut.how} after {cut.after} bytes {way}")
+        for direction in DIRECTIONS:
+            if self.latency[direction]:
+                parts.append(f"latency {direction} {self.latency[direction]:g} s")
+            if self.throttle[direction]:
+                parts.append(f"throttle {direction} {self.throttle[direction]:g} bytes/s")
+            if cut := self.cut.get(direction):
+                parts.append(f"{cut.how} after {cut.after} bytes {direction}")
         return ", ".join(parts)
 
 
 class Rate:
-    """So many a second, and so many at once: a bucket of tokens that fills with time."""
+    """A token bucket: a rate per second, and a burst."""
 
     def __init__(self, per_second: float, burst: float, now: float) -> None:
         if per_second < 0 or burst < 0:
-            raise ValueError(f"a rate of {per_second}/s with a burst of {burst} is negative")
+            raise ValueError(f"rate and burst must be 0 or more, not {per_second}/s and {burst}")
         self.per_second = per_second
         self.burst = burst
         self._tokens = burst
         self._at = now
 
     def take(self, now: float) -> bool:
-        """Take a token; return False if there is none."""
+        """Take a token; return False if the bucket is empty."""
         self._tokens = min(self.burst, self._tokens + (now - self._at) * self.per_second)
         self._at = now
         if self._tokens < 1:
@@ -114,9 +117,9 @@ class Rate:
         return f"{self.per_second:g}/s with a burst of {self.burst:g}"
 
 
-def _ways(direction: Direction | None) -> tuple[Direction, ...]:
+def _directions(direction: Direction | None) -> tuple[Direction, ...]:
     if direction is None:
         return DIRECTIONS
     if direction not in DIRECTIONS:
-        raise ValueError(f"direction={direction!r} is neither 'up' nor 'down'")
+        raise ValueError(f"direction must be 'up' or 'down', not {direction!r}")
     return (direction,)

@@ -1,4 +1,4 @@
-"""One direction of one connection: bytes come in, wait as they must, and go out in order."""
+"""One direction of a connection: read bytes, apply the faults, and write them in order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import socket
 from collections.abc import Callable
 
 from moored.kernel import sleep_until
-from moored.testing._proxy_desk import Desk
 from moored.testing._proxy_faults import Cut, Direction
+from moored.testing._proxy_state import ProxyState
 
-__all__ = ["Flow", "WasCut"]
+__all__ = ["ConnectionCut", "Flow"]
 
 _CHUNK = 65536
 _MOST_PENDING = 4 * 1024 * 1024
@@ -18,12 +18,12 @@ _MOST_PENDING = 4 * 1024 * 1024
 _STEP = 0.05
 
 
-class WasCut(Exception):
-    """The connection has carried what it was allowed to."""
+class ConnectionCut(Exception):
+    """The connection has forwarded the bytes that its cut allows."""
 
     def __init__(self, cut: Cut) -> None:
         super().__init__(f"cut after {cut.after} bytes")
-        #: Whether it ends by a reset.
+        #: Whether the connection is reset instead of closed.
         self.resets = cut.how == "reset"
 
 
@@ -36,14 +36,14 @@ class Flow:
         source: socket.socket,
         target: socket.socket,
         *,
-        desk: Desk,
+        state: ProxyState,
         swallow: Callable[[int], None],
     ) -> None:
         self._direction = direction
         self._source = source
         self._target = target
-        self._desk = desk
-        self._faults = desk.faults
+        self._state = state
+        self._faults = state.faults
         self._swallow = swallow
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue()
@@ -53,12 +53,12 @@ class Flow:
         self._carried = 0
         #: When a throttled connection may send again.
         self._free_at = 0.0
-        #: Whether something was swallowed.
-        self._holed = False
-        self._cut_generation = desk.faults.cut_generation
+        #: Whether a black hole dropped bytes of this direction.
+        self._lost_bytes = False
+        self._cut_generation = state.faults.cut_generation
 
     async def read(self) -> None:
-        """Take in what comes, until its end; the end itself waits its turn like all the rest."""
+        """Queue the bytes that arrive, and at last the end of the stream or the error."""
         data = b"-"
         while data:
             await self._room.wait()
@@ -73,7 +73,7 @@ class Flow:
             self._queue.put_nowait((self._loop.time(), data))
 
     async def write(self) -> None:
-        """Pass on what came, when its time has come and forwarding is not stalled."""
+        """Forward the queue, each item after its latency and while the proxy is not stalled."""
         while True:
             arrived, data = await self._queue.get()
             await sleep_until(arrived + self._faults.latency[self._direction])
@@ -85,8 +85,8 @@ class Flow:
             self._room.set()
 
     async def _end(self, last: bytes | OSError) -> None:
-        await self._desk.forwarding()
-        if self._holed or self._faults.mode == "black_hole":
+        await self._state.forwarding()
+        if self._lost_bytes or self._faults.mode == "black_hole":
             self._swallow(0)
         elif isinstance(last, OSError):
             raise last
@@ -95,10 +95,10 @@ class Flow:
 
     async def _pass_on(self, data: bytes) -> None:
         while data:
-            await self._desk.forwarding()
-            if self._holed or self._faults.mode == "black_hole":
-                # What comes after a hole never arrives, or the stream would have lost its middle.
-                self._holed = True
+            await self._state.forwarding()
+            if self._lost_bytes or self._faults.mode == "black_hole":
+                # After lost bytes nothing more is forwarded, or the receiver would see a gap.
+                self._lost_bytes = True
                 self._swallow(len(data))
                 return
             rate = self._faults.throttle[self._direction]
@@ -106,7 +106,7 @@ class Flow:
             await self._send(piece)
             data = data[len(piece) :]
             if rate:
-                # Added up, so that waits shorter than a timer's resolution are not lost.
+                # Accumulated, so that waits shorter than a timer's resolution count too.
                 self._free_at = max(self._free_at, self._loop.time()) + len(piece) / rate
                 await sleep_until(self._free_at)
 
@@ -119,6 +119,6 @@ class Flow:
         part = data[:allowed]
         await self._loop.sock_sendall(self._target, part)
         self._carried += len(part)
-        self._desk.add(f"bytes_{self._direction}", len(part))
+        self._state.add(f"bytes_{self._direction}", len(part))
         if cut is not None and self._carried >= cut.after:
-            raise WasCut(cut)
+            raise ConnectionCut(cut)

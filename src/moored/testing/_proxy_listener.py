@@ -1,4 +1,4 @@
-"""A port that can stop listening and start again, and stays reserved meanwhile."""
+"""A listening port that can be closed and reopened, and stays reserved in between."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["ProxyListener"]
 
 
 class ProxyListener:
-    """A listening port; its clients are handed over as non-blocking sockets."""
+    """Passes each accepted client to a callback, as a non-blocking socket."""
 
-    def __init__(self, host: str, port: int, welcome: Callable[[socket.socket], None]) -> None:
+    def __init__(self, host: str, port: int, accept: Callable[[socket.socket], None]) -> None:
         self.host = host
         self.port = port
-        self._welcome = welcome
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._accept_client = accept
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
-        self._holder: socket.socket | None = None
+        self._reserved: socket.socket | None = None
 
     def open(self) -> None:
-        """Listen, from the loop that runs here."""
+        """Listen, on the running event loop."""
         if self._socket is not None:
             return
-        self._hold()
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.create_server((self.host, self.port), backlog=1024, family=family)
+        self._reserve()
+        listener = socket.create_server((self.host, self.port), backlog=1024, family=self._family)
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
         self._socket = listener
@@ -35,33 +35,32 @@ class ProxyListener:
         self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def close(self) -> None:
-        """Stop listening, so that clients are refused; the port is kept."""
+        """Stop listening, so that clients are refused; keep the port reserved."""
         if self._socket is not None and self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
 
     def release(self) -> None:
-        """Stop listening and let the port go."""
+        """Stop listening and release the port."""
         self.close()
-        if self._holder is not None:
-            self._holder.close()
-            self._holder = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
-    def _hold(self) -> None:
-        # A bound socket that does not listen: clients are refused, and nobody else gets the port
-        # while we do not listen, not even a client, whom the kernel could connect to itself.
-        if self._holder is None and sys.platform == "linux":
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            holder = socket.socket(family)
+    def _reserve(self) -> None:
+        # A bound socket that does not listen: clients are refused, and the kernel gives the port to
+        # no other socket, not even to a client, which it could then connect to itself.
+        if self._reserved is None and sys.platform == "linux":
+            reserved = socket.socket(self._family)
             try:
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                holder.bind((self.host, self.port))
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                reserved.bind((self.host, self.port))
             except BaseException:
-                holder.close()
+                reserved.close()
                 raise
-            self.port = holder.getsockname()[1]
-            self._holder = holder
+            self.port = reserved.getsockname()[1]
+            self._reserved = reserved
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -70,7 +69,7 @@ class ProxyListener:
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
-                continue  # one who went before his turn
+                continue  # the client closed before accept()
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._welcome(client)
+            self._accept_client(client)

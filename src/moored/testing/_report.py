@@ -1,4 +1,4 @@
-"""What many schedules came to, and how to say that one of them fails."""
+"""The result of many schedules, and the error for a failed one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _TRACE_LINES = 40
 
 @dataclass(frozen=True)
 class Report:
-    """A scenario that passed, and how thoroughly."""
+    """The statistics of a scenario that passed on every seed."""
 
-    #: How many schedules ran.
+    #: The number of schedules.
     schedules: int
-    #: How many of them were different from all others.
+    #: The number of different schedules.
     distinct: int
-    #: Real seconds that they took.
+    #: Real seconds.
     seconds: float
-    #: Processes that shared the work.
+    #: Worker processes.
     processes: int
-    #: A number over all schedules: the same seeds give the same one.
+    #: A hash over all schedules: equal for equal seeds.
     digest: int
 
     @property
@@ -46,12 +46,12 @@ class Report:
 
 
 def failure(outcome: Outcome[Any], position: int, total: int) -> SimulationFailed:
-    """The error for a seed that fails."""
+    """Return the error for a failed seed."""
     error, trace = outcome.error, outcome.trace
     assert error is not None
     text = "" if trace is None else trace.text(_TRACE_LINES)
     parts = [
-        f"seed {outcome.seed} fails ({position + 1:,} of {total:,} schedules): {_brief(error)}",
+        f"seed {outcome.seed} failed ({position + 1:,} of {total:,} schedules): {_brief(error)}",
         f"repeat it with: MOORED_SIM_SEED={outcome.seed} {_command()}",
     ]
     if trace is not None:
@@ -70,7 +70,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _command() -> str:
-    """How the running program was started, as far as it can be known."""
+    """Return the command that started this process, as far as it is known."""
     if test := os.environ.get("PYTEST_CURRENT_TEST"):
         return f"pytest '{test.rpartition(' (')[0]}'"
     return f"python {PurePath(sys.argv[0]).name or '…'}"

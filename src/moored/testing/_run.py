@@ -1,4 +1,4 @@
-"""One schedule: one scenario, one seed, one loop, and nothing left behind."""
+"""Run one schedule: one scenario with one seed, on its own event loop."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from moored.kernel import counted
+
 from ._errors import SimulationError, Unretrieved
 from ._loop import SimLoop
 from ._sim import Sim
-from ._teardown import Teardown, still_machine
+from ._teardown import Teardown, deterministic_process
 from ._trace import Trace
 
 __all__ = ["Outcome", "Scenario", "refuse_running_loop", "run_one"]
 
 T = TypeVar("T")
 
-#: What is simulated: an `async def` that gets the handle.
+#: A coroutine function to simulate; its argument is the `Sim` of the schedule.
 Scenario = Callable[[Sim], Awaitable[T]]
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Generic[T]):
-    """What one schedule came to."""
+    """The result of one schedule."""
 
-    #: The seed that decided everything.
+    #: The seed of the schedule.
     seed: int
-    #: What the scenario returned, if it did.
+    #: The return value of the scenario, or None if it failed.
     value: T | None
-    #: Why the schedule fails, if it does.
+    #: Why the schedule failed, or None if it passed.
     error: BaseException | None
-    #: A number that is the same whenever the same schedule ran.
+    #: A hash of the schedule: equal schedules have equal digests.
     digest: int
-    #: Virtual seconds that it took.
+    #: Virtual seconds.
     seconds: float
-    #: Turns of the loop that it took.
+    #: Turns of the event loop.
     turns: int
-    #: Tasks that would not end when they were cancelled at the end.
+    #: The names of tasks that did not end when they were cancelled at the end.
     abandoned: tuple[str, ...]
-    #: What happened, if a trace was asked for.
+    #: The events of the schedule, with `trace=True`.
     trace: Trace | None
 
     @property
@@ -49,7 +51,7 @@ class Outcome(Generic[T]):
         return self.error is None
 
     def result(self) -> T:
-        """What the scenario returned; raises its error if it failed."""
+        """Return the value of the scenario, or raise its error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
@@ -72,21 +74,21 @@ def run_one(
     trace: bool = False,
     check: bool = True,
 ) -> Outcome[T]:
-    """Run one schedule of a scenario in this process and return what it came to.
+    """Run one schedule of a scenario in this process and return its result.
 
-    A schedule that fails raises its error, so that a test cannot pass by not looking.
+    A failed schedule raises its error, so that a test that ignores the result still fails.
 
-    :param drift: whether tasks may overtake each other, as the seed likes.
+    :param drift: whether tasks may overtake each other.
     :param lateness: virtual seconds by which a task may be late, as on a busy machine; 0 keeps
         virtual times exact.
     :param timer_slack: virtual seconds by which a timer may fire before or after its deadline;
         uvloop's fire up to 0.001 s early.
     :param time_limit: virtual seconds after which the scenario counts as stuck.
-    :param trace: keep what happened, in `Outcome.trace`; costs time.
-    :param check: False returns a failed outcome too, for whoever looks at its `error`.
+    :param trace: record the events in `Outcome.trace`, which is slower.
+    :param check: False returns the outcome of a failed schedule instead of raising its error.
     """
     refuse_running_loop()
-    with still_machine(seed) as unraisable:
+    with deterministic_process(seed) as unraisable:
         loop = SimLoop(
             seed,
             drift=drift,
@@ -105,19 +107,19 @@ def run_one(
 
 
 def refuse_running_loop() -> None:
-    """A loop cannot run inside another one."""
+    """Raise SimulationError inside a running event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
     raise SimulationError(
-        "a simulation has a loop of its own: call it from a plain function, not from a coroutine"
+        "a simulation runs its own event loop: call it from a plain function, not from a coroutine"
     )
 
 
 def _outcome(loop: SimLoop, scenario: Scenario[T], unraisable: list[str]) -> Outcome[T]:
     value, error = _main(loop, scenario)
-    # What follows is not part of the schedule.
+    # The teardown is not part of the schedule.
     trace, loop.trace = loop.trace, None
     digest, seconds, turns = loop.digest, loop.time(), loop.turns
     abandoned = Teardown(loop, unraisable).run(passed=error is None)
@@ -150,23 +152,23 @@ def _main(loop: SimLoop, scenario: Scenario[T]) -> tuple[T | None, BaseException
 def _with_unretrieved(
     error: BaseException | None, loop: SimLoop, unraisable: list[str]
 ) -> BaseException | None:
-    """The error of the scenario, with the exceptions that were never retrieved as its note."""
+    """Return the error of the scenario, with the unretrieved exceptions as its note."""
     texts = [_context_text(context) for context in loop.unhandled] + unraisable
     if not texts:
         return error
-    many = "an exception" if len(texts) == 1 else f"{len(texts)} exceptions"
-    story = f"{many} that nobody retrieved:\n" + "\n".join(texts)
+    many = counted(len(texts), "exception")
+    traceback_text = f"{many} never retrieved:\n" + "\n".join(texts)
     if error is not None:
-        error.add_note(story)
+        error.add_note(traceback_text)
         return error
-    unretrieved = Unretrieved(story)
+    unretrieved = Unretrieved(traceback_text)
     causes = (context.get("exception") for context in loop.unhandled)
     unretrieved.__cause__ = next((cause for cause in causes if cause is not None), None)
     return unretrieved
 
 
 def _without_machinery(error: BaseException) -> BaseException:
-    """Let the traceback begin where the scenario does."""
+    """Remove the frames of the event loop from the start of the traceback."""
     frames = error.__traceback__
     while frames is not None and _is_machinery(frames.tb_frame.f_globals.get("__name__", "")):
         frames = frames.tb_next

@@ -1,8 +1,8 @@
-"""A session without a server, for tests of what a bot does with its events.
+"""A session without a server, for tests of event handlers.
 
 ::
 
-    async def test_it_answers() -> None:
+    async def test_ping_is_answered() -> None:
         async with session_sandbox(on_event=bot) as sandbox:
             await sandbox.receive(Text("ping"), sender="ann")
             assert sandbox.sent[-1].content == Text("pong")
@@ -23,7 +23,7 @@ __all__ = ["SessionSandbox", "session_sandbox"]
 
 
 class SessionSandbox:
-    """What a test does to a session, and what it sees of it."""
+    """Injects events into a session, and records what the session sends."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -31,7 +31,7 @@ class SessionSandbox:
 
     @property
     def sent(self) -> list[Outgoing]:
-        """What was sent, the newest last; at most the last thousand."""
+        """The messages sent, the newest last; at most the last thousand."""
         assert self.session._runtime.offline is not None
         return list(self.session._runtime.offline.sent)
 
@@ -44,16 +44,16 @@ class SessionSandbox:
         message_id: str = "",
         timeout: float = 10.0,
     ) -> None:
-        """A message comes in; returns when whoever takes the events is done with it."""
+        """Inject an incoming message; return when the consumer of events has handled it."""
         kind = kind or type(content).__name__.lower()
         message = Msg(kind, content, message_id or f"in-{next(self._numbers)}", sender)
         await self.happen("messages_upsert", message, timeout=timeout)
 
     async def happen(self, kind: str, data: Any, *, timeout: float = 10.0) -> None:
-        """Any event comes in; returns when whoever takes the events is done with it.
+        """Inject an event; return when the consumer of events has handled it.
 
-        A handler that raises is an `AssertionError`; what it has raised is in the log. So is a bot
-        that has ended, or hangs: nobody is done with the event within the timeout.
+        Raise AssertionError if the handler raises (the log has its error), or if the event is not
+        handled within the timeout.
         """
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -63,14 +63,14 @@ class SessionSandbox:
 
         if not self.session._runtime.sink.put(Incoming(kind, data, self.session.profile), is_done):
             raise AssertionError(
-                "the session has no consumer of events: pass on_event, or iterate over them"
+                "the session has no consumer: pass on_event, or iterate over session.events()"
             )
         try:
             async with asyncio.timeout(timeout):
                 handled = await done
         except TimeoutError:
             raise AssertionError(
-                f"the event was not handled within {timeout:g} s: the bot has ended, or hangs"
+                f"the event was not handled within {timeout:g} s: its consumer has ended, or hangs"
             ) from None
         if not handled:
             raise AssertionError("the handler raised an exception: see the log")
@@ -83,11 +83,10 @@ class SessionSandbox:
 async def session_sandbox(
     profile: str = "bot", protocol: Protocol | None = None, *, on_event: Any = None
 ) -> AsyncIterator[SessionSandbox]:
-    """A session that has no server: sends answer as confirmed ones would, and nothing leaves.
+    """Open a session without a server: sends are confirmed at once, and no byte is sent.
 
-    :param protocol: whose features it has; the demo protocol, which has all of them, if not given.
-    :param on_event: the handler under test; a bot that iterates over `session.events()` itself
-        needs none.
+    :param protocol: decides the features of the session; by default the demo protocol, with all.
+    :param on_event: the handler under test; omit it for code that iterates over `session.events()`.
     """
     async with Sessions() as sessions:
         session = await sessions.connect(

@@ -1,4 +1,4 @@
-"""One knob for the size of fault, load and schedule tests, and one seed for their chance."""
+"""The size and the random seed of fault, load and simulation tests, from the environment."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["base_seed", "scaled"]
 
 
 def scaled(full: int, *, least: int = 1) -> int:
-    """The size that a test should use here, where `full` is its size at MOORED_SCALE=1.
+    """Return the size for this run of a test whose size is `full` at MOORED_SCALE=1.
 
-    The default scale is 0.1, so that a plain `pytest` is quick.
+    The default scale is 0.1, so that `pytest` without it is quick.
     """
     return max(least, round(full * _number("MOORED_SCALE", "0.1")))
 
 
 def base_seed() -> int:
-    """The first seed of a run: MOORED_SEED, or a fixed one, so that runs repeat themselves."""
+    """Return the first seed: MOORED_SEED, or a fixed number, so that runs are reproducible."""
     return int(_number("MOORED_SEED", "20261115"))
 
 

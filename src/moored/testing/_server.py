@@ -1,4 +1,4 @@
-"""Listening on the simulated network."""
+"""Servers on the simulated network."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SimServer", "SimSocket"]
 
-# Before 3.12.1 asyncio's wait_closed() returned at once after close(); programs see the same here.
+# Before 3.12.1 asyncio's wait_closed() returned at once after close(); so does this one.
 _WAITS_FOR_CONNECTIONS = sys.version_info >= (3, 12, 1)
 
 
 class SimSocket:
-    """What `get_extra_info("socket")` and `Server.sockets` give: addresses, and options ignored."""
+    """The socket in `get_extra_info("socket")` and `Server.sockets`: addresses only."""
 
     family = socket.AF_INET
     type = socket.SOCK_STREAM
@@ -32,24 +32,24 @@ class SimSocket:
         self._peer = peer
 
     def getsockname(self) -> tuple[str, int]:
-        """The address of this end."""
+        """Return the address of this end."""
         return self._name
 
     def getpeername(self) -> tuple[str, int]:
-        """The address of the other end."""
+        """Return the address of the other end."""
         if self._peer is None:
             raise OSError(107, "Transport endpoint is not connected")
         return self._peer
 
     def setsockopt(self, *args: Any) -> None:
-        """Accepted and ignored: there is no kernel to tell."""
+        """Ignore the option."""
 
     def getsockopt(self, *args: Any) -> int:
-        """Always 0."""
+        """Return 0."""
         return 0
 
     def fileno(self) -> int:
-        """Always -1: there is no file."""
+        """Return -1: there is no file descriptor."""
         return -1
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class SimSocket:
 
 
 class SimServer(asyncio.AbstractServer):
-    """A listening server of one process."""
+    """A listening server of a simulated process."""
 
     def __init__(
         self,
@@ -85,16 +85,16 @@ class SimServer(asyncio.AbstractServer):
         return tuple(map(SimSocket, self.addresses)) if self._open else ()
 
     def accept(self, transport: SimTransport) -> None:
-        """Accept a connection; its protocol is made when the process next runs."""
+        """Accept a connection; its protocol is created when the process next runs."""
         transport.server = self
         self._clients[transport] = None
-        self._loop.call_soon(self._take, transport, context=transport.context)
+        self._loop.call_soon(self._start, transport, context=transport.context)
 
-    def _take(self, transport: SimTransport) -> None:
+    def _start(self, transport: SimTransport) -> None:
         transport.start(self._factory())
 
     def connection_context(self) -> Context:
-        """A context for one connection."""
+        """Return a context for one connection."""
         return self._context.copy()
 
     def detach(self, transport: SimTransport) -> None:
@@ -103,7 +103,7 @@ class SimServer(asyncio.AbstractServer):
         self._wake_waiters()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop."""
+        """Return the event loop."""
         return self._loop
 
     def is_serving(self) -> bool:
@@ -111,13 +111,13 @@ class SimServer(asyncio.AbstractServer):
         return self._serving
 
     def serve(self) -> None:
-        """Accept from now on."""
+        """Start to accept connections."""
         if not self._open:
             raise RuntimeError(f"server {self!r} is closed")
         self._serving = True
 
     async def start_serving(self) -> None:
-        """Accept from now on."""
+        """Start to accept connections."""
         self.serve()
         await asyncio.sleep(0)
 
@@ -137,12 +137,10 @@ class SimServer(asyncio.AbstractServer):
             self._forever = None
 
     def close(self) -> None:
-        """Accept no more; connections go on."""
+        """Stop accepting; open connections are kept."""
         if not self._open:
             return
-        self._open = self._serving = False
-        self.process.servers.pop(self, None)
-        self._loop.network.unlisten(self)
+        self.killed()
         if self._forever is not None:
             self._forever.cancel()
         self._wake_waiters()
@@ -172,7 +170,7 @@ class SimServer(asyncio.AbstractServer):
         await waiter
 
     def killed(self) -> None:
-        """Stop listening, because the process was killed."""
+        """Stop listening, without waking any waiter."""
         self._open = self._serving = False
         self.process.servers.pop(self, None)
         self._loop.network.unlisten(self)

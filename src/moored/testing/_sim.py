@@ -1,4 +1,4 @@
-"""The handle that a scenario gets: time, chance, hosts and the network of one schedule."""
+"""The argument of a scenario: time, random numbers, hosts and the network of one schedule."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Sim"]
 
 FaultName = Literal["refuse", "reset", "blackhole", "pause"]
 
-# The peer going away in the middle of a request is weather, not a defect of a test's own server.
-_WEATHER = (ConnectionError, TimeoutError, asyncio.IncompleteReadError)
+# Errors of a stream handler whose peer disconnects: not a defect of the test's server.
+_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.IncompleteReadError)
 
 
 class Sim:
-    """One schedule of a scenario: what it can ask for, and what it can break."""
+    """One schedule of a scenario: its time, its random numbers, its hosts and its faults."""
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
         #: The simulated network, with its faults.
         self.network: Network = loop.network
-        #: Chance for the scenario's own decisions; the code under test has `Clock.random`.
-        self.rng: random.Random = loop._chance()
+        #: Random numbers for the scenario; the code under test uses `Clock.random`.
+        self.rng: random.Random = loop._new_random()
         self._tasks = Tasks()
         self._context = copy_context()
 
@@ -48,17 +48,17 @@ class Sim:
         return self.loop.time()
 
     def random(self, low: float, high: float) -> float:
-        """A number between the two, by the seed."""
+        """Return a random number between the two."""
         return self.rng.uniform(low, high)
 
     def at(self, when: float, action: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
         """Call a function, or start a coroutine function, at a virtual time.
 
-        An error in it fails the seed.
+        If it raises, the seed fails.
         """
         if when < self.now:
-            raise SimulationError(f"it is {self.now:g} s already: {when:g} s is in the past")
-        # Not in the caller's context: what is planned survives the host that planned it.
+            raise SimulationError(f"{when:g} s is in the past: virtual time is {self.now:g} s")
+        # In the scenario's context: the call is made even if the calling host is killed before.
         return self.loop.call_at(when, self._act, action, *args, context=self._context)
 
     def after(self, delay: float, action: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
@@ -73,10 +73,10 @@ class Sim:
         every: Range = (0.5, 5.0),
         lasting: Range = (0.1, 5.0),
     ) -> None:
-        """Break the network of these hosts again and again, as the seed likes, then let it be calm.
+        """Inject random faults into the network of these hosts, until a virtual time.
 
-        :param until: the virtual time from which nothing is broken any more.
-        :param faults: what may happen; each is a method of the network.
+        :param until: the virtual time at which all these faults are healed.
+        :param faults: the faults to choose from; each is a method of the network.
         :param every: seconds from one fault to the next.
         :param lasting: seconds until a fault is healed.
         """
@@ -93,7 +93,7 @@ class Sim:
             self._tasks.start(result, name=f"planned at {self.now:g} s")
 
     def host(self, name: str, main: Main | None = None) -> Host:
-        """The host with this name, made when it is new; `main` runs on it, from each restart on."""
+        """Return the host with this name, created on first use; run `main` there at each start."""
         host = self.network.host(name)
         if main is not None:
             host.boot(main)
@@ -102,10 +102,10 @@ class Sim:
     async def serve(
         self, server: Callable[..., Any], *, host: str = "server", port: int = 8000
     ) -> Host:
-        """Run a server on a host of its own, and return the host when it listens.
+        """Run a server on its own host, and return the host when the server listens.
 
         `server` is a protocol factory (no arguments), or a stream handler (reader and writer).
-        A stream handler may let connection errors escape: they end its connection, no more.
+        A connection error in a stream handler only ends that connection.
         """
         start, handler = _starter(server)
         listening = self.loop.create_future()
@@ -128,12 +128,12 @@ class Sim:
         return machine
 
     def wall_step(self, seconds: float) -> None:
-        """Step the wall clock of all hosts, forwards or back; monotonic time is not touched."""
+        """Step the wall clock of all hosts, forwards or back; monotonic time does not change."""
         self.note(f"wall clock stepped by {seconds:+g} s")
         self.loop.wall_offset += seconds
 
     def note(self, text: str) -> None:
-        """Write a line into the trace."""
+        """Add a line to the trace."""
         self.loop.mark("scenario", text)
 
     def __repr__(self) -> str:
@@ -148,20 +148,22 @@ def _starter(server: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[.
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if len(needed) == 2:
-        return asyncio.start_server, _weatherproof(server)
+        return asyncio.start_server, _network_tolerant(server)
     if not needed:
         return asyncio.get_running_loop().create_server, server
     raise SimulationError(
-        f"{server!r} is no server: pass a protocol factory (no arguments) "
+        f"{server!r} is not a server: pass a protocol factory (no arguments) "
         "or a stream handler (reader, writer)"
     )
 
 
-def _weatherproof(handler: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, None]]:
+def _network_tolerant(
+    handler: Callable[..., Any],
+) -> Callable[..., Coroutine[Any, Any, None]]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await awaited(handler(reader, writer))
-        except _WEATHER:
+        except _NETWORK_ERRORS:
             writer.transport.abort()
 
     return handle

@@ -1,4 +1,4 @@
-"""Many schedules of one scenario, in as many processes as there are processors."""
+"""Run many schedules of one scenario, in one process per CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ._workers import SeedResults, run_forked
 
 __all__ = ["explore", "simulate"]
 
-# Below this a fork costs more than it saves.
-_FEW = 32
+# For fewer seeds than this, forking costs more time than it saves.
+_MIN_FORKED = 32
 
 
 def simulate(
@@ -31,16 +31,16 @@ def simulate(
     timer_slack: float = 0.0,
     time_limit: float = 3600.0,
 ) -> Report:
-    """Run a scenario once per seed, on a bad day of its own each time; raises at the first to fail.
+    """Run a scenario once per seed; raise `SimulationFailed` for the first seed that fails.
 
-    The failing seed that is reported is always the first in the order of the seeds, however the
-    work was shared. `MOORED_SIM_SEED=…` runs that one alone, in this process, so that breakpoints
-    work; `pytest --sim-seeds N` overrides how many there are, where `seeds` is a number.
+    The reported seed is always the first failing one in the order of the seeds, however the seeds
+    were divided among processes. `MOORED_SIM_SEED=…` runs that seed alone, in this process, so that
+    breakpoints work; `pytest --sim-seeds N` overrides `seeds` where it is a number.
 
-    :param seeds: how many, or which.
-    :param processes: how many at once; as many as there are processors, if not given. The workers
-        are forked, so the scenario may be any function, and what it changes stays with them.
-    :param first_seed: where to begin when `seeds` is a number; MOORED_SEED, if not given.
+    :param seeds: the number of seeds, or the seeds themselves.
+    :param processes: the number of worker processes; by default one per CPU. Workers are forked, so
+        the scenario may be any function, but its side effects stay in the worker.
+    :param first_seed: the first seed when `seeds` is a number; by default MOORED_SEED.
     :param drift: whether tasks may overtake each other.
     :param lateness: virtual seconds by which a task may be late; 0 keeps virtual times exact.
     :param timer_slack: virtual seconds by which a timer may fire before or after its deadline;
@@ -60,7 +60,7 @@ def simulate(
 def explore(
     scenario: Scenario[Any], chosen: Sequence[int], *, processes: int | None = None, **options: Any
 ) -> Report:
-    """Run exactly these seeds, whatever the environment says."""
+    """Run exactly these seeds; ignore MOORED_SIM_SEED and --sim-seeds."""
     refuse_running_loop()
     count = _processes(processes, len(chosen))
     begin = time.perf_counter()
@@ -70,7 +70,7 @@ def explore(
         results = SeedResults.of(scenario, chosen, options)
     seconds = time.perf_counter() - begin
     if results.failed is not None:
-        _fail(scenario, chosen, results.failed, results.story, options)
+        _fail(scenario, chosen, results.failed, results.traceback_text, options)
     return Report(
         schedules=len(results.digests),
         distinct=len(set(results.digests.values())),
@@ -97,34 +97,34 @@ def _chosen(seeds: int | Iterable[int], first: int) -> Sequence[int]:
         count = _number("MOORED_SIM_SEEDS", asked) if asked else seeds
         chosen = range(first, first + count)
     if not chosen:
-        raise SimulationError("no seeds: a simulation of nothing would always pass")
+        raise SimulationError("no seeds: a simulation without seeds would always pass")
     return chosen
 
 
 def _processes(asked: int | None, seeds: int) -> int:
-    if not sys.platform.startswith("linux") or seeds < _FEW:
+    if not sys.platform.startswith("linux") or seeds < _MIN_FORKED:
         return 1
     if asked is None:
-        # The workers of pytest-xdist have shared the processors among themselves already.
+        # The workers of pytest-xdist run at the same time: each uses its share of the CPUs.
         sharers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
         asked = len(os.sched_getaffinity(0)) // sharers
-    return max(1, min(asked, seeds // (_FEW // 2)))
+    return max(1, min(asked, seeds // (_MIN_FORKED // 2)))
 
 
 def _fail(
     scenario: Scenario[Any],
     seeds: Sequence[int],
     position: int,
-    story: str,
+    traceback_text: str,
     options: dict[str, Any],
 ) -> None:
-    """Run the failing seed once more, here and with a trace, and raise what it shows."""
+    """Repeat the failing seed in this process with a trace, and raise `SimulationFailed`."""
     seed = seeds[position]
     outcome = run_one(scenario, seed, trace=True, check=False, **options)
     if outcome.error is None:
         raise SimulationError(
             f"seed {seed} failed, but passes when it is repeated: the scenario depends on more "
-            "than its seed (real time, os.urandom, the order of a set, what an earlier run left). "
-            f"It failed with:\n{story}"
+            "than its seed (real time, os.urandom, the order of a set, state of an earlier run). "
+            f"It failed with:\n{traceback_text}"
         )
     raise failure(outcome, position, len(seeds))

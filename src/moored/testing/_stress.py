@@ -1,4 +1,4 @@
-"""Threads that get in each other's way as often as the interpreter lets them."""
+"""Run a function in many threads that switch as often as the interpreter allows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class StressReport:
-    """What the threads did."""
+    """The statistics of a stress test that passed."""
 
-    #: How many there were.
+    #: The number of threads.
     threads: int
-    #: Calls of the worker, by all of them.
+    #: Calls of the worker, by all threads.
     calls: int
-    #: Real seconds that they took.
+    #: Real seconds.
     seconds: float
-    #: How often `always` was checked meanwhile.
+    #: How often `always` was checked.
     checks: int
 
     def __str__(self) -> str:
@@ -50,13 +50,13 @@ def stress_threads(
     always: Callable[[], object] | None = None,
     timeout: float = 60.0,
 ) -> StressReport:
-    """Call `worker(thread, iteration)` from many threads at once, which switch every microsecond.
+    """Call `worker(thread, iteration)` from many threads at once, switching every microsecond.
 
-    Raises `StressFailed` with every exception of the threads, with what an invariant raised (or
-    that it returned False), or with the stack of every thread when they do not end in time.
+    Raise `StressFailed` if a thread raises, if an invariant raises or returns False, or (with the
+    stack of every thread) if the threads do not end in time.
 
     :param invariant: checked once, when all threads have ended.
-    :param always: checked again and again while they run, so it must itself be safe to call then.
+    :param always: checked repeatedly while the threads run, so it must be thread-safe.
     :param timeout: seconds after which the threads count as hung.
     """
     barrier, stop = threading.Barrier(threads), threading.Event()
@@ -98,7 +98,7 @@ def _eager_switching() -> Iterator[None]:
 def _watch(
     running: list[Future[None]], always: Callable[[], object] | None, deadline: float
 ) -> int:
-    """Wait for the threads, checking what must always hold; returns how often."""
+    """Wait for the threads and check `always` meanwhile; return the number of checks."""
     checks = 0
     while pending := [each for each in running if not each.done()]:
         if time.monotonic() > deadline:
@@ -107,7 +107,7 @@ def _watch(
                 f"where each thread is:\n\n{_stacks()}"
             )
         if always is not None:
-            _check(always, "what must always hold")
+            _check(always, "the invariant `always`")
             checks += 1
         wait(pending, 0.0 if always is not None else 0.05)
     return checks

@@ -1,8 +1,8 @@
-"""Tasks and futures whose hash does not depend on where they lie in memory.
+"""Tasks and futures whose hash is a serial number instead of their address.
 
-asyncio keeps tasks in sets (a TaskGroup cancels its children in the order of one), and an object's
-usual hash is its address, which differs from run to run. Numbering them makes those orders a
-matter of the seed alone.
+asyncio keeps tasks in sets (a TaskGroup cancels its children in the order of a set), and the
+default hash of an object is its address, which differs from run to run. With serial numbers the
+order of such a set depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["SimFuture", "SimTask"]
 
 
 class SimFuture(asyncio.Future[Any]):
-    """A future with a number."""
+    """A future with a serial number."""
 
     serial = 0
 
@@ -27,7 +27,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task with a number, the process it belongs to, and how slow this seed makes it."""
+    """A task with its serial number, its process, and the probability that a turn skips it."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SimTask(asyncio.Task[Any]):
         process: Process | None,
         **options: Any,
     ) -> None:
-        # Before the rest: asyncio puts the new task into a set, which asks for the hash.
+        # Before super().__init__(), which puts the task into a set and so needs its hash.
         self.serial = serial
         self.hold = hold
         self.process = process

@@ -1,4 +1,4 @@
-"""Around a schedule: a machine that holds still before it, and nothing left behind after it."""
+"""Before a schedule: make the process deterministic. After it: end all that still runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ._errors import Stuck
 from ._loop import SimLoop
 from ._tasks import SimTask
 
-__all__ = ["Teardown", "still_machine"]
+__all__ = ["Teardown", "deterministic_process"]
 
 # Virtual seconds that cancelled tasks get for their own clean-up.
 _GRACE = 60.0
-# Clean-up may start new tasks and connections; so often they are ended as well.
+# Clean-up may start new tasks and connections: the number of rounds in which they are ended too.
 _ROUNDS = 5
-# How often a coroutine is asked to end that awaits something in its `finally` blocks.
-_STUBBORN = 100
+# How often a coroutine is closed that awaits in its `finally` blocks.
+_CLOSE_ATTEMPTS = 100
 
 
 @contextmanager
-def still_machine(seed: int) -> Iterator[list[str]]:
-    """Take away what differs from run to run: collector, shared chance, errors in destructors."""
+def deterministic_process(seed: int) -> Iterator[list[str]]:
+    """Stop the garbage collector, seed `random`, and collect errors of destructors."""
     unraisable: list[str] = []
     hook, state, collects = sys.unraisablehook, random.getstate(), gc.isenabled()
     gc.disable()
-    # What exists already is none of our garbage, and need not be looked at.
+    # Exclude the existing objects from collections, to save time.
     gc.freeze()
     random.seed(seed)
     sys.unraisablehook = lambda args: unraisable.append(_unraisable_text(args))
@@ -50,7 +50,7 @@ def _unraisable_text(args: Any) -> str:
 
 
 class Teardown:
-    """Ends what a scenario has left running, and finds what nobody has retrieved."""
+    """Ends the tasks and connections of a scenario, and finds unretrieved exceptions."""
 
     def __init__(self, loop: SimLoop, unraisable: list[str]) -> None:
         self._loop = loop
@@ -58,14 +58,15 @@ class Teardown:
         self._abandoned: dict[int, str] = {}
 
     def run(self, *, passed: bool) -> tuple[str, ...]:
-        """End everything; returns the names of tasks that would not end."""
+        """End everything; return the names of tasks that did not end."""
         if passed:
-            # A task that nobody holds is a defect: found here, because cancelling would hide it.
+            # A pending task without references is a defect: reported here, because cancelling would
+            # hide it.
             gc.collect()
         self._wind_down()
         gc.collect()
-        self._bury()
-        self._loop.forget_plans()
+        self._discard_remaining()
+        self._loop.drop_scheduled()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         gc.collect()
         return tuple(self._abandoned.values())
@@ -75,29 +76,29 @@ class Teardown:
         loop.time_limit = float("inf")
         for host in loop.network.hosts():
             host.process.resume()
-        self._end_foreign()
+        self._cancel_foreign_tasks()
         for _ in range(_ROUNDS):
             tasks = [task for task in loop.tasks() if self._may_end(task)]
             if not tasks and not loop.network.busy:
                 break
-            self._settle(tasks)
+            self._cancel_and_wait(tasks)
 
-    def _end_foreign(self) -> None:
-        """Tasks that somebody's own task factory has made."""
+    def _cancel_foreign_tasks(self) -> None:
+        """Cancel the tasks of a custom task factory."""
         tasks = [task for task in asyncio.all_tasks(self._loop) if not isinstance(task, SimTask)]
         for task in sorted(tasks, key=lambda task: task.get_name()):
             task.cancel()
         if tasks:
-            self._let_run(_wait_for(tasks))
+            self._run_unless_stuck(_wait_for(tasks))
 
     def _may_end(self, task: SimTask) -> bool:
         killed = task.process is not None and not task.process.alive
         return not killed and task.serial not in self._abandoned
 
-    def _settle(self, tasks: list[SimTask]) -> None:
+    def _cancel_and_wait(self, tasks: list[SimTask]) -> None:
         for task in tasks:
             task.cancel()
-        self._let_run(_wait_for(tasks))
+        self._run_unless_stuck(_wait_for(tasks))
         for task in tasks:
             if not task.done():
                 self._abandoned[task.serial] = task.get_name()
@@ -105,30 +106,30 @@ class Teardown:
                 message = f"task {task.get_name()} failed when it was cancelled at the end"
                 self._loop.call_exception_handler({"message": message, "exception": error})
         self._loop.network.shut_down()
-        self._let_run(_a_few_turns())
+        self._run_unless_stuck(_a_few_turns())
 
-    def _let_run(self, coro: Any) -> None:
-        self._loop.be_patient_again()
+    def _run_unless_stuck(self, coro: Any) -> None:
+        self._loop.reset_turn_count()
         with suppress(Stuck):
             self._loop.run_until_complete(coro)
 
-    def _bury(self) -> None:
-        """Take killed hosts and tasks that would not end apart; what they say now is no news."""
+    def _discard_remaining(self) -> None:
+        """Discard the tasks of killed hosts and those that did not end; ignore their errors."""
         loop = self._loop
-        heard = len(loop.unhandled), len(self._unraisable)
+        unhandled, unraisable = len(loop.unhandled), len(self._unraisable)
         for _ in range(_ROUNDS):
             tasks = list(loop.tasks())
             if not tasks:
                 break
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loop.forget_plans()
+                loop.drop_scheduled()
                 loop.run_until_complete(_discard_all(tasks))
-                loop.network.forget_graves()
+                loop.network.release_killed()
                 del tasks
                 gc.collect()
-        del loop.unhandled[heard[0] :]
-        del self._unraisable[heard[1] :]
+        del loop.unhandled[unhandled:]
+        del self._unraisable[unraisable:]
 
 
 async def _wait_for(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -142,13 +143,13 @@ async def _a_few_turns() -> None:
 
 
 async def _discard_all(tasks: list[SimTask]) -> None:
-    """Close every coroutine, inside a running loop, because their clean-up may ask for it."""
+    """Close every coroutine, inside a running loop, which their clean-up may need."""
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         coro: Any = task.get_coro()
-        for _ in range(_STUBBORN):
+        for _ in range(_CLOSE_ATTEMPTS):
             try:
                 coro.close()
                 break
             except Exception:
-                continue  # It awaits something in a `finally`: it is asked to end there again.
+                continue  # The coroutine awaits in a `finally` block: close it there again.

@@ -1,4 +1,4 @@
-"""What happened in one schedule, in virtual time."""
+"""The events of one schedule, with their virtual times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Trace", "TraceEvent"]
 
 
 class TraceEvent(NamedTuple):
-    """One thing that happened: when, to whom, and what."""
+    """One event: its virtual time, the task, host or connection, and a description."""
 
     at: float
     who: str
@@ -21,19 +21,19 @@ class TraceEvent(NamedTuple):
 
 
 class Trace:
-    """The newest events of one schedule; `total` also counts those that made room for them."""
+    """The newest events of one schedule; `total` also counts the dropped older ones."""
 
     def __init__(self, size: int = 400) -> None:
         self.total = 0
         self._events: deque[TraceEvent] = deque(maxlen=size)
 
     def add(self, at: float, who: str, what: str) -> None:
-        """Remember an event."""
+        """Append an event; drop the oldest if the trace is full."""
         self.total += 1
         self._events.append(TraceEvent(at, who, what))
 
     def text(self, newest: int = 40) -> str:
-        """The newest events as lines, the oldest of them first."""
+        """Return the newest events as lines, in order of time."""
         return "\n".join(map(str, list(self._events)[-newest:]))
 
     def __iter__(self) -> Iterator[TraceEvent]:

@@ -1,7 +1,7 @@
-"""The end of a simulated connection that a protocol holds in its hands.
+"""The transport of a simulated connection.
 
-It keeps to what asyncio's own socket transport does: which calls raise, when `connection_lost`
-comes, what `close` still sends and `abort` does not, when a protocol is told to pause.
+It behaves like asyncio's socket transport: which calls raise, when `connection_lost` is called,
+that `close` flushes and `abort` does not, when the protocol is paused.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class SimTransport(asyncio.Transport):
         self._high, self._low = _HIGH, _HIGH // 4
         self._protocol_paused = False
         self._reset_sent = False
-        self._giving_up: asyncio.TimerHandle | None = None
+        self._give_up_timer: asyncio.TimerHandle | None = None
         process.transports[self] = None
 
-    # What a protocol sees
+    # The protocol
 
     def start(self, protocol: asyncio.BaseProtocol) -> None:
-        """Hand the connection to its protocol; what has come meanwhile follows."""
+        """Connect the protocol, then deliver the bytes that have arrived."""
         self._protocol = protocol
         if self._closing:
             return
@@ -67,12 +67,12 @@ class SimTransport(asyncio.Transport):
             self.wake()
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """The protocol that gets what arrives."""
+        """Return the current protocol."""
         assert self._protocol is not None
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Give what arrives from now on to another protocol."""
+        """Replace the protocol."""
         self._protocol = protocol
 
     def is_closing(self) -> bool:
@@ -94,26 +94,26 @@ class SimTransport(asyncio.Transport):
     # Reading
 
     def is_reading(self) -> bool:
-        """Whether arriving bytes go to the protocol now."""
+        """Whether arriving bytes are delivered to the protocol."""
         return self._reading and not self._closing and not self._at_eof
 
     def pause_reading(self) -> None:
-        """Leave arriving bytes in the window, so that the sender slows down."""
+        """Leave arriving bytes unread, so that the window fills."""
         self._reading = False
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Deliver arriving bytes again."""
         if not self._closing and not self._reading:
             self._reading = True
             self.wake()
 
     def wake(self) -> None:
-        """Read what waits, in a turn of its own, as a readable socket would be."""
+        """Read the waiting bytes in the next turn, as for a readable socket."""
         if self._inbox:
             self.loop.call_soon(self._read, context=self.context)
 
     def arrive(self, item: bytes | Signal) -> None:
-        """Something came in from the network."""
+        """Receive bytes, FIN or RST from the network."""
         if self._lost:
             self._refuse_late(item)
         elif self._inbox or self.process.paused or not self._notices(item):
@@ -122,15 +122,15 @@ class SimTransport(asyncio.Transport):
             self.context.run(self._receive, item)
 
     def _notices(self, item: bytes | Signal) -> bool:
-        """A socket that is only written to finds out about a reset, and about nothing else."""
+        """Whether an arriving item is handled now; a socket that does not read notices only RST."""
         if item is RST and (self._buffer or self._closing):
             return True
         return self._reading and not self._closing
 
     def _refuse_late(self, item: bytes | Signal) -> None:
-        """A closed socket answers data with a reset: so a peer learns that nobody reads."""
+        """Answer data for a closed socket with RST, as TCP does."""
         if isinstance(item, bytes) and not self._reset_sent:
-            self._farewell(RST)
+            self._send_signal(RST)
 
     def _read(self) -> None:
         if self._closing and RST in self._inbox:
@@ -146,7 +146,7 @@ class SimTransport(asyncio.Transport):
             self.incoming.consumed(len(item))
             self._call("data_received", self._feed, item)
         elif item is RST:
-            self._break(self._reset_by_peer(), farewell=None)
+            self._break(self._reset_by_peer(), closing_signal=None)
         else:
             self._at_eof = True
             protocol: Any = self._protocol
@@ -166,7 +166,7 @@ class SimTransport(asyncio.Transport):
             data = data[size:]
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
-        """A protocol that raises loses its connection, and the error is not lost with it."""
+        """Call a method of the protocol; if that raises, report it and abort the connection."""
         try:
             return method(*args)
         except Exception as error:
@@ -188,7 +188,7 @@ class SimTransport(asyncio.Transport):
         if self._lost or not data:
             return
         if RST in self._inbox:
-            self._break(self._reset_by_peer(), farewell=None)
+            self._break(self._reset_by_peer(), closing_signal=None)
             return
         self._buffer += data
         self._send()
@@ -201,11 +201,11 @@ class SimTransport(asyncio.Transport):
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether bytes are buffered because the window was full."""
+        """Whether bytes are buffered because the window is full."""
         return bool(self._buffer)
 
     def flush(self) -> None:
-        """The window has opened: send on."""
+        """Send buffered bytes, after the window has opened."""
         if self._lost:
             return
         self._send()
@@ -229,11 +229,11 @@ class SimTransport(asyncio.Transport):
             self._lose(None)
 
     def can_write_eof(self) -> bool:
-        """TCP can close one direction alone."""
+        """Return True: TCP can close one direction alone."""
         return True
 
     def write_eof(self) -> None:
-        """Close our direction after what is buffered; the peer may go on sending."""
+        """Close the sending direction after the buffered bytes; the peer may continue to send."""
         if self._writes_eof or self._closing:
             return
         self._writes_eof = True
@@ -241,11 +241,11 @@ class SimTransport(asyncio.Transport):
             self.outgoing.signal(FIN)
 
     def get_write_buffer_size(self) -> int:
-        """How many bytes wait for the window."""
+        """Return the number of buffered bytes."""
         return len(self._buffer)
 
     def get_write_buffer_limits(self) -> tuple[int, int]:
-        """The low and the high mark."""
+        """Return the low and the high mark."""
         return self._low, self._high
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
@@ -262,7 +262,7 @@ class SimTransport(asyncio.Transport):
     # Ending
 
     def close(self) -> None:
-        """Stop reading, send what is buffered, then end the stream."""
+        """Stop reading, send the buffered bytes, then end the stream."""
         if self._closing:
             return
         self._closing = True
@@ -270,43 +270,43 @@ class SimTransport(asyncio.Transport):
             self._lose(None)
 
     def abort(self) -> None:
-        """End at once; what is buffered is lost."""
+        """Close at once, without sending the buffered bytes."""
         self._break(None)
 
-    def _break(self, error: Exception | None, farewell: Signal | None = FIN) -> None:
+    def _break(self, error: Exception | None, closing_signal: Signal | None = FIN) -> None:
         if not self._lost:
             self._buffer.clear()
-            self._lose(error, farewell)
+            self._lose(error, closing_signal)
 
     def _reset_by_peer(self) -> OSError:
-        """Linux tells a reset apart that comes after the end of the stream."""
+        """Return the error for RST: after FIN, Linux reports a broken pipe."""
         if self._at_eof:
             return BrokenPipeError(errno.EPIPE, "Broken pipe")
         return ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
     def give_up_after(self, seconds: float) -> None:
-        """Bytes were lost on the way: the network stack repeats them for so long, then gives up."""
-        if self._giving_up is None and not self._lost:
-            self._giving_up = self.loop.call_later(seconds, self._give_up, context=NETWORK)
+        """Time the connection out after so many seconds of retransmissions."""
+        if self._give_up_timer is None and not self._lost:
+            self._give_up_timer = self.loop.call_later(seconds, self._give_up, context=NETWORK)
 
     def _give_up(self) -> None:
-        self._break(TimeoutError(errno.ETIMEDOUT, "Connection timed out"), farewell=None)
+        self._break(TimeoutError(errno.ETIMEDOUT, "Connection timed out"), closing_signal=None)
 
-    def _lose(self, error: Exception | None, farewell: Signal | None = FIN) -> None:
-        self._shut(RST if farewell is FIN and self._unread() else farewell)
+    def _lose(self, error: Exception | None, closing_signal: Signal | None = FIN) -> None:
+        self._shut(RST if closing_signal is FIN and self._unread() else closing_signal)
         self.loop.call_soon(self._connection_lost, error, context=self.context)
 
     def _unread(self) -> bool:
         return any(isinstance(item, bytes) for item in self._inbox)
 
-    def _shut(self, farewell: Signal | None) -> None:
-        """What the network stack does when the socket is closed."""
+    def _shut(self, closing_signal: Signal | None) -> None:
+        """Close the socket, and send FIN or RST."""
         self._closing = self._lost = True
         self._inbox.clear()
-        if farewell is RST or (farewell is FIN and not self._writes_eof):
-            self._farewell(farewell)
+        if closing_signal is RST or (closing_signal is FIN and not self._writes_eof):
+            self._send_signal(closing_signal)
 
-    def _farewell(self, signal: Signal) -> None:
+    def _send_signal(self, signal: Signal) -> None:
         self._reset_sent = signal is RST
         self.outgoing.signal(signal)
 
@@ -318,8 +318,8 @@ class SimTransport(asyncio.Transport):
     def _forget(self) -> None:
         self.process.transports.pop(self, None)
         self.loop.network.ended(self)
-        if self._giving_up is not None:
-            self._giving_up.cancel()
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
         if self.server is not None:
             self.server.detach(self)
 

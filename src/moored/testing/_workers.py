@@ -1,4 +1,4 @@
-"""Schedules shared among forked processes; the first failing seed does not depend on how."""
+"""Divide seeds among forked processes; the reported failure does not depend on the division."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any, Self
 from ._errors import SimulationError
 from ._run import Scenario, run_one
 
-_PATIENCE = 5.0
+_JOIN_TIMEOUT = 5.0
 
 __all__ = ["SeedResults", "run_forked"]
 
 
 @dataclass
 class SeedResults:
-    """Which schedules ran, and the first position at which one failed."""
+    """The digests of the schedules that ran, by position, and the first failure."""
 
     digests: dict[int, int] = field(default_factory=dict)
     failed: int | None = None
     #: The traceback of that failure.
-    story: str = ""
+    traceback_text: str = ""
 
     @classmethod
     def of(cls, scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any]) -> Self:
-        """Run seeds here, up to the first that fails."""
+        """Run the seeds in this process, up to the first that fails."""
         results = cls()
         for position, seed in enumerate(seeds):
             if not results.run(scenario, position, seed, options):
@@ -41,33 +41,33 @@ class SeedResults:
     def run(
         self, scenario: Scenario[Any], position: int, seed: int, options: dict[str, Any]
     ) -> bool:
-        """Run one seed; whether it passed."""
+        """Run one seed; return whether it passed."""
         outcome = run_one(scenario, seed, check=False, **options)
         self.digests[position] = outcome.digest
         if outcome.error is not None:
             self.failed = position
-            self.story = "".join(traceback.format_exception(outcome.error))
+            self.traceback_text = "".join(traceback.format_exception(outcome.error))
         return outcome.ok
 
     def digest(self) -> int:
-        """One number over all schedules, in the order of the seeds."""
+        """Return a hash over all schedules, in the order of the seeds."""
         return (
             hash(tuple(self.digests[key] for key in sorted(self.digests))) & 0xFFFF_FFFF_FFFF_FFFF
         )
 
     def merge(self, other: SeedResults) -> None:
-        """Take over what another process found."""
+        """Add the results of another process."""
         self.digests |= other.digests
         if other.failed is not None and (self.failed is None or other.failed < self.failed):
-            self.failed, self.story = other.failed, other.story
+            self.failed, self.traceback_text = other.failed, other.traceback_text
 
 
 def run_forked(
     scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any], count: int
 ) -> SeedResults:
-    """Run every seed in one of `count` processes; worker k takes every count-th seed from k on."""
+    """Run the seeds in `count` processes; worker k takes every count-th seed from k on."""
     context = multiprocessing.get_context("fork")
-    # Everybody goes on until it has passed the lowest failure that anybody has seen.
+    # Each worker stops at the lowest failed position of all workers.
     lowest = context.Value("q", len(seeds))
     workers: dict[Connection, Any] = {}
     try:
@@ -89,13 +89,13 @@ def run_forked(
 
 def _start(process: Any) -> None:
     with warnings.catch_warnings():
-        # From 3.12 on Python warns of any fork beside threads; these children only compute.
+        # Python 3.12 warns of every fork in a process with threads; these children only compute.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
 
 
 def _end(process: Any) -> None:
-    process.join(0 if sys.exc_info()[0] else _PATIENCE)
+    process.join(0 if sys.exc_info()[0] else _JOIN_TIMEOUT)
     if process.is_alive():
         process.kill()
         process.join()
@@ -114,7 +114,7 @@ def _collect(workers: dict[Connection, Any]) -> SeedResults:
                 workers[ready].join()
                 raise SimulationError(
                     f"a worker died (exit code {workers[ready].exitcode}) in the middle of a "
-                    "schedule: run with processes=1 to see where"
+                    "schedule: run with processes=1 to find the seed"
                 ) from None
     return results
 
@@ -127,7 +127,7 @@ def _work(
     positions: Iterable[int],
     options: dict[str, Any],
 ) -> None:
-    # Ctrl-C goes to the whole group; the parent ends its workers itself.
+    # Ctrl-C reaches the whole process group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     results = SeedResults()
     for position in positions:

@@ -1,8 +1,8 @@
-"""The pytest side of the simulation: `--sim-seeds N`, and a header that says what was asked for.
+"""The pytest plugin for simulations: the option `--sim-seeds N`, and a header that shows it.
 
-pytest imports this module at its start in every project that has Moored installed, so it
-imports nothing but pytest: the option is handed on through the environment, where `simulate()`
-(and the workers of pytest-xdist) find it.
+pytest imports this module at its start in every project that has Moored installed, so it imports
+only pytest: the option is passed through the environment, where `simulate()` (also in the workers
+of pytest-xdist) reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand the option on to `simulate()`, and take it back when pytest ends."""
+    """Set the environment variable that `simulate()` reads; unset it when pytest ends."""
     seeds = config.getoption("--sim-seeds", default=None)
     if seeds is None:
         return
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """Say so when simulations do not run with the seeds that their tests name."""
+    """Report an override of the seeds that the tests ask for."""
     if seed := os.environ.get(_SEED):
         return [f"moored: every simulation runs seed {seed} alone ({_SEED})"]
     if seeds := os.environ.get(_SEEDS):

@@ -1,6 +1,6 @@
-"""A TCP proxy that can be told to fail while it runs.
+"""A TCP proxy with faults that are switched while it runs.
 
-It is for tests with asyncio, for tests with threads, and a program of its own::
+Use `FaultProxy` in tests, with asyncio or threads, or run the proxy as a program::
 
     python -m moored.testing.proxy 127.0.0.1:5432
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from moored.testing._proxy import FaultProxy
 from moored.testing._proxy_answer import Answer, Caller, postgres_fatal
-from moored.testing._proxy_commands import HELP, obey
+from moored.testing._proxy_commands import HELP, run_command
 from moored.testing._proxy_faults import Direction, ProxyStatistics
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a proxy from the command line, and obey the commands on standard input."""
+    """Run a proxy from the command line; read commands from standard input."""
     options = _parser().parse_args(arguments)
     try:
         return asyncio.run(_run(options))
@@ -45,34 +46,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moored.testing.proxy",
-        description="A TCP proxy that can be told to fail while it runs.",
+        description="A TCP proxy with faults that are switched while it runs.",
         epilog=f"commands, one per line on standard input:\n\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("server", help="the server behind: HOST:PORT, or the path of a socket")
+    parser.add_argument("server", help="the server: HOST:PORT, or the path of a Unix socket")
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         default="127.0.0.1:0",
         type=_address,
-        help="where to listen (default: a free port of 127.0.0.1)",
+        help="the address to listen on (default: a free port of 127.0.0.1)",
     )
     parser.add_argument(
         "--answer",
         metavar="SQLSTATE",
-        help="tell PostgreSQL's clients over the limit this FATAL error, for example 53400",
+        help="send PostgreSQL clients over the limit this FATAL error, for example 53400",
     )
     parser.add_argument(
         "--do",
         metavar="COMMAND",
         action="append",
         default=[],
-        help="a command to begin with, for example --do 'limit 20' (may be repeated)",
+        help="a command to run at the start, for example --do 'limit 20' (may be repeated)",
     )
     parser.add_argument(
         "--no-input",
         action="store_true",
-        help="take no commands, and run until SIGTERM or SIGINT",
+        help="read no commands, and run until SIGTERM or SIGINT",
     )
     return parser
 
@@ -94,7 +95,7 @@ async def _run(options: argparse.Namespace) -> int:
         answer = postgres_fatal(options.answer) if options.answer else None
         proxy = FaultProxy(host, port, listen_host=options.listen[0], listen_port=options.listen[1])
         for command in options.do:
-            obey(proxy, command, answer)
+            run_command(proxy, command, answer)
     except (ValueError, argparse.ArgumentTypeError) as error:
         print(f"moored: {error}", file=sys.stderr)
         return 2
@@ -107,38 +108,36 @@ async def _run(options: argparse.Namespace) -> int:
         if not options.no_input:
             _read_input(loop, lines)
         while (line := await lines.get()) is not None and line.strip() != "quit":
-            _obey(proxy, line, answer)
+            _run_command(proxy, line, answer)
     print("ended", flush=True)
     return 0
 
 
-def _obey(proxy: FaultProxy, line: str, answer: Answer | None) -> None:
+def _run_command(proxy: FaultProxy, line: str, answer: Answer | None) -> None:
     if not line.strip():
         return
     try:
-        print(obey(proxy, line, answer), flush=True)
+        print(run_command(proxy, line, answer), flush=True)
     except ValueError as error:
         print(f"moored: {error}", file=sys.stderr, flush=True)
 
 
 def _read_input(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str | None]) -> None:
-    def tell(line: str | None) -> None:
-        try:
+    def put(line: str | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lines.put_nowait, line)
-        except RuntimeError:
-            pass  # the loop has ended, and with it the wish for commands
 
     def read() -> None:
-        # Straight from the descriptor: a thread that waits inside sys.stdin would hold its lock
-        # when the interpreter ends.
+        # Read the file descriptor: a thread that blocks in sys.stdin holds the lock of sys.stdin,
+        # which the interpreter needs at exit.
         rest = b""
         while data := os.read(0, 4096):
             *whole, rest = (rest + data).split(b"\n")
             for line in whole:
-                tell(line.decode(errors="replace"))
+                put(line.decode(errors="replace"))
         if rest:
-            tell(rest.decode(errors="replace"))
-        tell(None)
+            put(rest.decode(errors="replace"))
+        put(None)
 
     threading.Thread(target=read, name="moored-proxy-input", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Where a simulated loop meets the outside: its own network, and refusals for everything else."""
+"""The I/O methods of a simulated loop: TCP on the simulated network; all others are refused."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ._errors import Unsimulated
 if TYPE_CHECKING:
     from ._network import Network
 
-__all__ = ["Borders"]
+__all__ = ["LoopIO"]
 
-_THREADS = "threads run when the machine likes; keep the call out of simulated code, or pass it in"
-_PROCESSES = "a simulation starts no processes; put another host there with sim.host(name, main)"
-_SOCKETS = "there are no real sockets; use create_connection and create_server, or streams"
+_THREADS = "threads are not deterministic; replace the call in simulated code"
+_PROCESSES = "a simulation starts no processes; use a simulated host, sim.host(name, main)"
+_SOCKETS = "a simulation has no real sockets; use create_connection and create_server, or streams"
 _DATAGRAMS = "the simulated network carries TCP only"
-_TLS = "TLS draws chance of its own; simulate the plain connection"
-_SIGNALS = "a simulation gets no signals; call the handler with sim.at(time, handler)"
+_TLS = "TLS uses random numbers of its own; simulate a connection without it"
+_SIGNALS = "a simulation receives no signals; call the handler with sim.at(time, handler)"
 
-# Each of these would make a seed mean something else every time.
+# With any of these, two runs of a seed could differ.
 _REFUSED = {
     _THREADS: "run_in_executor set_default_executor",
     _PROCESSES: "subprocess_exec subprocess_shell connect_read_pipe connect_write_pipe",
@@ -39,22 +39,22 @@ _REASONS = {name: reason for reason, names in _REFUSED.items() for name in names
 }
 
 
-class Borders:
-    """The methods of an event loop that would leave the simulation."""
+class LoopIO:
+    """The I/O methods of an event loop."""
 
     network: Network
 
     @staticmethod
     def refusal(what: str) -> Unsimulated:
-        """The error for something that cannot be simulated."""
+        """Return the error for a method or option that cannot be simulated."""
         return Unsimulated(f"{what} cannot be simulated: {_REASONS[what]}")
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> list[Any]:
-        """Look a simulated host up."""
+        """Resolve the name of a simulated host."""
         return self.network.addresses(host, port)
 
     async def getnameinfo(self, sockaddr: Any, flags: int = 0) -> tuple[str, str]:
-        """The name of a simulated host."""
+        """Return the name of a simulated host."""
         return self.network.resolve(sockaddr[0]).name, str(sockaddr[1])
 
     async def create_connection(
@@ -81,7 +81,7 @@ class Borders:
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Borders, *args: Any, **options: Any) -> NoReturn:
+    def refuse(self: LoopIO, *args: Any, **options: Any) -> NoReturn:
         raise self.refusal(name)
 
     refuse.__name__ = name
@@ -91,4 +91,4 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 
 for _name in _REASONS:
     if _name.isidentifier():
-        setattr(Borders, _name, _refuse(_name))
+        setattr(LoopIO, _name, _refuse(_name))

@@ -1,4 +1,4 @@
-"""Who waits for what: the text of a deadlock."""
+"""Describe what each task awaits, for the message of a `Deadlock`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
-__all__ = ["waiting", "where"]
+__all__ = ["describe_waits", "location"]
 
 _SHOWN = 20
 
 
-def waiting(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """One paragraph per task: its name, what it waits on, and where."""
+def describe_waits(tasks: Iterable[asyncio.Task[Any]]) -> str:
+    """Return two lines per task: its name and what it awaits, and its stack."""
     tasks = list(tasks)
     lines = [line for task in tasks[:_SHOWN] for line in _describe(task)]
     if len(tasks) > _SHOWN:
@@ -23,8 +23,8 @@ def waiting(tasks: Iterable[asyncio.Task[Any]]) -> str:
     return "\n".join(lines)
 
 
-def where(task: asyncio.Task[Any]) -> str:
-    """Where a suspended task stands: in its own code, and what of asyncio it is in."""
+def location(task: asyncio.Task[Any]) -> str:
+    """Return the line at which a task is suspended, and the asyncio function that it awaits."""
     frames = list(_walk(task.get_coro()))
     own = [frame for frame in frames if not _is_asyncio(frame)]
     if not own or own[-1] is frames[-1]:
@@ -49,7 +49,7 @@ def _describe(task: asyncio.Task[Any]) -> list[str]:
 
 
 def _thing(task: asyncio.Task[Any], frames: list[FrameType]) -> str:
-    """The lock, queue or stream that the innermost frame works for says more than a bare future."""
+    """Return the lock, queue or stream of the innermost frame, else the future."""
     future = getattr(task, "_fut_waiter", None)
     if isinstance(future, asyncio.Task):
         return f"task {future.get_name()}"
@@ -57,7 +57,7 @@ def _thing(task: asyncio.Task[Any], frames: list[FrameType]) -> str:
         owner = frames[-1].f_locals.get("self")
         if owner is not None:
             return _safe_repr(owner)
-    return "nothing: it is ready to run" if future is None else _safe_repr(future)
+    return "nothing: ready to run" if future is None else _safe_repr(future)
 
 
 def _walk(awaitable: Any) -> Iterator[FrameType]:
@@ -78,7 +78,7 @@ def _step(awaitable: Any) -> tuple[FrameType | None, Any]:
 
 
 def _hidden_generator(awaitable: Any) -> Any:
-    """`async for` awaits an object that hides the generator; the collector sees through it."""
+    """Return the generator that `async for` awaits; only the garbage collector can reach it."""
     if "async_generator" not in type(awaitable).__name__:
         return None
     return next((held for held in gc.get_referents(awaitable) if hasattr(held, "ag_await")), None)

@@ -10,11 +10,11 @@ from typing import Any
 from moored.testing._proxy_answer import Answer, Caller
 from moored.testing._proxy_faults import Mode, ProxyFaults, ProxyStatistics, Rate
 
-__all__ = ["Desk"]
+__all__ = ["ProxyState"]
 
 
-class Desk:
-    """The state of one proxy, as its connections see it; used from its loop alone."""
+class ProxyState:
+    """The shared state of one proxy; used only on its event loop."""
 
     def __init__(self, host: str, port: int | None) -> None:
         self.server = (host, port)
@@ -27,7 +27,7 @@ class Desk:
         self._watchers: list[tuple[Callable[[ProxyStatistics], bool], asyncio.Future[None]]] = []
 
     def switch(self, mode: Mode) -> None:
-        """Forward, stall or swallow from now on."""
+        """Set whether bytes are forwarded, held back or dropped."""
         self.faults.mode = mode
         if mode == "stall":
             self._gate.clear()
@@ -35,12 +35,12 @@ class Desk:
             self._gate.set()
 
     async def forwarding(self) -> None:
-        """Return when nothing is stalled."""
+        """Wait until the proxy is not stalled."""
         while not self._gate.is_set():
             await self._gate.wait()
 
     async def dial(self) -> socket.socket:
-        """A connection to the server behind."""
+        """Open a connection to the server."""
         host, port = self.server
         loop = asyncio.get_running_loop()
         if port is None:
@@ -50,14 +50,14 @@ class Desk:
         return await _connect(loop, family, address)
 
     def over_limit(self, now: float) -> Answer | None:
-        """The answer to a new connection over the limit, or None within it."""
+        """Return the answer for a new connection over the rate limit, or None within the limit."""
         if self.rate is None or self.faults.mode == "black_hole" or self.rate.take(now):
             return None
         self.add("limited")
-        return self.answer or _hang_up
+        return self.answer or _reset
 
     def add(self, name: str, size: int = 1) -> None:
-        """Add to a counter, and wake those that wait for it."""
+        """Add to a counter, and wake the waiters whose condition holds."""
         self._counts[name] += size
         if self._watchers:
             counts = self.statistics()
@@ -66,11 +66,11 @@ class Desk:
                     future.set_result(None)
 
     def statistics(self) -> ProxyStatistics:
-        """What has been counted."""
+        """Return the counters."""
         return ProxyStatistics(**self._counts)
 
     async def wait_until(self, predicate: Callable[[ProxyStatistics], bool]) -> None:
-        """Wait until the counts fulfil a condition."""
+        """Wait until the counters meet a condition."""
         if predicate(self.statistics()):
             return
         entry = (predicate, asyncio.get_running_loop().create_future())
@@ -81,8 +81,8 @@ class Desk:
             self._watchers.remove(entry)
 
 
-async def _hang_up(caller: Caller) -> None:
-    raise ConnectionResetError("the connection is over the limit")
+async def _reset(caller: Caller) -> None:
+    raise ConnectionResetError("the connection is over the rate limit")
 
 
 async def _connect(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
