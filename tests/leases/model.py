@@ -130,7 +130,7 @@ class Model:
 
     def _in_store(self, key: str) -> set[str]:
         now = self.store._now()
-        room = self.store._rooms.get(key)
+        room = self.store._keys.get(key)
         live = {} if room is None else room.live
         return {known for known, lease in live.items() if lease.expires > now}
 

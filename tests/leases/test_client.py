@@ -302,7 +302,7 @@ async def test_an_acquire_that_arrives_after_its_release_is_undone(sim: Sim) -> 
         store.hangs = "before"
         with pytest.raises(LeaseError):
             await leases.acquire("db", limit=1)
-        (doubt,) = leases._book._doubts.values()
+        (doubt,) = leases._table._doubts.values()
         store.hangs = ""
         await store.called("release", 2)
         await asyncio.sleep(0)
@@ -492,7 +492,7 @@ async def test_a_forked_child_has_no_leases() -> None:
 
 
 async def _inside(store: ScriptedStore) -> list[str]:
-    return [known for room in store._rooms.values() for known in room.live]
+    return [known for room in store._keys.values() for known in room.live]
 
 
 def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> None:

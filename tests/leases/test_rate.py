@@ -11,7 +11,7 @@ from tests.leases.test_simulation_rate import most_over
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
 from moored.leases import Leases, StoreUnavailable, _gcra
-from moored.leases._rate import Purse
+from moored.leases._rate import TokenCache
 from moored.testing import Sim
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
@@ -68,17 +68,17 @@ def test_a_clock_that_goes_back_empties_the_limit_and_no_more() -> None:
     assert taken.granted >= 4
 
 
-def test_a_purse_spends_what_ends_first_and_forgets_what_has_ended() -> None:
-    purse = Purse()
-    purse.put(2, until=10.0)
-    purse.put(3, until=20.0)
-    purse.put(0, until=30.0)
-    assert purse.spend(1)
-    assert not purse.spend(5)
-    assert purse.count == 4
-    assert purse.drop_stale(10.0) == 1
-    assert purse.spend(3)
-    assert not purse.spend(1)
+def test_a_cache_spends_what_ends_first_and_forgets_what_has_ended() -> None:
+    cache = TokenCache()
+    cache.put(2, until=10.0)
+    cache.put(3, until=20.0)
+    cache.put(0, until=30.0)
+    assert cache.spend(1)
+    assert not cache.spend(5)
+    assert cache.count == 4
+    assert cache.drop_stale(10.0) == 1
+    assert cache.spend(3)
+    assert not cache.spend(1)
 
 
 # -- the client ----------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import pytest
 from tests.leases.cluster import TROUBLE_UNTIL, Cluster
 
 from moored.leases import MemoryStore, Request
-from moored.leases._book import Book
 from moored.leases._keeper import Keeper
-from moored.leases._memory import _Room
+from moored.leases._lease_table import LeaseTable
+from moored.leases._memory import _KeyLeases
 from moored.testing import Mutant, Sim, Unretrieved, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -35,37 +35,37 @@ def test_two_thousand_bad_days() -> None:
 # -- defects that must be noticed --------------------------------------------------------------
 
 
-def _counts_the_dead(self: _Room, now: float) -> None:
+def _counts_the_dead(self: _KeyLeases, now: float) -> None:
     """A counter goes up with each lease and down with each release, and a crash is neither."""
 
 
 def _renews_for_anybody(self: MemoryStore, request: Request) -> bool:
     """Whoever asks extends whatever lease there is."""
-    room = self._room(request.key)
+    room = self._leases_of(request.key)
     return any(room.extend(known, self._now() + request.ttl) for known in room.live)
 
 
 def _revives(self: MemoryStore, request: Request) -> bool:
     """A renewal brings back what has ended, and was given to others."""
-    room = self._rooms.setdefault(request.key, _Room())
+    room = self._keys.setdefault(request.key, _KeyLeases())
     room.put(request.id, self._new(request))
     return True
 
 
 def _releases_anybodys(self: MemoryStore, request: Request) -> bool:
     """What is released is some lease of the key, not the one with this id."""
-    room = self._room(request.key)
+    room = self._leases_of(request.key)
     return any(room.drop(known) for known in list(room.live))
 
 
 def _forgets_fences(self: MemoryStore, request: Request) -> Any:
     """The fence begins again when a key has no lease."""
     lease = _new(self, request)
-    lease.fence = 1 + len(self._room(request.key).live)
+    lease.fence = 1 + len(self._leases_of(request.key).live)
     return lease
 
 
-def _believes_the_arrival(self: Book, request: Request, sent_at: float) -> float:
+def _believes_the_arrival(self: LeaseTable, request: Request, sent_at: float) -> float:
     """The deadline counts from when the answer came."""
     return _deadline(self, request, asyncio.get_running_loop().time())
 
@@ -74,16 +74,18 @@ def _waits_for_the_store(self: Keeper) -> None:
     """Holders are told when the renewal has come back, and no timer stands at the deadline."""
 
 
-_new, _deadline = MemoryStore._new, Book._deadline
+_new, _deadline = MemoryStore._new, LeaseTable._deadline
 
 MUTANTS = [
-    mutant(_Room, "tidy", _counts_the_dead, name="a counter kept on crash"),
+    mutant(_KeyLeases, "tidy", _counts_the_dead, name="a counter kept on crash"),
     mutant(MemoryStore, "_renew", _renews_for_anybody, name="a renewal without owner check"),
     mutant(MemoryStore, "_renew", _revives, name="a renewal that revives"),
     mutant(MemoryStore, "_release", _releases_anybodys, name="a release without owner check"),
     mutant(MemoryStore, "_new", _forgets_fences, name="a fence that begins again"),
     mutant(MemoryStore, "_now", lambda self: self._clock.wall(), name="a store on the wall clock"),
-    mutant(Book, "_deadline", _believes_the_arrival, name="a deadline from the answer's arrival"),
+    mutant(
+        LeaseTable, "_deadline", _believes_the_arrival, name="a deadline from the answer's arrival"
+    ),
     mutant(Keeper, "_arm", _waits_for_the_store, name="nobody told while a renewal hangs"),
 ]
 

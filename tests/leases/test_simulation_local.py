@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.leases.cluster import REFUSE, TROUBLE_UNTIL, Cluster
 
-from moored.leases._book import Book, Entry
 from moored.leases._keeper import Keeper
+from moored.leases._lease_table import Entry, LeaseTable
 from moored.testing import Mutant, Sim, Unretrieved, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -40,7 +40,7 @@ def test_local_leases_are_exchanged() -> None:
     simulate(cluster_that_goes_on, scaled(1000, least=60))
 
 
-def _exchanges_all(self: Book, known: str) -> Entry | None:
+def _exchanges_all(self: LeaseTable, known: str) -> Entry | None:
     """A local lease that the store refuses is kept all the same."""
     entry = self.get(known)
     if entry is not None and entry.local:
@@ -54,16 +54,16 @@ async def _never_exchanges(self: Keeper) -> None:
     await asyncio.sleep(1.0)
 
 
-def _reuses_the_id(self: Book, entry: Entry, known: str) -> None:
+def _reuses_the_id(self: LeaseTable, entry: Entry, known: str) -> None:
     """A local lease is asked for again under the id of an answer that was lost."""
 
 
-_released = Book.released
+_released = LeaseTable.released
 
 MUTANTS = [
-    mutant(Book, "released", _exchanges_all, name="a refused local lease kept"),
+    mutant(LeaseTable, "released", _exchanges_all, name="a refused local lease kept"),
     mutant(Keeper, "_exchange", _never_exchanges, name="local leases never exchanged"),
-    mutant(Book, "renamed", _reuses_the_id, name="an id in doubt used again"),
+    mutant(LeaseTable, "renamed", _reuses_the_id, name="an id in doubt used again"),
 ]
 
 

@@ -11,7 +11,7 @@ from tests.leases.bad_line import BadLine, Weather
 
 from moored.kernel import Clock
 from moored.leases import Leases, MemoryStore, Policy, RateLimit, StoreUnavailable, Taken, _gcra
-from moored.leases._rate import Purse
+from moored.leases._rate import TokenCache
 from moored.testing import Host, Mutant, Sim, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -135,7 +135,7 @@ def test_no_window_sees_more_than_it_may() -> None:
     simulate(shared_rate_on_a_bad_day, scaled(1000, least=60))
 
 
-def _keeps_for_ever(self: Purse, now: float) -> int:
+def _keeps_for_ever(self: TokenCache, now: float) -> int:
     """Tokens are good for ever."""
     return 0
 
@@ -168,7 +168,7 @@ async def _fetch_late(self: RateLimit) -> None:
 _take, _fetch = _gcra.take, RateLimit._fetch
 
 MUTANTS = [
-    mutant(Purse, "drop_stale", _keeps_for_ever, name="tokens that are kept for ever"),
+    mutant(TokenCache, "drop_stale", _keeps_for_ever, name="tokens that are kept for ever"),
     mutant(RateLimit, "_fetch", _fetch_late, name="tokens that live too long"),
     mutant(_gcra, "take", _mints_again, name="tokens minted again by a clock that goes back"),
     mutant(_gcra, "take", _waits_for_the_old_time, name="a limit that waits for the old time"),

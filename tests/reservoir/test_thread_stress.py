@@ -14,7 +14,7 @@ from tests.logs import silent
 
 from moored.leases import Leases, MemoryStore, Request
 from moored.leases import sync as leases_sync
-from moored.leases._memory import _Live
+from moored.leases._memory import _StoredLease
 from moored.reservoir import ConnectionPool, ReservoirConfig
 from moored.reservoir._core import Waiter
 from moored.reservoir._item import Item
@@ -119,7 +119,7 @@ class Ledger(MemoryStore):
         self.given: Counter[str] = Counter()
         self.given_back: Counter[str] = Counter()
 
-    def _new(self, request: Request) -> _Live:
+    def _new(self, request: Request) -> _StoredLease:
         self.given[request.id] += 1
         return super()._new(request)
 

@@ -11,7 +11,7 @@ from tests.sim.reservoir_database import Wire
 from tests.sim.reservoir_watch import Watch
 
 from moored.leases import Lease, LeaseLost, Leases, MemoryStore, Policy, Request
-from moored.leases._memory import _Live
+from moored.leases._memory import _StoredLease
 from moored.testing import Sim
 
 __all__ = ["CountedLeases", "Ledger"]
@@ -48,7 +48,7 @@ class Ledger(MemoryStore):
         self._watch.expect(lease not in self.lost, "a lease is lost twice")
         self.lost[lease] = self._watch.now
 
-    def _new(self, request: Request) -> _Live:
+    def _new(self, request: Request) -> _StoredLease:
         self.granted.add(request.id)
         return super()._new(request)
 
@@ -67,7 +67,7 @@ class Ledger(MemoryStore):
 
     def revoke(self, number: int) -> None:
         """End some leases, as an operator does; their holders learn of it at the next renewal."""
-        for room in self._rooms.values():
+        for room in self._keys.values():
             for known in list(room.live)[:number]:
                 room.drop(known)
 
@@ -78,7 +78,7 @@ class Ledger(MemoryStore):
 
     def check_none_left(self) -> None:
         """When the client is closed too: nothing is left in the store."""
-        left = sum(len(self._room(key).live) for key in list(self._rooms))
+        left = sum(len(self._leases_of(key).live) for key in list(self._keys))
         self._watch.expect(not left, f"{left} leases are left in the store")
 
 

@@ -23,16 +23,16 @@ from moored.kernel import (
 )
 
 from . import _connect
-from ._book import Book
-from ._calls import Calls, NotAsked
 from ._counts import Counts, LeaseStatistics
 from ._errors import LeaseError, StoreUnavailable
 from ._exclusive import Exclusive
 from ._keeper import Keeper, new_id
 from ._lease import Lease
+from ._lease_table import LeaseTable
 from ._policy import OnUnavailable, Policy, check_key, check_ttl
 from ._rate import RateLimit
 from ._store import Held, Holder, Request, Store
+from ._store_calls import StoreCalls, StoreKnownDown
 
 __all__ = ["Leases", "connect"]
 
@@ -113,8 +113,8 @@ class Leases:
         self._clock = clock or Clock.current()
         self._recorder = recorder or Recorder(clock=self._clock)
         self._counts = Counts()
-        self._book = Book(self._policy, chance=self._clock.random)
-        self._calls = Calls(
+        self._table = LeaseTable(self._policy, chance=self._clock.random)
+        self._calls = StoreCalls(
             store,
             place=self._place,
             name=name,
@@ -123,7 +123,7 @@ class Leases:
             recorder=self._recorder,
             counts=self._counts,
         )
-        self._keeper = Keeper(self._book, self._calls)
+        self._keeper = Keeper(self._table, self._calls)
         self._pid = os.getpid()
         self._state = "new"
         self._supervisor: Supervisor | None = None
@@ -272,9 +272,9 @@ class Leases:
     def statistics(self) -> LeaseStatistics:
         """This client in numbers."""
         return self._counts.snapshot(
-            held=len(self._book),
-            local=len(self._book.local()),
-            in_doubt=self._book.doubts,
+            held=len(self._table),
+            local=len(self._table.local()),
+            in_doubt=self._table.doubts,
             available=self._calls.opened and self._calls.health.up,
         )
 
@@ -284,8 +284,8 @@ class Leases:
         return self._recorder
 
     def __repr__(self) -> str:
-        local = len(self._book.local())
-        held = counted(len(self._book), "lease") + (f" ({local} local)" if local else "")
+        local = len(self._table.local())
+        held = counted(len(self._table), "lease") + (f" ({local} local)" if local else "")
         health = self._calls.health
         state = self._state
         if state == "open" and not health.up:
@@ -296,12 +296,12 @@ class Leases:
 
     async def _acquire(self, request: Request) -> Lease | None:
         sent_at = self._clock.monotonic()
-        patience = (request.ttl - self._book.margin(request.ttl)) / 2
+        patience = (request.ttl - self._table.margin(request.ttl)) / 2
         try:
             grant = await self._calls.do(
                 "acquire", lambda: self._calls.store.acquire(request), patience=patience
             )
-        except NotAsked:
+        except StoreKnownDown:
             raise
         except BaseException:
             self._keeper.doubt(request, asked=True)
@@ -311,7 +311,7 @@ class Leases:
             return None
         self._check_usable(request, sent_at)
         self._counts.acquired += 1
-        return self._keeper.keep(self._book.granted(request, grant, sent_at))
+        return self._keeper.keep(self._table.granted(request, grant, sent_at))
 
     def _check_usable(self, request: Request, sent_at: float) -> None:
         """A lease that is over when it arrives (this process was stopped, say) is none."""
@@ -319,7 +319,7 @@ class Leases:
             self._counts.left_to_time += 1
             self._check_open()
         took = self._clock.monotonic() - sent_at
-        if took >= request.ttl - self._book.margin(request.ttl):
+        if took >= request.ttl - self._table.margin(request.ttl):
             self._keeper.doubt(request)
             raise StoreUnavailable(
                 f"{self._place} gave a lease of {request.key!r} after {took:.1f} s, which is too "
@@ -328,7 +328,7 @@ class Leases:
 
     def _acquire_locally(self, request: Request, error: StoreUnavailable) -> Lease | None:
         most = self._policy.local_limit
-        if self._book.count(request.key) >= (request.limit if most is None else most):
+        if self._table.count(request.key) >= (request.limit if most is None else most):
             self._counts.local_refused += 1
             return None
         self._counts.local_granted += 1
@@ -336,10 +336,10 @@ class Leases:
         self._recorder.record(self._name, text, kind="info", cause=error)
         # Under an id of its own: the store may have seen the other one.
         request = self._request(request.key, request.limit, request.ttl, request.holder.owner)
-        return self._keeper.keep(self._book.granted_locally(request))
+        return self._keeper.keep(self._table.granted_locally(request))
 
     def _request(self, key: str, limit: int, ttl: float, owner: str | None) -> Request:
-        mistakes = [*check_key(key), *check_ttl(ttl, self._book.margin(ttl))]
+        mistakes = [*check_key(key), *check_ttl(ttl, self._table.margin(ttl))]
         if limit < 1:
             mistakes.append(f"limit={limit!r} must be at least 1")
         refuse("acquire", mistakes)

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from moored.kernel import Backoff, Clock, Context, Timers, counted, describe
 
-from ._book import Book, Entry
-from ._calls import Calls, NotAsked
 from ._errors import LeaseLost, LossReason, StoreUnavailable
 from ._lease import Lease
+from ._lease_table import Entry, LeaseTable
 from ._store import Request
+from ._store_calls import StoreCalls, StoreKnownDown
 
 __all__ = ["Keeper"]
 
@@ -41,8 +41,8 @@ EXCHANGE_EVERY = 0.01
 class Keeper:
     """Keeps the leases of one client."""
 
-    def __init__(self, book: Book, calls: Calls) -> None:
-        self.book = book
+    def __init__(self, table: LeaseTable, calls: StoreCalls) -> None:
+        self.table = table
         self.calls = calls
         self.clock = calls.clock
         self.counts = calls.counts
@@ -67,7 +67,7 @@ class Keeper:
         lease = Lease(self, entry)
         self._leases[entry] = lease
         self._arm()
-        self._wake_for(self.book.next_due())
+        self._wake_for(self.table.next_due())
         if entry.local:
             self._wake.set()
         return lease
@@ -75,12 +75,12 @@ class Keeper:
     async def renew_now(self, lease: Lease) -> None:
         """Renew one lease outside its turn."""
         entry = lease._entry
-        if not entry.local and self.book.get(entry.id) is entry:
+        if not entry.local and self.table.get(entry.id) is entry:
             await self._renew([entry.request])
 
     async def release(self, entry: Entry) -> None:
         """Give back a lease that its holder has just ended."""
-        self.book.released(entry.id)
+        self.table.released(entry.id)
         self._leases.pop(entry, None)
         self.counts.released += 1
         if entry.local:
@@ -95,39 +95,39 @@ class Keeper:
 
     def doubt(self, request: Request, *, asked: bool = False) -> None:
         """The store may have this lease and nobody wants it: give it back when that is possible."""
-        self.book.doubted(request, self.clock.monotonic(), asked=asked)
+        self.table.doubted(request, self.clock.monotonic(), asked=asked)
         self._wake.set()
 
     async def close(self) -> None:
         """Tell every holder that it is over, and give everything back as far as it can be done."""
         self._timers.cancel_all()
-        entries = self.book.close()
+        entries = self.table.close()
         self._lose(entries, "closed", "the client was closed")
         for entry in entries:
             if not entry.local:
-                self.book.doubted(entry.request, self.clock.monotonic())
+                self.table.doubted(entry.request, self.clock.monotonic())
         try:
             await self._give_back()
         except Exception as error:
-            left = self.book.doubts
+            left = self.table.doubts
             log.warning(
                 "%s: %s could not be given back, and will end by themselves: %s",
                 self._place,
                 counted(left, "lease"),
                 describe(error),
             )
-        self.counts.left_to_time += self.book.doubts
+        self.counts.left_to_time += self.table.doubts
 
     # -- deadlines: one timer ------------------------------------------------------------------
 
     def _arm(self) -> None:
-        first, set_for = self.book.next_deadline(), self._timers.at("deadline")
+        first, set_for = self.table.next_deadline(), self._timers.at("deadline")
         # A timer that is too early finds nothing, and is set again.
         if first < (math.inf if set_for is None else set_for):
             self._context.run(self._timers.set, "deadline", first, self._tell_expired)
 
     def _tell_expired(self) -> None:
-        entries = self.book.expired(self.clock.monotonic())
+        entries = self.table.expired(self.clock.monotonic())
         for entry in entries:
             # A renewal may be on its way still, and would keep for nobody what nobody has.
             self.doubt(entry.request)
@@ -144,9 +144,9 @@ class Keeper:
         ended: list[Entry] = []
         for entry in entries:
             request, most = entry.request, self._policy.local_limit
-            room = self.book.count(request.key) < (request.limit if most is None else most)
+            room = self.table.count(request.key) < (request.limit if most is None else most)
             if request.limit > 1 and room:
-                self.book.gone_local(entry, new_id(self.clock))
+                self.table.gone_local(entry, new_id(self.clock))
                 self.counts.local_granted += 1
             else:
                 ended.append(entry)
@@ -217,8 +217,8 @@ class Keeper:
 
     def _work_at(self) -> float:
         now = self.clock.monotonic()
-        waiting = self.book.local() or not self.calls.opened
-        work_at = now if waiting else min(self.book.next_due(), self.book.next_undo())
+        waiting = self.table.local() or not self.calls.opened
+        work_at = now if waiting else min(self.table.next_due(), self.table.next_undo())
         if not self.calls.health.up:
             work_at = max(work_at, self.calls.health.retry_at)
         return max(work_at, self._not_before)
@@ -231,7 +231,7 @@ class Keeper:
         await self._exchange()
 
     async def _renew_due(self) -> None:
-        await _for_each(self._renew, self.book.due(self.clock.monotonic()))
+        await _for_each(self._renew, self.table.due(self.clock.monotonic()))
 
     async def _renew(self, requests: Sequence[Request]) -> None:
         sent_at = self.clock.monotonic()
@@ -242,29 +242,29 @@ class Keeper:
                 "renew", lambda: self.calls.store.renew(requests), patience=patience
             )
         except BaseException:
-            self.book.not_renewed(ids, self.clock.monotonic())
+            self.table.not_renewed(ids, self.clock.monotonic())
             raise
         kept = [known for known, alive in zip(ids, answers, strict=True) if alive]
         gone = [known for known, alive in zip(ids, answers, strict=True) if not alive]
-        self.book.renewed(kept, sent_at)
+        self.table.renewed(kept, sent_at)
         self.counts.renewed += len(kept)
-        self._lose(self.book.gone(gone), "gone", "the store does not know it any more")
+        self._lose(self.table.gone(gone), "gone", "the store does not know it any more")
         self._arm()
 
     async def _give_back(self) -> None:
-        self.counts.left_to_time += len(self.book.left_to_time(self.clock.monotonic()))
-        for batch in self.book.to_release(self.clock.monotonic()):
+        self.counts.left_to_time += len(self.table.left_to_time(self.clock.monotonic()))
+        for batch in self.table.to_release(self.clock.monotonic()):
             answers = await self._release(batch)
             self.counts.undone += sum(answers)
             for request, ended in zip(batch, answers, strict=True):
-                self.book.undone(request.id, ended, self.clock.monotonic())
+                self.table.undone(request.id, ended, self.clock.monotonic())
 
     async def _release(self, requests: Sequence[Request]) -> Sequence[bool]:
         return await self.calls.do("release", lambda: self.calls.store.release(requests))
 
     async def _exchange(self) -> None:
         """Take the next local lease again; the one after it comes in the next round."""
-        if (entry := next(iter(self.book.local()), None)) is not None:
+        if (entry := next(iter(self.table.local()), None)) is not None:
             await self._exchange_one(entry)
             self._not_before = self.clock.monotonic() + EXCHANGE_EVERY
 
@@ -272,17 +272,17 @@ class Keeper:
         request, sent_at = entry.request, self.clock.monotonic()
         try:
             grant = await self.calls.do("acquire", lambda: self.calls.store.acquire(request))
-        except NotAsked:
+        except StoreKnownDown:
             raise
         except BaseException:
             # This id may live in the store from some time on that nobody knows: use another.
             self.doubt(request, asked=True)
-            self.book.renamed(entry, new_id(self.clock))
+            self.table.renamed(entry, new_id(self.clock))
             raise
         if grant is None:
-            if self.book.released(request.id) is not None:
+            if self.table.released(request.id) is not None:
                 self._lose([entry], "refused", "the store is back and has no room for it")
-        elif self.book.exchanged(entry, grant, sent_at):
+        elif self.table.exchanged(entry, grant, sent_at):
             self.counts.exchanged += 1
             self._arm()
         else:

@@ -14,15 +14,15 @@ from moored.kernel import duration
 from ._errors import LeaseError, LeaseLost
 
 if TYPE_CHECKING:
-    from ._book import Entry
     from ._keeper import Keeper
+    from ._lease_table import Entry
 
-__all__ = ["Lease", "LeaseFacts"]
+__all__ = ["Lease", "LeaseInfo"]
 
 log = logging.getLogger("moored.leases")
 
 
-class LeaseFacts:
+class LeaseInfo:
     """What a lease is, for asyncio and for threads."""
 
     __slots__ = ("_entry",)
@@ -66,7 +66,7 @@ class LeaseFacts:
         return self._entry.deadline
 
 
-class Lease(LeaseFacts):
+class Lease(LeaseInfo):
     """A right that the whole cluster agrees on, until its deadline.
 
     It is renewed in the background. Whoever holds it is told when it is over (`on_lost`,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from moored.kernel import Clock
 
 from . import _gcra
-from ._agenda import Agenda
 from ._store import Grant, Held, Holder, Request, Taken
+from ._time_heap import TimeHeap
 from ._url import parse
 
 __all__ = ["MemoryStore", "open_store"]
@@ -24,7 +24,7 @@ _SWEEP_AT = 1000
 
 
 @dataclass
-class _Live:
+class _StoredLease:
     """A lease as the store keeps it."""
 
     fence: int
@@ -33,14 +33,14 @@ class _Live:
     expires: float
 
 
-class _Room:
+class _KeyLeases:
     """The leases of one key, and when they end."""
 
     def __init__(self) -> None:
-        self.live: dict[str, _Live] = {}
-        self._ends = Agenda()
+        self.live: dict[str, _StoredLease] = {}
+        self._ends = TimeHeap()
 
-    def put(self, known: str, lease: _Live) -> None:
+    def put(self, known: str, lease: _StoredLease) -> None:
         """A new lease."""
         self.live[known] = lease
         self._ends.set(known, lease.expires)
@@ -73,7 +73,7 @@ class MemoryStore:
     def __init__(self, *, clock: Clock | None = None) -> None:
         self._clock = clock or Clock.system()
         self._lock = threading.Lock()
-        self._rooms: dict[str, _Room] = {}
+        self._keys: dict[str, _KeyLeases] = {}
         self._limits: dict[str, float] = {}
         self._fence = 0
         self._sweep_at = _SWEEP_AT
@@ -91,21 +91,21 @@ class MemoryStore:
         """Give a lease if fewer than the limit live, else None."""
         with self._lock:
             self._sweep()
-            room = self._room(request.key)
+            room = self._leases_of(request.key)
             lease = room.live.get(request.id)
             if lease is None:
                 if len(room.live) >= request.limit:
                     return None
                 lease = self._new(request)
                 room.put(request.id, lease)
-                self._rooms[request.key] = room
+                self._keys[request.key] = room
             return Grant(request.id, lease.fence)
 
-    def _new(self, request: Request) -> _Live:
+    def _new(self, request: Request) -> _StoredLease:
         # One number for all keys: it grows for each of them, and nothing is kept per key.
         self._fence += 1
         expires = self._now() + request.ttl
-        return _Live(self._fence, request.holder, self._clock.wall(), expires)
+        return _StoredLease(self._fence, request.holder, self._clock.wall(), expires)
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases by their ttl from now; False for each that does not live any more."""
@@ -113,7 +113,7 @@ class MemoryStore:
             return [self._renew(request) for request in requests]
 
     def _renew(self, request: Request) -> bool:
-        return self._room(request.key).extend(request.id, self._now() + request.ttl)
+        return self._leases_of(request.key).extend(request.id, self._now() + request.ttl)
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that did not live."""
@@ -121,7 +121,7 @@ class MemoryStore:
             return [self._release(request) for request in requests]
 
     def _release(self, request: Request) -> bool:
-        return self._room(request.key).drop(request.id)
+        return self._leases_of(request.key).drop(request.id)
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
         """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
@@ -139,32 +139,32 @@ class MemoryStore:
     async def held(self, key: str | None = None) -> Sequence[Held]:
         """The live leases, of one key or of all."""
         with self._lock:
-            keys = list(self._rooms) if key is None else [key]
+            keys = list(self._keys) if key is None else [key]
             now = self._now()
             return [
                 Held(each, known, lease.fence, lease.holder, lease.created_at, lease.expires - now)
                 for each in keys
-                for known, lease in self._room(each).live.items()
+                for known, lease in self._leases_of(each).live.items()
             ]
 
-    def _room(self, key: str) -> _Room:
+    def _leases_of(self, key: str) -> _KeyLeases:
         """The live leases of a key; the others are forgotten here, and nowhere else."""
-        room = self._rooms.get(key) or _Room()
+        room = self._keys.get(key) or _KeyLeases()
         room.tidy(self._now())
         return room
 
     def _sweep(self) -> None:
         """Forget keys with nothing in them, each time that there are twice as many as were left."""
-        if len(self._rooms) + len(self._limits) < self._sweep_at:
+        if len(self._keys) + len(self._limits) < self._sweep_at:
             return
         now = self._now()
-        self._rooms = {key: room for key in self._rooms if (room := self._room(key)).live}
+        self._keys = {key: room for key in self._keys if (room := self._leases_of(key)).live}
         self._limits = {key: at for key, at in self._limits.items() if at > now}
-        self._sweep_at = max(_SWEEP_AT, 2 * (len(self._rooms) + len(self._limits)))
+        self._sweep_at = max(_SWEEP_AT, 2 * (len(self._keys) + len(self._limits)))
 
     def __repr__(self) -> str:
-        leases = sum(len(room.live) for room in self._rooms.values())
-        return f"<MemoryStore: {leases} leases of {len(self._rooms)} keys>"
+        leases = sum(len(room.live) for room in self._keys.values())
+        return f"<MemoryStore: {leases} leases of {len(self._keys)} keys>"
 
 
 _named: dict[str, MemoryStore] = {}

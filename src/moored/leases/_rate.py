@@ -17,11 +17,11 @@ from collections import deque
 from moored.kernel import SingleFlight, duration, refuse, unmet
 
 from . import _gcra
-from ._calls import Calls
 from ._errors import StoreUnavailable
 from ._policy import check_key
+from ._store_calls import StoreCalls
 
-__all__ = ["Purse", "RateLimit"]
+__all__ = ["RateLimit", "TokenCache"]
 
 log = logging.getLogger("moored.leases")
 
@@ -35,7 +35,7 @@ _LEAST_BURST = (
 ASKS = 3
 
 
-class Purse:
+class TokenCache:
     """Tokens that were fetched and not yet used; each is worthless after its time."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class RateLimit:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: StoreCalls,
         key: str,
         *,
         rate: float,
@@ -116,7 +116,7 @@ class RateLimit:
         self._local_full_at: float | None = None
         self._full_at: float | None = None
         self._seen: float | None = None
-        self._purse = Purse()
+        self._cache = TokenCache()
         self._wanted = 0
         self._next_at = -math.inf
         self._flight = SingleFlight()
@@ -154,9 +154,9 @@ class RateLimit:
         """How many could be taken at once, as far as this client knows: others take some too."""
         now = self._clock.monotonic()
         if self._next_at > now:
-            return float(self._purse.count)
+            return float(self._cache.count)
         ahead = max(0.0, (self._seen or now) - now)
-        return self._purse.count + max(0.0, self.store_burst - ahead * self.rate)
+        return self._cache.count + max(0.0, self.store_burst - ahead * self.rate)
 
     async def _take(self, n: int) -> float:
         try:
@@ -177,12 +177,12 @@ class RateLimit:
     def _spend(self, n: int) -> float | None:
         """0.0 if there are enough here, a wait if the store has none, None to ask it."""
         now = self._clock.monotonic()
-        self._counts.tokens_stale += self._purse.drop_stale(now)
-        missing = n - self._purse.count
+        self._counts.tokens_stale += self._cache.drop_stale(now)
+        missing = n - self._cache.count
         if missing <= 0:
             if seconds := self._pace(n, now):
                 return seconds
-            self._purse.spend(n)
+            self._cache.spend(n)
             self._counts.tokens += n
             return 0.0
         if self._next_at <= now:
@@ -191,7 +191,7 @@ class RateLimit:
 
     async def _fetch(self) -> None:
         # Whoever waits in this process is asked for together: one call at a time, for all.
-        tokens = max(self.batch, self._wanted - self._purse.count)
+        tokens = max(self.batch, self._wanted - self._cache.count)
         tokens = min(tokens, self.store_burst)
         sent_at = self._clock.monotonic()
         taken = await self._calls.do(
@@ -200,7 +200,7 @@ class RateLimit:
                 self.key, rate=self.rate, burst=self.store_burst, tokens=tokens
             ),
         )
-        self._purse.put(taken.granted, sent_at + self.hold)
+        self._cache.put(taken.granted, sent_at + self.hold)
         self._seen, _ = _gcra.take(
             self._seen, sent_at, rate=self.rate, burst=self.store_burst, tokens=taken.granted
         )
@@ -262,5 +262,5 @@ class RateLimit:
 
     def __repr__(self) -> str:
         wait = max(0.0, self._next_at - self._clock.monotonic())
-        state = f"next in {duration(wait)}" if wait else f"{self._purse.count} tokens here"
+        state = f"next in {duration(wait)}" if wait else f"{self._cache.count} tokens here"
         return f"<RateLimit {self.key!r}: {self.rate:g}/s, burst {self.burst}, {state}>"

@@ -11,9 +11,9 @@ from moored.kernel import Clock, extra
 with extra("dynamodb", "dynamodb://"):
     from ._dynamodb._config import SLOTS, DynamoConfig
     from ._dynamodb._counter import CounterStore
+    from ._dynamodb._setup_help import create_command, policy
     from ._dynamodb._slots import SlotStore
     from ._dynamodb._sweep import Swept
-    from ._dynamodb._texts import create_command, policy
 
 __all__ = [
     "CounterStore",

@@ -151,7 +151,7 @@ class SyncLeases:
         return repr(self._client)
 
 
-class SyncLease(_lease.LeaseFacts):
+class SyncLease(_lease.LeaseInfo):
     """A right that the whole cluster agrees on, until its deadline; for threads."""
 
     def __init__(self, lease: _lease.Lease, runner: _Runner) -> None:

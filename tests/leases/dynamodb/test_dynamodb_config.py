@@ -10,7 +10,7 @@ import pytest
 from moored.kernel import Clock
 from moored.leases import StoreMisconfigured
 from moored.leases._dynamodb._config import _KNOWN
-from moored.leases._dynamodb._texts import ACTIONS
+from moored.leases._dynamodb._setup_help import ACTIONS
 from moored.leases.dynamodb import (
     CounterStore,
     DynamoConfig,

@@ -14,7 +14,7 @@ from tests.leases.dynamodb.meddling import items_of, lost, meddle, times
 
 from moored.kernel import Clock
 from moored.leases._dynamodb import _rate
-from moored.leases._dynamodb._rate import wish
+from moored.leases._dynamodb._rate import plan_take
 from moored.leases._dynamodb._time import ServerTime
 from moored.leases.dynamodb import CounterStore, SlotStore
 
@@ -43,7 +43,7 @@ def test_what_is_wished_for_is_never_more_than_there_is(
 ) -> None:
     now = 100 * SECOND
     full_at = None if ahead is None else now + ahead
-    wanted = wish(full_at, now, interval=interval, burst=burst, tokens=tokens)
+    wanted = plan_take(full_at, now, interval=interval, burst=burst, tokens=tokens)
     start = max(ahead or 0, 0)
     assert 0 <= wanted.granted <= min(tokens, burst)
     assert wanted.granted == 0 or start + wanted.cost <= burst * interval

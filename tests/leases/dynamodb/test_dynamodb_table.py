@@ -14,7 +14,7 @@ from tests.leases.dynamodb.servers import DynamoServer, Ministack
 
 from moored.kernel import Clock
 from moored.leases import StoreMisconfigured, StoreUnavailable, connect
-from moored.leases._dynamodb._texts import ACTIONS
+from moored.leases._dynamodb._setup_help import ACTIONS
 from moored.leases.dynamodb import CounterStore, create_command, open_store
 
 LAYOUTS = ["slots", "counter"]

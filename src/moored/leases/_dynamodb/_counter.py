@@ -107,7 +107,7 @@ class CounterStore(DynamoStore):
                 if lease.refused:
                     if grant := await self._again(request, lives):
                         return grant
-                elif not await self._room(request, counter):
+                elif not await self._may_retry(request, counter):
                     return None
             else:
                 self._saw_fence(request.key, fence)
@@ -126,7 +126,7 @@ class CounterStore(DynamoStore):
         )
         await self._table.transact(actions)
 
-    async def _room(self, request: Request, counter: Reason) -> bool:
+    async def _may_retry(self, request: Request, counter: Reason) -> bool:
         """Whether to ask again, after the counter said no."""
         item = counter.item or {}
         self._saw_fence(request.key, number_of(item, "fence"))

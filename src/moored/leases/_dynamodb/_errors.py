@@ -15,7 +15,7 @@ from botocore import exceptions as theirs  # type: ignore[import-untyped]
 
 from .._errors import StoreMisconfigured, StoreUnavailable
 from ._config import DynamoConfig
-from ._texts import create_command, policy
+from ._setup_help import create_command, policy
 
 __all__ = [
     "BUSY_STATEMENT",

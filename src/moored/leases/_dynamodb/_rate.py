@@ -17,7 +17,7 @@ from ._errors import ConditionFailed
 from ._items import KEPT, expression, number, number_of
 from ._table import DynamoTable
 
-__all__ = ["DynamoRate", "Wish", "wish"]
+__all__ = ["DynamoRate", "TakePlan", "plan_take"]
 
 _SECOND = 1_000_000_000
 #: A number further ahead than this, beyond what the limit allows, was made by a wrong clock.
@@ -28,7 +28,7 @@ _HEARD = 1000
 _ATTEMPTS = 20
 
 
-class Wish(NamedTuple):
+class TakePlan(NamedTuple):
     """How many tokens are to be taken, and what must still be so when they are."""
 
     granted: int
@@ -40,13 +40,13 @@ class Wish(NamedTuple):
     absurd: bool
 
 
-def wish(full_at: int | None, now: int, *, interval: int, burst: int, tokens: int) -> Wish:
+def plan_take(full_at: int | None, now: int, *, interval: int, burst: int, tokens: int) -> TakePlan:
     """What to ask for, if the limit is full again at `full_at`, as was last heard."""
     depth = burst * interval
     ahead = 0 if full_at is None else max(full_at - now, 0)
     granted = max(0, min(tokens, (depth - ahead) // interval))
     idle = full_at is None or full_at < now
-    return Wish(granted, granted * interval, idle, ahead > depth + _ABSURD)
+    return TakePlan(granted, granted * interval, idle, ahead > depth + _ABSURD)
 
 
 class DynamoRate:
@@ -65,7 +65,7 @@ class DynamoRate:
         full_at = self._heard.get(key)
         for _ in range(_ATTEMPTS):
             now = int(self._table.link.time.likely() * _SECOND)
-            wanted = wish(full_at, now, interval=interval, burst=burst, tokens=tokens)
+            wanted = plan_take(full_at, now, interval=interval, burst=burst, tokens=tokens)
             if wanted.granted == 0 and not wanted.absurd:
                 break
             try:
@@ -78,7 +78,9 @@ class DynamoRate:
         self._remember(key, full_at, now)
         return Taken(0, _wait(full_at or now, now, interval, burst) or interval / _SECOND)
 
-    async def _write(self, key: str, wanted: Wish, now: int, depth: int, seen: int | None) -> int:
+    async def _write(
+        self, key: str, wanted: TakePlan, now: int, depth: int, seen: int | None
+    ) -> int:
         if wanted.absurd:
             change = {"Update": "SET #full_at = :next, #ttl_epoch = :ttl"}
             condition, values = "#full_at = :seen", {"next": now + depth, "seen": seen or 0}

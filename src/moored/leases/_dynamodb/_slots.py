@@ -38,8 +38,8 @@ from ._items import (
     text,
     text_of,
 )
-from ._places import Places
 from ._plan import next_fence
+from ._slot_hints import SlotHints
 from ._slot_reader import SLOT, SlotReader, SlotView
 from ._store import DynamoStore
 from ._time import ServerTime
@@ -60,7 +60,7 @@ class SlotStore(DynamoStore):
         self, config: DynamoConfig, *, clock: Clock, time: ServerTime | None = None
     ) -> None:
         super().__init__(config, clock=clock, time=time)
-        self._places = Places(clock)
+        self._hints = SlotHints(clock)
         self._slots = SlotReader(self._table)
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -71,7 +71,7 @@ class SlotStore(DynamoStore):
         )
         for request, lives in zip(requests, answers, strict=True):
             if not lives:
-                self._places.forget(request)
+                self._hints.forget(request)
         return answers
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -79,7 +79,7 @@ class SlotStore(DynamoStore):
         await self._table.ready()
         answers = await self._update(requests, partial(self._ending, self._time.reached()))
         for request in requests:
-            self._places.forget(request)
+            self._hints.forget(request)
             self._slots.doubt(request.key)
         return answers
 
@@ -101,7 +101,7 @@ class SlotStore(DynamoStore):
     # -- acquire ---------------------------------------------------------------------------------
 
     async def _acquire(self, request: Request, lives: int) -> Grant | None:
-        known = self._places.of(request)
+        known = self._hints.of(request)
         if known is not None and (grant := await self._again(request, known, lives)):
             return grant
         for _ in range(_ROUNDS):
@@ -131,7 +131,7 @@ class SlotStore(DynamoStore):
             **holder_values(request.holder),
         }
         change = ", ".join(f"#{name} = :{name}" for name in values)
-        self._places.note(request, slot)
+        self._hints.note(request, slot)
         try:
             await self._table.call(
                 "update_item",
@@ -148,7 +148,7 @@ class SlotStore(DynamoStore):
             if failed.item and text_of(failed.item, "id") == request.id:
                 # Written by an earlier attempt whose answer was lost, or by who asks for the same.
                 return await self._again(request, slot, lives)
-            self._places.forget(request)
+            self._hints.forget(request)
             return None
         return Grant(request.id, fence)
 
@@ -171,9 +171,9 @@ class SlotStore(DynamoStore):
                 ),
             )
         except ConditionFailed:
-            self._places.forget(request)
+            self._hints.forget(request)
             return None
-        self._places.note(request, slot)
+        self._hints.note(request, slot)
         return Grant(request.id, number_of(reply["Attributes"], "fence"))
 
     # -- renew and release -----------------------------------------------------------------------
@@ -192,16 +192,16 @@ class SlotStore(DynamoStore):
 
     async def _find(self, requests: Sequence[Request]) -> list[int | None]:
         """The slot of each lease: from memory, or by reading the key."""
-        strange = {request.key for request in requests if self._places.of(request) is None}
+        strange = {request.key for request in requests if self._hints.of(request) is None}
         pages = [self._slots.leases(key) for key in strange]
         read = dict(zip(strange, await asyncio.gather(*pages), strict=True))
         return [
-            known if (known := self._places.of(r)) is not None else read.get(r.key, {}).get(r.id)
+            known if (known := self._hints.of(r)) is not None else read.get(r.key, {}).get(r.id)
             for r in requests
         ]
 
     def _renewal(self, lives: int, request: Request, slot: int) -> Statement:
-        self._places.note(request, slot)
+        self._hints.note(request, slot)
         end, kept = number(self._time.end_of(request.ttl)), number(self._kept(request.ttl))
         change = 'SET "expires_ms" = ? SET "ttl_epoch" = ?'
         return self._statement(change, (end, kept), request, slot, lives)

@@ -20,7 +20,7 @@ from ._errors import (
 )
 from ._items import Item
 from ._link import DynamoLink, Reply
-from ._texts import create_command
+from ._setup_help import create_command
 
 __all__ = ["DynamoTable"]
 

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from tests.leases.conformance import request
 
 from moored.leases import Grant, Request
-from moored.leases._agenda import Agenda
-from moored.leases._book import Book, Entry
+from moored.leases._lease_table import Entry, LeaseTable
 from moored.leases._policy import Policy
+from moored.leases._time_heap import TimeHeap
 
 pytestmark = pytest.mark.pure
 
 
-def book(**options: float) -> Book:
-    return Book(Policy(**options), chance=random.Random(7))  # type: ignore[arg-type]
+def table(**options: float) -> LeaseTable:
+    return LeaseTable(Policy(**options), chance=random.Random(7))  # type: ignore[arg-type]
 
 
-def held(book: Book, sent_at: float = 0.0, *, key: str = "db", ttl: float = 180.0) -> Entry:
+def held(table: LeaseTable, sent_at: float = 0.0, *, key: str = "db", ttl: float = 180.0) -> Entry:
     wanted = request(key, limit=1000, ttl=ttl)
-    return book.granted(wanted, Grant(wanted.id, 1), sent_at)
+    return table.granted(wanted, Grant(wanted.id, 1), sent_at)
 
 
 def ids(batches: list[list[Request]]) -> list[str]:
@@ -35,24 +35,24 @@ def ids(batches: list[list[Request]]) -> list[str]:
 
 
 def test_the_deadline_counts_from_the_request() -> None:
-    entry = held(book(), 100.0)
+    entry = held(table(), 100.0)
     assert entry.deadline == 100.0 + 180.0 - 5.0
 
 
 def test_the_margin_is_a_tenth_of_a_short_life() -> None:
-    assert held(book(), ttl=20.0).deadline == 18.0
-    assert held(book(margin=1.0), ttl=20.0).deadline == 19.0
+    assert held(table(), ttl=20.0).deadline == 18.0
+    assert held(table(margin=1.0), ttl=20.0).deadline == 19.0
 
 
 def test_a_renewal_moves_the_deadline_from_its_own_request() -> None:
-    leases = book()
+    leases = table()
     entry = held(leases, 0.0)
     leases.renewed([entry.id], 60.0)
     assert entry.deadline == 235.0
 
 
 def test_an_earlier_request_that_is_answered_later_changes_nothing() -> None:
-    leases = book()
+    leases = table()
     entry = held(leases, 0.0)
     leases.renewed([entry.id], 60.0)
     leases.renewed([entry.id], 30.0)
@@ -60,7 +60,7 @@ def test_an_earlier_request_that_is_answered_later_changes_nothing() -> None:
 
 
 def test_what_has_expired_is_told_once() -> None:
-    leases = book()
+    leases = table()
     first, second = held(leases, 0.0), held(leases, 10.0)
     assert leases.next_deadline() == 175.0
     assert leases.expired(174.9) == []
@@ -75,7 +75,7 @@ def test_what_has_expired_is_told_once() -> None:
 
 
 def test_the_first_renewal_is_in_the_last_half_of_the_interval() -> None:
-    leases = book()
+    leases = table()
     dues = []
     for _ in range(100):
         held(leases, 0.0)
@@ -85,7 +85,7 @@ def test_the_first_renewal_is_in_the_last_half_of_the_interval() -> None:
 
 
 def test_later_renewals_come_at_the_interval() -> None:
-    leases = book()
+    leases = table()
     entry = held(leases, 0.0)
     leases.due(60.0)
     leases.renewed([entry.id], 60.0)
@@ -93,15 +93,15 @@ def test_later_renewals_come_at_the_interval() -> None:
 
 
 def test_a_short_life_is_renewed_three_times() -> None:
-    leases = book()
+    leases = table()
     entry = held(leases, 0.0, ttl=9.0)
     assert entry.every == 3.0
     assert held(leases, ttl=180.0).every == 60.0
-    assert held(book(renew_every=10.0)).every == 10.0
+    assert held(table(renew_every=10.0)).every == 10.0
 
 
 def test_nothing_is_due_before_its_time_and_everything_near_it_is_due_with_it() -> None:
-    leases = book()
+    leases = table()
     entries = [held(leases, 0.0) for _ in range(50)]
     for sent_at, entry in enumerate(entries):
         leases.renewed([entry.id], float(sent_at))
@@ -111,7 +111,7 @@ def test_nothing_is_due_before_its_time_and_everything_near_it_is_due_with_it() 
 
 
 def test_what_is_being_renewed_is_not_due_again() -> None:
-    leases = book()
+    leases = table()
     entry = held(leases, 0.0)
     assert ids(leases.due(60.0)) == [entry.id]
     assert leases.due(70.0) == []
@@ -121,7 +121,7 @@ def test_what_is_being_renewed_is_not_due_again() -> None:
 
 
 def test_batches_have_a_size() -> None:
-    leases = book(batch=10)
+    leases = table(batch=10)
     for _ in range(25):
         held(leases, 0.0)
     assert [len(batch) for batch in leases.due(60.0)] == [10, 10, 5]
@@ -131,7 +131,7 @@ def test_batches_have_a_size() -> None:
 
 
 def test_a_lease_ends_once() -> None:
-    leases = book()
+    leases = table()
     entry = held(leases)
     assert leases.gone([entry.id]) == [entry]
     assert leases.gone([entry.id]) == []
@@ -143,7 +143,7 @@ def test_a_lease_ends_once() -> None:
 
 
 def test_leases_are_counted_by_key() -> None:
-    leases = book()
+    leases = table()
     first = held(leases, key="db/orders")
     held(leases, key="db/orders")
     held(leases, key="db/users")
@@ -152,7 +152,7 @@ def test_leases_are_counted_by_key() -> None:
 
 
 def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
-    leases = book(batch=2)
+    leases = table(batch=2)
     doubts = [request(ttl=10.0) for _ in range(3)]
     for doubt in doubts:
         leases.doubted(doubt, 100.0)
@@ -167,7 +167,7 @@ def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
 
 def test_what_was_asked_for_and_not_found_is_released_again_for_a_while() -> None:
     """The request may have waited on the way until the outage was over, and come after that."""
-    leases = book()
+    leases = table()
     asked = request(ttl=180.0)
     leases.doubted(asked, 0.0, asked=True)
     now, tries = 0.0, []
@@ -182,7 +182,7 @@ def test_what_was_asked_for_and_not_found_is_released_again_for_a_while() -> Non
 
 
 def test_what_was_held_and_is_not_found_has_ended() -> None:
-    leases = book()
+    leases = table()
     ended = request()
     leases.doubted(ended, 0.0)
     leases.undone(ended.id, False, 0.0)
@@ -190,7 +190,7 @@ def test_what_was_held_and_is_not_found_has_ended() -> None:
 
 
 def test_closing_ends_everything() -> None:
-    leases = book()
+    leases = table()
     entries = [held(leases), leases.granted_locally(request(limit=5))]
     assert leases.close() == entries
     assert len(leases) == 0
@@ -201,7 +201,7 @@ def test_closing_ends_everything() -> None:
 
 
 def test_a_local_lease_has_no_deadline_and_the_oldest_fence() -> None:
-    leases = book()
+    leases = table()
     entry = leases.granted_locally(request(limit=5))
     assert (entry.local, entry.fence, entry.deadline) == (True, 0, math.inf)
     assert leases.next_due() == leases.next_deadline() == math.inf
@@ -209,7 +209,7 @@ def test_a_local_lease_has_no_deadline_and_the_oldest_fence() -> None:
 
 
 def test_a_local_lease_becomes_a_real_one() -> None:
-    leases = book()
+    leases = table()
     entry = leases.granted_locally(request(limit=5, ttl=180.0))
     assert leases.exchanged(entry, Grant(entry.id, 12), 50.0)
     assert (entry.local, entry.fence, entry.deadline) == (False, 12, 225.0)
@@ -218,7 +218,7 @@ def test_a_local_lease_becomes_a_real_one() -> None:
 
 
 def test_a_local_lease_that_has_ended_is_not_exchanged() -> None:
-    leases = book()
+    leases = table()
     entry = leases.granted_locally(request(limit=5))
     leases.released(entry.id)
     assert not leases.exchanged(entry, Grant(entry.id, 12), 50.0)
@@ -226,7 +226,7 @@ def test_a_local_lease_that_has_ended_is_not_exchanged() -> None:
 
 
 def test_a_local_lease_gets_another_id() -> None:
-    leases = book()
+    leases = table()
     entry = leases.granted_locally(request(limit=5))
     old = entry.id
     leases.renamed(entry, "another")
@@ -236,7 +236,7 @@ def test_a_local_lease_gets_another_id() -> None:
     assert leases.get("a third") is None
 
 
-# -- the agenda ----------------------------------------------------------------------------------
+# -- the heap ----------------------------------------------------------------------------------
 
 
 @given(
@@ -246,23 +246,23 @@ def test_a_local_lease_gets_another_id() -> None:
     st.integers(0, 20),
 )
 def test_the_agenda_is_a_sorted_dictionary(steps: list[tuple[str, int | None]], until: int) -> None:
-    agenda, model = Agenda(), dict[str, float]()
+    heap, model = TimeHeap(), dict[str, float]()
     for name, when in steps:
         if when is None:
-            agenda.drop(name)
+            heap.drop(name)
             model.pop(name, None)
         else:
-            agenda.set(name, float(when))
+            heap.set(name, float(when))
             model[name] = float(when)
-        assert agenda.first() == min(model.values(), default=math.inf)
+        assert heap.first() == min(model.values(), default=math.inf)
     due = sorted((when, name) for name, when in model.items() if when <= until)
-    assert agenda.pop(float(until)) == [name for _, name in due]
-    assert len(agenda) == len(model) - len(due)
+    assert heap.pop(float(until)) == [name for _, name in due]
+    assert len(heap) == len(model) - len(due)
 
 
 def test_the_agenda_does_not_grow_with_changes() -> None:
-    agenda = Agenda()
+    heap = TimeHeap()
     for when in range(10_000):
-        agenda.set("a", float(when))
-    assert len(agenda._heap) < 200
-    assert agenda.first() == 9999.0
+        heap.set("a", float(when))
+    assert len(heap._heap) < 200
+    assert heap.first() == 9999.0

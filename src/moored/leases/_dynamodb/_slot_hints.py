@@ -6,13 +6,13 @@ from moored.kernel import Clock
 
 from .._store import Request
 
-__all__ = ["Places"]
+__all__ = ["SlotHints"]
 
-#: How many places there may be before those of leases that have ended are looked for.
+#: How many hints there may be before those of leases that have ended are looked for.
 _TIDY_AT = 1000
 
 
-class Places:
+class SlotHints:
     """The slot of each lease that this client asked for, until it ends.
 
     A place is noted before the slot is written, so that it is known also when the answer is lost.

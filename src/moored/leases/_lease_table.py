@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ._agenda import Agenda
 from ._policy import Policy
 from ._store import Grant, Request
+from ._time_heap import TimeHeap
 
-__all__ = ["Book", "Entry"]
+__all__ = ["Entry", "LeaseTable"]
 
 #: A new lease is first renewed somewhere in the last half of its interval, so that leases which
 #: were taken together (all of them, at the start of a service) are not renewed together for ever.
@@ -67,7 +67,7 @@ class Doubt:
     missed: int = 0
 
 
-class Book:
+class LeaseTable:
     """All leases of one client, by id."""
 
     def __init__(self, policy: Policy, *, chance: random.Random) -> None:
@@ -76,11 +76,11 @@ class Book:
         self._entries: dict[str, Entry] = {}
         self._local: dict[str, Entry] = {}
         self._per_key: Counter[str] = Counter()
-        self._renewals = Agenda()
-        self._deadlines = Agenda()
+        self._renewals = TimeHeap()
+        self._deadlines = TimeHeap()
         self._doubts: dict[str, Doubt] = {}
-        self._undo = Agenda()
-        self._forget = Agenda()
+        self._undo = TimeHeap()
+        self._forget = TimeHeap()
 
     # -- what happened -------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Book:
         return iter(list(self._entries.values()))
 
     def __repr__(self) -> str:
-        return f"<Book: {len(self)} leases, {len(self._local)} local, {self.doubts} in doubt>"
+        return f"<LeaseTable: {len(self)} leases, {len(self._local)} local, {self.doubts} in doubt>"
 
     # -- small things --------------------------------------------------------------------------
 

@@ -9,37 +9,37 @@ from tests.leases.conformance import request
 
 from moored.kernel import Clock
 from moored.leases._dynamodb._batch import Statement, _batches
-from moored.leases._dynamodb._places import Places
+from moored.leases._dynamodb._slot_hints import SlotHints
 
 pytestmark = pytest.mark.pure
 
 
 def test_a_place_is_known_until_it_is_forgotten() -> None:
-    places = Places(Clock.system())
+    hints = SlotHints(Clock.system())
     first, second = request("db"), request("db")
-    assert places.of(first) is None
-    places.note(first, 7)
-    places.note(second, 0)
-    assert (places.of(first), places.of(second)) == (7, 0)
-    places.note(first, 8)
-    assert places.of(first) == 8
-    places.forget(first)
-    places.forget(first)
-    assert places.of(first) is None
-    assert len(places) == 1
+    assert hints.of(first) is None
+    hints.note(first, 7)
+    hints.note(second, 0)
+    assert (hints.of(first), hints.of(second)) == (7, 0)
+    hints.note(first, 8)
+    assert hints.of(first) == 8
+    hints.forget(first)
+    hints.forget(first)
+    assert hints.of(first) is None
+    assert len(hints) == 1
 
 
 def test_places_of_leases_that_ended_long_ago_do_not_pile_up() -> None:
     now = 0.0
-    places = Places(Clock(lambda: now))
+    hints = SlotHints(Clock(lambda: now))
     held = [request(ttl=1e9) for _ in range(10)]
     for slot, each in enumerate(held):
-        places.note(each, slot)
+        hints.note(each, slot)
     for _ in range(5000):
-        places.note(request(ttl=10.0), 0)  # asked for, and never heard of again
+        hints.note(request(ttl=10.0), 0)  # asked for, and never heard of again
         now += 1.0
-    assert len(places) <= 1000
-    assert [places.of(each) for each in held] == list(range(10))
+    assert len(hints) <= 1000
+    assert [hints.of(each) for each in held] == list(range(10))
 
 
 @given(items=st.lists(st.integers(0, 60), max_size=200))

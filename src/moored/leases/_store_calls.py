@@ -15,7 +15,7 @@ from ._health import StoreHealth
 from ._policy import Policy
 from ._store import Store
 
-__all__ = ["Calls", "NotAsked"]
+__all__ = ["StoreCalls", "StoreKnownDown"]
 
 log = logging.getLogger("moored.leases")
 
@@ -27,11 +27,11 @@ TIMES_TO_OPEN = 3
 RETRY = (0.1, 2.0)
 
 
-class NotAsked(StoreUnavailable):
+class StoreKnownDown(StoreUnavailable):
     """The store is known to be down, so this call was not made at all."""
 
 
-class Calls:
+class StoreCalls:
     """Calls a store, one at a time in an outage; an unanswered call is `StoreUnavailable`."""
 
     def __init__(
@@ -114,9 +114,9 @@ class Calls:
         self._worked()
         return result
 
-    def _still_down(self) -> NotAsked:
+    def _still_down(self) -> StoreKnownDown:
         now = self.clock.monotonic()
-        error = NotAsked(
+        error = StoreKnownDown(
             f"{self.place} has not answered for {duration(now - self.health.since)}; "
             f"it is asked again in {duration(self.health.retry_at - now)}"
         )

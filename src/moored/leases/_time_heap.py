@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 
-__all__ = ["Agenda"]
+__all__ = ["TimeHeap"]
 
 # Old times stay in the heap until they come up; past this many for each one in use it is rebuilt.
 _STALE_PER_USED = 2
 _ROOM = 64
 
 
-class Agenda:
+class TimeHeap:
     """One time for each name; a new one replaces the old. Infinity is never, and costs nothing."""
 
     __slots__ = ("_heap", "_times")
