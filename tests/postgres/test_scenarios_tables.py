@@ -272,6 +272,23 @@ async def test_a_table_without_a_key_is_refused_before_it_is_published(
         assert ids(await following(changes)) == [3]
 
 
+async def test_a_table_without_a_key_that_others_published_is_warned_of(
+    make: MakePostgres, sql: Sql, stream_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await run(
+        sql,
+        "create table keyless (id int)",
+        f"create publication {publication(stream_id)} for table keyless",
+    )
+    async with make() as pg:
+        changes = pg.changes(tables=["keyless"])
+        await pg.wait_until_published("keyless", timeout=LIMIT)
+        (said,) = [each.getMessage() for each in caplog.records if "key" in each.getMessage()]
+        assert 'ALTER TABLE "public"."keyless" REPLICA IDENTITY FULL' in said
+        await run(sql, "insert into keyless values (1)")
+        assert ids(await following(changes)) == [1]
+
+
 WRONG = [[1], "wide", [""], ["a."], [".a"], [None], ["a\0b"], ["\ud800"]]
 
 
