@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
 
 from moored.rpc._config import ConnectionConfig
 from moored.rpc._dial import make_aio_channel, make_channel, ready
@@ -88,29 +89,30 @@ def eventually(holds: Callable[[], bool], limit: float = 10.0) -> None:
         pause.wait(0.005)
 
 
-def loss_noticed(channel: Handler, error: BaseException, generation: int = 1) -> None:
+def loss_noticed(channel: Handler, generation: int = 1) -> None:
     """Wait until the manager has noticed the loss of a generation: until then calls still fail.
 
     gRPC ends the calls of a lost connection a moment before it reports the loss. If that moment is
-    longer than the manager looks, the next failed call tells it again; here that is `error`.
+    longer than the manager looks, the next call that fails makes it look again, as this does.
     """
 
     def noticed() -> bool:
-        _fail_again(channel, error, generation)
+        _fail_again(channel, generation)
         return channel.generation != generation
 
     eventually(noticed, 30.0)
 
 
-async def loss_noticed_async(channel: Handler | AsyncHandler, error: BaseException) -> None:
+async def loss_noticed_async(channel: Handler | AsyncHandler) -> None:
     """The same for generation 1, without blocking the loop, for the channels of both managers."""
     async with asyncio.timeout(30.0):
         while channel.generation == 1:
-            _fail_again(channel, error, 1)
+            _fail_again(channel, 1)
             await asyncio.sleep(0.005)
 
 
-def _fail_again(channel: Handler | AsyncHandler, error: BaseException, generation: int) -> None:
-    assert isinstance(error, grpc.RpcError)
+def _fail_again(channel: Handler | AsyncHandler, generation: int) -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
     assert channel._on_rpc_error is not None
     channel._on_rpc_error(error, generation)
