@@ -15,13 +15,14 @@ from moored.sessions import (
     NotConnected,
     NotSent,
     Outgoing,
+    QueryFailed,
     Session,
     Sessions,
     StepFailed,
     Submitted,
 )
 from moored.sessions import _sends as sending
-from moored.testing.demo import Demo, DemoServer
+from moored.testing.demo import MAX_FRAME, Demo, DemoServer
 
 pytestmark = pytest.mark.every_loop
 
@@ -96,6 +97,17 @@ async def test_retrying_a_query_without_a_link_lets_others_run(
     for _ in range(50):
         with pytest.raises(NotConnected):
             await alice.query({"do": "echo", "value": 1})
+    assert turns.count - before >= 50
+
+
+async def test_retrying_a_query_that_cannot_be_written_lets_others_run(
+    sessions: Sessions, server: DemoServer, turns: Turns
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    before = turns.count
+    for _ in range(50):
+        with pytest.raises(QueryFailed):
+            await alice.query({"do": "echo", "value": "x" * MAX_FRAME})
     assert turns.count - before >= 50
 
 

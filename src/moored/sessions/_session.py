@@ -228,8 +228,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     async def _ask(self, question: Any, timeout: float = 20.0) -> Any:
         check_timeout(timeout)
         check_loop(asyncio.get_running_loop(), self._runtime.owner._loop)
-        if self._runtime.offline is not None or not self._runtime.core.online:
-            await asyncio.sleep(0)  # a caller that repeats what fails at once lets others run
+        await asyncio.sleep(0)  # a caller that repeats what fails at once lets others run
         if self._runtime.offline is not None:
             return self._runtime.offline.answer(question)
         if self._runtime.connection is None:
