@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 # Size of the fault, load and schedule tests: tiny in `check`, small in `test`, full in `soak`.
 CHECK_SCALE ?= 0.01
-TEST_SCALE ?= 0.05
+TEST_SCALE ?= 0.02
 SOAK_SCALE ?= 1
 # A fixed seed gives a fixed order and fixed schedules; `soak` draws a new one and prints it.
 TEST_SEED  ?= 20261115

@@ -283,4 +283,4 @@ def test_attempts_never_overlap_however_callers_follow_each_other() -> None:
         assert most == 1
         assert len(flights) == 0
 
-    simulate(scenario, scaled(1000, least=100))
+    simulate(scenario, scaled(1000, least=40))

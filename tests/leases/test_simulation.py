@@ -28,7 +28,7 @@ async def cluster_on_a_bad_day(sim: Sim) -> tuple[int, int, int]:
 
 
 def test_two_thousand_bad_days() -> None:
-    report = simulate(cluster_on_a_bad_day, scaled(2000, least=100))
+    report = simulate(cluster_on_a_bad_day, scaled(2000, least=40))
     assert report.distinct == report.schedules
 
 

@@ -29,7 +29,7 @@ from moored.testing import scaled
 
 pytestmark = pytest.mark.pure
 
-often = settings(max_examples=scaled(1_000, least=50), deadline=None)
+often = settings(max_examples=scaled(1_000, least=20), deadline=None)
 KEEPALIVE = struct.pack("!cQqB", b"k", 0x2000, 0, 0)
 COLUMNS = [("id", 23, True), ("name", 25, False)]
 

@@ -17,7 +17,7 @@ from moored.testing import scaled
 
 pytestmark = pytest.mark.pure
 
-often = settings(max_examples=scaled(1_000, least=50), deadline=None)
+often = settings(max_examples=scaled(1_000, least=20), deadline=None)
 contents = st.lists(st.binary(max_size=300), max_size=20)
 
 

@@ -34,7 +34,7 @@ from moored.postgres.decode._wire import read_keepalive
 from moored.testing import base_seed, scaled
 
 often = settings(
-    max_examples=scaled(3_000, least=100),
+    max_examples=scaled(3_000, least=40),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

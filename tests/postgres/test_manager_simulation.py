@@ -45,7 +45,7 @@ def test_five_thousand_bad_days(part: int) -> None:
 
 
 def test_bad_days_with_timers_that_fire_early_and_late() -> None:
-    simulate(a_bad_day, scaled(500, least=20), first_seed=base_seed(), timer_slack=0.002)
+    simulate(a_bad_day, scaled(500, least=8), first_seed=base_seed(), timer_slack=0.002)
 
 
 def test_the_days_are_bad_enough() -> None:

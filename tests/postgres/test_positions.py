@@ -167,5 +167,5 @@ class Stream(RuleBasedStateMachine):
         assert self.positions.flushed <= self.positions.received < max(self.written, 1)
 
 
-Stream.TestCase.settings = settings(max_examples=scaled(600, least=50), deadline=None)
+Stream.TestCase.settings = settings(max_examples=scaled(600, least=20), deadline=None)
 TestStream = Stream.TestCase

@@ -24,7 +24,7 @@ NAMES = list(TYPES)
 GROUPS = [NAMES[first : first + WIDTH] for first in range(0, len(NAMES), WIDTH)]
 
 quickly = settings(
-    max_examples=scaled(60, least=4),
+    max_examples=scaled(60, least=3),
     deadline=None,
     phases=[Phase.generate],  # a smaller example is not worth the minutes that it takes to find
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

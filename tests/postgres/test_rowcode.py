@@ -19,7 +19,7 @@ from moored.testing import scaled
 pytestmark = pytest.mark.pure
 
 often = settings(
-    max_examples=scaled(1_000, least=50),
+    max_examples=scaled(1_000, least=20),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

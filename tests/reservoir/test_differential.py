@@ -352,7 +352,7 @@ def test_the_same_operations_have_the_same_outcome(module_url: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=scaled(250, least=20),
+            max_examples=scaled(250, least=8),
             stateful_step_count=15,
             deadline=None,
             database=None,

@@ -249,7 +249,7 @@ def forget_late_ones(pool: Any) -> None:
 
 
 @settings(
-    max_examples=scaled(100, least=10),
+    max_examples=scaled(100, least=4),
     deadline=None,
     database=None,
     phases=[Phase.generate],  # a shorter way to the same failure would take minutes

@@ -124,7 +124,7 @@ async def mistaken_days(sim: Sim) -> None:
 
 
 def test_many_mistaken_days() -> None:
-    simulate(mistaken_days, seeds=scaled(300, least=30))
+    simulate(mistaken_days, seeds=scaled(300, least=12))
 
 
 def _nobody_is_told(

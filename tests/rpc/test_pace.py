@@ -107,7 +107,7 @@ async def long_outage(sim: Sim) -> None:
 
 
 def test_in_an_outage_the_topology_is_asked_for_once_a_second() -> None:
-    simulate(long_outage, seeds=scaled(100, least=20))
+    simulate(long_outage, seeds=scaled(100, least=8))
 
 
 class Closed(Directory):
@@ -138,7 +138,7 @@ async def nobody_tells(sim: Sim) -> None:
 
 
 def test_a_source_that_fails_at_once_is_asked_once_a_second() -> None:
-    simulate(nobody_tells, seeds=scaled(100, least=20))
+    simulate(nobody_tells, seeds=scaled(100, least=8))
 
 
 def test_one_that_has_answered_since_is_asked_at_once() -> None:
@@ -166,7 +166,7 @@ async def moves_late(sim: Sim) -> None:
 
 
 def test_a_primary_that_moves_during_an_outage_is_found_within_a_second() -> None:
-    simulate(moves_late, seeds=scaled(200, least=50))
+    simulate(moves_late, seeds=scaled(200, least=20))
 
 
 async def error_first(sim: Sim) -> None:
@@ -188,7 +188,7 @@ async def error_first(sim: Sim) -> None:
 
 
 def test_the_first_failure_asks_at_once() -> None:
-    simulate(error_first, seeds=scaled(200, least=50))
+    simulate(error_first, seeds=scaled(200, least=20))
 
 
 async def moves_and_lives(sim: Sim) -> None:
@@ -211,7 +211,7 @@ async def moves_and_lives(sim: Sim) -> None:
 
 
 def test_a_primary_that_moves_and_lives_is_left_within_seconds() -> None:
-    simulate(moves_and_lives, seeds=scaled(200, least=50))
+    simulate(moves_and_lives, seeds=scaled(200, least=20))
 
 
 def does_not_ask(self: Follower) -> None:
@@ -234,7 +234,7 @@ async def news(sim: Sim) -> None:
 
 
 def test_the_news_are_not_asked_for_again() -> None:
-    simulate(news, seeds=scaled(100, least=20))
+    simulate(news, seeds=scaled(100, least=8))
 
 
 def asks_each_time(self: Inquiry, pace: float, now: float) -> float:

@@ -53,7 +53,7 @@ async def renewals_that_fail(sim: Sim) -> None:
 
 
 def test_a_renewal_that_fails_is_tried_again_soon() -> None:
-    simulate(renewals_that_fail, seeds=scaled(100, least=20))
+    simulate(renewals_that_fail, seeds=scaled(100, least=8))
 
 
 def _waits_for_a_whole_age(self: Background, managed: Any, *, again: bool = False) -> None:
@@ -93,7 +93,7 @@ async def renewals_of_a_replica(sim: Sim) -> None:
 
 
 def test_a_renewal_stays_at_the_nearest_replica() -> None:
-    simulate(renewals_of_a_replica, seeds=scaled(20, least=5))
+    simulate(renewals_of_a_replica, seeds=scaled(20, least=3))
 
 
 def test_a_replica_that_is_avoided_for_nothing_is_noticed() -> None:

@@ -736,7 +736,7 @@ async def bad_day(sim: Sim) -> None:
 
 
 def test_on_bad_days_it_follows_and_never_goes_back() -> None:
-    simulate(bad_day, seeds=scaled(200, least=50))
+    simulate(bad_day, seeds=scaled(200, least=20))
 
 
 def believes_all(self: TopologyMixin, topology: Topology) -> bool:

@@ -38,7 +38,7 @@ def test_a_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
 
 @pytest.mark.usefixtures("forkable")
 def test_bad_days_end_well_when_timers_fire_early_and_late() -> None:
-    simulate(a_bad_day, scaled(200, least=6), timer_slack=SLACK)
+    simulate(a_bad_day, scaled(200, least=3), timer_slack=SLACK)
 
 
 async def refreshing(sim: Sim) -> None:

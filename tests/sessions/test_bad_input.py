@@ -40,7 +40,7 @@ from moored.testing import scaled
 from moored.testing.demo import Demo, DemoServer
 
 OFTEN = settings(
-    max_examples=scaled(300, least=30),
+    max_examples=scaled(300, least=12),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

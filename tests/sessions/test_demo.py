@@ -336,7 +336,7 @@ async def delayed(sim: Sim) -> list[DialogueEvent]:
 
 
 def test_delays_mix_acks_but_never_counts() -> None:
-    simulate(delayed, scaled(100, least=20))
+    simulate(delayed, scaled(100, least=8))
 
 
 async def test_what_is_too_long_or_no_json_fails_before_it_is_written(server: DemoServer) -> None:
@@ -641,7 +641,7 @@ async def day(sim: Sim) -> None:
 
 
 def test_exactly_once_whatever_happens_to_the_links() -> None:
-    simulate(day, scaled(200, least=20))
+    simulate(day, scaled(200, least=8))
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -536,7 +536,7 @@ async def sim_echo(sim: Sim) -> None:
 
 
 def test_tcp_in_the_simulation() -> None:
-    simulate(sim_echo, scaled(200, least=20))
+    simulate(sim_echo, scaled(200, least=8))
 
 
 async def sim_refused(sim: Sim) -> None:
@@ -592,7 +592,7 @@ async def sim_race(sim: Sim) -> None:
 
 def test_a_race_leaves_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tcp_dial, "_STAGGER", 0.0)
-    simulate(sim_race, scaled(1000, least=100))
+    simulate(sim_race, scaled(1000, least=40))
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -74,7 +74,7 @@ async def a_hundred_changes(sim: Sim) -> None:
 
 
 def test_of_a_hundred_changes_none_is_lost() -> None:
-    simulate(a_hundred_changes, scaled(200, least=20))
+    simulate(a_hundred_changes, scaled(200, least=8))
 
 
 async def _without_custodian(self: Records, namespace: str, key: str, change: Any) -> bytes | None:

@@ -26,7 +26,7 @@ NAMES = ("alice", "session", "bob")
 OTHER_KEY = bytes(reversed(range(32)))
 PASSPHRASE = "correct horse battery"
 
-often = settings(max_examples=scaled(2_000, least=100), deadline=None)
+often = settings(max_examples=scaled(2_000, least=40), deadline=None)
 names = st.tuples(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
 seals = st.sampled_from([Seal(), Seal(KEY), Seal([OTHER_KEY, KEY])])
 

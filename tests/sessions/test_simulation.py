@@ -576,11 +576,11 @@ async def _no_finish(self: Sink, timeout: float = 0.0) -> None:
 
 
 def test_bad_days() -> None:
-    simulate(bad_day, seeds=scaled(2000, least=40))
+    simulate(bad_day, seeds=scaled(2000, least=16))
 
 
 def test_one_cut() -> None:
-    simulate(one_cut, seeds=scaled(500, least=30))
+    simulate(one_cut, seeds=scaled(500, least=12))
 
 
 def _stale_close(self: Link, error: BaseException | None) -> None:
@@ -650,16 +650,16 @@ def test_mutants_are_caught(scenario: Any, planted: Mutant) -> None:
 
 
 def test_what_is_final_stays_so() -> None:
-    simulate(taken_over, seeds=scaled(200, least=20))
+    simulate(taken_over, seeds=scaled(200, least=8))
 
 
 def test_a_crashed_sender_tells_everybody() -> None:
-    simulate(sender_crash, seeds=scaled(200, least=20))
+    simulate(sender_crash, seeds=scaled(200, least=8))
 
 
 def test_a_stop_tells_everybody() -> None:
-    simulate(stopped, seeds=scaled(200, least=20))
+    simulate(stopped, seeds=scaled(200, least=8))
 
 
 def test_a_stop_leaves_what_was_not_begun_to_the_next_one() -> None:
-    simulate(stopped_receiving, seeds=scaled(200, least=20))
+    simulate(stopped_receiving, seeds=scaled(200, least=8))

@@ -170,7 +170,7 @@ async def paused(sim: Sim) -> None:
 
 
 def test_a_paused_process_writes_nothing_after_its_lease_is_over() -> None:
-    simulate(paused, seeds=scaled(500, least=30))
+    simulate(paused, seeds=scaled(500, least=12))
 
 
 def _push_anyway(self: Link) -> None:

@@ -195,7 +195,7 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=scaled(80, least=12), deadline=None)
+@settings(max_examples=scaled(80, least=5), deadline=None)
 @given(steps)
 def test_it_is_what_a_dictionary_would_be(
     kind: str, steps: list[tuple[str, str, str, str, bytes]]

@@ -123,7 +123,7 @@ async def test_several_storages_on_one_database(tmp_path: Path) -> None:
         await storage.close()
 
 
-@settings(max_examples=scaled(150, least=20), deadline=None)
+@settings(max_examples=scaled(150, least=8), deadline=None)
 @given(st.data())
 def test_a_damaged_database_is_an_error_of_the_storage(data: st.DataObject) -> None:
     """It says so or it still has the right bytes; it never has wrong ones."""
@@ -200,7 +200,7 @@ async def test_a_disk_that_does_not_take_it(tmp_path: Path) -> None:
         assert not list((tmp_path / "a" / ".tmp").iterdir())
 
 
-@settings(max_examples=scaled(150, least=20), deadline=None)
+@settings(max_examples=scaled(150, least=8), deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_a_corrupt_record(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as place:

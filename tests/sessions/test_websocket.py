@@ -270,7 +270,7 @@ async def sim_echo(sim: Sim) -> None:
 
 
 def test_messages_survive_every_way_of_cutting_bytes() -> None:
-    simulate(sim_echo, scaled(200, least=20))
+    simulate(sim_echo, scaled(200, least=8))
 
 
 async def deaf(sim: Sim) -> float:

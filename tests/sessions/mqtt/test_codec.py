@@ -19,7 +19,7 @@ from moored.sessions.mqtt._packets import Message, Publication, Will
 from moored.testing import scaled
 
 #: How much chance there is in a test.
-SOME = settings(max_examples=scaled(300, least=30), deadline=None)
+SOME = settings(max_examples=scaled(300, least=12), deadline=None)
 EVERY = frozenset(PROPERTIES)
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn"]), max_size=40)

@@ -18,7 +18,7 @@ from moored.testing import scaled
 
 pytestmark = pytest.mark.pure
 
-OFTEN = settings(max_examples=scaled(3_000, least=200), deadline=None)
+OFTEN = settings(max_examples=scaled(3_000, least=80), deadline=None)
 SIZE = 2_000
 #: What an error may say before the link is closed.
 FAREWELLS = {bytes((0xE0, 1, code)) for code in (0x81, 0x82, 0x93, 0x94, 0x95)}
