@@ -25,6 +25,11 @@ def lines(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[s
     ]
 
 
+async def streams(pg: Postgres) -> bool:
+    """Whether it has received something: it is active a moment before that."""
+    return pg.machine.step == "streaming"
+
+
 @pytest.mark.every_loop
 async def test_an_outage_is_one_line_and_its_end_another(
     streamed_url: str,
@@ -40,7 +45,7 @@ async def test_an_outage_is_one_line_and_its_end_another(
     async with FaultProxy("127.0.0.1", port) as proxy:
         url = through(streamed_url, proxy.port)
         async with Postgres(url, stream_id=stream_id, state_dir=tmp_path, pool_size=2) as pg:
-            await pg.wait_until_active(LIMIT)
+            await until(lambda: streams(pg))
             caplog.clear()
             proxy.refuse()
             proxy.reset()
@@ -88,12 +93,7 @@ async def test_a_graceful_close_leaves_no_complaint_in_the_log_of_the_server(
 ) -> None:
     async with own_server() as server:
         async with Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg:
-            await pg.wait_until_active(LIMIT)
-
-            async def streams() -> bool:
-                return pg.machine.step == "streaming"
-
-            await until(streams)
+            await until(lambda: streams(pg))
         async with connected(server.url) as conn:
 
             async def gone() -> bool:
