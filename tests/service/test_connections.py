@@ -132,6 +132,17 @@ async def test_the_newest_is_refused_if_all_others_are_busy(
         assert await rest_of(refused) == b""
 
 
+async def test_half_sent_forms_make_room_for_those_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_connections, "MOST", 5)
+    async with house(Config(port=0, admin_token="correct-horse")) as it, AsyncExitStack() as stack:
+        lines = [await stack.enter_async_context(line(it, FORM)) for _ in range(20)]
+        assert (await it.client.get("/v1/health")).status_code == 202
+        for reader, _ in lines[:15]:
+            assert await rest_of(reader) == b""
+
+
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b""])
 async def test_a_head_that_is_too_long_is_refused(end: bytes) -> None:
     async with house() as it:

@@ -2,8 +2,9 @@
 
 A connection is *idle* until the head of a request is complete, and again after the response. An
 idle connection is closed after a while; when there are too many connections, the one that has been
-idle for longest makes room for the new one. So clients that connect and send nothing, or half a
-request, keep nobody else out, and the descriptors of the process suffice for the database.
+idle for longest makes room for the new one, or else the oldest whose request has not arrived whole.
+So clients that connect and send nothing, or half a request, keep nobody else out, and the
+descriptors of the process suffice for the database.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import h11
@@ -50,6 +52,8 @@ class Connections:
         self.most = _most() if most is None else most
         #: The longest idle first.
         self._idle: dict[_Connection, asyncio.TimerHandle] = {}
+        #: In use, with a request whose body has not arrived whole; the oldest first.
+        self._receiving: dict[_Connection, None] = {}
         self._timed_out = 0
         self._refused = 0
         self._untold = 0
@@ -60,18 +64,23 @@ class Connections:
         self.attend(one)
         self._idle[one] = one.loop.call_later(HEAD_TIMEOUT, self._time_out, one)
 
-    def attend(self, one: _Connection) -> None:
-        """Note that a connection is in use or closed."""
+    def attend(self, one: _Connection, *, receiving: bool = False) -> None:
+        """Note that a connection is in use or closed, and whether more of a request must come."""
         if (timer := self._idle.pop(one, None)) is not None:
             timer.cancel()
+        if receiving:
+            self._receiving[one] = None
+        else:
+            self._receiving.pop(one, None)
 
     def make_room(self, newest: _Connection) -> None:
-        """Close an idle connection if there are too many; the newest if no other is idle."""
+        """Close a connection if there are too many; the newest if all others are being served."""
         if len(newest.connections) <= self.most:
             return
         self._refused += 1
         self._tell(newest.loop.time())
-        next(iter(self._idle), newest).end()
+        others = (one for one in chain(self._idle, self._receiving) if one is not newest)
+        next(others, newest).end()
 
     def statistics(self) -> ConnectionStatistics:
         """How many are idle, and what was closed."""
@@ -113,7 +122,7 @@ class _Connection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self._busy:
-            self.book.attend(self)
+            self.book.attend(self, receiving=self.cycle.more_body)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self.book.attend(self)
