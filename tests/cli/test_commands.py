@@ -126,6 +126,38 @@ def test_a_token_is_not_sent_where_a_file_says(
     assert "the admin token of the environment is not sent to http://192.0.2.1:8089" in line
     (bare / "moored.toml").write_text('host = "0.0.0.0"\nport = 1\n')
     assert "no service answers at http://127.0.0.1:1" in refused(capsys, "status")
+    monkeypatch.delenv("MOORED_ADMIN_TOKEN")
+    monkeypatch.setenv("MOORED_HOST", "192.0.2.1")
+    (bare / "moored.toml").write_text('admin_token = "t0ken"\n')
+    line = refused(capsys, "status")
+    assert "the admin token of moored.toml is not sent to http://192.0.2.1:8089" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "postgresql://app:s3crt@db/orders"],
+        ["postgresql://app:s3crt@db/orders"],
+        ["status", "--url", "http://admin:s3crt@127.0.0.1:1"],
+        ["status", "--url", "ftp://admin:s3crt@127.0.0.1:1"],
+        ["status", "--url", "http://127.0.0.1:1", "--admin-token", "s3crt\nx"],
+        ["status", "--url", "http://127.0.0.1:s3?crt@host"],
+    ],
+)
+def test_no_secret_of_a_command_line_is_repeated(
+    arguments: list[str], bare: Path, capsys: Output
+) -> None:
+    line = refused(capsys, *arguments)
+    assert "s3" not in line
+    assert "crt" not in line
+
+
+def test_the_user_of_an_address_is_not_shown(
+    service: Running, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOORED_URL", service.url.replace("://", "://admin:s3crt@"))
+    assert main(["status"]) == 0
+    assert f" at {service.url} is active" in capsys.readouterr().out
 
 
 def test_components_are_completed_from_the_service_that_the_variable_names(

@@ -156,6 +156,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what a person did wrong is one line on stderr and exit code 2."""
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
+        for each in given:  # a connection string in the wrong place is quoted by the error
+            SECRETS.add_from(each)
         code = app(given, prog_name="moored", standalone_mode=False)
     except UsageProblem as problem:
         command = problem.ctx.command_path if getattr(problem, "ctx", None) else "moored"
@@ -174,13 +176,17 @@ def _client(url: str | None, token: str | None, **options: float) -> Client:
         return Client(url, token, **options)
     here = load_config(None, {}, dict(os.environ))
     address = _address(here)
-    from_file = here.sources.get("host") == FILE_NAME
-    if token is not None and from_file and not is_loopback(_host_of(here)):
+    known = token or here.admin_token
+    token_in_file = token is None and here.sources.get("admin_token") == FILE_NAME
+    host_in_file = here.sources.get("host") == FILE_NAME
+    if known and token_in_file != host_in_file and not is_loopback(_host_of(here)):
+        both = (FILE_NAME, "the environment")
+        owner, other = both if token_in_file else reversed(both)
         raise CommandFailed(
-            f"the admin token of the environment is not sent to {address}, which {FILE_NAME} "
-            "here names: use --url to say that it may be, or put the token into the same file"
+            f"the admin token of {owner} is not sent to {address}, which {other} names: "
+            "use --url and --admin-token to say that it may be, or put both into the same file"
         )
-    return Client(address, token or here.admin_token, **options)
+    return Client(address, known, **options)
 
 
 def _address(config: Config) -> str:

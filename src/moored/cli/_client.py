@@ -7,7 +7,7 @@ import json
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from moored.kernel import MooredError
+from moored.kernel import SECRETS, MooredError, redacted
 
 __all__ = ["Client", "CommandFailed", "UnknownComponent"]
 
@@ -31,12 +31,16 @@ class Client:
     """One service, by its address and token."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
+        SECRETS.add_from(url)
+        SECRETS.add(token or "")
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise CommandFailed(
-                f"{url!r} is not an address of a service: write http://127.0.0.1:8089"
+                f"{redacted(url)!r} is not an address of a service: write http://127.0.0.1:8089"
             )
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        place = parts.netloc.rpartition("@")[2]
+        #: For people, without a user and password, which are not sent either.
+        self.url = f"{parts.scheme}://{place}{parts.path.rstrip('/')}"
         self._parts = parts
         self._token = token
         self._timeout = timeout
