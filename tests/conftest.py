@@ -1,4 +1,4 @@
-"""What all tests share: a real PostgreSQL, one per worker."""
+"""Fixtures of all tests: a real PostgreSQL per worker, and clean global state."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.servers import empty_database
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import SECRETS
 
-# A job that a script starts in the background ignores SIGINT, one under nohup ignores SIGHUP, and
-# their children inherit that; tests that send them need them as they are in a terminal.
+# A background job of a script ignores SIGINT, a job under nohup ignores SIGHUP, and child processes
+# inherit that; tests that send these signals need the handlers of a terminal.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests are there to stay: no garbage collector need look at them each time."""
+    """Exclude the collected tests from garbage collections, to save time."""
     gc.collect()
     gc.freeze()
 
@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Tests marked `every_loop` run once on asyncio's own event loop and once on uvloop."""
+    """Run tests marked `every_loop` once on asyncio's event loop and once on uvloop."""
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
         "asyncio": asyncio.new_event_loop
     }
@@ -43,7 +43,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture(autouse=True)
 def _forget_secrets() -> Iterator[None]:
-    """A password that one test makes up is an ordinary word in another."""
+    """Forget the passwords of one test, which may be ordinary words in another."""
     yield
     SECRETS.clear()
 
@@ -56,13 +56,13 @@ def _initdb_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[SyncEmbeddedPostgres]:
-    """A running PostgreSQL for tests that do not harm it; `postgres_url` is a database in it."""
+    """A running PostgreSQL for tests that leave it intact; see also `postgres_url`."""
     with SyncEmbeddedPostgres() as server:
         yield server
 
 
 @pytest.fixture
 def postgres_url(postgres: SyncEmbeddedPostgres) -> Iterator[str]:
-    """The URL of an empty database for one test, on the server that its worker has."""
+    """The URL of an empty database for one test, on the server of the worker."""
     with empty_database(postgres) as url:
         yield url

@@ -1,7 +1,7 @@
-"""`initdb` runs once for each kind of temporary server; the next servers get a copy of its result.
+"""Run `initdb` once for each set of options, and copy the result for later temporary servers.
 
-A run of `initdb` takes most of a second of processor time, a copy a tenth, and the tests start
-about a hundred servers. The copies have one password and one system identifier.
+A run of `initdb` takes most of a second of CPU time, a copy a tenth, and the tests start about a
+hundred servers. The copies share one password and one system identifier.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moored.embedded._cluster import Cluster
 
 __all__ = ["initdb_once"]
 
-#: Keep the first result beside the data, for the others to copy.
+#: Run `initdb`, and keep a copy of its result for later servers.
 _KEEP = 'kept=$1; data=$2; shift 2; "$@" && cp -a "$data" "$kept.new" && mv "$kept.new" "$kept"'
 
 
 @contextmanager
 def initdb_once() -> Iterator[None]:
-    """Make temporary servers of this process share the results of `initdb`."""
+    """Let the temporary servers of this process share the results of `initdb`."""
     real = Cluster.initdb
     folder = Path(tempfile.mkdtemp(prefix="moored-initdb-"))
     folder.chmod(0o711)

@@ -1,4 +1,4 @@
-"""A log that says nothing for a while."""
+"""Silence a logger in a test."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["silent"]
 
 @contextmanager
 def silent(name: str) -> Iterator[None]:
-    """Only what is critical is logged: thousands of failures on purpose are many lines.
+    """Log only critical records: a simulation logs thousands of expected failures.
 
-    By `setLevel()`, which forgets what the loggers below have decided before: one that keeps
-    "not enabled" would stay mute for the tests that come after.
+    `setLevel()` also clears what the child loggers cache: a child that has cached "not enabled"
+    would stay silent in later tests.
     """
     log = logging.getLogger(name)
     before = log.level

@@ -1,4 +1,4 @@
-"""Servers for tests: installed ones, by the list in tools/servers.py, and empty databases."""
+"""Servers for tests: installed programs listed in tools/servers.py, and empty databases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _numbers = itertools.count(1)
 
 
 def free_port() -> int:
-    """A port for a test's server: never one that the system may give to an outgoing connection."""
+    """Return a free port outside the range of outgoing connections."""
     return choose_port("127.0.0.1")
 
 
 def require_server(name: str) -> str:
-    """The path of a server's binary; without it the test is skipped, and in CI it fails."""
+    """Return the path of a server's binary; if it is missing, skip the test, or in CI fail it."""
     found = servers.find(name)
     if found is not None:
         return found
@@ -39,11 +39,11 @@ def require_server(name: str) -> str:
 
 @contextmanager
 def empty_database(server: SyncEmbeddedPostgres) -> Iterator[str]:
-    """Create a database, yield its URL, and drop it with whatever is still connected to it."""
+    """Create a database, yield its URL, and drop it with its remaining connections."""
     plain = f"test_{os.getpid()}_{next(_numbers)}"
     name = sql.Identifier(plain)
     with psycopg.connect(server.url, autocommit=True) as connection:
-        # Copying the files costs a tenth of writing their contents to the log.
+        # Copying the files takes a tenth of the time of the default, which writes them to the WAL.
         connection.execute(sql.SQL("create database {} strategy file_copy").format(name))
         yield server.url_of(plain)
         connection.execute(sql.SQL("drop database {} with (force)").format(name))

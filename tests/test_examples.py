@@ -1,7 +1,7 @@
-"""Every example runs as it stands and prints what it says it prints.
+"""Run every example unchanged, and compare its output with the one in its docstring.
 
-An example says so in its docstring, under "Expected output:", indented. A line may hold `…` where
-the output differs from run to run.
+The docstring has the output under "Expected output:", indented. A line may have `…` where the
+output differs from run to run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: They need a server, and run until they are stopped: they are run where that server is.
-ELSEWHERE = {"mqtt_bot": "tests/sessions/test_docs.py"}
+#: Examples that need a server and run until stopped, with the test that runs each.
+RUN_ELSEWHERE = {"mqtt_bot": "tests/sessions/test_docs.py"}
 EXAMPLES = sorted(
-    path for path in (ROOT / "examples").glob("[a-z]*.py") if path.stem not in ELSEWHERE
+    path for path in (ROOT / "examples").glob("[a-z]*.py") if path.stem not in RUN_ELSEWHERE
 )
 SECONDS = 100
 
 
 def expected(example: Path) -> list[str]:
-    """The promised lines."""
+    """Return the expected lines of an example."""
     docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
     _, _, promised = docstring.partition("Expected output:\n")
     lines = [line.removeprefix("    ") for line in promised.strip("\n").splitlines()]
@@ -37,13 +37,13 @@ def pattern(line: str) -> str:
     return ".*".join(re.escape(part) for part in line.split("…"))
 
 
-def test_there_are_examples() -> None:
+def test_every_example_is_run_by_a_test() -> None:
     assert EXAMPLES
-    assert all(stem in (ROOT / place).read_text() for stem, place in ELSEWHERE.items())
+    assert all(stem in (ROOT / place).read_text() for stem, place in RUN_ELSEWHERE.items())
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_what_it_promises(example: Path) -> None:
+def test_an_example_prints_its_expected_output(example: Path) -> None:
     promised = expected(example)
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example)],
@@ -51,7 +51,7 @@ def test_an_example_prints_what_it_promises(example: Path) -> None:
         text=True,
         timeout=SECONDS,
         cwd=ROOT,
-        # As somebody runs it who has read the docs: with the schedules that it has by itself.
+        # Without MOORED_SEED, so that simulations run their default schedules.
         env={name: value for name, value in os.environ.items() if name != "MOORED_SEED"},
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Without an extra, what needs it says which one to install."""
+"""Without an extra, the code that needs it names the extra to install."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from moored.kernel import extra
 
-#: What is imported or called, the package that is missing, and the extra that brings it.
+#: Code, the package that it needs, and the extra with that package.
 CASES = [
     ("import moored.rpc", "grpc", "grpc"),
     ("import moored.rpc.milvus", "pymilvus", "milvus"),
@@ -56,7 +56,7 @@ def test_a_missing_package_names_the_extra(code: str, missing: str, named: str) 
     assert f"pip install 'moored[{named}]'" in ended.stdout
 
 
-def test_a_module_of_our_own_that_is_missing_is_a_defect() -> None:
+def test_a_missing_module_of_moored_is_not_reported_as_an_extra() -> None:
     with (
         pytest.raises(ModuleNotFoundError, match=r"moored\.nothing"),
         extra("grpc", "moored.rpc"),

@@ -1,4 +1,4 @@
-"""The example of a pure core, at each level: the core with numbers, the shells with chance."""
+"""Tests of the example `pure_core`: its core directly, its shells in simulations and threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 PERIOD = 0.5
 
 
-def test_the_core_decides_by_the_numbers_it_is_given() -> None:
+def test_the_core_lets_callers_pass_in_order_as_tokens_arrive() -> None:
     gate: Gate[str] = Gate(burst=2, period=10.0, now=0.0)
     assert gate.arrive("a", now=1.0) == ["a"]
     assert gate.arrive("b", now=1.0) == ["b"]
@@ -27,7 +27,7 @@ def test_the_core_decides_by_the_numbers_it_is_given() -> None:
     assert gate.refill(now=10.0) == ["c"]
 
 
-def test_a_caller_that_leaves_takes_nothing_with_it() -> None:
+def test_a_token_of_a_caller_that_leaves_goes_to_the_next() -> None:
     gate: Gate[str] = Gate(burst=1, period=10.0, now=0.0)
     assert gate.arrive("a", now=0.0) == ["a"]
     assert gate.arrive("b", now=0.0) == []
@@ -39,7 +39,7 @@ def test_a_caller_that_leaves_takes_nothing_with_it() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["arrive", "leave", "refill"]), st.integers(0, 30))))
-def test_whatever_happens_the_rate_and_the_order_hold(events: list[tuple[str, int]]) -> None:
+def test_rate_and_order_hold_for_every_sequence_of_events(events: list[tuple[str, int]]) -> None:
     gate: Gate[int] = Gate(burst=3, period=10.0, now=0.0)
     passed: list[int] = []
     now = left = 0
@@ -58,7 +58,7 @@ def test_whatever_happens_the_rate_and_the_order_hold(events: list[tuple[str, in
 
 
 async def crowd(sim: Sim) -> None:
-    """One token per period, more callers than tokens, and some leave just when they may pass."""
+    """One token per period, more callers than tokens; some leave just when a token arrives."""
     times: list[float] = []
 
     async def visit(patience: float | None) -> None:
@@ -74,7 +74,7 @@ async def crowd(sim: Sim) -> None:
         patient = [asyncio.create_task(visit(None)) for _ in range(10)]
         hasty = [asyncio.create_task(visit(n % 5 * PERIOD)) for n in range(10)]
         await asyncio.sleep(5.25 * PERIOD)
-        # Somebody is always waiting, so every token that there was has been used.
+        # Some callers always wait, so every token has been used.
         assert len(times) == 6
         for task in (*patient, *hasty):
             task.cancel()
@@ -83,21 +83,21 @@ async def crowd(sim: Sim) -> None:
 
 
 def lossy_leave(self: Gate[Any], caller: Any, now: float) -> list[Any]:
-    """Forgets that the caller may have been let through already."""
+    """Lose the token of a caller that was let through already."""
     if caller in self._waiting:
         self._waiting.remove(caller)
     return self._decide(now)
 
 
-def test_the_asyncio_shell_in_every_schedule() -> None:
+def test_the_asyncio_shell_keeps_the_rate_in_every_schedule() -> None:
     simulate(crowd, scaled(1000))
 
 
-def test_the_schedules_would_notice_a_lost_token() -> None:
-    assert_caught(crowd, mutant(Gate, "leave", lossy_leave, name="a token lost by leaving"))
+def test_the_simulation_catches_a_lost_token() -> None:
+    assert_caught(crowd, mutant(Gate, "leave", lossy_leave, name="a token lost by leave()"))
 
 
-def test_the_thread_shell_under_stress() -> None:
+def test_the_thread_shell_lets_exactly_its_burst_pass() -> None:
     passed = threading.Semaphore(0)
     count = scaled(2000, least=200)
     with ThreadGate(burst=count // 2, period=60.0) as gate:

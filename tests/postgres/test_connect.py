@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.silence import silence
+from tests.silent_server import silent_server
 
 from moored.postgres.server._connect import connect
 from moored.postgres.stream._link import ReplicationLink
 
 
 async def test_one_that_is_cancelled_hangs_up_at_once() -> None:
-    async with silence() as server, asyncio.timeout(3.0):
+    async with silent_server() as server, asyncio.timeout(3.0):
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         task = asyncio.create_task(connect(conninfo))
-        await server.came.wait()
+        await server.arrived.wait()
         task.cancel()
         await asyncio.wait({task})
         await server.gone.wait()
@@ -23,7 +23,7 @@ async def test_one_that_is_cancelled_hangs_up_at_once() -> None:
 
 
 async def test_one_that_takes_too_long_hangs_up_at_once() -> None:
-    async with silence() as server, asyncio.timeout(3.0):
+    async with silent_server() as server, asyncio.timeout(3.0):
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         with pytest.raises(TimeoutError) as kept:
             await ReplicationLink.dial(conninfo, timeout=0.1)

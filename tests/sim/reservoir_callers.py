@@ -1,4 +1,4 @@
-"""Callers of a pool: impatient, cancelled, clumsy; and what each of them may expect."""
+"""Callers of a pool, with timeouts, cancellations and errors, and what the pool owes to each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tests.sim.reservoir_database import Database, Refused, Wire
 from tests.sim.reservoir_ledger import Ledger
-from tests.sim.reservoir_watch import EXACT, Watch
+from tests.sim.reservoir_violations import EXACT, Violations
 
 from moored.reservoir import AsyncConnectionPool, PoolClosed, PoolOverloaded, PoolTimeout
 from moored.reservoir._pool import PING_TIMEOUT
@@ -18,29 +18,29 @@ from moored.testing import Sim
 __all__ = ["Callers", "Visit"]
 
 
-class Clumsy(Exception):
-    """What a caller's own code raises."""
+class CallerError(Exception):
+    """Raised by the code of a caller while it holds a connection."""
 
 
 @dataclass(eq=False)
 class Visit:
-    """One caller's use of the pool, as planned, and as it went."""
+    """One checkout: its random plan, and what happened."""
 
     number: int
     timeout: float
     hold: float
     cancel_after: float
-    clumsy: bool
+    raises: bool
     by_hand: bool
-    came: float = 0.0
-    #: Whether it found a pool that had to be opened first; it begins to wait after that.
+    arrived: float = 0.0
+    #: Whether the caller had to open the pool; it starts to wait after that.
     opens: bool = False
-    #: Its place among all who came, and when it was served, and went.
+    #: The order of arrival, from 1; and the times at which the caller was served and left.
     place: int = 0
     served: float = math.inf
     ended: float = math.inf
     cancelled: float = math.inf
-    #: How often it was given a connection to look at first, and which was the last.
+    #: How often the caller was given a connection to ping first, and the last of them.
     looks: int = 0
     looked_at: Wire | None = None
     got: Wire | None = None
@@ -49,14 +49,14 @@ class Visit:
 
     @property
     def waits(self) -> bool:
-        """Whether it has got nothing yet, not even to look at."""
+        """Whether the caller still waits: it has no connection, not even one to ping."""
         assert self.task is not None
         got = self.looks or self.served < math.inf
         return self.place > 0 and not got and not self.task.done()
 
     @property
     def lost_its_place(self) -> bool:
-        """Whether it had to begin anew: who is given one that is of no use does so."""
+        """Whether the caller had to queue again, because its first connection was useless."""
         return self.opens or self.looks > 1 or self.looked_at not in (None, self.got)
 
     def __str__(self) -> str:
@@ -64,19 +64,19 @@ class Visit:
 
 
 class Callers:
-    """Everybody who wants a connection."""
+    """All callers of the pool."""
 
     def __init__(
         self,
         sim: Sim,
-        watch: Watch,
+        violations: Violations,
         pool: AsyncConnectionPool[Wire],
         database: Database,
         ledger: Ledger,
     ) -> None:
         self.visits: list[Visit] = []
         self._sim = sim
-        self._watch = watch
+        self._violations = violations
         self._pool = pool
         self._database = database
         self._ledger = ledger
@@ -84,10 +84,10 @@ class Callers:
         self._by_task: dict[asyncio.Task[None] | None, Visit] = {}
         database.on_ping = self._pinged
 
-    # -- coming --------------------------------------------------------------------------------
+    # -- arrival -------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """One more caller comes, with habits of its own."""
+        """Start a caller with a random plan."""
         rng = self._sim.rng
         soon, later = 0.3 * rng.random(), rng.random()
         visit = Visit(
@@ -95,20 +95,20 @@ class Callers:
             timeout=rng.choice((0.0, 0.05, 0.5, 2.0, 5.0)),
             hold=rng.choice((0.0, 0.01, 0.2, 0.5, 1.5)) * rng.random(),
             cancel_after=rng.choice((math.inf, math.inf, math.inf, 0.0, soon, later)),
-            clumsy=rng.random() < 0.1,
+            raises=rng.random() < 0.1,
             by_hand=rng.random() < 0.3,
         )
         self._start(visit)
 
     async def is_served(self, patience: float) -> bool:
-        """Whether one who can wait, and is not disturbed, gets a connection."""
+        """Whether a caller that is never cancelled gets a connection within `patience` seconds."""
         ends = self._sim.now + patience
         while self._sim.now < ends:
             visit = Visit(len(self.visits) + 1, patience, 0.0, math.inf, False, False)
             await asyncio.wait([self._start(visit)])
             if visit.served < math.inf:
                 return True
-            await asyncio.sleep(0.5)  # it was refused, because others had waited for too long
+            await asyncio.sleep(0.5)  # refused, because others had waited for too long
         return False
 
     def _start(self, visit: Visit) -> asyncio.Task[None]:
@@ -118,8 +118,8 @@ class Callers:
             self._sim.after(visit.cancel_after, self._cancel, visit)
         return visit.task
 
-    def _give_up_just_now(self) -> None:
-        """The first who waits is cancelled in the very moment in which it is served."""
+    def _cancel_first_waiter(self) -> None:
+        """Cancel the first waiter in the turn in which it is served."""
         if waiting := self.waiting():
             self._sim.loop.call_soon(self._cancel, waiting[0])
 
@@ -131,12 +131,12 @@ class Callers:
 
     async def _run(self, visit: Visit) -> None:
         self._by_task[visit.task] = visit
-        visit.came, visit.place = self._sim.now, next(self._places)
+        visit.arrived, visit.place = self._sim.now, next(self._places)
         visit.opens = self._pool.reservoir.state == "new"
         try:
             await self._visit(visit)
             visit.outcome = "done"
-        except (PoolTimeout, PoolClosed, PoolOverloaded, Clumsy, Refused) as error:
+        except (PoolTimeout, PoolClosed, PoolOverloaded, CallerError, Refused) as error:
             visit.outcome = type(error).__name__
         except asyncio.CancelledError:
             visit.outcome = "cancelled"
@@ -160,62 +160,66 @@ class Callers:
         wire.user = visit
         try:
             await self._database.query(wire, visit.hold)
-            if visit.clumsy:
-                raise Clumsy
+            if visit.raises:
+                raise CallerError
         finally:
-            self._watch.expect(wire.user is visit, f"{wire} of {visit} is with {wire.user}")
+            self._violations.expect(wire.user is visit, f"{wire} of {visit} is with {wire.user}")
             wire.user = None
             if self._sim.rng.random() < 0.1:
-                self._give_up_just_now()
+                self._cancel_first_waiter()
 
     def _pinged(self, wire: Wire) -> None:
         if (visit := self._by_task.get(asyncio.current_task())) is not None:
             visit.looked_at = wire
             visit.looks += 1
 
-    # -- what each of them may expect -----------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     def _check_got(self, visit: Visit, wire: Wire) -> None:
-        watch, item = self._watch, self._pool._core.items.get(id(wire))
-        watch.expect(wire.user is None, f"{wire} is handed to {visit} and {wire.user}")
-        watch.expect(not wire.closing, f"{wire} is handed out although it is closed")
+        violations, item = self._violations, self._pool._core.items.get(id(wire))
+        violations.expect(wire.user is None, f"{wire} is handed to {visit} and {wire.user}")
+        violations.expect(not wire.closing, f"{wire} is handed out although it is closed")
         assert item is not None, f"{wire} is in use, and the pool does not know it"
         visit.got, visit.served = wire, item.since
         left = item.expires - self._sim.now
         guard = self._pool.config.guard_window
-        watch.expect(left > guard, f"{wire} is handed out {left:.3f} s before its end")
+        violations.expect(left > guard, f"{wire} is handed out {left:.3f} s before its end")
         assert wire.lease is not None
         lost = self._ledger.lost.get(wire.lease, math.inf)
-        watch.expect(item.since <= lost, f"{wire} is handed out although its lease is lost")
+        violations.expect(item.since <= lost, f"{wire} is handed out although its lease is lost")
 
     def _check_end(self, visit: Visit) -> None:
-        waited = min(visit.served, visit.ended) - visit.came
+        waited = min(visit.served, visit.ended) - visit.arrived
         late = waited - visit.timeout - PING_TIMEOUT * visit.looks
-        self._watch.expect(late <= EXACT, f"{visit} waited {late:.3f} s too long")
+        self._violations.expect(late <= EXACT, f"{visit} waited {late:.3f} s too long")
         if visit.outcome == "PoolTimeout":
             early = visit.timeout - waited
-            self._watch.expect(early <= EXACT, f"{visit} timed out {early:.3f} s too early")
+            self._violations.expect(early <= EXACT, f"{visit} timed out {early:.3f} s too early")
         if visit.outcome == "cancelled":
             late = visit.ended - visit.cancelled
-            self._watch.expect(late <= EXACT, f"{visit} ended {late:.3f} s after its cancellation")
+            self._violations.expect(
+                late <= EXACT, f"{visit} ended {late:.3f} s after its cancellation"
+            )
 
     def check_order(self) -> None:
-        """Nobody was served while somebody waited who had come before."""
+        """Check that no caller was served while an earlier one waited."""
         soonest, overtaker = math.inf, None
-        came = [visit for visit in self.visits if visit.place]
-        for visit in sorted(came, key=lambda visit: -visit.place):
+        arrived = [visit for visit in self.visits if visit.place]
+        for visit in sorted(arrived, key=lambda visit: -visit.place):
             until = min(visit.served, visit.cancelled, visit.ended)
             fair = visit.lost_its_place or soonest >= until - EXACT
-            self._watch.expect(fair, f"{overtaker} was served at {soonest:.6f} s, before {visit}")
+            self._violations.expect(
+                fair, f"{overtaker} was served at {soonest:.6f} s, before {visit}"
+            )
             if visit.served < soonest:
                 soonest, overtaker = visit.served, visit
 
-    def check_nobody_waits(self) -> None:
-        """Every caller has come to an end."""
+    def check_all_done(self) -> None:
+        """Check that every caller has ended."""
         for visit in self.visits:
             assert visit.task is not None
-            self._watch.expect(visit.task.done(), f"{visit} hangs")
+            self._violations.expect(visit.task.done(), f"{visit} hangs")
 
     def waiting(self) -> list[Visit]:
-        """Those who have got nothing yet."""
+        """Return the callers that wait."""
         return [visit for visit in self.visits if visit.waits]

@@ -1,4 +1,4 @@
-"""A database server as a pool sees it, which counts what is open and fails in every way."""
+"""A simulated database server that counts its connections and fails in every way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.reservoir_watch import Watch
+from tests.sim.reservoir_violations import Violations
 
 from moored.leases import Lease
 from moored.testing import Sim
@@ -16,17 +16,17 @@ from moored.testing import Sim
 if TYPE_CHECKING:
     from tests.sim.reservoir_callers import Visit
 
-__all__ = ["Database", "Mood", "Refused", "Wire", "most_over"]
+__all__ = ["Database", "Refused", "ServerFaults", "Wire", "most_over"]
 
 
 class Refused(ConnectionError):
-    """What the server says when it does not want to; with a state, as Postgres has them."""
+    """The server refuses; has a SQLSTATE, as Postgres errors do."""
 
     sqlstate = "08006"
 
 
 class Throttled(Refused):
-    """What it says when it is asked too often."""
+    """The server refuses because of too many connects."""
 
     sqlstate = "53400"
 
@@ -39,11 +39,11 @@ class Wire:
     def __init__(self, number: int, lease: Lease | None) -> None:
         self.number = number
         self.lease = lease
-        #: Whether the server has ended it, and whether the client knows.
+        #: Whether the server has ended the connection, and whether the client has noticed.
         self.dead = False
         self.noticed = False
         self.closing = False
-        #: Who works with it.
+        #: The caller or the hook that uses the connection.
         self.user: Visit | str | None = None
 
     def __repr__(self) -> str:
@@ -51,14 +51,14 @@ class Wire:
 
 
 @dataclass
-class Mood:
-    """How the server is now: how long things take, and how likely they go wrong."""
+class ServerFaults:
+    """The duration of each operation of the server, and the probability of each fault."""
 
     takes: tuple[float, float] = (0.002, 0.03)
     refuses: float = 0.0
     throttles: float = 0.0
     hangs: float = 0.0
-    #: Connects that succeed, and the first statement on them does not.
+    #: The connect succeeds, and the first statement fails.
     unconfigurable: float = 0.0
     close_hangs: float = 0.0
     close_fails: float = 0.0
@@ -66,82 +66,84 @@ class Mood:
 
 
 class Database:
-    """The server. What it counts is physical: from the begin of a connect to the end of a close."""
+    """The server. A connection counts from the start of its connect to the end of its close."""
 
-    def __init__(self, sim: Sim, watch: Watch, lease_of_task: Callable[[], Lease | None]) -> None:
-        self.mood = Mood()
+    def __init__(
+        self, sim: Sim, violations: Violations, lease_of_task: Callable[[], Lease | None]
+    ) -> None:
+        self.faults = ServerFaults()
         self.physical: dict[Wire, None] = {}
         self.connects: list[float] = []
-        #: Called just before a connect comes to its end.
+        #: Called just before a connect ends.
         self.on_handshake: Callable[[], None] | None = None
-        #: How many there may be; set by who made the pool.
+        #: The limit of connections.
         self.most: Callable[[], float] = lambda: math.inf
-        #: Told of pings, in the task that asks.
+        #: Called at each ping, in the task that pings.
         self.on_ping: Callable[[Wire], None] = lambda wire: None
-        #: Whether clients see at once that a connection has ended, or only when they use it.
-        self.tells = sim.rng.random() < 0.5
+        #: Whether `is_broken` reports a dead connection before it is used.
+        self.reports_loss = sim.rng.random() < 0.5
         self._sim = sim
-        self._watch = watch
+        self._violations = violations
         self._lease_of_task = lease_of_task
 
-    # -- what the pool calls -------------------------------------------------------------------
+    # -- hooks of the pool ---------------------------------------------------------------------
 
     async def connect(self) -> Wire:
         wire = Wire(len(self.connects) + 1, self._lease_of_task())
-        self._watch.expect(wire.lease is not None, "a connect without a lease")
+        self._violations.expect(wire.lease is not None, "a connect without a lease")
         self.connects.append(self._sim.now)
         self.physical[wire] = None
         count, most = len(self.physical), self.most()
-        self._watch.expect(count <= most, f"{count} physical connections of {most}")
+        self._violations.expect(count <= most, f"{count} physical connections of {most}")
         try:
-            await self._shake_hands()
+            await self._handshake()
         except BaseException:
             del self.physical[wire]
             raise
         return wire
 
-    async def _shake_hands(self) -> None:
-        seconds = self._sim.random(*self.mood.takes)
+    async def _handshake(self) -> None:
+        seconds = self._sim.random(*self.faults.takes)
         if self.on_handshake is not None:
             self._sim.after(seconds, self.on_handshake)
         await asyncio.sleep(seconds)
-        if self._chance(self.mood.refuses):
+        if self._chance(self.faults.refuses):
             raise Refused("connection refused")
-        if self._chance(self.mood.throttles):
+        if self._chance(self.faults.throttles):
             raise Throttled("rate exceeded")
-        if self._chance(self.mood.hangs):
+        if self._chance(self.faults.hangs):
             await asyncio.sleep(1000.0)
 
     async def configure(self, wire: Wire) -> None:
         await self._sleep()
-        if self._chance(self.mood.unconfigurable):
+        if self._chance(self.faults.unconfigurable):
             raise Refused("terminating connection")
 
     async def close(self, wire: Wire) -> None:
-        self._watch.expect(not wire.closing, f"{wire} is closed twice")
-        self._watch.expect(wire.user is None, f"{wire} is closed under {wire.user}")
+        self._violations.expect(not wire.closing, f"{wire} is closed twice")
+        self._violations.expect(wire.user is None, f"{wire} is closed under {wire.user}")
         wire.closing = True
         try:
             await self._sleep()
-            if self._chance(self.mood.close_hangs):
+            if self._chance(self.faults.close_hangs):
                 await asyncio.sleep(1000.0)
-            if self._chance(self.mood.close_fails):
+            if self._chance(self.faults.close_fails):
                 raise Refused("connection reset")
         finally:
             del self.physical[wire]
 
     def is_broken(self, wire: Wire) -> bool:
-        return wire.noticed or (self.tells and wire.dead)
+        return wire.noticed or (self.reports_loss and wire.dead)
 
     async def ping(self, wire: Wire) -> None:
-        self._watch.expect(wire.user is None, f"{wire} is pinged under {wire.user}")
+        self._violations.expect(wire.user is None, f"{wire} is pinged under {wire.user}")
         self.on_ping(wire)
-        if self._chance(self.mood.ping_hangs):
+        if self._chance(self.faults.ping_hangs):
             await asyncio.sleep(1000.0)
         await self._ask(wire)
 
     async def reset(self, wire: Wire) -> None:
-        self._watch.expect(wire.user is None, f"{wire} is reset under {wire.user}")
+        self._violations.expect(wire.user is None, f"{wire} is reset under {wire.user}")
         wire.user = "reset"
         try:
             await self._ask(wire)
@@ -149,7 +151,7 @@ class Database:
             wire.user = None
 
     async def query(self, wire: Wire, seconds: float) -> None:
-        """What callers do with it; a query that is cancelled leaves a broken connection."""
+        """Run a query of a caller; a cancelled query leaves the connection broken."""
         try:
             await asyncio.sleep(seconds)
             await self._ask(wire)
@@ -163,10 +165,10 @@ class Database:
             wire.noticed = True
             raise Refused("server closed the connection unexpectedly")
 
-    # -- what happens to it --------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------
 
     def kill(self, share: float) -> None:
-        """End some of the connections, or all."""
+        """End each connection with this probability."""
         for wire in self.physical:
             wire.dead = wire.dead or self._chance(share)
 
@@ -174,10 +176,10 @@ class Database:
         return probability > 0 and self._sim.rng.random() < probability
 
     async def _sleep(self) -> None:
-        await asyncio.sleep(self._sim.random(*self.mood.takes))
+        await asyncio.sleep(self._sim.random(*self.faults.takes))
 
     def hooks(self) -> dict[str, Any]:
-        """What a pool must be given."""
+        """Return the options of a pool on this server."""
         return {
             "connect": self.connect,
             "is_broken": self.is_broken,
@@ -187,10 +189,10 @@ class Database:
 
 
 def most_over(times: Sequence[float], *, rate: float, burst: int) -> float:
-    """By how much the worst of all windows exceeds rate x window + burst; not positive if none.
+    """Return by how much the worst window exceeds rate x window + burst; 0 or less if none does.
 
-    For every pair i <= j the window from i to j holds j - i + 1; the pairs are not tried one by
-    one, because for each j only the i with the least i - rate x time counts.
+    For every pair i <= j the window from i to j holds j - i + 1 connects. Not all pairs are tried:
+    for each j only the i with the least i - rate x time counts.
     """
     worst, least = -math.inf, math.inf
     for number, at in enumerate(times):

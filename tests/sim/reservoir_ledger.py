@@ -1,4 +1,4 @@
-"""Leases with a ledger: what the store granted, what became of it, and whose connection it was."""
+"""A lease store that records every lease, its loss, and the connection that holds it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from tests.leases.bad_line import BadLine, Weather
 from tests.sim.reservoir_database import Wire
-from tests.sim.reservoir_watch import Watch
+from tests.sim.reservoir_violations import Violations
 
 from moored.leases import Lease, LeaseLost, Leases, MemoryStore, Policy, Request
 from moored.leases._memory import _StoredLease
@@ -18,26 +18,26 @@ __all__ = ["CountedLeases", "Ledger"]
 
 
 class Ledger(MemoryStore):
-    """A store that knows what each lease came to."""
+    """A store that records each lease and checks its release."""
 
-    def __init__(self, sim: Sim, watch: Watch, weather: Weather) -> None:
+    def __init__(self, sim: Sim, violations: Violations, weather: Weather) -> None:
         super().__init__(clock=sim.host("store").clock)
         self.granted: set[str] = set()
-        #: Every lease that a client got, and when it was lost, if it was.
+        #: Every lease that the client got, and the times at which leases were lost.
         self.leases: list[Lease] = []
         self.lost: dict[Lease, float] = {}
         self.wires: Iterable[Wire] = ()
-        self.line = _Line(self, sim, weather, watch)
-        self._watch = watch
+        self.line = _Line(self, sim, weather, violations)
+        self._violations = violations
         self._of_task: WeakKeyDictionary[asyncio.Task[object], Lease] = WeakKeyDictionary()
 
     def lease_of_task(self) -> Lease | None:
-        """The lease that the running task got last."""
+        """Return the last lease of the running task."""
         task = asyncio.current_task()
         return None if task is None else self._of_task.get(task)
 
     def got(self, lease: Lease) -> None:
-        """A client got a lease."""
+        """Record a lease of the client."""
         task = asyncio.current_task()
         assert task is not None
         self._of_task[task] = lease
@@ -45,8 +45,8 @@ class Ledger(MemoryStore):
         lease.on_lost(lambda error: self._lose(lease, error))
 
     def _lose(self, lease: Lease, error: LeaseLost) -> None:
-        self._watch.expect(lease not in self.lost, "a lease is lost twice")
-        self.lost[lease] = self._watch.now
+        self._violations.expect(lease not in self.lost, "a lease is lost twice")
+        self.lost[lease] = self._violations.now
 
     def _new(self, request: Request) -> _StoredLease:
         self.granted.add(request.id)
@@ -62,28 +62,28 @@ class Ledger(MemoryStore):
                 and lease.id == request.id
                 and lease.error is None
             ]
-            self._watch.expect(not holders, f"the lease of {holders} was given back too early")
+            self._violations.expect(not holders, f"the lease of {holders} was released too early")
         return ended
 
     def revoke(self, number: int) -> None:
-        """End some leases, as an operator does; their holders learn of it at the next renewal."""
+        """End some leases, as an operator does; their holders notice at the next renewal."""
         for room in self._keys.values():
             for known in list(room.live)[:number]:
                 room.drop(known)
 
     def check_all_ended(self) -> None:
-        """When the pool is closed: each lease was given back, or lost, and none is held."""
+        """Check, after the close of the pool, that each lease was released or lost."""
         held = [lease for lease in self.leases if lease.live]
-        self._watch.expect(not held, f"{len(held)} leases were never given back")
+        self._violations.expect(not held, f"{len(held)} leases were never released")
 
     def check_none_left(self) -> None:
-        """When the client is closed too: nothing is left in the store."""
+        """Check, after the close of the client, that the store is empty."""
         left = sum(len(self._leases_of(key).live) for key in list(self._keys))
-        self._watch.expect(not left, f"{left} leases are left in the store")
+        self._violations.expect(not left, f"{left} leases are left in the store")
 
 
 class CountedLeases(Leases):
-    """The real client, whose leases are written down."""
+    """The real client; records its leases in the ledger."""
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         super().__init__(ledger.line, service_name="orders", policy=policy)
@@ -99,16 +99,18 @@ class CountedLeases(Leases):
 
 
 class _Line(BadLine):
-    """The way to the store; sees what a client knows to be done, and does again."""
+    """The connection to the store; checks that no lease is released again after its reply."""
 
-    def __init__(self, store: MemoryStore, sim: Sim, weather: Weather, watch: Watch) -> None:
+    def __init__(
+        self, store: MemoryStore, sim: Sim, weather: Weather, violations: Violations
+    ) -> None:
         super().__init__(store, sim, weather)
-        self._watch = watch
+        self._violations = violations
         self._given_back: set[str] = set()
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         for request in requests:
-            self._watch.expect(request.id not in self._given_back, "a lease is given back twice")
+            self._violations.expect(request.id not in self._given_back, "a lease is released twice")
         answers = await super().release(requests)
         self._given_back |= {
             request.id for request, ended in zip(requests, answers, strict=True) if ended

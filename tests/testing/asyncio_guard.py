@@ -1,7 +1,7 @@
-"""What the simulation relies on beyond asyncio's documentation, checked on one interpreter.
+"""Check the undocumented parts of asyncio that the simulator uses, on the running interpreter.
 
-Run as a program, by every interpreter that can be found, with nothing but the standard library:
-it prints "ok" and the digests of a few schedules.
+`test_interpreters` runs this program with every installed Python; it needs only the standard
+library, and prints the Python version and the digests of a few schedules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moored.testing import Deadlock, Sim, SimLoop, run_one
 
 
 class Spy(asyncio.BaseEventLoop):
-    """A loop that notes what the base class asks of it."""
+    """A loop that records the calls of its base class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def check_the_loop() -> None:
 
 
 def check_the_steps_of_a_task() -> None:
-    """Every step of a task is a handle whose callback knows the task."""
+    """Check that each step of a task is a handle whose callback is bound to the task."""
     loop: Any = SimLoop(1, drift=False)
     owners: list[Any] = []
     run_once = loop._run_once
@@ -87,7 +87,7 @@ def check_the_steps_of_a_task() -> None:
     loop.close()
 
 
-def check_who_waits() -> None:
+def check_the_message_of_a_deadlock() -> None:
     async def scenario(sim: Sim) -> None:
         async def waiter() -> None:
             await asyncio.Event().wait()
@@ -99,8 +99,8 @@ def check_who_waits() -> None:
     assert "waiter  waits on  <asyncio.locks.Event object" in str(outcome.error)
 
 
-async def bad_day(sim: Sim) -> int:
-    """Streams, a kill, a pause, a group that is cancelled: most of what asyncio offers."""
+async def restarted_server(sim: Sim) -> int:
+    """Use streams, timeouts and a task group while the server is restarted and paused."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -141,12 +141,12 @@ async def bad_day(sim: Sim) -> int:
 def main() -> None:
     check_the_loop()
     check_the_steps_of_a_task()
-    check_who_waits()
+    check_the_message_of_a_deadlock()
     digests = []
     for seed in range(20):
-        outcome = run_one(bad_day, seed, check=False)
+        outcome = run_one(restarted_server, seed, check=False)
         assert outcome.result() == 15
-        assert run_one(bad_day, seed).digest == outcome.digest
+        assert run_one(restarted_server, seed).digest == outcome.digest
         digests.append(outcome.digest)
     json.dump({"version": sys.version_info[:2], "digests": digests}, sys.stdout)
 

@@ -1,4 +1,4 @@
-"""A server that echoes, to have bytes go through a proxy and come back."""
+"""An echo server to put behind a proxy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["echo_server", "read_all"]
 
 @asynccontextmanager
 async def echo_server(path: Path | None = None) -> AsyncIterator[int]:
-    """Echo everything, then the end; yields the port."""
+    """Run an echo server on a port, which is yielded, or on a Unix socket."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +43,7 @@ async def echo_server(path: Path | None = None) -> AsyncIterator[int]:
 
 
 async def read_all(reader: asyncio.StreamReader) -> tuple[bytes, bool]:
-    """What comes until the end, and whether that was a reset."""
+    """Read to the end; return the bytes, and whether the end was a reset."""
     data = bytearray()
     try:
         while more := await reader.read(65536):

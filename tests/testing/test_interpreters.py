@@ -1,4 +1,4 @@
-"""The private parts of asyncio that the simulation relies on, on every supported Python."""
+"""The undocumented parts of asyncio that the simulator uses, on every supported Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GUARD = Path(__file__).with_name("asyncio_guard.py")
 
 @functools.cache
 def find(version: str) -> str | None:
-    """An interpreter of this version that runs, wherever one usually is."""
+    """Return an interpreter of this version from PATH or pyenv, or None."""
     return next((path for path in _candidates(version) if _version(path) == version), None)
 
 
@@ -54,10 +54,10 @@ def guard(path: str, **environment: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
-def test_asyncio_is_as_the_simulation_expects(version: str) -> None:
+def test_asyncio_has_the_internals_that_the_simulator_uses(version: str) -> None:
     path = find(version)
     if path is None:
-        pytest.skip(f"there is no Python {version} here")
+        pytest.skip(f"Python {version} is not installed")
     result = guard(path, PYTHONHASHSEED="1")
     assert result["version"] == [int(part) for part in version.split(".")]
     assert guard(path, PYTHONHASHSEED="2") == result

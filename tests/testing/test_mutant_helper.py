@@ -1,4 +1,4 @@
-"""Planted defects are found, named, and gone afterwards."""
+"""Mutants: planting, restoring, and `assert_caught`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 
 class Sums:
-    """What the tests break."""
+    """The class that the mutants change."""
 
     factor = 1
 
@@ -54,7 +54,7 @@ def test_a_mutant_is_planted_in_its_block_only() -> None:
     assert Sums().double(2) == 4
 
 
-def test_what_was_there_comes_back_when_the_block_fails() -> None:
+def test_the_original_is_restored_when_the_block_fails() -> None:
     with (
         pytest.raises(LookupError),
         mutant(Sums, "double", wrong, name="three for two"),
@@ -96,7 +96,7 @@ async def test_a_mutant_can_decorate_a_coroutine_function() -> None:
     assert Sums().double(2) == 4
 
 
-def test_a_defect_that_cannot_be_planted_is_refused() -> None:
+def test_a_mutant_that_cannot_be_planted_is_rejected() -> None:
     with pytest.raises(MutantRejected, match=r"Sums\.triple does not exist; was it renamed"):
         mutant(Sums, "triple", wrong, name="typo")
     with pytest.raises(MutantRejected, match="is replaced with itself"):
@@ -112,7 +112,7 @@ async def adds_up(sim: Sim) -> None:
         assert Sums().double(2) == 4
 
 
-def test_a_caught_mutant_says_where() -> None:
+def test_a_caught_mutant_names_the_schedule_and_the_seed() -> None:
     caught = assert_caught(adds_up, mutant(Sums, "double", wrong, name="three for two"))
     assert 1 <= caught.schedules < 200
     assert isinstance(caught.error, AssertionError)
@@ -150,7 +150,7 @@ def test_a_scenario_must_pass_without_the_mutant() -> None:
         assert_caught(scenario, mutant(Sums, "double", wrong, name="unused"))
 
 
-def test_a_misspelt_mutant_is_no_proof() -> None:
+def test_a_mutant_that_is_written_wrongly_is_rejected() -> None:
     def misspelt(self: Sums) -> int:
         return 0
 
@@ -161,7 +161,7 @@ def test_a_misspelt_mutant_is_no_proof() -> None:
 
 
 def test_a_lost_update_across_an_await_is_found_by_drift_alone() -> None:
-    """In asyncio's own order the second always comes too late to meet the first."""
+    """In asyncio's order the two tasks never overlap."""
 
     class Counter:
         value = 0

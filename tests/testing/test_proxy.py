@@ -1,4 +1,4 @@
-"""Each fault of the proxy, byte by byte, against a server that echoes."""
+"""Each fault of the proxy, in front of an echo server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def send(streams: Streams, data: bytes) -> bytes:
 
 
 @pytest.mark.every_loop
-async def test_it_carries_both_ways_and_passes_on_the_end(proxy: FaultProxy) -> None:
+async def test_bytes_and_the_end_of_the_stream_are_forwarded_both_ways(proxy: FaultProxy) -> None:
     streams = await connect(proxy)
     assert await send(streams, b"hello") == b"hello"
     streams[1].write(b"last words")
@@ -77,14 +77,14 @@ async def test_large_transfers_arrive_unchanged(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.every_loop
-async def test_refuse_is_a_real_refusal(proxy: FaultProxy) -> None:
+async def test_refuse_refuses_connections_and_keeps_the_port(proxy: FaultProxy) -> None:
     kept = await connect(proxy)
     port = proxy.port
     for _ in range(2):
         proxy.refuse()
         with pytest.raises(ConnectionRefusedError):
             await connect(proxy)
-        # Nobody else gets the port meanwhile.
+        # The port stays reserved.
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
             other.bind((proxy.host, port))
         assert await send(kept, b"still here") == b"still here"
@@ -96,7 +96,7 @@ async def test_refuse_is_a_real_refusal(proxy: FaultProxy) -> None:
     await close(kept[1])
 
 
-async def test_a_proxy_may_begin_by_refusing() -> None:
+async def test_refuse_can_be_set_before_the_start() -> None:
     proxy = FaultProxy("127.0.0.1", 1, listen_port=0)
     proxy.refuse()
     async with proxy:
@@ -105,7 +105,7 @@ async def test_a_proxy_may_begin_by_refusing() -> None:
         assert proxy.port
 
 
-async def test_over_the_limit_is_a_reset(proxy: FaultProxy) -> None:
+async def test_a_connection_over_the_limit_is_reset(proxy: FaultProxy) -> None:
     proxy.limit(0, 2)
     within = [await connect(proxy), await connect(proxy)]
     for streams in within:
@@ -121,7 +121,7 @@ async def test_over_the_limit_is_a_reset(proxy: FaultProxy) -> None:
     assert (counts.accepted, counts.limited) == (4, 1)
 
 
-async def test_over_the_limit_in_the_protocols_own_words(proxy: FaultProxy) -> None:
+async def test_a_connection_over_the_limit_gets_the_answer(proxy: FaultProxy) -> None:
     async def busy(caller: Caller) -> None:
         name = await caller.read(3)
         await caller.write(b"sorry " + name)
@@ -133,7 +133,7 @@ async def test_over_the_limit_in_the_protocols_own_words(proxy: FaultProxy) -> N
     assert await reader.readexactly(9) == b"sorry bob"
     assert await reader.read() == b""
     await close(writer)
-    # One who goes before he has heard the answer.
+    # A client that closes before the answer.
     _, writer = await connect(proxy)
     writer.write(b"b")
     await close(writer)
@@ -154,7 +154,7 @@ async def test_a_stall_loses_nothing(proxy: FaultProxy) -> None:
     await close(streams[1])
 
 
-async def test_a_stall_blocks_the_sender_in_time(proxy: FaultProxy) -> None:
+async def test_a_stall_blocks_the_sender_when_buffers_are_full(proxy: FaultProxy) -> None:
     reader, writer = await connect(proxy)
     proxy.stall()
     data = random.Random(2).randbytes(48_000_000)
@@ -174,7 +174,7 @@ async def test_a_stall_blocks_the_sender_in_time(proxy: FaultProxy) -> None:
     await close(writer)
 
 
-async def test_a_stall_holds_back_the_end_too(proxy: FaultProxy) -> None:
+async def test_a_stall_holds_back_the_end_of_the_stream(proxy: FaultProxy) -> None:
     reader, writer = await connect(proxy)
     assert await send((reader, writer), b"x") == b"x"
     proxy.stall()
@@ -188,7 +188,7 @@ async def test_a_stall_holds_back_the_end_too(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.every_loop
-async def test_a_black_hole_swallows(proxy: FaultProxy) -> None:
+async def test_a_black_hole_drops_bytes_and_resume_resets(proxy: FaultProxy) -> None:
     old = await connect(proxy)
     assert await send(old, b"before") == b"before"
     untouched = await connect(proxy)
@@ -201,7 +201,7 @@ async def test_a_black_hole_swallows(proxy: FaultProxy) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(old[0].read(1), 0.05)
     proxy.resume()
-    # What was lost cannot be made good, so these connections end; the third lost nothing.
+    # The connections that lost bytes are reset; the third lost none.
     assert await read_all(old[0]) == (b"", True)
     assert await read_all(new[0]) == (b"", True)
     assert await send(untouched, b"after") == b"after"
@@ -211,7 +211,7 @@ async def test_a_black_hole_swallows(proxy: FaultProxy) -> None:
     assert counts.resets == 2
 
 
-async def test_a_black_hole_swallows_the_end_of_the_stream_too(proxy: FaultProxy) -> None:
+async def test_a_black_hole_drops_the_end_of_the_stream(proxy: FaultProxy) -> None:
     streams = await connect(proxy)
     assert await send(streams, b"x") == b"x"
     proxy.black_hole()
@@ -223,7 +223,7 @@ async def test_a_black_hole_swallows_the_end_of_the_stream_too(proxy: FaultProxy
 
 
 @pytest.mark.every_loop
-async def test_reset_resets_all_now(proxy: FaultProxy) -> None:
+async def test_reset_resets_every_open_connection(proxy: FaultProxy) -> None:
     every = [await connect(proxy) for _ in range(3)]
     for streams in every:
         assert await send(streams, b"x") == b"x"
@@ -236,7 +236,7 @@ async def test_reset_resets_all_now(proxy: FaultProxy) -> None:
     assert proxy.reset() == 0
 
 
-async def test_a_connection_reset_before_it_began_is_closed(proxy: FaultProxy) -> None:
+async def test_a_connection_that_is_reset_before_its_task_runs_is_closed(proxy: FaultProxy) -> None:
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setblocking(False)
@@ -249,7 +249,7 @@ async def test_a_connection_reset_before_it_began_is_closed(proxy: FaultProxy) -
                 loop.call_soon(until_reset)
 
         await loop.sock_connect(client, (proxy.host, proxy.port))
-        # Told in the very step in which it is accepted, so that its task has not run yet.
+        # In the turn in which the connection is accepted: its task has not run yet.
         until_reset()
         await accepted.wait()
         with pytest.raises(ConnectionResetError):
@@ -257,11 +257,11 @@ async def test_a_connection_reset_before_it_began_is_closed(proxy: FaultProxy) -
     assert proxy.statistics().open == 0
 
 
-async def test_a_reset_by_the_client_is_passed_on() -> None:
-    heard: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+async def test_a_reset_by_the_client_is_forwarded() -> None:
+    was_reset: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.set_result((await read_all(reader))[1])
+        was_reset.set_result((await read_all(reader))[1])
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -272,7 +272,7 @@ async def test_a_reset_by_the_client_is_passed_on() -> None:
         client: socket.socket = writer.get_extra_info("socket")
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         writer.transport.abort()
-        assert await asyncio.wait_for(heard, 10) is True
+        assert await asyncio.wait_for(was_reset, 10) is True
         assert (await proxy.wait_until(lambda counts: counts.open == 0)).resets == 1
 
 
@@ -297,7 +297,7 @@ async def test_cut_after_so_many_bytes_up(proxy: FaultProxy) -> None:
     streams = await connect(proxy)
     assert await send(streams, b"123") == b"123"
     streams[1].write(b"4567")
-    # Whether the echo of the fourth byte wins against the reset is not for the proxy to say.
+    # The echo of the fourth byte may arrive before the reset or not.
     data, reset = await read_all(streams[0])
     assert reset
     assert data in (b"", b"4")
@@ -323,7 +323,7 @@ async def test_latency_delays_and_keeps_the_order(proxy: FaultProxy) -> None:
     await close(streams[1])
 
 
-async def test_latency_is_no_bandwidth_limit(proxy: FaultProxy) -> None:
+async def test_latency_does_not_limit_the_bandwidth(proxy: FaultProxy) -> None:
     loop = asyncio.get_running_loop()
     streams = await connect(proxy)
     await send(streams, b"x")
@@ -334,14 +334,14 @@ async def test_latency_is_no_bandwidth_limit(proxy: FaultProxy) -> None:
         await asyncio.sleep(0.01)
     assert len(await streams[0].readexactly(200)) == 200
     took = loop.time() - began
-    # One after the other they would have needed ten seconds.
+    # With a delay after each write this would take ten seconds.
     assert 0.5 <= took < 5
     await close(streams[1])
 
 
 @pytest.mark.every_loop
-async def test_throttle_counts_bytes_that_come_in_small_pieces(proxy: FaultProxy) -> None:
-    """Each piece alone would wait for less than a millisecond, which uvloop rounds to nothing."""
+async def test_throttle_counts_small_writes(proxy: FaultProxy) -> None:
+    """The wait after each write is less than a millisecond, which uvloop rounds to zero."""
     loop = asyncio.get_running_loop()
     streams = await connect(proxy)
     proxy.throttle(10_000, "up")
@@ -355,13 +355,13 @@ async def test_throttle_counts_bytes_that_come_in_small_pieces(proxy: FaultProxy
 
 
 @pytest.mark.every_loop
-async def test_throttle_slows_down(proxy: FaultProxy) -> None:
+async def test_throttle_limits_the_rate(proxy: FaultProxy) -> None:
     loop = asyncio.get_running_loop()
     streams = await connect(proxy)
     proxy.throttle(20_000, "down")
     began = loop.time()
     assert len(await send(streams, b"x" * 4000)) == 4000
-    # The last step's wait comes after its bytes.
+    # Without the wait after the last step.
     assert loop.time() - began >= 4000 / 20_000 - 0.05
     proxy.throttle(None)
     assert len(await send(streams, b"x" * 1_000_000)) == 1_000_000
@@ -372,8 +372,8 @@ async def wait_swallowed(proxy: FaultProxy, more_than: int) -> None:
     await proxy.wait_until(lambda counts: counts.bytes_swallowed > more_than)
 
 
-async def test_nothing_arrives_after_what_was_swallowed() -> None:
-    """Not even in the moment before the reset: no network loses the middle of a stream."""
+async def test_nothing_arrives_after_dropped_bytes() -> None:
+    """A TCP stream never has a gap, not even just before a reset."""
     numbers = b"".join(struct.pack("!I", number) for number in range(500_000))
 
     async def send_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -398,14 +398,14 @@ async def test_nothing_arrives_after_what_was_swallowed() -> None:
             await close(writer)
 
 
-async def test_a_throttled_connection_can_be_swallowed_midway(proxy: FaultProxy) -> None:
+async def test_a_black_hole_drops_the_rest_of_a_throttled_write(proxy: FaultProxy) -> None:
     streams = await connect(proxy)
     proxy.throttle(1000, "up")
     streams[1].write(b"x" * 50_000)
     await proxy.wait_until(lambda counts: counts.bytes_up > 0)
     proxy.black_hole()
     counts = await proxy.wait_until(lambda counts: counts.bytes_swallowed > 0)
-    # What came back from the other side is swallowed, too.
+    # Echoed bytes are dropped, too.
     assert counts.bytes_swallowed <= 50_000
     assert counts.bytes_up < 25_000
     proxy.reset()
@@ -422,7 +422,7 @@ async def test_a_connection_to_a_missing_server_is_reset() -> None:
             assert proxy.statistics().refused == 1
 
 
-async def test_a_server_behind_a_unix_socket(tmp_path: Path) -> None:
+async def test_a_server_on_a_unix_socket_is_reached(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with echo_server(path), FaultProxy(path) as proxy:
         assert proxy.upstream == str(path)
@@ -433,7 +433,7 @@ async def test_a_server_behind_a_unix_socket(tmp_path: Path) -> None:
         await close(streams[1])
 
 
-async def test_the_other_loopback() -> None:
+async def test_the_proxy_listens_on_ipv6() -> None:
     try:
         proxy = FaultProxy("127.0.0.1", 1, listen_host="::1")
         await proxy.start()
@@ -448,7 +448,7 @@ async def test_the_other_loopback() -> None:
 
 
 @pytest.mark.every_loop
-async def test_closing_leaves_nothing() -> None:
+async def test_close_leaves_no_tasks_or_descriptors() -> None:
     before = set(asyncio.all_tasks())
     async with echo_server() as port:
         opened = psutil.Process().num_fds()
@@ -471,7 +471,7 @@ async def test_closing_leaves_nothing() -> None:
     assert psutil.Process().num_fds() <= opened
 
 
-async def test_it_can_be_started_again_on_its_port() -> None:
+async def test_a_closed_proxy_can_be_started_again_on_its_port() -> None:
     async with echo_server() as port:
         proxy = FaultProxy("127.0.0.1", port)
         for _ in range(2):
@@ -540,19 +540,19 @@ def test_faults_can_be_switched_from_other_threads() -> None:
     assert not [one for one in threading.enumerate() if one.name == "moored-fault-proxy"]
 
 
-def test_a_rate_is_tokens_that_come_with_time() -> None:
+def test_rate_tokens_accrue_up_to_the_burst() -> None:
     rate = Rate(10, 3, now=100.0)
     assert [rate.take(100.0) for _ in range(4)] == [True, True, True, False]
     assert not rate.take(100.09)
     assert rate.take(100.11)
     assert not rate.take(100.11)
-    # A long pause fills it, and no more than fills it.
+    # A long pause fills the bucket, not more.
     assert [rate.take(200.0) for _ in range(4)] == [True, True, True, False]
 
 
 def test_invalid_fault_settings_are_value_errors() -> None:
     faults = ProxyFaults()
-    with pytest.raises(ValueError, match="latency must be 0 or more seconds, not -0.1"):
+    with pytest.raises(ValueError, match=r"latency must be 0 or more seconds, not -0\.1"):
         faults.set_latency(-0.1, None)
     with pytest.raises(ValueError, match="must be 'up' or 'down'"):
         faults.set_latency(0.1, "sideways")  # type: ignore[arg-type]
@@ -564,7 +564,7 @@ def test_invalid_fault_settings_are_value_errors() -> None:
         FaultProxy("x", 1).cut_after(-1)
 
 
-async def test_many_at_once(proxy: FaultProxy) -> None:
+async def test_a_hundred_connections_at_once_are_forwarded(proxy: FaultProxy) -> None:
     async def one(number: int) -> None:
         streams = await connect(proxy)
         text = os.urandom(100)

@@ -1,4 +1,4 @@
-"""Each fault as a PostgreSQL client sees it, through a real server."""
+"""Each fault between a PostgreSQL client and a real server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def one(connection: psycopg.AsyncConnection[tuple[int]]) -> int:
 
 @pytest.mark.parametrize("sslmode", ["disable", "prefer"])
 @pytest.mark.parametrize("gssencmode", ["disable", "prefer"])
-async def test_over_the_limit_is_a_fatal_error(
+async def test_a_connection_over_the_limit_gets_a_fatal_error(
     proxy: FaultProxy, url: str, sslmode: str, gssencmode: str
 ) -> None:
     proxy.limit(0, 1, answer=postgres_fatal("53400", "too many, says the proxy"))
@@ -69,7 +69,7 @@ async def test_refuse_rejects_new_connections_and_keeps_open_ones(
 
 
 @pytest.mark.every_loop
-async def test_a_stalled_query_goes_on(proxy: FaultProxy, url: str) -> None:
+async def test_a_stalled_query_completes_after_resume(proxy: FaultProxy, url: str) -> None:
     async with await connect(url) as connection:
         await connection.execute("create table log (n int)")
         proxy.stall()
@@ -82,7 +82,7 @@ async def test_a_stalled_query_goes_on(proxy: FaultProxy, url: str) -> None:
         assert await cursor.fetchone() == (1,)
 
 
-async def test_a_query_into_a_black_hole_gets_no_answer(proxy: FaultProxy, url: str) -> None:
+async def test_a_query_into_a_black_hole_gets_no_reply(proxy: FaultProxy, url: str) -> None:
     async with await connect(url) as connection:
         proxy.black_hole()
         query = asyncio.create_task(one(connection))
@@ -108,7 +108,9 @@ async def test_a_reset_is_reported_at_once(proxy: FaultProxy, url: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 100, 400])
-async def test_cut_in_the_middle_of_anything(proxy: FaultProxy, url: str, size: int) -> None:
+async def test_a_cut_anywhere_is_an_operational_error(
+    proxy: FaultProxy, url: str, size: int
+) -> None:
     proxy.cut_after(size, "down")
     with pytest.raises(psycopg.OperationalError):
         async with await connect(url) as connection:
@@ -118,7 +120,7 @@ async def test_cut_in_the_middle_of_anything(proxy: FaultProxy, url: str, size: 
 
 
 @pytest.mark.every_loop
-async def test_latency_is_felt_by_each_round_trip(proxy: FaultProxy, url: str) -> None:
+async def test_latency_delays_each_round_trip(proxy: FaultProxy, url: str) -> None:
     loop = asyncio.get_running_loop()
     async with await connect(url) as connection:
         proxy.latency(0.05)
@@ -128,7 +130,7 @@ async def test_latency_is_felt_by_each_round_trip(proxy: FaultProxy, url: str) -
         assert loop.time() - began >= 3 * 2 * 0.05
 
 
-async def test_a_throttled_result_is_whole(proxy: FaultProxy, url: str) -> None:
+async def test_a_throttled_result_is_complete(proxy: FaultProxy, url: str) -> None:
     async with await connect(url) as connection:
         proxy.throttle(100_000, "down")
         cursor = await connection.execute("select g from generate_series(1, 2000) g")
@@ -136,7 +138,7 @@ async def test_a_throttled_result_is_whole(proxy: FaultProxy, url: str) -> None:
 
 
 async def talk(proxy: FaultProxy, *messages: bytes) -> tuple[list[bytes], bytes, bool]:
-    """Send startup packets; returns the one-byte replies, the rest, and whether it was a reset."""
+    """Send startup packets; return the one-byte replies, the rest, and whether it was a reset."""
     reader, writer = await asyncio.open_connection(proxy.host, proxy.port)
     replies = []
     for number, message in enumerate(messages):
@@ -152,7 +154,7 @@ def packet(kind: int, rest: bytes = b"") -> bytes:
     return struct.pack("!II", len(rest) + 8, kind) + rest
 
 
-async def test_the_answer_byte_by_byte() -> None:
+async def test_the_answer_follows_the_startup_protocol() -> None:
     ssl, gss, startup = packet(80877103), packet(80877104), packet(196608, b"user\0x\0\0")
     async with FaultProxy("127.0.0.1", 1) as proxy:
         proxy.limit(0, 0, answer=postgres_fatal("53300", "full"))
@@ -165,6 +167,6 @@ async def test_the_answer_byte_by_byte() -> None:
         assert (await talk(proxy, b"GET / HTTP/1.1\r\n\r\n"))[1] == b""
 
 
-def test_an_sqlstate_must_have_five_characters() -> None:
+def test_a_sqlstate_must_have_five_characters() -> None:
     with pytest.raises(ValueError, match="'4711' is not a SQLSTATE"):
         postgres_fatal("4711")

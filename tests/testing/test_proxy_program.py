@@ -1,4 +1,4 @@
-"""The proxy as a program: its commands, its help, its ends."""
+"""The proxy as a program: commands, help, signals and errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def name_of(server: socket.socket) -> str:
     return "{}:{}".format(*server.getsockname())
 
 
-def test_it_forwards_and_is_switched_by_its_input(server: socket.socket) -> None:
+def test_commands_on_standard_input_switch_the_faults(server: socket.socket) -> None:
     with program(name_of(server)) as process:
         place = address(process)
         with socket.create_connection(place, timeout=30) as client:
@@ -94,7 +94,7 @@ def test_it_forwards_and_is_switched_by_its_input(server: socket.socket) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it(server: socket.socket, number: signal.Signals) -> None:
+def test_a_signal_ends_the_program(server: socket.socket, number: signal.Signals) -> None:
     with program(name_of(server), "--no-input") as process:
         with socket.create_connection(address(process), timeout=30):
             server.accept()[0].close()
@@ -104,7 +104,7 @@ def test_a_signal_ends_it(server: socket.socket, number: signal.Signals) -> None
         assert process.stderr.read() == ""
 
 
-def test_quit_ends_it(server: socket.socket) -> None:
+def test_quit_ends_the_program(server: socket.socket) -> None:
     with program(name_of(server)) as process:
         address(process)
         assert say(process, "quit") == "ended\n"
@@ -124,7 +124,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
 
 
-def test_its_help_lists_the_commands() -> None:
+def test_the_help_lists_the_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert HELP in done.stdout
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_one_line_on_stderr(arguments: list[str], code: int,
     assert "Traceback" not in done.stderr
 
 
-def test_a_taken_port(server: socket.socket) -> None:
+def test_a_port_in_use_is_one_line_on_stderr(server: socket.socket) -> None:
     done = run("127.0.0.1:1", "--listen", name_of(server))
     assert done.returncode == 1
     assert done.stderr == f"moored: cannot listen on {name_of(server)}: Address already in use\n"
@@ -174,7 +174,7 @@ def test_a_taken_port(server: socket.socket) -> None:
         ("help", HELP),
     ],
 )
-def test_each_command(line: str, text: str) -> None:
+def test_a_command_reports_the_new_state(line: str, text: str) -> None:
     assert text in run_command(FaultProxy("127.0.0.1", 1), line)
 
 
@@ -189,6 +189,6 @@ def test_each_command(line: str, text: str) -> None:
         ("latency -1", "latency must be 0 or more"),
     ],
 )
-def test_each_mistake(line: str, text: str) -> None:
+def test_a_wrong_command_names_the_mistake(line: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         run_command(FaultProxy("127.0.0.1", 1), line)

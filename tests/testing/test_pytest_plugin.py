@@ -1,4 +1,4 @@
-"""The pytest plugin, as a project sees it that only has Moored installed."""
+"""The pytest plugin, in a project that has Moored installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_scenario():
 def run_pytest(folder: Path, *arguments: str, **environment: str) -> str:
     (folder / "test_suite.py").write_text(SUITE)
     clean = {name: value for name, value in os.environ.items() if "MOORED" not in name}
-    clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take seconds to import
+    clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins take seconds to import
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments],
         cwd=folder,
@@ -37,39 +37,39 @@ def run_pytest(folder: Path, *arguments: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_failing_seed_says_how_to_repeat_it(tmp_path: Path) -> None:
+def test_a_failed_seed_prints_the_command_to_repeat_it(tmp_path: Path) -> None:
     output = run_pytest(tmp_path)
     assert "seed 105 failed (6 of 50 schedules): AssertionError: an unlucky seed" in output
     assert "MOORED_SIM_SEED=105 pytest 'test_suite.py::test_scenario'" in output
 
 
-def test_the_option_says_how_many_seeds_to_run(tmp_path: Path) -> None:
+def test_the_option_sets_the_number_of_seeds(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "--sim-seeds", "5", "-s")
     assert "5 schedules" in output
     assert "1 passed" in output
 
 
-def test_one_seed_runs_alone(tmp_path: Path) -> None:
+def test_the_variable_runs_one_seed_alone(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "-v", MOORED_SIM_SEED="105")
     assert "every simulation runs seed 105 alone" in output
     assert "seed 105 failed (1 of 1 schedules)" in output
 
 
-def test_workers_of_xdist_get_the_option_too(tmp_path: Path) -> None:
+def test_xdist_workers_use_the_option(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     assert "1 passed" in run_pytest(tmp_path, "-p", "xdist", "--sim-seeds", "5", "-n", "2")
 
 
-def test_a_number_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_a_number_of_seeds_below_one_is_refused(tmp_path: Path) -> None:
     assert "--sim-seeds must be at least 1, not 0" in run_pytest(tmp_path, "--sim-seeds", "0")
 
 
-def test_pytest_finds_the_plugin_by_itself() -> None:
+def test_pytest_loads_the_plugin_by_its_entry_point() -> None:
     found = entry_points(group="pytest11", name="moored")
     assert [entry.value for entry in found] == [PLUGIN]
 
 
-def test_the_plugin_imports_nothing_of_the_simulation() -> None:
+def test_the_plugin_does_not_import_the_simulator() -> None:
     program = (
         "import sys, moored.testing.plugin\n"
         "print([name for name in sys.modules if name.startswith('moored.')])"

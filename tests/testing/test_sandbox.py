@@ -1,4 +1,4 @@
-"""A bot in the sandbox: its logic runs unchanged, and nothing leaves the process."""
+"""Event handlers in a sandbox session, without a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moored.testing import session_sandbox
 pytestmark = pytest.mark.pure
 
 
-async def test_a_handler_is_driven_and_what_it_sends_is_seen() -> None:
+async def test_a_handler_gets_events_and_its_sends_are_recorded() -> None:
     answered = []
 
     async def bot(event: Incoming) -> None:
@@ -28,7 +28,7 @@ async def test_a_handler_is_driven_and_what_it_sends_is_seen() -> None:
         assert answered == [Acked(sent.id)]
 
 
-async def test_a_bot_that_iterates_is_driven_as_well() -> None:
+async def test_code_that_iterates_over_events_gets_them() -> None:
     async def bot(session: Session) -> None:
         async for event in session.events():
             if event.type == "messages_upsert":

@@ -1,4 +1,4 @@
-"""The same conversations over real sockets and over simulated ones: protocols are told the same."""
+"""Protocols get the same callbacks over simulated connections as over real sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moored.testing import Sim, run_one
 
 
 class Log(asyncio.Protocol):
-    """Writes down what it is told, and wakes whoever waits for a part of it."""
+    """Records its callbacks and bytes, for tests to wait for."""
 
     def __init__(self, *, keep_open: bool) -> None:
         self.events: list[str] = []
@@ -112,7 +112,7 @@ async def abort(near: Log, far: Log) -> None:
 
 
 async def abort_unread(near: Log, far: Log) -> None:
-    """Closing a socket that has unread bytes resets the connection."""
+    """Close a socket that has unread bytes, which resets the connection."""
     near.transport.pause_reading()
     far.transport.write(b"unread")
     await asyncio.sleep(0.05)
@@ -134,7 +134,7 @@ async def back_pressure(near: Log, far: Log) -> None:
 
 
 async def write_after_the_end(near: Log, far: Log) -> None:
-    """A closed peer answers bytes with a reset, which the next write finds out."""
+    """Write to a closed peer, which answers with a reset that the next write notices."""
     far.transport.close()
     await near.sees("eof")
     while not near.transport.is_closing():
@@ -144,7 +144,7 @@ async def write_after_the_end(near: Log, far: Log) -> None:
     await far.ends()
 
 
-# Each with what its protocols answer to the end of the other's stream.
+# Each with the value that eof_received() returns.
 CASES = [
     (close, False),
     (large_close, False),
@@ -174,7 +174,9 @@ async def converse(case: Case, host: str, *, keep_open: bool) -> tuple[str, str]
 
 
 @pytest.mark.parametrize(("case", "keep_open"), CASES)
-async def test_real_sockets_and_simulated_ones_tell_the_same(case: Case, keep_open: bool) -> None:
+async def test_simulated_and_real_sockets_make_the_same_callbacks(
+    case: Case, keep_open: bool
+) -> None:
     real = await converse(case, "127.0.0.1", keep_open=keep_open)
     simulated = await asyncio.to_thread(_simulate, case, keep_open)
     assert simulated == {real}

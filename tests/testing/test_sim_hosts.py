@@ -1,4 +1,4 @@
-"""Simulated hosts: killed means killed, paused means paused, and clocks that lie."""
+"""Simulated hosts: kill, restart, pause, and wall clocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def echo(reader: Reader, writer: Writer) -> None:
     writer.close()
 
 
-def test_nothing_of_a_killed_host_runs_any_more() -> None:
+def test_a_killed_host_runs_no_more_code() -> None:
     async def scenario(sim: Sim) -> None:
         did: list[str] = []
 
@@ -71,7 +71,7 @@ def test_a_killed_host_sends_nothing_more() -> None:
             _, writer = await asyncio.open_connection("server", 8000)
             writer.write(b"before")
             await asyncio.sleep(1)
-            host.kill()  # by itself: what follows in the same step is already too late
+            host.kill()  # the next writes of the same step are dropped
             writer.write(b"after")
             await asyncio.open_connection("server", 8000)
             writer.write(b"long after")
@@ -137,7 +137,7 @@ def test_a_protocol_class_can_be_served() -> None:
     run(scenario)
 
 
-def test_a_server_that_cannot_listen_says_so() -> None:
+def test_serve_raises_the_error_of_a_server_that_cannot_listen() -> None:
     async def scenario(sim: Sim) -> None:
         await sim.serve(echo)
         with pytest.raises(OSError, match="port 8000 of 'server' is in use"):
@@ -159,7 +159,7 @@ def test_one_host_may_run_several_servers_and_restarts_them_all() -> None:
     run(scenario)
 
 
-def test_what_is_no_server_is_refused() -> None:
+def test_serve_refuses_a_function_that_is_not_a_server() -> None:
     async def scenario(sim: Sim) -> None:
         with pytest.raises(SimulationError, match="is not a server"):
             await sim.serve(lambda one: None)
@@ -167,7 +167,7 @@ def test_what_is_no_server_is_refused() -> None:
     run(scenario, 1)
 
 
-def test_a_paused_host_does_nothing_and_then_everything_in_order() -> None:
+def test_a_paused_host_continues_in_order_after_resume() -> None:
     async def scenario(sim: Sim) -> None:
         times: list[float] = []
         received = b""
@@ -192,7 +192,7 @@ def test_a_paused_host_does_nothing_and_then_everything_in_order() -> None:
         for number in range(10):
             writer.write(b"%d" % number)
             await asyncio.sleep(0.5)
-        # The machine still answers for the process that is stopped.
+        # The network stack of a paused host still accepts connections.
         _, other = await asyncio.open_connection("server", 8000)
         assert times[-1] < 2.5
         assert received == b""
@@ -206,7 +206,7 @@ def test_a_paused_host_does_nothing_and_then_everything_in_order() -> None:
     run(scenario)
 
 
-def test_what_ran_while_another_host_was_paused_does_not_run_again() -> None:
+def test_callbacks_that_ran_while_another_host_was_paused_run_once() -> None:
     async def scenario(sim: Sim) -> None:
         called: list[int] = []
         host, other = sim.host("a"), sim.host("b")
@@ -226,7 +226,7 @@ def test_what_ran_while_another_host_was_paused_does_not_run_again() -> None:
     run(scenario)
 
 
-def test_callbacks_of_a_paused_host_keep_their_order_when_it_goes_on() -> None:
+def test_callbacks_of_a_paused_host_keep_their_order() -> None:
     async def scenario(sim: Sim) -> None:
         called: list[int] = []
         host = sim.host("a")
@@ -244,7 +244,7 @@ def test_callbacks_of_a_paused_host_keep_their_order_when_it_goes_on() -> None:
     run(scenario)
 
 
-def test_what_a_host_has_planned_happens_although_it_dies() -> None:
+def test_sim_at_runs_although_the_host_that_called_it_was_killed() -> None:
     async def scenario(sim: Sim) -> None:
         happened = asyncio.Event()
         host = sim.host("a")
@@ -259,7 +259,7 @@ def test_what_a_host_has_planned_happens_although_it_dies() -> None:
     run(scenario)
 
 
-def test_a_host_that_is_killed_while_it_connects_connects_no_more() -> None:
+def test_a_host_killed_while_it_connects_never_connects() -> None:
     async def scenario(sim: Sim) -> None:
         connected = 0
 
@@ -280,7 +280,7 @@ def test_a_host_that_is_killed_while_it_connects_connects_no_more() -> None:
     run(scenario)
 
 
-def test_a_host_that_is_killed_while_paused_stays_dead() -> None:
+def test_resume_does_not_revive_a_killed_host() -> None:
     async def scenario(sim: Sim) -> None:
         did: list[str] = []
 
@@ -302,7 +302,7 @@ def test_a_host_that_is_killed_while_paused_stays_dead() -> None:
     run(scenario)
 
 
-def test_run_returns_raises_and_is_told_of_a_kill() -> None:
+def test_run_returns_the_result_or_raises_the_error_or_host_killed() -> None:
     async def scenario(sim: Sim) -> None:
         host = sim.host("a")
 
@@ -326,7 +326,7 @@ def test_run_returns_raises_and_is_told_of_a_kill() -> None:
     run(scenario)
 
 
-def test_cancelling_run_cancels_what_runs() -> None:
+def test_cancelling_run_cancels_the_coroutine() -> None:
     async def scenario(sim: Sim) -> None:
         ended = asyncio.Event()
 
@@ -366,7 +366,7 @@ def test_a_main_that_is_cancelled_does_not_fail_the_seed() -> None:
     run(scenario)
 
 
-def test_the_scenario_cannot_kill_itself() -> None:
+def test_host_main_cannot_be_killed_or_paused() -> None:
     async def scenario(sim: Sim) -> None:
         main = sim.host("main")
         for action in (main.kill, main.pause):
@@ -378,7 +378,7 @@ def test_the_scenario_cannot_kill_itself() -> None:
     run(scenario, 1)
 
 
-def test_a_host_listens_only_for_itself() -> None:
+def test_a_host_cannot_listen_on_another_host() -> None:
     async def scenario(sim: Sim) -> None:
         sim.host("b")
         with pytest.raises(OSError, match="'b' is not 'a'"):
@@ -387,7 +387,7 @@ def test_a_host_listens_only_for_itself() -> None:
     run(scenario, 1)
 
 
-def test_wall_clocks_step_together_and_alone() -> None:
+def test_wall_clocks_can_be_stepped_together_or_for_one_host() -> None:
     async def scenario(sim: Sim) -> None:
         host = sim.host("a")
 
@@ -404,7 +404,7 @@ def test_wall_clocks_step_together_and_alone() -> None:
     run(scenario, 1)
 
 
-def test_what_is_planned_happens_then_and_its_errors_fail_the_seed() -> None:
+def test_sim_at_runs_at_its_time_and_its_errors_fail_the_seed() -> None:
     async def scenario(sim: Sim) -> None:
         seen: list[float] = []
 
@@ -430,7 +430,7 @@ def test_what_is_planned_happens_then_and_its_errors_fail_the_seed() -> None:
     assert "LookupError: planned" in error
 
 
-def test_a_host_describes_itself() -> None:
+def test_the_repr_of_a_host_names_its_state() -> None:
     async def scenario(sim: Sim) -> None:
         host = sim.host("db")
         assert repr(host) == "<Host db (10.0.0.2) running, 0 connections>"

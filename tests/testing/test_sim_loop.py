@@ -1,4 +1,4 @@
-"""The simulated loop: virtual time, and an order that only tasks may leave."""
+"""The simulated loop: virtual time, the order of callbacks and tasks, and the teardown."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_timers_with_equal_deadlines_fire_in_the_order_they_were_set() -> None:
         assert run_one(scenario, seed).result() == list(range(50))
 
 
-def test_cancelled_timers_do_not_fire_and_are_forgotten() -> None:
+def test_cancelled_timers_do_not_fire_and_are_removed() -> None:
     async def scenario(sim: Sim) -> int:
         fired: list[int] = []
         timers = [sim.loop.call_later(30, fired.append, n) for n in range(1000)]
@@ -158,7 +158,7 @@ def test_timer_slack_fires_timers_before_and_after_their_deadline() -> None:
     assert times == [run_one(scenario, seed, timer_slack=0.001).result() for seed in range(50)]
 
 
-def test_timer_slack_never_lets_time_go_back() -> None:
+def test_time_never_goes_back_with_timer_slack() -> None:
     async def scenario(sim: Sim) -> None:
         fired: list[float] = []
         for number in range(100):
@@ -171,30 +171,30 @@ def test_timer_slack_never_lets_time_go_back() -> None:
         run_one(scenario, seed, timer_slack=0.001)
 
 
-def test_a_simulation_with_timer_slack_finds_a_timer_that_takes_early_as_nothing_to_do() -> None:
-    """The defect that uvloop shows: woken before the deadline, the code does not wait again."""
+def test_timer_slack_finds_code_that_does_not_rearm_an_early_timer() -> None:
+    """On uvloop a timer may fire early: code that is woken before its deadline must wait again."""
 
-    async def scenario(sim: Sim, *, mends: bool = False) -> None:
-        loop, over = sim.loop, asyncio.Event()
+    async def scenario(sim: Sim, *, rearms: bool = False) -> None:
+        loop, expired = sim.loop, asyncio.Event()
         deadline = sim.now + 5.0
 
-        def look() -> None:
+        def check() -> None:
             if sim.now >= deadline:
-                over.set()
-            elif mends:
-                loop.call_at(deadline, look)
+                expired.set()
+            elif rearms:
+                loop.call_at(deadline, check)
 
-        loop.call_at(deadline, look)
-        await over.wait()
+        loop.call_at(deadline, check)
+        await expired.wait()
 
     simulate(scenario, 100)
     with pytest.raises(SimulationFailed) as failed:
         simulate(scenario, 100, timer_slack=0.001)
     assert isinstance(failed.value.__cause__, Deadlock)
-    simulate(partial(scenario, mends=True), 500, timer_slack=0.001)
+    simulate(partial(scenario, rearms=True), 500, timer_slack=0.001)
 
 
-def test_the_network_is_as_exact_with_timer_slack_as_without() -> None:
+def test_timer_slack_does_not_affect_the_network() -> None:
     async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
         writer.close()
@@ -222,7 +222,7 @@ def test_a_callback_that_is_cancelled_before_its_turn_does_not_run() -> None:
         run_one(scenario, seed)
 
 
-def test_the_network_keeps_its_order_under_timer_slack() -> None:
+def test_bytes_keep_their_order_with_timer_slack() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(64):
             writer.write(data)
@@ -241,7 +241,7 @@ def test_the_network_keeps_its_order_under_timer_slack() -> None:
     simulate(scenario, scaled(400), timer_slack=0.001)
 
 
-def test_cancelling_a_group_has_an_order_that_only_the_seed_decides() -> None:
+def test_the_seed_alone_decides_the_order_in_which_a_task_group_cancels() -> None:
     async def scenario(sim: Sim) -> tuple[int, ...]:
         cancelled: list[int] = []
 
@@ -280,7 +280,7 @@ def _error(outcome: Outcome[Any]) -> str:
     return str(outcome.error)
 
 
-def test_a_deadlock_says_who_waits_for_what() -> None:
+def test_a_deadlock_lists_what_each_task_awaits() -> None:
     async def scenario(sim: Sim) -> None:
         never = asyncio.Event()
 
@@ -300,10 +300,10 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     assert "no task is ready and no timer is set at 0.000000 s" in text
     assert "scenario  waits on  task reader" in text
     assert "reader  waits on  <asyncio.locks.Event object" in text
-    assert "in test_a_deadlock_says_who_waits_for_what.<locals>.scenario.<locals>.ticks" in text
+    assert "in test_a_deadlock_lists_what_each_task_awaits.<locals>.scenario.<locals>.ticks" in text
 
 
-def test_a_task_that_spins_is_a_livelock() -> None:
+def test_a_task_that_never_sleeps_is_a_livelock() -> None:
     async def scenario(sim: Sim) -> None:
         sim.loop.livelock_after = 500
         for _ in range(1_000_000):
@@ -314,7 +314,7 @@ def test_a_task_that_spins_is_a_livelock() -> None:
     assert "virtual time stood still for 501 turns" in _error(outcome)
 
 
-def test_a_scenario_that_goes_on_for_ever_meets_its_limit() -> None:
+def test_an_endless_scenario_exceeds_its_time_limit() -> None:
     async def scenario(sim: Sim) -> None:
         for _ in range(1_000_000):
             await asyncio.sleep(7)
@@ -324,7 +324,7 @@ def test_a_scenario_that_goes_on_for_ever_meets_its_limit() -> None:
     assert "the next timer is past the limit of 60 s at 56.000000 s" in _error(outcome)
 
 
-def test_an_exception_that_nobody_retrieves_fails_the_schedule() -> None:
+def test_an_exception_that_is_never_retrieved_fails_the_schedule() -> None:
     async def scenario(sim: Sim) -> None:
         async def fail() -> None:
             raise LookupError("lost")
@@ -347,7 +347,7 @@ def test_an_exception_in_a_callback_fails_the_schedule() -> None:
     assert isinstance(run_one(scenario, 1, check=False).error, Unretrieved)
 
 
-def test_a_pending_task_that_nobody_holds_fails_the_schedule() -> None:
+def test_a_pending_task_without_references_fails_the_schedule() -> None:
     async def scenario(sim: Sim) -> None:
         async def wait() -> None:
             await sim.loop.create_future()
@@ -378,7 +378,7 @@ def test_pending_tasks_are_cancelled_at_the_end_and_may_clean_up() -> None:
     assert (outcome.seconds, outcome.abandoned) == (1.0, ())
 
 
-def test_a_failure_while_being_cancelled_at_the_end_fails_the_schedule() -> None:
+def test_an_exception_during_the_final_cancellation_fails_the_schedule() -> None:
     async def scenario(sim: Sim) -> None:
         async def work() -> None:
             try:
@@ -392,7 +392,7 @@ def test_a_failure_while_being_cancelled_at_the_end_fails_the_schedule() -> None
     assert "in the clean-up" in _error(run_one(scenario, 1, check=False))
 
 
-def test_a_task_that_will_not_end_is_abandoned_and_named() -> None:
+def test_a_task_that_ignores_cancellation_is_reported_as_abandoned() -> None:
     async def scenario(sim: Sim) -> None:
         async def stubborn() -> None:
             while True:
@@ -409,7 +409,7 @@ def test_a_task_that_will_not_end_is_abandoned_and_named() -> None:
     assert outcome.abandoned == ("stubborn",)
 
 
-def test_tasks_of_a_custom_factory_are_ended_too() -> None:
+def test_tasks_of_a_custom_factory_are_cancelled_at_the_end() -> None:
     ended: list[str] = []
 
     async def scenario(sim: Sim) -> None:
@@ -465,7 +465,7 @@ def test_call_soon_threadsafe_works_from_this_thread_only() -> None:
     run_one(scenario, 1).result()
 
 
-def test_the_machine_is_left_as_it_was() -> None:
+def test_global_state_is_restored_after_a_schedule() -> None:
     import random
     import sys
 
@@ -500,7 +500,7 @@ def test_asynchronous_generators_are_closed_at_the_end() -> None:
     assert closed == ["closed"]
 
 
-def test_the_loop_and_the_outcome_describe_themselves() -> None:
+def test_the_reprs_of_loop_sim_and_outcome() -> None:
     async def scenario(sim: Sim) -> str:
         await asyncio.sleep(2)
         return f"{sim.loop!r} {sim!r}"
@@ -513,7 +513,7 @@ def test_the_loop_and_the_outcome_describe_themselves() -> None:
     assert repr(outcome).startswith("<Outcome of seed 3: passed after 2.000000 s, ")
 
 
-def test_a_closed_loop_takes_no_more_callbacks() -> None:
+def test_a_closed_loop_refuses_callbacks() -> None:
     loop = SimLoop(1)
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -1,4 +1,4 @@
-"""The simulated network: TCP as programs see it, and the faults that can be switched on."""
+"""The simulated network: TCP semantics, and faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(scenario: Callable[[Sim], Awaitable[T]], seeds: int = 20) -> list[T]:
 
 
 class Log(asyncio.Protocol):
-    """A protocol that writes down what it is told."""
+    """A protocol that records its callbacks."""
 
     def __init__(self, *, keep_open: bool = False) -> None:
         self.events: list[Any] = []
@@ -83,7 +83,7 @@ def test_streams_run_unchanged() -> None:
     run(scenario)
 
 
-def test_bytes_arrive_in_order_however_they_are_cut() -> None:
+def test_bytes_arrive_in_order_however_they_are_split() -> None:
     async def scenario(sim: Sim) -> list[int]:
         payload = bytes(range(256)) * 20
         sizes: list[int] = []
@@ -116,7 +116,7 @@ def test_bytes_arrive_in_order_however_they_are_cut() -> None:
     assert min(len(sizes) for sizes in cuts) < 15 < max(len(sizes) for sizes in cuts)
 
 
-def test_an_unknown_host_is_an_error_of_the_resolver() -> None:
+def test_an_unknown_host_is_a_gaierror() -> None:
     async def scenario(sim: Sim) -> None:
         with pytest.raises(socket.gaierror, match="no simulated host is called 'nowhere'"):
             await asyncio.open_connection("nowhere", 80)
@@ -128,7 +128,7 @@ def test_an_unknown_host_is_an_error_of_the_resolver() -> None:
     run(scenario, 1)
 
 
-def test_a_port_where_nobody_listens_refuses() -> None:
+def test_a_port_without_a_listener_refuses() -> None:
     async def scenario(sim: Sim) -> float:
         sim.host("server")
         with pytest.raises(ConnectionRefusedError) as caught:
@@ -152,7 +152,7 @@ def test_refuse_and_heal() -> None:
     run(scenario)
 
 
-def test_a_fault_of_an_unknown_host_is_a_mistake_of_the_scenario() -> None:
+def test_a_fault_of_an_unknown_host_is_a_simulation_error() -> None:
     async def scenario(sim: Sim) -> None:
         with pytest.raises(SimulationError, match="no simulated host is called 'servre'"):
             sim.network.refuse("servre")
@@ -177,7 +177,7 @@ def test_reset_ends_a_connection_on_both_sides() -> None:
     run(scenario)
 
 
-def test_a_half_open_link_swallows_everything_until_the_sender_gives_up() -> None:
+def test_a_half_open_connection_drops_bytes_until_the_sender_times_out() -> None:
     async def scenario(sim: Sim) -> float:
         near, far = Log(), Log()
         await sim.serve(lambda: far)
@@ -195,7 +195,7 @@ def test_a_half_open_link_swallows_everything_until_the_sender_gives_up() -> Non
     assert all(925 < seconds < 926 for seconds in run(scenario))
 
 
-def test_a_reader_on_a_half_open_link_waits_for_ever() -> None:
+def test_a_reader_of_a_half_open_connection_waits_for_ever() -> None:
     async def scenario(sim: Sim) -> None:
         await sim.serve(silent)
         reader, writer = await asyncio.open_connection("server", 8000)
@@ -223,7 +223,7 @@ def test_an_idle_connection_survives_a_black_hole() -> None:
     run(scenario)
 
 
-def test_a_black_hole_may_work_one_way() -> None:
+def test_a_black_hole_can_affect_one_direction() -> None:
     async def scenario(sim: Sim) -> None:
         near, far = Log(), Log()
         await sim.serve(lambda: far)
@@ -285,7 +285,7 @@ def test_a_pause_delays_and_loses_nothing() -> None:
     run(scenario)
 
 
-def test_slow_decides_how_long_a_packet_takes() -> None:
+def test_slow_sets_the_latency() -> None:
     async def scenario(sim: Sim) -> float:
         await sim.serve(echo)
         sim.network.slow("server", latency=(2.0, 2.0))
@@ -293,7 +293,7 @@ def test_slow_decides_how_long_a_packet_takes() -> None:
         writer.close()
         return sim.now
 
-    # There and back; the server itself was up at once.
+    # There and back; the server itself started at once.
     assert run(scenario, 5) == [4.0] * 5
 
 
@@ -308,7 +308,7 @@ def test_connecting_into_a_black_hole_times_out_as_it_does_on_linux() -> None:
     assert run(scenario, 3) == [127.0] * 3
 
 
-def test_a_connect_goes_through_when_the_network_comes_back() -> None:
+def test_a_connect_succeeds_when_the_network_heals() -> None:
     async def scenario(sim: Sim) -> float:
         await sim.serve(echo)
         sim.network.blackhole("server")
@@ -317,11 +317,11 @@ def test_a_connect_goes_through_when_the_network_comes_back() -> None:
         writer.close()
         return sim.now
 
-    # Asked again after 1, 3 and 7 seconds, as TCP does.
+    # SYN packets are repeated after 1, 3 and 7 seconds, as in Linux.
     assert all(7.0 < seconds < 7.2 for seconds in run(scenario))
 
 
-def test_a_lost_answer_to_a_connect_is_repeated() -> None:
+def test_a_lost_reply_to_a_connect_is_repeated() -> None:
     async def scenario(sim: Sim) -> float:
         await sim.serve(echo)
         sim.network.blackhole("server", direction="out")
@@ -360,7 +360,7 @@ def test_a_cancelled_connect_leaves_nothing_open() -> None:
     run(scenario)
 
 
-def test_half_close_lets_the_other_side_go_on() -> None:
+def test_a_half_closed_connection_still_receives() -> None:
     async def scenario(sim: Sim) -> None:
         far = Log(keep_open=True)
         await sim.serve(lambda: far)
@@ -418,7 +418,7 @@ def test_writing_to_a_peer_that_has_closed_ends_in_a_reset() -> None:
         assert not transport.is_closing()
         transport.write(b"anybody?")
         await asyncio.sleep(1)
-        # A socket that reads no more learns of the reset when it next writes.
+        # A socket that does not read notices the reset at its next write.
         transport.write(b"hello?")
         await near.ended.wait()
         assert isinstance(near.events[-1], BrokenPipeError)
@@ -451,7 +451,7 @@ def test_a_slow_reader_holds_the_writer_back() -> None:
     run(scenario)
 
 
-def test_drain_on_a_half_open_link_blocks_when_the_window_is_full() -> None:
+def test_drain_on_a_half_open_connection_blocks_when_the_window_is_full() -> None:
     async def scenario(sim: Sim) -> None:
         await sim.serve(silent)
         _, writer = await asyncio.open_connection("server", 8000)
@@ -497,7 +497,7 @@ def test_a_port_has_one_listener_at_a_time() -> None:
     run(scenario, 1)
 
 
-def test_the_loopback_is_touched_only_by_its_own_name() -> None:
+def test_only_faults_of_localhost_affect_the_loopback() -> None:
     async def scenario(sim: Sim) -> None:
         await asyncio.start_server(echo, "localhost", 80)
         sim.network.refuse("main")
@@ -510,7 +510,7 @@ def test_the_loopback_is_touched_only_by_its_own_name() -> None:
     run(scenario, 1)
 
 
-def test_a_server_stops_taking_connections_when_it_is_closed() -> None:
+def test_a_closed_server_refuses_connections() -> None:
     async def scenario(sim: Sim) -> None:
         server = await asyncio.start_server(echo, "server", 80)
         serving = asyncio.create_task(server.serve_forever())
@@ -529,7 +529,7 @@ def test_a_server_stops_taking_connections_when_it_is_closed() -> None:
     run(scenario)
 
 
-def test_serve_forever_is_for_one_task_and_ends_when_the_server_is_closed() -> None:
+def test_serve_forever_allows_one_task_and_ends_at_close() -> None:
     async def scenario(sim: Sim) -> None:
         server = await asyncio.start_server(echo, "server", 80)
         with pytest.raises(OSError, match="not connected") as caught:
@@ -546,7 +546,7 @@ def test_serve_forever_is_for_one_task_and_ends_when_the_server_is_closed() -> N
     run(scenario)
 
 
-def test_the_end_of_a_stream_that_is_lost_is_given_up_too() -> None:
+def test_a_connection_that_loses_its_fin_times_out() -> None:
     async def scenario(sim: Sim) -> float:
         near, far = Log(), Log()
         await sim.serve(lambda: far)
@@ -562,7 +562,7 @@ def test_the_end_of_a_stream_that_is_lost_is_given_up_too() -> None:
     assert all(925 < seconds < 926 for seconds in run(scenario))
 
 
-def test_a_buffered_protocol_gets_its_bytes_too() -> None:
+def test_a_buffered_protocol_receives_bytes() -> None:
     class Buffered(asyncio.BufferedProtocol):
         def __init__(self) -> None:
             self.received = b""
@@ -602,7 +602,7 @@ def test_a_protocol_that_raises_loses_its_connection_and_fails_the_seed() -> Non
     assert "protocol.data_received() failed" in str(outcome.error)
 
 
-def test_sockets_of_the_machine_are_refused() -> None:
+def test_real_sockets_are_refused() -> None:
     async def scenario(sim: Sim) -> None:
         with socket.socket() as real, pytest.raises(NotImplementedError, match="no real sockets"):
             await sim.loop.create_connection(asyncio.Protocol, sock=real)
@@ -624,8 +624,8 @@ def test_the_same_seed_gives_the_same_bytes_at_the_same_times() -> None:
     assert run(scenario) == run(scenario)
 
 
-def test_faults_of_all_kinds_never_break_the_rules_of_a_stream() -> None:
-    """Whatever happens, what arrives is a prefix of what was sent, and every end is told once."""
+def test_streams_keep_their_order_under_all_faults() -> None:
+    """The received bytes are a prefix of the sent ones, and each end is reported once."""
 
     async def scenario(sim: Sim) -> None:
         far, near = Log(), Log()
@@ -660,7 +660,7 @@ def test_faults_of_all_kinds_never_break_the_rules_of_a_stream() -> None:
     simulate(scenario, 100)
 
 
-def test_healing_a_host_heals_what_lies_between_it_and_another() -> None:
+def test_healing_a_host_ends_faults_between_it_and_another() -> None:
     async def scenario(sim: Sim) -> None:
         await sim.serve(echo)
         sim.host("a")
@@ -676,7 +676,7 @@ def test_healing_a_host_heals_what_lies_between_it_and_another() -> None:
     run(scenario, 3)
 
 
-def test_a_storm_breaks_things_and_passes() -> None:
+def test_a_storm_breaks_connections_and_ends() -> None:
     async def scenario(sim: Sim) -> int:
         await sim.serve(echo)
         sim.storm("server", until=60.0)

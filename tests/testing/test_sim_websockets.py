@@ -55,7 +55,7 @@ async def conversation(sim: Sim) -> None:
             await ask(connection, f"question {number}")
 
 
-def test_a_conversation_survives_every_way_of_cutting_bytes() -> None:
+def test_messages_arrive_however_bytes_are_split() -> None:
     simulate(conversation, 50)
 
 
@@ -70,16 +70,16 @@ async def half_open(sim: Sim) -> float:
         return sim.now
 
 
-def test_a_half_open_link_is_noticed_by_the_keepalive_in_virtual_time() -> None:
+def test_the_keepalive_detects_a_half_open_connection_in_virtual_time() -> None:
     for seed in range(20):
         outcome = run_one(half_open, seed, check=False)
-        # A ping after 20 s that is not answered for 20 s, and up to 10 s for the closing handshake.
+        # A ping after 20 s, no pong for 20 s, and up to 10 s for the closing handshake.
         assert PING + PONG <= outcome.result() <= PING + PONG + CLOSE + 1
         again = run_one(half_open, seed)
         assert (again.result(), again.digest) == (outcome.result(), outcome.digest)
 
 
-def test_a_killed_server_is_noticed_at_once_and_found_again() -> None:
+def test_a_client_reconnects_to_a_killed_and_restarted_server() -> None:
     async def scenario(sim: Sim) -> None:
         server = await boot(sim)
         sim.at(sim.random(0.5, 1.5), server.restart)

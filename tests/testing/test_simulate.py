@@ -1,4 +1,4 @@
-"""Many schedules: the same everywhere, and one error that says how to see it again."""
+"""`simulate`: reproducible schedules, and errors that name the seed to repeat."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _own_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def chat(sim: Sim) -> int:
-    """Clients that ask five times each, of a server that is restarted meanwhile."""
+    """Clients send five requests each to a server that is restarted meanwhile."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -72,7 +72,7 @@ async def unlucky(sim: Sim) -> None:
     assert sim.rng.random() > 0.02, "an unlucky seed"
 
 
-def test_a_report_says_how_much_was_tried() -> None:
+def test_a_report_counts_the_schedules() -> None:
     report = simulate(chat, 40, first_seed=1, processes=1)
     assert isinstance(report, Report)
     assert (report.schedules, report.distinct, report.processes) == (40, 40, 1)
@@ -80,7 +80,7 @@ def test_a_report_says_how_much_was_tried() -> None:
     assert "40 schedules, 40 distinct, in " in str(report)
 
 
-def test_processes_share_the_work_and_change_nothing() -> None:
+def test_the_report_does_not_depend_on_the_number_of_processes() -> None:
     alone = simulate(chat, 64, first_seed=1, processes=1)
     shared = simulate(chat, 64, first_seed=1, processes=2)
     assert shared.processes == 2
@@ -91,16 +91,16 @@ def test_processes_share_the_work_and_change_nothing() -> None:
     )
 
 
-def test_the_first_failing_seed_is_the_same_however_the_work_is_shared() -> None:
+def test_the_first_failing_seed_does_not_depend_on_the_number_of_processes() -> None:
     seeds = [seed for seed in range(1000) if not run_one(unlucky, seed, check=False).ok]
-    assert len(seeds) > 3, "or the scenario is too lucky to test anything"
+    assert len(seeds) > 3, "too few seeds fail for this test"
     for processes in (1, 2, 3):
         with pytest.raises(SimulationFailed) as caught:
             simulate(unlucky, 1000, first_seed=0, processes=processes)
         assert caught.value.seed == caught.value.position == seeds[0]
 
 
-def test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it() -> None:
+def test_a_failure_has_seed_trace_traceback_and_the_command_to_repeat_it() -> None:
     async def scenario(sim: Sim) -> None:
         sim.note("before the storm")
         await asyncio.sleep(1.25)
@@ -112,16 +112,16 @@ def test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it() -> No
     text = str(failed)
     assert "seed 13 failed (4 of 10 schedules): AssertionError: it is Friday" in text
     assert "repeat it with: MOORED_SIM_SEED=13 pytest '" in text
-    assert "::test_a_failure_carries_seed_trace_traceback_and_the_way_to_repeat_it'" in text
+    assert "::test_a_failure_has_seed_trace_traceback_and_the_command_to_repeat_it'" in text
     assert "before the storm" in failed.trace
     assert "1.250000  scenario                 runs at test_simulate.py:" in failed.trace
     assert "it is Friday" in failed.traceback
-    assert "base_events.py" not in failed.traceback, "the machinery is not what went wrong"
+    assert "base_events.py" not in failed.traceback, "the frames of the event loop are removed"
     assert isinstance(failed.__cause__, AssertionError)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failure_that_does_not_come_again_is_reported_with_its_error(
+def test_a_failure_that_cannot_be_repeated_is_reported_with_its_error(
     processes: int, tmp_path: Path
 ) -> None:
     async def scenario(sim: Sim) -> None:
@@ -135,7 +135,7 @@ def test_a_failure_that_does_not_come_again_is_reported_with_its_error(
     assert "AssertionError: only once: 13" in str(caught.value)
 
 
-def test_one_seed_can_be_repeated_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moored_sim_seed_runs_one_seed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, int]] = []
 
     async def scenario(sim: Sim) -> None:
@@ -146,7 +146,7 @@ def test_one_seed_can_be_repeated_in_this_process(monkeypatch: pytest.MonkeyPatc
     assert ran == [(4711, os.getpid())]
 
 
-def test_the_number_of_seeds_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moored_sim_seeds_overrides_the_number_of_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(sim: Sim) -> None:
         pass
 
@@ -155,7 +155,7 @@ def test_the_number_of_seeds_can_be_overridden(monkeypatch: pytest.MonkeyPatch) 
     assert simulate(scenario, [1, 2]).schedules == 2
 
 
-def test_seeds_begin_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moored_seed_is_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     async def scenario(sim: Sim) -> None:
@@ -167,12 +167,12 @@ def test_seeds_begin_where_the_environment_says(monkeypatch: pytest.MonkeyPatch)
     assert seeds == [100, 101, 102, 7, 8]
 
 
-def test_a_simulation_of_nothing_is_an_error() -> None:
+def test_a_simulation_without_seeds_is_an_error() -> None:
     with pytest.raises(SimulationError, match="would always pass"):
         simulate(chat, [])
 
 
-def test_a_scenario_that_depends_on_more_than_its_seed_is_found_out() -> None:
+def test_a_scenario_that_depends_on_more_than_its_seed_is_reported() -> None:
     runs = 0
 
     async def scenario(sim: Sim) -> None:
@@ -195,14 +195,14 @@ def test_a_worker_that_dies_is_reported() -> None:
         simulate(scenario, 100, processes=2)
 
 
-async def test_a_simulation_is_not_started_from_a_coroutine() -> None:
+async def test_a_simulation_inside_a_running_loop_is_refused() -> None:
     with pytest.raises(SimulationError, match="call it from a plain function"):
         run_one(unlucky, 1)
     with pytest.raises(SimulationError, match="call it from a plain function"):
         simulate(unlucky, 1000)
 
 
-def test_unhandled_exceptions_are_noted_beside_the_error_of_the_scenario() -> None:
+def test_unhandled_exceptions_are_notes_of_the_error_of_the_scenario() -> None:
     async def scenario(sim: Sim) -> None:
         sim.loop.call_soon(lambda: 1 / 0)
         await asyncio.sleep(1)
@@ -230,7 +230,7 @@ def test_an_error_in_a_destructor_fails_the_seed() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=integers(0, 2**32), pauses=lists(floats(0, 5), max_size=5))
-def test_hypothesis_can_choose_the_schedule(seed: int, pauses: list[float]) -> None:
+def test_hypothesis_can_choose_the_seed(seed: int, pauses: list[float]) -> None:
     async def scenario(sim: Sim) -> float:
         for pause in pauses:
             await asyncio.sleep(pause)
@@ -261,7 +261,7 @@ print([run_one(chat, seed).digest for seed in range(10)])
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
-def test_a_schedule_does_not_depend_on_the_hashes_of_a_process(hash_seed: str) -> None:
+def test_a_schedule_does_not_depend_on_the_hash_seed_of_the_process(hash_seed: str) -> None:
     here = [run_one(chat, seed).digest for seed in range(10)]
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     there = subprocess.run(
@@ -271,8 +271,8 @@ def test_a_schedule_does_not_depend_on_the_hashes_of_a_process(hash_seed: str) -
 
 
 def test_a_hundred_schedules_take_a_few_seconds_at_most() -> None:
-    # Of this process alone: what else the machine does is not the simulation's.
+    # CPU time of this process, which does not depend on the load of the machine.
     begin = time.process_time()
     simulate(chat, 100, processes=1)
-    # 130 a second is what is wanted of a free core; a third of it is enough to live with.
+    # The target is 130 per second on a free core; a third of that is the limit here.
     assert time.process_time() - begin < 3 * 100 / 130

@@ -1,4 +1,4 @@
-"""The face of `moored.testing`."""
+"""The public names of `moored.testing`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import moored.testing as testing
 pytestmark = pytest.mark.pure
 
 
-def test_every_public_name_is_there_and_says_what_it_is() -> None:
+def test_every_public_name_exists_and_has_a_docstring() -> None:
     for name in testing.__all__:
         assert getattr(testing, name) is not None
-        if name != "Scenario":  # an alias of types cannot have a docstring
+        if name != "Scenario":  # a type alias has no docstring
             assert getattr(testing, name).__doc__
     assert set(testing.__all__) <= set(dir(testing))
 
 
-def test_what_types_see_is_what_runs() -> None:
-    """The names that are imported for type checkers are those that are looked up on first use."""
+def test_names_for_type_checkers_are_those_imported_on_first_use() -> None:
     tree = ast.parse(Path(testing.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {

@@ -1,4 +1,4 @@
-"""Threads that get in each other's way, found out."""
+"""`stress_threads`: races, exceptions and hangs are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moored.testing import StressFailed, stress_threads
 
 
 class Counter:
-    """A counter whose lock can be left away."""
+    """A counter with an optional lock."""
 
     def __init__(self, *, locked: bool) -> None:
         self.value = 0
@@ -27,7 +27,7 @@ class Counter:
 
     def _add(self) -> None:
         value = self.value
-        # Gives up the interpreter here, so that the race does not depend on the machine's mood.
+        # Release the interpreter lock here, so that the race does not depend on timing.
         time.sleep(0)
         self.value = value + 1
 
@@ -49,7 +49,7 @@ def test_a_locked_counter_passes() -> None:
     assert str(report).startswith("1,600 calls by 8 threads in ")
 
 
-def test_what_must_always_hold_is_checked_while_the_threads_run() -> None:
+def test_always_is_checked_while_the_threads_run() -> None:
     seen: list[int] = []
     counter = Counter(locked=True)
 
@@ -82,7 +82,7 @@ def test_exceptions_of_all_threads_are_collected() -> None:
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_threads_that_hang_are_shown_with_their_stacks() -> None:
+def test_hung_threads_are_reported_with_their_stacks() -> None:
     release = threading.Event()
 
     def wait_for_nothing(thread: int, iteration: int) -> None:
@@ -98,7 +98,7 @@ def test_threads_that_hang_are_shown_with_their_stacks() -> None:
     assert "in wait_for_nothing" in str(caught.value)
 
 
-def test_the_switch_interval_comes_back() -> None:
+def test_the_switch_interval_is_restored() -> None:
     before = sys.getswitchinterval()
     inside: list[float] = []
     stress_threads(lambda *_: inside.append(sys.getswitchinterval()), threads=2, iterations=1)

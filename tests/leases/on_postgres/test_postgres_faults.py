@@ -11,7 +11,7 @@ import pytest
 from psycopg import sql
 from tests.leases.conformance import request
 from tests.leases.on_postgres.support import PATIENCE, Database, recovered, refusal, rows, swept
-from tests.silence import silence
+from tests.silent_server import silent_server
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Clock
@@ -51,11 +51,11 @@ async def test_a_cancelled_call_ends_at_once(far_store: PostgresStore, proxy: Fa
 
 
 async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
-    async with silence() as server, asyncio.timeout(3 * PATIENCE):
+    async with silent_server() as server, asyncio.timeout(3 * PATIENCE):
         url = f"postgresql://x@127.0.0.1:{server.port}/x"
         store = open_postgres(url, clock=Clock.current())
         call = asyncio.create_task(store.acquire(request()))
-        await server.came.wait()
+        await server.arrived.wait()
         call.cancel()
         await asyncio.wait({call})
         await server.gone.wait()

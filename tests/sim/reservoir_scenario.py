@@ -1,4 +1,4 @@
-"""One bad day of a real pool: its server, its lease store and its own parts fail as they like."""
+"""A pool whose server, lease store and own parts fail at random."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import asyncio
 from tests.leases.bad_line import Weather
 from tests.sim.reservoir_callers import Callers
 from tests.sim.reservoir_database import Database, Wire, most_over
+from tests.sim.reservoir_faults import PoolFaults
 from tests.sim.reservoir_ledger import CountedLeases, Ledger
-from tests.sim.reservoir_trouble import Trouble
-from tests.sim.reservoir_watch import EXACT, Watch
+from tests.sim.reservoir_violations import EXACT, Violations
 
 from moored.leases import Policy
 from moored.leases._policy import OnUnavailable
 from moored.reservoir import AsyncConnectionPool, ReservoirConfig
 from moored.testing import Sim
 
-__all__ = ["Day"]
+__all__ = ["PoolScenario"]
 
-TROUBLE_UNTIL = 10.0
-#: After the last trouble: the longest backoffs, of the refiller and of the lease client, and the
-#: leases of lost answers end.
+FAULTS_UNTIL = 10.0
+#: Seconds after the last fault: the longest backoffs, of the refiller and of the lease client, and
+#: the TTL of leases whose grant was lost.
 RECOVERY = 45.0
-#: After the end: those in use come back, and what hangs is given up.
+#: Seconds after the close: connections in use return, and hanging closes time out.
 SETTLED = 12.0
 RATE, BURST = 6.0, 4
 TTL = 6.0
 
 
-class Day:
-    """A pool, everything that it depends on, and everybody who depends on it."""
+class PoolScenario:
+    """A pool, its server, its lease store and its callers."""
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
-        self.watch = Watch(sim)
+        self.violations = Violations(sim)
         self.weather = Weather()
-        self.ledger = Ledger(sim, self.watch, self.weather)
-        self.database = Database(sim, self.watch, self.ledger.lease_of_task)
+        self.ledger = Ledger(sim, self.violations, self.weather)
+        self.database = Database(sim, self.violations, self.ledger.lease_of_task)
         self.ledger.wires = self.database.physical
         self.leases = CountedLeases(self.ledger, self._policy())
         self.pool = self._pool()
         self.database.most = self._most
-        self.callers = Callers(sim, self.watch, self.pool, self.database, self.ledger)
-        self.trouble = Trouble(sim, self.pool, self.database, self.ledger, self.weather)
+        self.callers = Callers(sim, self.violations, self.pool, self.database, self.ledger)
+        self.faults = PoolFaults(sim, self.pool, self.database, self.ledger, self.weather)
 
     def _policy(self) -> Policy:
         outage: OnUnavailable = self.sim.rng.choice(("refuse", "local"))
@@ -83,43 +83,45 @@ class Day:
     def _most(self) -> int:
         return self.pool.max_size
 
-    # -- how it goes ---------------------------------------------------------------------------
+    # -- phases --------------------------------------------------------------------------------
 
-    async def live(self) -> None:
-        """From the opening to the end, which comes early for some."""
+    async def run(self) -> None:
+        """Open the pool, inject faults, let it recover, close it; some seeds close it early."""
         self._plan()
         await self.leases.open()
         await self.pool.open()
         if self.sim.rng.random() < 0.3:
-            await asyncio.sleep(self.sim.random(0.0, TROUBLE_UNTIL))
+            await asyncio.sleep(self.sim.random(0.0, FAULTS_UNTIL))
         else:
-            await asyncio.sleep(TROUBLE_UNTIL + 5.0)
-            self.trouble.over()
+            await asyncio.sleep(FAULTS_UNTIL + 5.0)
+            self.faults.stop()
             await self._recover()
         await self._end()
 
     def _plan(self) -> None:
         rng = self.sim.rng
-        self.trouble.plan(rng.randint(3, 15), until=TROUBLE_UNTIL)
+        self.faults.plan(rng.randint(3, 15), until=FAULTS_UNTIL)
         for _ in range(rng.randint(40, 150)):
-            self.sim.at(rng.uniform(0.0, TROUBLE_UNTIL + 1.0), self.callers.arrive)
+            self.sim.at(rng.uniform(0.0, FAULTS_UNTIL + 1.0), self.callers.arrive)
         for _ in range(rng.randint(0, 2)):
-            self.sim.at(rng.uniform(0.0, TROUBLE_UNTIL), self._crowd)
+            self.sim.at(rng.uniform(0.0, FAULTS_UNTIL), self._burst)
 
-    def _crowd(self) -> None:
+    def _burst(self) -> None:
         for _ in range(self.sim.rng.randint(5, 15)):
             self.callers.arrive()
 
     async def _recover(self) -> None:
-        """When the trouble is over, the pool is full by itself, and serves whoever comes."""
+        """Check that the pool refills by itself after the faults, and serves a caller."""
         core, began = self.pool._core, self.sim.now
         while len(core.items) < core.target:
             await asyncio.sleep(0.1)
             if self.sim.now > began + RECOVERY:
-                self.watch.expect(False, f"{len(core.items)} of {core.target} after the trouble")
+                self.violations.expect(
+                    False, f"{len(core.items)} of {core.target} after the faults"
+                )
                 return
         served = await self.callers.is_served(patience=RECOVERY)
-        self.watch.expect(served, "a patient caller is not served after the trouble")
+        self.violations.expect(served, "a patient caller is not served after the faults")
 
     async def _end(self) -> None:
         for _ in range(self.sim.rng.randint(0, 6)):
@@ -127,16 +129,16 @@ class Day:
         closing = await self._begin_to_close(self.sim.rng.choice((0.0, 0.02, 5.0)))
         await asyncio.sleep(EXACT)
         late = self.callers.waiting()
-        self.watch.expect(not late, f"{len(late)} callers wait for a closed pool")
+        self.violations.expect(not late, f"{len(late)} callers wait for a closed pool")
         await closing
-        await asyncio.sleep(max(SETTLED, TROUBLE_UNTIL + 6.0 - self.sim.now))
+        await asyncio.sleep(max(SETTLED, FAULTS_UNTIL + 6.0 - self.sim.now))
         self.check_end()
         await self.leases.close()
         self.ledger.check_none_left()
-        self.watch.verdict()
+        self.violations.raise_first()
 
     async def _begin_to_close(self, timeout: float) -> asyncio.Task[None]:
-        """At any moment; or at the worst one, just before a connect comes to its end."""
+        """Close the pool at a random time, or at the worst one: just before a connect ends."""
         rng, loop = self.sim.rng, self.sim.loop
         closing: asyncio.Future[asyncio.Task[None]] = loop.create_future()
 
@@ -151,12 +153,12 @@ class Day:
         return await closing
 
     def check_end(self) -> None:
-        """When everything has come to its end: nothing is left, and it was in order."""
-        watch, database = self.watch, self.database
+        """Check, after the close, that nothing is left, and the order and the rate of connects."""
+        violations, database = self.violations, self.database
         self.ledger.check_all_ended()
-        self.callers.check_nobody_waits()
+        self.callers.check_all_done()
         self.callers.check_order()
         left = list(database.physical)
-        watch.expect(not left, f"{left} were never closed")
+        violations.expect(not left, f"{left} were never closed")
         over = most_over(database.connects, rate=RATE, burst=BURST)
-        watch.expect(over <= EXACT, f"{over:.3f} connects too many in a window")
+        violations.expect(over <= EXACT, f"{over:.3f} connects too many in a window")

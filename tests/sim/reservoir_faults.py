@@ -1,4 +1,4 @@
-"""Everything that goes wrong on a bad day: in the pool, at its server, and at its lease store."""
+"""Random faults in a pool, at its server, at its lease store and in the wall clock."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.leases.bad_line import Weather
-from tests.sim.reservoir_database import Database, Mood, Wire
+from tests.sim.reservoir_database import Database, ServerFaults, Wire
 from tests.sim.reservoir_ledger import Ledger
 
 from moored.reservoir import AsyncConnectionPool
 from moored.testing import Sim
 
-__all__ = ["Trouble"]
+__all__ = ["PoolFaults"]
 
 
 class Crash(Exception):
-    """What kills a child of the pool's supervisor."""
+    """Crashes a child of the pool's supervisor."""
 
 
-class Trouble:
-    """What befalls a pool, and everything that it depends on."""
+class PoolFaults:
+    """Injects faults into a pool, its server, its lease store and the clocks."""
 
     def __init__(
         self,
@@ -37,18 +37,18 @@ class Trouble:
         self._database = database
         self._ledger = ledger
         self._weather = weather
-        #: How often each part of the pool will crash when it is next at work.
-        self._doomed: Counter[str] = Counter()
+        #: How often each part of the pool is still to crash, by the method that raises.
+        self._crashes: Counter[str] = Counter()
         self._plant_crashes()
 
     def plan(self, number: int, *, until: float) -> None:
-        """So many troubles, each at a time of its own."""
+        """Schedule so many faults, at random times."""
         kinds = (
             self.crash,
-            self.upheaval,
+            self.drain_and_crash,
             self.kill_connections,
-            *2 * (self.server_trouble,),
-            *2 * (self.store_trouble,),
+            *2 * (self.server_faults,),
+            *2 * (self.store_faults,),
             self.revoke,
             self.step_clock,
             self.resize,
@@ -58,9 +58,9 @@ class Trouble:
         for _ in range(number):
             self._sim.at(self._sim.random(0.2, until), self._sim.rng.choice(kinds))
 
-    def over(self) -> None:
-        """Nobody crashes any more; the rest has ended by itself."""
-        self._doomed.clear()
+    def stop(self) -> None:
+        """Stop the crashes; the other faults have ended by then."""
+        self._crashes.clear()
 
     # -- in the pool ---------------------------------------------------------------------------
 
@@ -71,8 +71,8 @@ class Trouble:
 
     def _fragile(self, name: str, decide: Callable[..., Any]) -> Callable[..., Any]:
         def fragile(*args: Any, **options: Any) -> Any:
-            if self._doomed[name]:
-                self._doomed[name] -= 1
+            if self._crashes[name]:
+                self._crashes[name] -= 1
                 raise Crash(name)
             return decide(*args, **options)
 
@@ -80,22 +80,22 @@ class Trouble:
 
     def crash(self) -> None:
         rng = self._sim.rng
-        self._doomed[rng.choice(("plan", "scan"))] = rng.randint(1, 4)
+        self._crashes[rng.choice(("plan", "scan"))] = rng.randint(1, 4)
         self._pool.reservoir.upkeep.nudge()
         if rng.random() < 0.5:
             self.kill_connections()
 
-    async def upheaval(self) -> None:
-        """All connections must go, again and again, and the refiller crashes each time."""
+    async def drain_and_crash(self) -> None:
+        """Drain the pool several times, and crash the refiller each time."""
         for _ in range(4):
             await self.drain()
             await asyncio.sleep(self._sim.random(0.05, 0.3))
-            self._doomed["plan"] = 1
+            self._crashes["plan"] = 1
             self._pool.reservoir.upkeep.nudge()
             await asyncio.sleep(self._sim.random(0.05, 0.3))
 
     async def resize(self) -> None:
-        """From now on there are more or fewer; often while new ones are on their way."""
+        """Resize the pool, often while connects are in progress."""
         rng = self._sim.rng
         if rng.random() < 0.5:
             await self.drain()
@@ -117,25 +117,25 @@ class Trouble:
     def kill_connections(self) -> None:
         self._database.kill(self._sim.rng.choice((0.3, 1.0)))
 
-    async def server_trouble(self) -> None:
+    async def server_faults(self) -> None:
         rng = self._sim.rng
-        self._database.mood = mood = Mood()
+        self._database.faults = faults = ServerFaults()
         if rng.random() < 0.3:
-            # As behind a net that swallows everything.
-            mood.hangs = mood.ping_hangs = mood.close_hangs = 1.0
+            # As behind a network that drops all packets.
+            faults.hangs = faults.ping_hangs = faults.close_hangs = 1.0
         else:
-            name = rng.choice([name for name in vars(mood) if name != "takes"])
-            setattr(mood, name, rng.choice((0.5, 1.0)))
+            name = rng.choice([name for name in vars(faults) if name != "takes"])
+            setattr(faults, name, rng.choice((0.5, 1.0)))
         if rng.random() < 0.5:
-            mood.takes = (0.1, 1.2)
+            faults.takes = (0.1, 1.2)
         if rng.random() < 0.5:
             self.kill_connections()
         await asyncio.sleep(rng.uniform(0.2, 4.0))
-        self._database.mood = Mood()
+        self._database.faults = ServerFaults()
 
     # -- at the lease store, and in the clocks -----------------------------------------------------
 
-    async def store_trouble(self) -> None:
+    async def store_faults(self) -> None:
         rng, weather = self._sim.rng, self._weather
         kind = rng.choice(("slow", "deaf", "lossy", "refused"))
         if kind == "slow":

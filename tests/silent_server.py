@@ -1,0 +1,42 @@
+"""A TCP server that accepts connections and never replies."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+__all__ = ["SilentServer", "silent_server"]
+
+
+class SilentServer:
+    """Reports whether a client has connected and sent bytes, and whether it has closed."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.arrived, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read until the client closes."""
+        try:
+            while await reader.read(4096):
+                self.arrived.set()
+        except OSError:
+            pass  # a reset is a close, too
+        self.gone.set()
+        writer.close()
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[SilentServer]:
+    """Run the server with the garbage collector off, which could close leaked connections."""
+    silent = SilentServer()
+    server = await asyncio.start_server(silent.serve, "127.0.0.1", 0)
+    silent.port = server.sockets[0].getsockname()[1]
+    gc.disable()
+    try:
+        yield silent
+    finally:
+        gc.enable()
+        server.close()
