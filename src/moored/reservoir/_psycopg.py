@@ -12,7 +12,6 @@ import asyncio
 import select
 import time
 from collections.abc import Generator, Iterator
-from contextlib import suppress
 from typing import Any, ClassVar, Literal, get_origin
 
 import psycopg
@@ -200,12 +199,14 @@ def _results(pgconn: pq.abc.PGconn) -> Generator[int, None, list[pq.abc.PGresult
 
 def _paced(generator: Generator[int, int, Any]) -> Iterator[int]:
     """Psycopg's own conversation; a claim that all it waits for is ready does no harm."""
-    with suppress(StopIteration):
+    try:
         wanted = next(generator)
         while True:
             read, write = wanted & Wait.R, wanted & Wait.W
             yield (select.POLLIN if read else 0) | (select.POLLOUT if write else 0)
             wanted = generator.send(wanted)
+    except StopIteration:
+        return
 
 
 def _no_answer(conn: Any, what: str, timeout: float) -> Exception:
@@ -227,8 +228,10 @@ async def _ready(loop: asyncio.AbstractEventLoop, fd: int, events: int) -> None:
     try:
         await ready
     finally:
-        loop.remove_reader(fd)
-        loop.remove_writer(fd)
+        if events & select.POLLIN:
+            loop.remove_reader(fd)
+        if events & select.POLLOUT:
+            loop.remove_writer(fd)
 
 
 def driver(connection_class: Any, *, asynchronous: bool) -> Driver:
