@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from moored.rpc import Member
+from moored.rpc import ConnectionConfig, Member
+from moored.rpc._dial import make_aio_channel
 
 from .handlers import COLLECT, ECHO, ENDLESS, FAIL, SLEEP
 from .servers import EchoServer
@@ -172,23 +175,76 @@ async def _sleep(channel: Any) -> None:
     await channel.unary_unary(SLEEP)(b"5")
 
 
+async def _ask_for_the_code(channel: Any) -> None:
+    call = channel.unary_stream(ENDLESS)(b"30")
+    code = await call.code()
+    raise grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata())
+
+
+async def _is_cut(side: Aio, echo: EchoServer, members: list[Member], use: Any) -> bool:
+    """Whether a call ends with UNAVAILABLE after the primary has moved to another server."""
+    channel = await side.get(config_of(echo))
+    with EchoServer() as other:
+        using = asyncio.create_task(use(channel))
+        await until(lambda: bool(channel.calls))
+        await moved(side, channel, members, other.uri)
+        with pytest.raises(grpc.RpcError) as raised:
+            await using
+    return raised.value.code() is UNAVAILABLE
+
+
 @pytest.mark.parametrize(
-    ("use", "lanes"), [(_read, 1), (_read, 2), (_chat, 1), (_collect, 1), (_sleep, 1)]
+    ("use", "lanes"),
+    [(_read, 1), (_read, 2), (_chat, 1), (_collect, 1), (_sleep, 1), (_ask_for_the_code, 1)],
 )
 async def test_a_call_that_is_cut_ends_with_an_error_and_not_as_if_it_was_cancelled(
     echo: EchoServer, use: Any, lanes: int
 ) -> None:
     """A task that is told CancelledError ends its task group as if all were well."""
     members = [Member("one", echo.uri)]
-    with EchoServer() as other:
-        async with Aio(grace=GRACE, fetch_topology=lambda: members, channels=lanes) as side:
-            channel = await side.get(config_of(echo))
-            using = asyncio.create_task(use(channel))
-            await until(lambda: bool(channel.calls))
-            await moved(side, channel, members, other.uri)
-            with pytest.raises(grpc.RpcError) as raised:
-                await using
-            assert raised.value.code() is UNAVAILABLE
+    async with Aio(grace=GRACE, fetch_topology=lambda: members, channels=lanes) as side:
+        assert await _is_cut(side, echo, members, use)
+
+
+class Awaiting(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Waits for the answer, as Milvus's does."""
+
+    async def intercept_unary_unary(self, proceed: Any, details: Any, request: Any) -> Any:
+        call = await proceed(details, request)
+        await call
+        return call
+
+
+async def _proceed(_: Any, proceed: Any, details: Any, request: Any) -> Any:
+    return await proceed(details, request)
+
+
+class Reading(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    intercept_unary_stream = _proceed
+
+
+class Writing(grpc.aio.StreamUnaryClientInterceptor):  # type: ignore[misc]
+    intercept_stream_unary = _proceed
+
+
+class Chatting(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc]
+    intercept_stream_stream = _proceed
+
+
+@pytest.mark.parametrize("use", [_read, _chat, _collect, _sleep])
+async def test_a_call_that_is_cut_under_an_interceptor_of_the_channel_ends_with_unavailable(
+    echo: EchoServer, use: Any
+) -> None:
+    """gRPC knows nothing but the outer call, which it cancels when the channel is closed."""
+    members, numbers = [Member("one", echo.uri)], itertools.count(1_000_000)
+
+    def make(config: ConnectionConfig) -> grpc.aio.Channel:
+        interceptors = [Awaiting(), Reading(), Writing(), Chatting()]
+        return make_aio_channel(config, next(numbers), interceptors=interceptors)
+
+    options = {"fetch_topology": lambda: members, "handler_factory": make}
+    async with Aio(grace=GRACE, **options) as side:
+        assert await _is_cut(side, echo, members, use)
 
 
 @both

@@ -19,7 +19,7 @@ from moored.kernel import Deadline, Tasks, awaited
 
 from ._dial import CredentialProvider
 from ._generations import Generations
-from ._inner import cut_async
+from ._inner import cut_async, make_cuttable
 from ._live import Live
 from .calls._kinds import FourKinds
 from .calls._methods import async_method
@@ -231,6 +231,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         return AsyncHandler(address=self._address, grace=self._grace, now=self._now)
 
     def _put(self, live: Live) -> None:
+        make_cuttable(live.channel)
         self._live = live
         self._credential_changed()
 

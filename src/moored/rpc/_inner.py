@@ -7,6 +7,7 @@ version of grpcio), a channel counts as not connected, and its calls end as `clo
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -15,7 +16,7 @@ from grpc._cython import cygrpc  # type: ignore[import-untyped]
 
 from ._channel_pool import lanes_of
 
-__all__ = ["cut", "cut_async", "is_connected"]
+__all__ = ["cut", "cut_async", "is_connected", "make_cuttable"]
 
 #: How long calls that are cut may take to end, which needs no answer from the server.
 CUT_TIMEOUT = 1.0
@@ -53,49 +54,79 @@ def cut(channel: Any, why: str) -> None:
     channel.close()
 
 
+def make_cuttable(channel: Any) -> None:
+    """Have a channel of asyncio keep its calls, so that `cut_async` can end them."""
+    for lane in lanes_of(channel):
+        if hasattr(lane, "_channel") and not isinstance(lane._channel, _CuttableCore):
+            lane._channel = _CuttableCore(lane._channel)
+
+
 async def cut_async(channel: Any, why: str) -> None:
     """Close a channel of asyncio; its calls end with UNAVAILABLE.
 
     `close()` alone would cancel them: gRPC raises `asyncio.CancelledError` in whoever reads them,
     as if somebody had cancelled that task.
     """
-    for lane in lanes_of(channel):
-        calls = [_end(call, why) for call in list(getattr(lane, "_active_calls", ()))]
-        ending = [asyncio.ensure_future(call.status()) for call in calls if call is not None]
-        if ending:
-            await asyncio.wait(ending, timeout=CUT_TIMEOUT)
-    await channel.close()
+    cores = [getattr(lane, "_channel", None) for lane in lanes_of(channel)]
+    calls = [call for core in cores for call in list(getattr(core, "calls", ()))]
+    ending = [asyncio.ensure_future(call.cut(why)) for call in calls if not call.done()]
+    if ending:
+        await asyncio.wait(ending, timeout=CUT_TIMEOUT)
+        # What interceptors still have to do with such a call would be cancelled, too.
+        await channel.close(CUT_TIMEOUT)
+    else:
+        await channel.close()
 
 
-def _end(call: Any, why: str) -> _CutCall | None:
-    core = getattr(call, "_cython_call", None)
-    if core is None or core.done():
-        return None
-    call._cython_call = ended = _CutCall(core, why)
-    core.cancel(why)
-    return ended
+class _CuttableCore:
+    """The core of a channel of asyncio, with its calls, also those that interceptors make."""
 
-
-class _CutCall:
-    """The core of a call of asyncio that was not cancelled by its owner, but ended by us."""
-
-    def __init__(self, core: Any, why: str) -> None:
+    def __init__(self, core: Any) -> None:
         self._core = core
-        self._status = cygrpc.AioRpcStatus(cygrpc.StatusCode.unavailable, why, (), why)
+        self.calls: weakref.WeakSet[_CuttableCall] = weakref.WeakSet()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
+    def call(self, *given: Any, **named: Any) -> _CuttableCall:
+        call = _CuttableCall(self._core.call(*given, **named))
+        self.calls.add(call)
+        return call
+
+
+class _CuttableCall:
+    """The core of a call of asyncio; one that was cut was not cancelled by its owner."""
+
+    __slots__ = ("__weakref__", "_core", "_cut")
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._cut: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    async def cut(self, why: str) -> None:
+        """End the call with UNAVAILABLE, and wait until it has ended."""
+        self._cut = cygrpc.AioRpcStatus(cygrpc.StatusCode.unavailable, why, (), why)
+        self._core.cancel(why)
+        await self._core.status()
+
     @property
     def _initial_metadata(self) -> Any:
-        return self._core._initial_metadata or ()
+        found = self._core._initial_metadata
+        return found if self._cut is None else found or ()
+
+    @property
+    def _status(self) -> Any:
+        return self._core._status if self._cut is None else self._cut
 
     def is_locally_cancelled(self) -> bool:
-        return False
+        return self._cut is None and bool(self._core.is_locally_cancelled())
 
     def cancelled(self) -> bool:
-        return False
+        return self._cut is None and bool(self._core.cancelled())
 
     async def status(self) -> Any:
-        await self._core.status()
-        return self._status
+        status = await self._core.status()
+        return status if self._cut is None else self._cut
