@@ -132,7 +132,15 @@ def test_an_empty_data_directory_is_used(place: Path) -> None:
         assert sql(pg.url, "select 1") == [(1,)]
 
 
-@pytest.mark.parametrize("name", ["moored.conf", "postgresql.conf", "../postgres.log", "../lock"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "moored.conf",
+        "../lock",
+        pytest.param("postgresql.conf", marks=pytest.mark.soak),
+        pytest.param("../postgres.log", marks=pytest.mark.soak),
+    ],
+)
 def test_symbolic_links_in_the_data_directory_are_not_followed(
     place: Path, tmp_path: Path, name: str
 ) -> None:
@@ -151,8 +159,17 @@ def test_symbolic_links_in_the_data_directory_are_not_followed(
     assert victim.read_text() == "precious"
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo"])
-@pytest.mark.parametrize("name", ["PG_VERSION", "postmaster.pid", "postgresql.conf"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("PG_VERSION", "link"),
+        ("postmaster.pid", "fifo"),
+        pytest.param("PG_VERSION", "fifo", marks=pytest.mark.soak),
+        pytest.param("postmaster.pid", "link", marks=pytest.mark.soak),
+        pytest.param("postgresql.conf", "link", marks=pytest.mark.soak),
+        pytest.param("postgresql.conf", "fifo", marks=pytest.mark.soak),
+    ],
+)
 def test_what_a_stranger_in_the_server_leaves_is_neither_shown_nor_waited_for(
     place: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -169,6 +186,29 @@ def test_what_a_stranger_in_the_server_leaves_is_neither_shown_nor_waited_for(
         Kept(place, start_timeout=5.0).start()
     assert "precious" not in str(caught.value)
     assert victim.read_text() == "precious\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's files belong to another user")
+def test_a_hard_link_to_a_file_of_root_is_not_read(place: Path) -> None:
+    with Kept(place):
+        pass
+    victim, link = place / "victim", place / "data" / "postgresql.conf"
+    victim.write_text("precious")
+    victim.chmod(0o600)
+    link.unlink()
+    os.link(victim, link)
+    with pytest.raises(EmbeddedError, match="it is a link to a file of another user"):
+        Kept(place).start()
+    assert link.stat().st_ino == victim.stat().st_ino  # else its text is in a file of the server's
+
+
+def test_a_fifo_in_the_place_of_the_log_is_not_waited_for(place: Path) -> None:
+    with Kept(place):
+        pass
+    (place / "postgres.log").unlink()
+    os.mkfifo(place / "postgres.log")
+    with pytest.raises(EmbeddedError, match=r"postgres\.log"):
+        Kept(place).start()
 
 
 @pytest.mark.parametrize("name", ["postgres", "o:d", "back\\slash", "c\\:d", ":", "\\"])
@@ -281,6 +321,18 @@ def test_a_pid_that_another_program_has_by_now_is_no_server(place: Path) -> None
         finally:
             other.kill()
             other.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is found in /proc")
+def test_a_pid_that_the_server_of_other_data_has_by_now_is_no_server(place: Path) -> None:
+    with Kept(place) as pg, SyncEmbeddedPostgres() as other:
+        pg.kill()
+        stale = place / "data" / "postmaster.pid"
+        lines = stale.read_text().splitlines()
+        stale.write_text("\n".join([str(other.pid), *lines[1:]]) + "\n")
+        pg.start()
+        assert sql(pg.url, "select 1") == [(1,)]
+        assert sql(other.url, "select 1") == [(1,)]
 
 
 @pytest.fixture

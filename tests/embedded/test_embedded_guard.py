@@ -30,7 +30,14 @@ def facts(process: subprocess.Popen[str]) -> tuple[int, int, str, Path]:
     return guard, pid, url, Path(directory)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_owner_leaves_nothing(number: signal.Signals) -> None:
     with owner(OWNER) as process:
         guard, pid, url, directory = facts(process)

@@ -44,7 +44,7 @@ def check_logical_decoding(url: str) -> None:
     assert [data[:1] for (data,) in messages] == [b"B", b"R", b"I", b"I", b"C"]
 
 
-@pytest.mark.parametrize("version", [16, 18])
+@pytest.mark.parametrize("version", [pytest.param(16, marks=pytest.mark.soak), 18])
 def test_each_version_of_the_wheel(version: int, tmp_path: Path) -> None:
     with SyncEmbeddedPostgres(version=version) as pg:
         assert pg.version is not None

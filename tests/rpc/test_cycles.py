@@ -138,6 +138,7 @@ def test_cycles_of_threads(echo: EchoServer) -> None:
     run_cycles(ConnectionConfig.from_uri(echo.uri), scaled(1000, least=60))
 
 
+@pytest.mark.soak
 def test_one_manager_whose_connections_come_and_go(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     cycles = scaled(1000, least=60)
@@ -159,6 +160,7 @@ def test_one_manager_whose_connections_come_and_go(echo: EchoServer) -> None:
         settled(before, cycles)
 
 
+@pytest.mark.soak
 def test_one_connection_that_recovers_again_and_again(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     clock = Leaping()

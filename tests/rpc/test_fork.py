@@ -75,6 +75,7 @@ def test_children_that_never_call(echo: EchoServer) -> None:
     assert told["generation"] == 1
 
 
+@pytest.mark.soak
 def test_a_fork_during_an_outage() -> None:
     forks = scaled(20, least=4)
     told = run("recovering", f"http://127.0.0.1:{free_port()}", forks)
@@ -111,6 +112,7 @@ def test_a_child_that_forks(echo: EchoServer) -> None:
     assert BROKEN not in told["stderr"]
 
 
+@pytest.mark.soak
 def test_several_threads_fork(echo: EchoServer) -> None:
     forks = scaled(10, least=3)
     told = run("several_forking", echo.uri, forks)

@@ -50,7 +50,7 @@ class DynamoConformance(StoreConformance):
 
 
 class TestSlots(DynamoConformance):
-    @pytest.fixture(params=thorough(["dynamo_local"], SERVERS))
+    @pytest.fixture(params=thorough(["ministack"], SERVERS))
     def server(self, request: pytest.FixtureRequest) -> DynamoServer:
         server: DynamoServer = request.getfixturevalue(request.param)
         return server
