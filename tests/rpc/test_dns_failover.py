@@ -16,6 +16,7 @@ from moored.rpc.topology._topology import Advice, TopologyMixin, address_of, pic
 from .handlers import ECHO
 from .servers import EchoServer
 from .sides import LIMIT, Aio, Kind, both
+from .test_live_servers import Reader
 
 ONE, TWO = Member("one", "http://one:1"), Member("two", "http://two:1")
 EQUAL = Topology(1, (ONE, TWO), equal=True)
@@ -77,6 +78,26 @@ async def test_when_one_address_dies_the_other_is_used(kind: Kind) -> None:
                     except grpc.RpcError:
                         await asyncio.sleep(0.01)
             assert await side.call(channel, ECHO, b"a") == b"a"
+
+
+@both
+async def test_a_stream_to_one_address_goes_on_when_its_channel_is_renewed_at_another(
+    kind: Kind,
+) -> None:
+    first = EchoServer(host="127.0.0.1")
+    second = EchoServer(host="127.0.0.2", port=first.port)
+    with first, second:
+        config = ConnectionConfig.from_uri(f"http://orders:{first.port}")
+        options = dns(first, "127.0.0.1", "127.0.0.2")
+        async with kind(grace=0.1, max_age=0.2, **options) as side:
+            channel = await side.get(config, timeout=LIMIT)
+            reader = Reader(side, channel)
+            addresses, read = {channel.address}, 0
+            while len(addresses) < 2 or read < 60:
+                assert await reader.read() == str(read).encode()
+                addresses.add(channel.address)
+                read += 1
+            reader.cancel()
 
 
 async def test_an_address_that_never_answers_leaves_time_for_the_other() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
+from moored.rpc._channel_pool import ChannelPool
 from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
 from moored.rpc._live import Live
@@ -52,6 +53,22 @@ def busy(channel: Any) -> Live:
     live = Live(1, channel, "north:1")
     live.calls.append(None)
     return live
+
+
+class Lost(Channel):
+    def get_state(self) -> grpc.ChannelConnectivity:
+        return grpc.ChannelConnectivity.IDLE
+
+
+def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_lives() -> None:
+    for channels, closed in (([Channel(), Lost()], 0), ([Lost(), Lost()], 1)):
+        timers, pool = Timers(), ChannelPool(channels)
+        handler = Handler(busy(pool), grace=1.0, later=timers.later)
+        handler._swap(Live(2, Channel(), "north:1"))
+        timers.fire(0)
+        for act in [act for delay, act in timers.set if not delay]:
+            act()
+        assert [each.closed for each in channels] == [closed] * 2
 
 
 def retired() -> tuple[Handler, Live, Timers]:

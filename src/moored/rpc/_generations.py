@@ -5,7 +5,7 @@ loop) wait, notify the waiters, and close channels. What holds in both:
 
 - a call belongs to the generation that was current when it began, and ends there;
 - a replaced generation is closed when its last call has ended; its calls are cut when the grace
-  has ended and its connection is lost, or leads to a server that is not the wanted one any more;
+  has ended and its connection is lost, or leads to a server that is not wanted any more;
 - a handler whose connection was closed because no client seemed to have it is asleep: a call over
   it opens a connection again.
 """
@@ -23,7 +23,7 @@ import grpc  # type: ignore[import-untyped]
 
 from ._dial import CredentialProvider
 from ._errors import ManagerClosed, closed, uncopied
-from ._inner import is_connected
+from ._inner import has_connection
 from ._live import Live
 from ._refusals import Refusals
 from ._secrets import Sent, secrets_of, trace
@@ -89,6 +89,8 @@ class Generations:
         # has refused, as what decides about those says.
         self._on_unsent: Callable[[BaseException], object] | None = None
         self._on_refused: Callable[[], object] | None = None
+        #: Whether calls may go to this address as well, as its manager's topology says.
+        self._is_wanted: Callable[[str], bool] = _never
         self._refusals: Refusals | None = None
         #: Which credentials a call is made with.
         self._credential = 0
@@ -341,7 +343,9 @@ class Generations:
         self._close_live(live)
 
     def _may_stay(self, live: Live) -> bool:
-        return not self._closed and live.address == self._address and is_connected(live.channel)
+        if self._closed or not has_connection(live.channel):
+            return False
+        return live.address == self._address or self._is_wanted(live.address)
 
     def _close_live(self, live: Live) -> None:
         with self._lock:
@@ -369,3 +373,7 @@ class Generations:
 
 def _nothing() -> None:
     pass
+
+
+def _never(address: str) -> bool:
+    return False

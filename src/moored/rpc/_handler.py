@@ -69,7 +69,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     :param credentials: adds to the metadata of each call.
     :param wait_limit: how long a call without a timeout waits for a connection.
     :param grace: how long the calls of a replaced generation may still take, unless its connection
-        lives and leads to the same server as the current one.
+        lives and leads to a server that is still wanted.
     :param on_rpc_error: told each failed call and its generation; it must not block.
     :param on_waiting: told +1 and -1 as calls begin and stop to wait; it must not block.
     :param on_close: called instead of closing: the handler may be shared.

@@ -37,7 +37,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     :param credentials: adds to the metadata of each call; it may be awaitable.
     :param wait_limit: how long a call without a timeout waits for a connection.
     :param grace: how long the calls of a replaced generation may still take, unless its connection
-        lives and leads to the same server as the current one.
+        lives and leads to a server that is still wanted.
     :param on_rpc_error: told each failed call and its generation.
     :param on_waiting: told +1 and -1 as calls begin and stop to wait.
     :param on_close: awaited instead of closing: the handler may be shared.

@@ -16,7 +16,7 @@ from grpc._cython import cygrpc  # type: ignore[import-untyped]
 
 from ._channel_pool import lanes_of
 
-__all__ = ["cut", "cut_async", "is_connected", "make_cuttable"]
+__all__ = ["cut", "cut_async", "has_connection", "is_connected", "make_cuttable"]
 
 #: How long calls that are cut may take to end, which needs no answer from the server.
 CUT_TIMEOUT = 1.0
@@ -25,6 +25,11 @@ CUT_TIMEOUT = 1.0
 def is_connected(channel: Any) -> bool:
     """Whether the channel, or each channel of a pool, has a live connection."""
     return all(_is_ready(lane) for lane in lanes_of(channel))
+
+
+def has_connection(channel: Any) -> bool:
+    """Whether the channel, or any channel of a pool, has a live connection."""
+    return any(_is_ready(lane) for lane in lanes_of(channel))
 
 
 def _is_ready(channel: Any) -> bool:

@@ -26,7 +26,7 @@ from ._fork import refuse_broken
 from ._managed import ManagedConnection
 from ._manager_options import ManagerOptions
 from .topology._follower import Follower
-from .topology._topology import Topology
+from .topology._topology import Advice, Topology
 
 __all__ = ["ManagerBase"]
 
@@ -197,6 +197,7 @@ class ManagerBase(Generic[H]):
         )
         if isinstance(strategy, Follower):
             strategy.on_change = lambda topology: self._moved(managed, topology)
+            managed.handler._is_wanted = lambda address: strategy.advise(address) is not Advice.MOVE
 
     def _part(self, managed: ManagedConnection[H]) -> bool:
         return self._book.part(managed)
