@@ -131,10 +131,9 @@ class Directory:
 
     def open_log(self) -> int:
         """The log, to be appended to; a long one is put aside."""
-        if self.log.exists() and self.log.stat().st_size > _LOG_LIMIT:
+        if self.log_size() > _LOG_LIMIT:
             self.log.replace(self.log.with_suffix(".log.1"))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.log, flags, 0o600)
+        return open_file(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def log_size(self) -> int:
         """How long the log is now."""

@@ -1,7 +1,7 @@
 """Small files in a directory that may belong to somebody else.
 
-Root reads and writes in the directory of an unprivileged server. Whoever breaks into that server
-could leave a link or a FIFO there, so nothing here follows the one or waits for the other.
+Root reads and writes in the directory of an unprivileged server. An attacker in that server could
+leave a FIFO or a link to another user's file there: nothing here waits for one or opens the other.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ def write_file(path: Path, text: str, *, owner: Account | None = None, sync: boo
         raise
 
 
-def open_file(path: Path) -> int:
-    """Open a file to read it, if it is one: neither a link to another nor a FIFO."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file, if it is one: neither a FIFO nor a link to a file of another user."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        why = "it is not a regular file"
+    elif status.st_nlink > 1 and status.st_uid != path.parent.stat().st_uid:
+        why = "it is a link to a file of another user"
+    else:
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    raise OSError(errno.EINVAL, why, str(path))
 
 
 def read_file(path: Path) -> str:

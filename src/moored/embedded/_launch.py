@@ -141,19 +141,24 @@ class Launch:
         return run
 
     def _forget_reused_pid(self) -> None:
-        """Remove the pid file of a dead server if its number belongs to another program by now.
+        """Remove the pid file of a dead server if its number belongs to another process by now.
 
         PostgreSQL would refuse to start. Nothing of the old server can be left: everything that it
-        started inherits the lock of the directory, which is ours.
+        started inherits the lock of the directory, which is ours. A server that another program has
+        started there has the data directory as its working directory.
         """
         file = self._directory.data / "postmaster.pid"
         try:
             pid = int(read_file(file).partition("\n")[0])
             program = Path(f"/proc/{pid}/comm").read_text().strip()
+            serves = os.path.samefile(f"/proc/{pid}/cwd", self._directory.data)
         except (OSError, ValueError):
             return
-        if program not in ("postgres", "postmaster"):
-            self._notify(f"the last server's pid {pid} is {program!r} now: its pid file is removed")
+        if not serves:
+            self._notify(
+                f"the pid {pid} of the last server belongs to another process now ({program}): "
+                "its pid file is removed"
+            )
             _guard.release_memory(str(self._directory.path))
             file.unlink()
 
