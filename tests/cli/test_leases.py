@@ -115,7 +115,7 @@ def test_release_refuses_unknown_and_ambiguous_ids(
 
 def test_a_store_that_is_none(bare: Path, capsys: Output) -> None:
     assert "within the process" in refused(capsys, "list", "--store", "memory://")
-    assert "there is no store for mongodb://" in refused(capsys, "list", "--store", "mongodb://x")
+    assert "unknown scheme mongodb://" in refused(capsys, "list", "--store", "mongodb://x")
     assert "--store" in refused(capsys, "list")
 
 

@@ -142,13 +142,15 @@ def test_a_lease_ends_once() -> None:
     assert leases.next_due() == leases.next_deadline() == math.inf
 
 
-def test_leases_are_counted_by_key() -> None:
-    leases = table()
+def test_held_leases_use_up_the_local_limit_of_their_key_alone() -> None:
+    leases = table(local_limit=2)
     first = held(leases, key="db/orders")
-    held(leases, key="db/orders")
-    held(leases, key="db/users")
+    second = held(leases, key="db/orders")
+    other = held(leases, key="db/users")
+    assert not leases.has_local_room(second.request)
+    assert leases.has_local_room(other.request)
     leases.released(first.id)
-    assert (leases.count("db/orders"), leases.count("db/users"), leases.count("x")) == (1, 1, 0)
+    assert leases.has_local_room(second.request)
 
 
 def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
@@ -159,8 +161,8 @@ def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
     assert [len(batch) for batch in leases.to_release(100.0)] == [2, 1]
     leases.undone(doubts[0].id, True, 100.0)
     assert ids(leases.to_release(100.0)) == [doubts[1].id, doubts[2].id]
-    assert leases.left_to_time(119.9) == []
-    assert leases.left_to_time(120.0) == doubts[1:]
+    assert leases.left_to_time(119.9) == 0
+    assert leases.left_to_time(120.0) == 2
     assert leases.doubts == 0
     assert leases.next_undo() == math.inf
 

@@ -244,14 +244,14 @@ def test_the_defaults_are_those_of_one_second() -> None:
     assert (limit.rate, limit.burst, limit.store_burst, limit.hold) == (100.0, 100, 50, 0.5)
     slow = leases.rate_limit("connects", rate=0.1)
     assert (slow.burst, slow.store_burst, slow.hold) == (2, 1, 1.0)
-    assert repr(slow) == "<RateLimit 'connects': 0.1/s, burst 2, 0 tokens here>"
+    assert repr(slow) == "<RateLimit 'connects': 0.1/s, burst 2, 0 tokens cached>"
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"rate": 0.0}, "rate=0.0 must be more than 0 per second"),
-        ({"burst": 1}, "burst=1 must be at least 2: a token is used a moment after"),
+        ({"burst": 1}, "burst=1 must be at least 2: holding a token"),
         ({"batch": 0}, "batch=0 must be at least 1"),
         ({"hold": 0.0}, "hold=0.0 must be more than 0 seconds"),
         ({"local_rate": -1.0}, "local_rate=-1.0 must be at least 0"),

@@ -205,11 +205,11 @@ async def test_without_its_lease_store_it_goes_on_alone_and_says_so(
             store.kill()
             before = rig.now
             # Its leases cannot be renewed: this process keeps them alone, and its connections.
-            await until(lambda: "keeps them alone" in caplog.text, "a lease has expired")
+            await until(lambda: "kept as local leases" in caplog.text, "a lease has expired")
             await load.served_more(20)
-            assert "going on with limits of this process alone" in caplog.text
+            assert "applying limits within this process only" in caplog.text
             store.start()
-            await until(lambda: "it answers again" in caplog.text, "it was found again")
+            await until(lambda: "answers again" in caplog.text, "it was found again")
             async with leases.connect(store.url) as other:
                 async with asyncio.timeout(LIMIT):
                     while len(await other.held()) != 4:  # noqa: ASYNC110 - nobody tells
@@ -230,7 +230,7 @@ async def test_a_lease_store_that_is_away_at_the_start(
     try:
         async with Rig(shell, postgres.url, config=config) as rig:
             await rig.full()
-            assert "going on with limits of this process alone" in caplog.text
+            assert "applying limits within this process only" in caplog.text
             assert await rig.ask() == 1
     finally:
         store.stop()

@@ -1,22 +1,23 @@
-"""Leases: rights that a whole cluster agrees on, without counters that drift.
+"""Leases: cluster-wide limits, exclusive locks with fencing, and rate limits.
 
-A client keeps the leases of one process; a store is the place that the cluster agrees on::
+A client acquires and renews the leases of one process. The store (Postgres, Redis, DynamoDB or
+memory) is shared by all processes and decides which leases are granted::
 
     async with connect("redis://cache") as leases:
         async with leases.exclusive("nightly-report") as lease:
             await write_report(fence=lease.fence)
 
-What always holds, whatever crashes, stalls or comes late:
+Invariants, also when processes crash or stall and messages are late:
 
 - at most `limit` leases of a key are live at any instant, by every holder's own clock;
-- a holder is told that its lease is over before the store could give it to another;
-- a lease that is released is released once, and nobody else's with it;
-- what a crashed process held is free after one ttl, and nobody has to repair anything;
-- the fence of an exclusive lease is greater than every fence before it;
-- a rate limit never gives more than rate·w + burst in any window of w seconds.
+- a holder is notified that its lease has expired before the store can grant it to another holder;
+- a release ends exactly one lease, and ends it once;
+- the leases of a crashed process are free after one ttl, without any repair;
+- the fence of an exclusive lease is greater than every earlier fence of its key;
+- a rate limit never grants more than rate·w + burst tokens in any window of w seconds.
 
-In an outage of the store the first and the last hold for each process alone, if that is what
-`on_unavailable="local"` asks for; it is said loudly, and it ends by itself.
+With `on_unavailable="local"`, the first and the last hold only within each process while the store
+is unavailable. The start and the end of such an outage are logged.
 """
 
 from ._client import Leases, connect
@@ -36,8 +37,8 @@ from ._policy import Policy
 from ._rate import RateLimit
 from ._store import Grant, Held, Holder, Request, Store, Taken
 
-__all__ = [  # noqa: RUF022 (grouped by what they are for)
-    # What users call
+__all__ = [  # noqa: RUF022 (grouped by purpose)
+    # Client
     "Exclusive",
     "Lease",
     "LeaseStatistics",

@@ -1,4 +1,4 @@
-"""The client: one interface over every store."""
+"""The client: one interface for every store."""
 
 from __future__ import annotations
 
@@ -54,19 +54,22 @@ def connect(
     recorder: Recorder | None = None,
     name: str = "leases",
 ) -> Leases:
-    """A client of the store that the URL names; use it with `async with`.
+    """Return a client of the store at this URL; use it with `async with`.
 
     :param url: `memory://`, `postgresql://…`, `redis://…` or `dynamodb://TABLE?…`.
-    :param service_name: stored with each lease, for people; the program's name if not given.
-    :param owner: stored with each lease too: the part of the service that holds it.
-    :param on_unavailable: what `acquire` does while the store does not answer: "local" goes on
-        with a limit of this process alone, loudly; "refuse" raises `StoreUnavailable`.
-    :param local_limit: how many leases of a key this process may hold in an outage; the key's
-        limit if not given.
-    :param renew_every: seconds between renewals; a third of the ttl where that is less.
-    :param margin: seconds before a lease ends in the store at which it is over here, because
-        clocks drift and holders need time to stop; a tenth of the ttl, at most 5 s, if not given.
-    :param timeout: seconds that one call of the store may take.
+    :param service_name: stored with each lease, to identify its holder; default: the program's
+        name.
+    :param owner: stored with each lease: the part of the service that holds it; default: the
+        service name.
+    :param on_unavailable: what `acquire` does while the store is unavailable: "local" applies the
+        limit within this process and logs a warning, "refuse" raises `StoreUnavailable`.
+    :param local_limit: how many leases of a key this process may hold in an outage; default: the
+        key's limit.
+    :param renew_every: seconds between renewals; at most a third of the ttl.
+    :param margin: seconds by which a holder's deadline is earlier than the expiry in the store,
+        because clocks drift and holders need time to stop; default: a tenth of the ttl, at most
+        5 s.
+    :param timeout: timeout of one call to the store, in seconds.
     """
     clock = clock or Clock.current()
     return Leases(
@@ -88,9 +91,9 @@ def connect(
 
 
 class Leases:
-    """Leases and rate limits that all users of one store agree on.
+    """A client for leases and rate limits that all processes with the same store share.
 
-    `connect()` makes one from a URL. Leaving its context gives back everything that it holds.
+    `connect()` creates one from a URL. Leaving its `async with` block releases all its leases.
     """
 
     def __init__(
@@ -128,15 +131,15 @@ class Leases:
         self._state = "new"
         self._supervisor: Supervisor | None = None
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- open and close ------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Connect, and begin to keep leases; `async with` does it.
+        """Open the store and start renewing leases; `async with` calls it.
 
-        With on_unavailable="local" a store that does not answer is no reason to fail.
+        With on_unavailable="local" this succeeds even if the store is unavailable.
         """
         if self._state != "new":
-            raise LeaseError(f"{self!r} has been opened before: make a new one with connect()")
+            raise LeaseError(f"{self!r} was opened before: create a new one with connect()")
         self._state = "open"
         try:
             await self._reach()
@@ -151,24 +154,24 @@ class Leases:
             await self._calls.open()
             return
         with suppress(StoreUnavailable):
-            # Not for long: the service can start without, and the keeper goes on trying.
-            await self._calls.open(patience=self._policy.timeout)
+            # A short timeout: the service can start without the store, and the keeper retries.
+            await self._calls.open(timeout=self._policy.timeout)
 
     async def _supervise(self) -> None:
         backoff = Backoff(0.1, 5.0, clock=self._clock)
         self._supervisor = Supervisor(
             self._name,
             children=[Child("keeper", self._keeper.run, backoff=backoff)],
-            intensity=None,  # however often it fails, somebody must go on renewing
+            intensity=None,  # leases must be renewed, however often the keeper fails
             recorder=self._recorder,
             clock=self._clock,
         )
         await self._supervisor.start()
 
     async def close(self) -> None:
-        """Tell the holders that it is over, give everything back, and disconnect.
+        """Notify the holders, release all leases, and disconnect.
 
-        In a forked child it does nothing: the leases and the connections are the parent's.
+        It does nothing in a forked child: the leases and connections belong to the parent.
         """
         if self._state != "open" or self._pid != os.getpid():
             return
@@ -192,11 +195,11 @@ class Leases:
     async def acquire(
         self, key: str, *, limit: int, ttl: float = TTL, owner: str | None = None
     ) -> Lease | None:
-        """A lease, if fewer than `limit` of this key live in the whole cluster; else None.
+        """Acquire a lease if fewer than `limit` of this key are live in the cluster; else None.
 
-        It never waits for one to become free. In an outage it gives a local lease, or raises
-        `StoreUnavailable`, as configured; a lease with limit 1 is never local, because then two
-        processes would each believe that they are the only one.
+        It does not wait for a lease to become free. In an outage it grants a local lease or raises
+        `StoreUnavailable`, as configured. A lease with limit 1 is never local: two processes would
+        each take itself for the only owner.
         """
         self._check_open()
         request = self._request(key, limit, ttl, owner)
@@ -216,11 +219,11 @@ class Leases:
         owner: str | None = None,
         cancel: bool = True,
     ) -> Exclusive:
-        """`async with leases.exclusive(key) as lease`: the only owner of the key in the cluster.
+        """Return a block that holds the key exclusively: `async with leases.exclusive(key)`.
 
-        `wait` is for how many seconds to wait for it before `LeaseRefused` is raised; None waits
-        as long as it takes. When the lease is lost, the block is cancelled and ends with
-        `LeaseLost`; with `cancel=False` it goes on, and ends with it all the same.
+        Entering the block waits up to `wait` seconds for the lease, then raises `LeaseRefused`;
+        None waits without limit. When the lease is lost, the block is cancelled and raises
+        `LeaseLost`; with `cancel=False` the block runs to its end and then raises `LeaseLost`.
         """
         return Exclusive(self, key, ttl=ttl, wait=wait, owner=owner, cancel=cancel)
 
@@ -234,13 +237,14 @@ class Leases:
         hold: float | None = None,
         local_rate: float | None = None,
     ) -> RateLimit:
-        """A rate that all processes share: no window of w seconds sees more than rate·w + burst.
+        """Return a rate limit that all processes share: at most rate·w + burst in any w seconds.
 
-        :param burst: how many at once; as many as in a second, if not given.
-        :param batch: how many tokens to fetch at once, to save calls of the store.
-        :param hold: seconds for which a token may be used after it was asked for. They are paid
-            for out of the burst, at the rate; half of the burst, if not given.
-        :param local_rate: the rate of this process alone in an outage; `rate`, if not given.
+        :param rate: tokens per second.
+        :param burst: tokens that may be used at once; default: those of one second.
+        :param batch: tokens to fetch in one call, to save calls to the store.
+        :param hold: seconds for which a token may be used after it was requested. They cost
+            hold·rate tokens of the burst; default: half of the burst.
+        :param local_rate: the rate within this process in an outage; default: `rate`.
         """
         return RateLimit(
             self._calls,
@@ -253,24 +257,24 @@ class Leases:
         )
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases of a key, or of all keys, whoever holds them."""
+        """Return the live leases of a key, or of all keys, of all holders in the cluster."""
         self._check_open()
         return await self._calls.do("held", lambda: self._calls.store.held(key))
 
-    async def revoke(self, id: str, key: str) -> bool:  # noqa: A002 - the word that is stored
-        """End a lease, whoever holds it; returns whether there was one.
+    async def revoke(self, id: str, key: str) -> bool:  # noqa: A002 - the store's own name
+        """End a lease of any holder; returns whether it was live.
 
-        Its holder learns of it at its next renewal; until then there may be one too many.
+        Its holder is notified at its next renewal; until then the limit may be exceeded.
         """
         self._check_open()
         request = Request(key, id, 1, TTL, self._holder(None))
         (ended,) = await self._calls.do("release", lambda: self._calls.store.release([request]))
         return ended
 
-    # -- for people ----------------------------------------------------------------------------
+    # -- monitoring ----------------------------------------------------------------------------
 
     def statistics(self) -> LeaseStatistics:
-        """This client in numbers."""
+        """Return the state and the counters of this client."""
         return self._counts.snapshot(
             held=len(self._table),
             local=len(self._table.local()),
@@ -280,7 +284,7 @@ class Leases:
 
     @property
     def recorder(self) -> Recorder:
-        """Where this client records what happens, and why."""
+        """The recorder of this client's events and their causes."""
         return self._recorder
 
     def __repr__(self) -> str:
@@ -292,14 +296,14 @@ class Leases:
             state = f"no answer for {duration(self._clock.monotonic() - health.since)}"
         return f"<Leases {self._place}: {state}, {held}>"
 
-    # -- small things --------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     async def _acquire(self, request: Request) -> Lease | None:
         sent_at = self._clock.monotonic()
-        patience = (request.ttl - self._table.margin(request.ttl)) / 2
+        timeout = (request.ttl - self._table.margin(request.ttl)) / 2
         try:
             grant = await self._calls.do(
-                "acquire", lambda: self._calls.store.acquire(request), patience=patience
+                "acquire", lambda: self._calls.store.acquire(request), timeout=timeout
             )
         except StoreKnownDown:
             raise
@@ -314,7 +318,7 @@ class Leases:
         return self._keeper.keep(self._table.granted(request, grant, sent_at))
 
     def _check_usable(self, request: Request, sent_at: float) -> None:
-        """A lease that is over when it arrives (this process was stopped, say) is none."""
+        """Raise if the lease expired before its response arrived, or the client was closed."""
         if self._state != "open":
             self._counts.left_to_time += 1
             self._check_open()
@@ -322,19 +326,18 @@ class Leases:
         if took >= request.ttl - self._table.margin(request.ttl):
             self._keeper.doubt(request)
             raise StoreUnavailable(
-                f"{self._place} gave a lease of {request.key!r} after {took:.1f} s, which is too "
-                f"late for a ttl of {request.ttl:g} s"
+                f"{self._place} granted a lease of {request.key!r} after {took:.1f} s, too late "
+                f"for its ttl of {request.ttl:g} s"
             )
 
     def _acquire_locally(self, request: Request, error: StoreUnavailable) -> Lease | None:
-        most = self._policy.local_limit
-        if self._table.count(request.key) >= (request.limit if most is None else most):
+        if not self._table.has_local_room(request):
             self._counts.local_refused += 1
             return None
         self._counts.local_granted += 1
-        text = f"a local lease of {request.key!r} was given"
+        text = f"granted a local lease of {request.key!r}"
         self._recorder.record(self._name, text, kind="info", cause=error)
-        # Under an id of its own: the store may have seen the other one.
+        # Under a new id: the store may have seen the first one.
         request = self._request(request.key, request.limit, request.ttl, request.holder.owner)
         return self._keeper.keep(self._table.granted_locally(request))
 
@@ -351,9 +354,9 @@ class Leases:
     def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise LeaseError(
-                f"{self!r} belongs to process {self._pid}, from which this one was forked, and so "
-                "do its leases: make a new one with connect()"
+                f"{self!r} and its leases belong to the parent process {self._pid} of this fork: "
+                "create a new client with connect()"
             )
         if self._state != "open":
-            hint = "use `async with`" if self._state == "new" else "make a new one with connect()"
+            hint = "use `async with`" if self._state == "new" else "create a new one with connect()"
             raise LeaseError(f"{self!r} is not open: {hint}")

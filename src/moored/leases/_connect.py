@@ -1,4 +1,4 @@
-"""From a URL to a store: the adapter is imported only when its scheme is asked for."""
+"""Make a store from its URL; an adapter is imported only when its scheme is used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ADAPTERS = {
 
 
 def open_store(url: str, *, clock: Clock) -> Store:
-    """The store that a URL names, not yet connected; raises `StoreMisconfigured`."""
+    """Return the store of a URL, not yet connected; raises `StoreMisconfigured`."""
     parsed = parse(url)
     adapter = _ADAPTERS.get(parsed.scheme)
     if adapter is None:
         raise StoreMisconfigured(
-            f"{parsed.text}: there is no store for {parsed.scheme}://; there is "
+            f"{parsed.text}: unknown scheme {parsed.scheme}://; use one of "
             + ", ".join(f"{scheme}://" for scheme in _ADAPTERS)
         )
     try:

@@ -1,4 +1,4 @@
-"""What a client has done so far, in numbers."""
+"""The counters of a client."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ __all__ = ["Counts", "LeaseStatistics"]
 
 
 class LeaseStatistics(NamedTuple):
-    """A client in numbers: what it holds now, and what happened since it was made."""
+    """The state of a client, and its counters since it was created."""
 
-    #: Leases held now, local ones among them.
+    #: Leases held now, local ones included.
     held: int
-    #: Leases held now that this process gave itself, because the store could not be asked.
+    #: Local leases held now: granted by this process while the store was unavailable.
     local: int
-    #: Leases that the store may have and nobody here wants; they are given back, or end there.
+    #: Leases in doubt: the store may hold them, and no caller does; they are being released.
     in_doubt: int
     #: Whether the store answered the last call.
     available: bool
-    #: Leases that the store gave.
+    #: Leases granted by the store.
     acquired: int
-    #: Times that there was no room.
+    #: Acquires refused because the limit was reached.
     refused: int
-    #: Leases that were given back by their holders.
+    #: Leases released by their holders.
     released: int
-    #: Leases extended, each time counted.
+    #: Renewals, each counted per lease.
     renewed: int
-    #: Holders told that their lease is over, because its deadline passed,
+    #: Leases lost because their deadline passed.
     lost_expired: int
-    #: … because the store did not know it any more,
+    #: Leases lost because the store no longer had them.
     lost_gone: int
-    #: … because it was local and the store had no room for it,
+    #: Local leases lost because the store refused them after the outage.
     lost_refused: int
-    #: … because the client was closed.
+    #: Leases lost because the client was closed.
     lost_closed: int
-    #: Leases that this process gave itself in an outage.
+    #: Leases granted or kept by this process in an outage.
     local_granted: int
-    #: Times that the local limit was reached in an outage.
+    #: Acquires refused in an outage because the local limit was reached.
     local_refused: int
-    #: Local leases that became real when the store was back.
+    #: Local leases that the store granted after the outage.
     exchanged: int
-    #: Leases whose fate was unknown and that the store was then found to have, and gave back.
+    #: Leases in doubt that the store held, and released.
     undone: int
-    #: Leases whose fate stayed unknown until they must have ended by themselves.
+    #: Leases in doubt that were never settled, and must have expired in the store.
     left_to_time: int
     #: Tokens of rate limits that were used.
     tokens: int
-    #: Tokens that came too late, or lay too long, to be used.
+    #: Tokens that were not used within their hold time.
     tokens_stale: int
-    #: Tokens used that this process gave itself in an outage.
+    #: Tokens that were used in an outage, by the limit of this process.
     tokens_local: int
-    #: Calls made to the store.
+    #: Calls sent to the store.
     store_calls: int
-    #: Calls that were not answered, or not in time.
+    #: Calls that failed or timed out.
     store_failures: int
-    #: Times that the store stopped answering.
+    #: Outages of the store.
     outages: int
-    #: Callbacks of holders that raised.
+    #: `on_lost` callbacks that raised.
     callback_errors: int
 
 
 @dataclass
 class Counts:
-    """The counters behind `LeaseStatistics`, which explains them."""
+    """The counters of `LeaseStatistics`, which documents them."""
 
     acquired: int = 0
     refused: int = 0
@@ -87,5 +87,5 @@ class Counts:
     callback_errors: int = 0
 
     def snapshot(self, *, held: int, local: int, in_doubt: int, available: bool) -> LeaseStatistics:
-        """The counters with the state of this moment."""
+        """Return the counters together with the current state."""
         return LeaseStatistics(held, local, in_doubt, available, **asdict(self))

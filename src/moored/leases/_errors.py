@@ -4,13 +4,13 @@
 
     MooredError
     └── LeaseError
-        ├── StoreUnavailable    the store does not answer; it may again
-        ├── StoreMisconfigured  the store answers, and says that it cannot be used like this
-        ├── LeaseLost           the right is gone: the store gave it away, or its time is over
-        │   └── FenceRejected   the protected resource has seen a newer owner, and refused a write
-        └── LeaseRefused        all leases are taken, and stay so for the time given
+        ├── StoreUnavailable    the store does not answer; the same call may work later
+        ├── StoreMisconfigured  the store refuses the call; a retry does not help
+        ├── LeaseLost           the lease expired, or the store no longer has it
+        │   └── FenceRejected   the protected resource has seen a newer fence and refused a write
+        └── LeaseRefused        no lease became free within the wait
 
-A store's own errors are translated in its adapter, with one mapping, and nowhere else.
+A driver's errors are translated in the store's adapter, by one mapping.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ LossReason = Literal["expired", "gone", "refused", "closed"]
 
 
 class LeaseError(MooredError):
-    """Something about a lease or its store."""
+    """The base of all errors of leases and their stores."""
 
 
 class StoreUnavailable(LeaseError):
-    """The store did not answer, or not in time; the same call may work later."""
+    """The store did not answer in time, or reported that it cannot serve the call now."""
 
 
 class StoreMisconfigured(LeaseError):
-    """The store answered that it cannot be used like this; trying again does not help."""
+    """The store refused the call (URL, permissions, schema); a retry does not help."""
 
 
 class LeaseLost(LeaseError):
-    """The right is gone: the store gave it away, or its time is over.
+    """A lease ended without being released by its holder.
 
-    `reason` is "expired" (its deadline passed), "gone" (the store does not know it any more),
-    "refused" (it was local, and the store has no room for it) or "closed" (the client was).
+    `reason` is "expired" (its deadline passed), "gone" (the store no longer has it), "refused" (it
+    was local, and the store refused it after the outage) or "closed" (the client was closed).
     """
 
     def __init__(self, message: str, *, key: str = "", reason: LossReason = "gone") -> None:
@@ -59,12 +59,12 @@ class LeaseLost(LeaseError):
 
 
 class FenceRejected(LeaseLost):
-    """A protected resource has seen a newer fence, so it refused a write with this one."""
+    """A protected resource has seen a newer fence, and refused a write with an older one."""
 
     def __init__(self, resource: str, *, fence: int, seen: int) -> None:
         super().__init__(
             f"{resource!r} has been written with fence {seen}, so the write with fence {fence} was "
-            "refused: another owner has the lease now; stop what was done under the old one"
+            "refused: another owner holds the lease now; stop the work under the old lease"
         )
         self.resource = resource
         #: The fence of the write that was refused.
@@ -74,4 +74,4 @@ class FenceRejected(LeaseLost):
 
 
 class LeaseRefused(LeaseError):
-    """No lease could be had within the time given."""
+    """No lease became free within the wait."""

@@ -1,4 +1,4 @@
-"""One owner of a key in the whole cluster, for the length of a block."""
+"""The block made by `Leases.exclusive`: one owner of a key in the cluster."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Exclusive"]
 
 _CANCELLED = asyncio.CancelledError
 
-#: How often a lease that another one holds is asked for: soon at first, then rarely.
+#: First and longest delay between attempts while another owner holds the lease, in seconds.
 POLL = (0.05, 1.0)
 
 
 class Exclusive:
-    """The block made by `Leases.exclusive`."""
+    """An exclusive lease as an async context manager, made by `Leases.exclusive`."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Exclusive:
         self._task: asyncio.Task[object] | None = None
         self._cancelled = False
         self._cancelling = 0
-        what = "at least 0 seconds, or None for as long as it takes"
+        what = "at least 0 seconds, or None to wait without limit"
         refuse("exclusive", unmet(("wait", wait, (wait or 0) >= 0, what)))
 
     async def acquire(self) -> Lease:
-        """Wait for the lease, without a block; raises `LeaseRefused` when the wait is over."""
+        """Wait for the lease, without a block; raises `LeaseRefused` after `wait` seconds."""
         clock = self._leases._clock
         deadline = Deadline.after(self._wait, clock)
         polls = Backoff(*POLL, jitter=0.25, clock=clock)
@@ -69,18 +69,18 @@ class Exclusive:
         except StoreUnavailable:
             held = ()
         if not held:
-            return f"no lease of {self._key!r}{waited}: another one was always quicker"
+            return f"no lease of {self._key!r}{waited}: other owners acquired it first"
         now = self._leases._clock.wall()
-        who, age = held[0].holder, duration(now - held[0].created_at)
+        holder, age = held[0].holder, duration(now - held[0].created_at)
         return (
-            f"no lease of {self._key!r}{waited}: {who.owner} of {who.service_name} has it "
-            f"(host {who.host}, pid {who.pid}, for {age}); it ends in "
+            f"no lease of {self._key!r}{waited}: held by {holder.owner} of {holder.service_name} "
+            f"(host {holder.host}, pid {holder.pid}, for {age}); it expires in "
             f"{duration(held[0].expires_in)} unless it is renewed"
         )
 
     async def __aenter__(self) -> Lease:
         if self._lease is not None:
-            raise RuntimeError("this block has been entered before: call exclusive() again")
+            raise RuntimeError("this exclusive() block was entered before: call exclusive() again")
         self._lease = await self.acquire()
         if self._cancel:
             self._task = asyncio.current_task()
@@ -103,18 +103,16 @@ class Exclusive:
         task, self._task = self._task, None
         await self._lease.release()
         if self._cancelled and task is not None:
-            await self._take_back(task, kind)
+            await self._uncancel(task, kind)
         lost = self._lease.error
         if lost is not None and (kind is None or (self._cancelled and kind is _CANCELLED)):
             raise lost from None
 
-    async def _take_back(
-        self, task: asyncio.Task[object], kind: type[BaseException] | None
-    ) -> None:
-        """Undo our own cancellation, as asyncio.timeout() does; somebody else's goes on."""
+    async def _uncancel(self, task: asyncio.Task[object], kind: type[BaseException] | None) -> None:
+        """Undo our own cancellation, as asyncio.timeout() does; re-raise any other one."""
         if kind is not _CANCELLED:
             try:
-                # It has not arrived: let it arrive here, and not at whatever comes next.
+                # The block has not received our cancellation yet: receive it here.
                 await asyncio.sleep(0)
             except _CANCELLED:
                 pass

@@ -1,4 +1,4 @@
-"""Whether the store answers, and when to ask it again. No I/O, no clock."""
+"""Whether the store answers, and when to try again. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ __all__ = ["StoreHealth"]
 
 
 class StoreHealth:
-    """Up until a call fails; then down, with one attempt at a time, until one works."""
+    """Up until a call fails; then down, with one attempt at a time, until a call succeeds."""
 
-    def __init__(self, backoff: Backoff, patience: float) -> None:
+    def __init__(self, backoff: Backoff, timeout: float) -> None:
         self._backoff = backoff
-        self._patience = patience
-        #: Why the store counts as down; None while it is up.
+        self._timeout = timeout
+        #: The error that made the store count as down; None while it is up.
         self.error: Exception | None = None
-        #: Since when it has been down.
+        #: When the outage began, in monotonic seconds.
         self.since = 0.0
-        #: When it may be asked again.
+        #: When the next attempt may be made, in monotonic seconds.
         self.retry_at = 0.0
         self._trying = False
 
     @property
     def up(self) -> bool:
-        """Whether the last call worked."""
+        """Whether the last call was answered."""
         return self.error is None
 
     def admit(self, now: float) -> bool:
-        """Whether a call may be made now; in an outage one is let through now and then."""
+        """Whether a call may be made now; in an outage, one attempt at each `retry_at`."""
         if self.error is None:
             return True
         if now < self.retry_at:
             return False
-        # Who asks while this attempt is under way need not find out the slow way as well.
-        self.retry_at = now + self._patience
+        # Other calls fail at once while this attempt is in flight.
+        self.retry_at = now + self._timeout
         self._trying = True
         return True
 
     def failed(self, error: Exception, now: float) -> bool:
-        """A call failed; returns whether it is this one that shows the outage."""
+        """Record a failed call; returns whether it is the first of an outage."""
         first = self.error is None
         if first:
             self.since = now
         self.error = error
         if first or self._trying:
             self.retry_at = now + self._backoff.fail()
-        # Otherwise it is one of many that were under way when the outage began, and no news.
+        # Otherwise the call was in flight when the outage began: the backoff stays as it is.
         self._trying = False
         return first
 
     def worked(self, now: float) -> float | None:
-        """A call was answered; returns how long the outage lasted that ends with this, if any."""
+        """Record an answered call; returns the duration of the outage that it ends, or None."""
         if self.error is None:
             return None
         self._backoff.succeed()

@@ -1,8 +1,8 @@
-"""What goes on behind a client: leases are renewed, given back, exchanged, and their ends told.
+"""The background work of a client: renew and release leases, and notify holders of lost ones.
 
-Two things run, however many leases there are. One timer stands at the first deadline, and does
-not wait for anything, so that a holder is told in time even while a call of the store hangs. One
-task wakes when there is something to ask the store, asks it in batches, and sleeps again.
+One timer is set to the first deadline and does no I/O, so that holders are notified in time even
+while a call to the store hangs. One task wakes up when calls to the store are due, makes them in
+batches, and sleeps again.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("moored.leases")
 
 T = TypeVar("T")
 
-#: Calls of the store at the same time, for one client.
+#: Concurrent renewal calls of one client.
 AT_ONCE = 4
-#: After a round that failed, the next one comes this soon at first, and this late at last.
+#: First and longest delay after a failed round, in seconds.
 RETRY = (0.1, 2.0)
-#: Seconds between two exchanges: every client begins when the store is back, and what is refused is
-#: given up by its holder, which should not happen to everything at once.
+#: Seconds between two exchanges of local leases: all clients start exchanging when the store is
+#: back, and the holders of refused leases should not all stop at once.
 EXCHANGE_EVERY = 0.01
 
 
 class Keeper:
-    """Keeps the leases of one client."""
+    """Renews, releases and exchanges the leases of one client."""
 
     def __init__(self, table: LeaseTable, calls: StoreCalls) -> None:
         self.table = table
@@ -55,15 +55,15 @@ class Keeper:
         self._wake = asyncio.Event()
         self._sleeps_until = math.inf
         self._timers = Timers(calls.clock)
-        # In which holders are told: not in the context of whoever set the timer.
+        # `on_lost` callbacks run in this context, not in that of the caller that set the timer.
         self._context = contextvars.copy_context()
         self._backoff = Backoff(*RETRY, jitter=0.25, clock=calls.clock)
         self._not_before = 0.0
 
-    # -- leases come and go --------------------------------------------------------------------
+    # -- calls by the client and by leases -----------------------------------------------------
 
     def keep(self, entry: Entry) -> Lease:
-        """Hold a lease from now on."""
+        """Start renewing a lease, and return the holder's object."""
         lease = Lease(self, entry)
         self._leases[entry] = lease
         self._arm()
@@ -73,13 +73,13 @@ class Keeper:
         return lease
 
     async def renew_now(self, lease: Lease) -> None:
-        """Renew one lease outside its turn."""
+        """Renew one lease ahead of its schedule."""
         entry = lease._entry
         if not entry.local and self.table.get(entry.id) is entry:
             await self._renew([entry.request])
 
     async def release(self, entry: Entry) -> None:
-        """Give back a lease that its holder has just ended."""
+        """Release a lease in the store, at once or later."""
         self.table.released(entry.id)
         self._leases.pop(entry, None)
         self.counts.released += 1
@@ -94,12 +94,12 @@ class Keeper:
             raise
 
     def doubt(self, request: Request, *, asked: bool = False) -> None:
-        """The store may have this lease and nobody wants it: give it back when that is possible."""
+        """Release a lease that the store may hold, as soon as the store answers."""
         self.table.doubted(request, self.clock.monotonic(), asked=asked)
         self._wake.set()
 
     async def close(self) -> None:
-        """Tell every holder that it is over, and give everything back as far as it can be done."""
+        """Notify every holder, and release all leases if the store answers."""
         self._timers.cancel_all()
         entries = self.table.close()
         self._lose(entries, "closed", "the client was closed")
@@ -107,13 +107,12 @@ class Keeper:
             if not entry.local:
                 self.table.doubted(entry.request, self.clock.monotonic())
         try:
-            await self._give_back()
+            await self._release_doubts()
         except Exception as error:
-            left = self.table.doubts
             log.warning(
-                "%s: %s could not be given back, and will end by themselves: %s",
+                "%s: could not release %s, which will expire in the store: %s",
                 self._place,
-                counted(left, "lease"),
+                counted(self.table.doubts, "lease"),
                 describe(error),
             )
         self.counts.left_to_time += self.table.doubts
@@ -122,42 +121,40 @@ class Keeper:
 
     def _arm(self) -> None:
         first, set_for = self.table.next_deadline(), self._timers.at("deadline")
-        # A timer that is too early finds nothing, and is set again.
+        # A timer that is set too early finds no expired lease, and is set again.
         if first < (math.inf if set_for is None else set_for):
-            self._context.run(self._timers.set, "deadline", first, self._tell_expired)
+            self._context.run(self._timers.set, "deadline", first, self._expire)
 
-    def _tell_expired(self) -> None:
+    def _expire(self) -> None:
         entries = self.table.expired(self.clock.monotonic())
         for entry in entries:
-            # A renewal may be on its way still, and would keep for nobody what nobody has.
+            # A renewal may still be in flight, and would extend a lease without a holder.
             self.doubt(entry.request)
-        self._lose(self._not_kept(entries), "expired", "it could not be renewed in time")
+        self._lose(self._keep_locally(entries), "expired", "it could not be renewed in time")
         self._arm()
 
-    def _not_kept(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Those of the expired leases that end; in an outage, the others become local ones.
+    def _keep_locally(self, entries: Sequence[Entry]) -> list[Entry]:
+        """In an outage, turn expired leases into local ones; returns those that are lost.
 
-        To end them all would close what they protect everywhere at once, and open it again.
+        Losing all of them would close what they protect in every process at once.
         """
         if self.calls.health.up or self._policy.on_unavailable != "local":
             return list(entries)
-        ended: list[Entry] = []
+        lost: list[Entry] = []
         for entry in entries:
-            request, most = entry.request, self._policy.local_limit
-            room = self.table.count(request.key) < (request.limit if most is None else most)
-            if request.limit > 1 and room:
-                self.table.gone_local(entry, new_id(self.clock))
+            if entry.request.limit > 1 and self.table.has_local_room(entry.request):
+                self.table.became_local(entry, new_id(self.clock))
                 self.counts.local_granted += 1
             else:
-                ended.append(entry)
-        if kept := len(entries) - len(ended):
-            text = f"{counted(kept, 'lease')} expired in the outage; this process keeps them alone"
+                lost.append(entry)
+        if kept := len(entries) - len(lost):
+            text = f"{counted(kept, 'lease')} expired in the outage; kept as local leases"
             log.warning("%s: %s", self._place, text)
             self._recorder.record(self._name, text, kind="info", cause=self.calls.health.error)
-        return ended
+        return lost
 
     def _lose(self, entries: Sequence[Entry], reason: LossReason, why: str) -> None:
-        """Tell the holders of these; then the log, in one line however many they are."""
+        """Notify the holders of lost leases; then log one line for all of them."""
         for entry in entries:
             if (lease := self._leases.pop(entry, None)) is not None:
                 lease._lose(self._loss(entry, reason, why))
@@ -175,10 +172,10 @@ class Keeper:
         self._recorder.record(self._name, text, kind="failure", cause=cause)
         return LeaseLost(text, key=entry.request.key, reason=reason)
 
-    # -- the rest: one task --------------------------------------------------------------------
+    # -- calls to the store: one task ----------------------------------------------------------
 
     async def run(self, ctx: Context) -> None:
-        """Renew, give back and exchange, for as long as the client lives."""
+        """Renew, release and exchange leases until the client is closed."""
         ctx.started()
         while True:
             await self._sleep()
@@ -187,15 +184,15 @@ class Keeper:
             except StoreUnavailable:
                 self._not_before = self.clock.monotonic() + self._backoff.fail()
             except Exception as error:
-                # Whatever it is, leases are not renewed meanwhile: their holders will be told.
+                # Unless a later round succeeds, the leases expire and their holders are notified.
                 self._not_before = self.clock.monotonic() + self._backoff.fail()
-                log.error("%s: leases cannot be kept: %s", self._place, describe(error))
-                ctx.record("leases cannot be kept", kind="failure", cause=error)
+                log.error("%s: leases cannot be renewed: %s", self._place, describe(error))
+                ctx.record("leases cannot be renewed", kind="failure", cause=error)
             else:
                 self._backoff.succeed()
 
     def recovered(self) -> None:
-        """The store answers again: do what is due, without waiting for the backoff."""
+        """Make the calls that are due at once, without backoff: the store answers again."""
         self._not_before = 0.0
         self._wake.set()
 
@@ -226,33 +223,30 @@ class Keeper:
     async def _round(self) -> None:
         if not self.calls.opened:
             await self.calls.open()
-        await self._renew_due()
-        await self._give_back()
-        await self._exchange()
-
-    async def _renew_due(self) -> None:
         await _for_each(self._renew, self.table.due(self.clock.monotonic()))
+        await self._release_doubts()
+        await self._exchange()
 
     async def _renew(self, requests: Sequence[Request]) -> None:
         sent_at = self.clock.monotonic()
         ids = [request.id for request in requests]
-        patience = min(request.ttl for request in requests) / 3
+        timeout = min(request.ttl for request in requests) / 3
         try:
             answers = await self.calls.do(
-                "renew", lambda: self.calls.store.renew(requests), patience=patience
+                "renew", lambda: self.calls.store.renew(requests), timeout=timeout
             )
         except BaseException:
             self.table.not_renewed(ids, self.clock.monotonic())
             raise
-        kept = [known for known, alive in zip(ids, answers, strict=True) if alive]
-        gone = [known for known, alive in zip(ids, answers, strict=True) if not alive]
+        kept = [each for each, alive in zip(ids, answers, strict=True) if alive]
+        gone = [each for each, alive in zip(ids, answers, strict=True) if not alive]
         self.table.renewed(kept, sent_at)
         self.counts.renewed += len(kept)
-        self._lose(self.table.gone(gone), "gone", "the store does not know it any more")
+        self._lose(self.table.gone(gone), "gone", "the store no longer has it")
         self._arm()
 
-    async def _give_back(self) -> None:
-        self.counts.left_to_time += len(self.table.left_to_time(self.clock.monotonic()))
+    async def _release_doubts(self) -> None:
+        self.counts.left_to_time += self.table.left_to_time(self.clock.monotonic())
         for batch in self.table.to_release(self.clock.monotonic()):
             answers = await self._release(batch)
             self.counts.undone += sum(answers)
@@ -263,7 +257,7 @@ class Keeper:
         return await self.calls.do("release", lambda: self.calls.store.release(requests))
 
     async def _exchange(self) -> None:
-        """Take the next local lease again; the one after it comes in the next round."""
+        """Acquire one local lease in the store; the next one follows in the next round."""
         if (entry := next(iter(self.table.local()), None)) is not None:
             await self._exchange_one(entry)
             self._not_before = self.clock.monotonic() + EXCHANGE_EVERY
@@ -275,13 +269,13 @@ class Keeper:
         except StoreKnownDown:
             raise
         except BaseException:
-            # This id may live in the store from some time on that nobody knows: use another.
+            # The store may grant this id later, with an unknown deadline: use a new id.
             self.doubt(request, asked=True)
             self.table.renamed(entry, new_id(self.clock))
             raise
         if grant is None:
             if self.table.released(request.id) is not None:
-                self._lose([entry], "refused", "the store is back and has no room for it")
+                self._lose([entry], "refused", "the store is back, and the limit is reached")
         elif self.table.exchanged(entry, grant, sent_at):
             self.counts.exchanged += 1
             self._arm()
@@ -290,7 +284,7 @@ class Keeper:
 
 
 async def _for_each(work: Callable[[T], Awaitable[None]], things: Sequence[T]) -> None:
-    """A few at a time, all of them; then raise the first failure, if there was one."""
+    """Run `work` on all things, `AT_ONCE` at a time; then raise the first failure, if any."""
     failures: list[BaseException] = []
     for start in range(0, len(things), AT_ONCE):
         group = map(work, things[start : start + AT_ONCE])
@@ -301,5 +295,5 @@ async def _for_each(work: Callable[[T], Awaitable[None]], things: Sequence[T]) -
 
 
 def new_id(clock: Clock) -> str:
-    """An id that nobody else has, now or ever."""
+    """Return a new unique lease id."""
     return f"{clock.random.getrandbits(128):032x}"

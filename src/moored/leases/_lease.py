@@ -1,4 +1,4 @@
-"""A lease, as its holder sees it."""
+"""A lease, as its holder uses it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("moored.leases")
 
 
 class LeaseInfo:
-    """What a lease is, for asyncio and for threads."""
+    """The properties of a lease that asyncio and threads share."""
 
     __slots__ = ("_entry",)
 
@@ -32,46 +32,45 @@ class LeaseInfo:
 
     @property
     def key(self) -> str:
-        """What it is a right to."""
+        """The key that was acquired."""
         return self._entry.request.key
 
     @property
     def id(self) -> str:
-        """The id under which the store knows it; a local one may get another when exchanged."""
+        """The lease's id in the store; the id of a local lease may change."""
         return self._entry.id
 
     @property
     def owner(self) -> str:
-        """The owner that is stored with it."""
+        """The owner that is stored with the lease."""
         return self._entry.request.holder.owner
 
     @property
     def ttl(self) -> float:
-        """For how many seconds it lives from each renewal on."""
+        """Seconds from a renewal to the expiry in the store."""
         return self._entry.request.ttl
 
     @property
     def fence(self) -> int:
-        """The number to pass to what the lease protects; 0, which is always too old, if local."""
+        """The fencing token to pass to the protected resource; 0, which it rejects, if local."""
         return self._entry.fence
 
     @property
     def local(self) -> bool:
-        """Whether this process gave it itself, because the store could not be asked."""
+        """Whether this process granted the lease itself, because the store was unavailable."""
         return self._entry.local
 
     @property
     def deadline(self) -> float:
-        """When it is over unless it is renewed, in monotonic seconds; infinity while local."""
+        """When the lease expires unless it is renewed, in monotonic seconds; infinity if local."""
         return self._entry.deadline
 
 
 class Lease(LeaseInfo):
-    """A right that the whole cluster agrees on, until its deadline.
+    """A lease that this process holds; the client renews it in the background.
 
-    It is renewed in the background. Whoever holds it is told when it is over (`on_lost`,
-    `lost()`), before the store could give it to another. As an async context manager it is
-    released at the end.
+    When the lease is lost, its holder is notified (`on_lost`, `lost()`) before the store can grant
+    it to another holder. `async with lease` releases it at the end of the block.
     """
 
     __slots__ = ("_callbacks", "_ended", "_error", "_keeper", "_pid", "_released")
@@ -87,57 +86,59 @@ class Lease(LeaseInfo):
 
     @property
     def live(self) -> bool:
-        """Whether it can be relied on now, in this process.
+        """Whether the lease is held now, by this process.
 
-        It looks at the clock, so it is right even where nobody could be told yet, as in a process
-        that was stopped for a while. In a forked child it is False: the parent has the lease.
+        The deadline is compared with the clock, so this is correct even before the holder was
+        notified, as in a process that was suspended. It is False in a forked child: the parent
+        holds the lease.
         """
         held = self._error is None and not self._released
         return held and self.remaining() > 0 and self._pid == os.getpid()
 
     @property
     def error(self) -> LeaseLost | None:
-        """Why it was lost, if it was."""
+        """Why the lease was lost; None if it was not."""
         return self._error
 
     def remaining(self) -> float:
-        """Seconds until the deadline; 0.0 when it has passed, or the lease was given back."""
+        """Seconds until the deadline; 0.0 if the lease has expired, was lost or released."""
         if self._released or self._error is not None:
             return 0.0
         return max(0.0, self.deadline - self._keeper.clock.monotonic())
 
     async def renew(self) -> None:
-        """Extend it now. There is no need to: this is for who wants to know, or cannot wait.
+        """Renew the lease now, ahead of the renewals in the background.
 
-        Raises `LeaseLost` when it is over, and `StoreUnavailable` when nobody can be asked.
+        Raises `LeaseLost` if the lease is lost, and `StoreUnavailable` if the store does not
+        answer.
         """
         if self._released:
-            raise LeaseError(f"the lease of {self.key!r} has been given back: acquire another")
+            raise LeaseError(f"the lease of {self.key!r} has been released: acquire another")
         if self._error is None:
             await self._keeper.renew_now(self)
         if self._error is not None:
             raise self._error
 
     async def release(self) -> None:
-        """Give it back; harmless when it is over, or was given back before.
+        """Release the lease; ignored if it was lost or released before.
 
-        When the store cannot be reached this does not fail: the lease is given back later, and
-        ends there by itself in any case. In a forked child it does nothing: the parent has it.
+        If the store is unavailable, this succeeds, and the lease is released later, or expires in
+        the store. It does nothing in a forked child: the parent holds the lease.
         """
         if self._pid != os.getpid() or not self._end():
             return
         await self._keeper.release(self._entry)
 
     def on_lost(self, callback: Callable[[LeaseLost], object]) -> None:
-        """Call this with the error when the lease is lost; at once if it has been already.
+        """Call `callback(error)` when the lease is lost; at once if it is lost already.
 
-        It runs in the event loop and must not block; what it raises is logged and counted.
-        A lease that is released is not lost.
+        The callback runs in the event loop and must not block; its exceptions are logged and
+        counted. It is not called for a lease that is released.
         """
         if inspect.iscoroutinefunction(callback):
             raise TypeError(
-                f"{callback!r} is a coroutine function, and nobody would await it: "
-                "pass a function, or await lease.lost() in a task"
+                f"{callback!r} is a coroutine function, which would not be awaited: "
+                "pass a plain function, or await lease.lost() in a task"
             )
         if self._error is not None:
             self._call(callback, self._error)
@@ -145,7 +146,7 @@ class Lease(LeaseInfo):
             self._callbacks.append(callback)
 
     async def lost(self) -> LeaseLost | None:
-        """Wait until the lease is lost, and return why; None once it is released instead."""
+        """Wait until the lease is lost, and return the error; None once it is released."""
         while self._error is None and not self._released:
             if self._ended is None:
                 self._ended = asyncio.Event()
@@ -153,7 +154,7 @@ class Lease(LeaseInfo):
         return self._error
 
     def _lose(self, error: LeaseLost) -> None:
-        """Tell the holder, once; called by the keeper."""
+        """Notify the holder, once; called by the keeper."""
         if self._error is not None or self._released:
             return
         self._error = error
@@ -178,9 +179,9 @@ class Lease(LeaseInfo):
         try:
             callback(error)
         except Exception as failure:
-            # The others must be told all the same.
+            # The remaining callbacks must run.
             self._keeper.counts.callback_errors += 1
-            log.error("a holder of %r could not be told", self.key, exc_info=failure)
+            log.error("an on_lost callback of %r failed", self.key, exc_info=failure)
 
     async def __aenter__(self) -> Self:
         return self
@@ -200,4 +201,4 @@ class Lease(LeaseInfo):
         if self.local:
             return "held by this process alone"
         left = self.remaining()
-        return f"{duration(left)} left" if left else "over"
+        return f"{duration(left)} left" if left else "expired"

@@ -1,15 +1,15 @@
-"""The leases of one client: who must be renewed, who must be told, what must be given back.
+"""The leases of one client: which to renew, which have expired, and which to release in the store.
 
-This is the part that decides. It does no I/O and has no clock: every method gets the event and the
-time, and returns what to do.
+This is the pure core: no I/O and no clock. Every method gets an event and the time, and returns
+what to do.
 
 Invariants:
 
-- a deadline counts from the moment at which the request was **sent**, never from its answer: the
-  store cannot have counted from any earlier;
-- a lease ends here once: released, gone, expired or refused, whichever comes first;
-- a lease whose fate in the store is unknown is remembered until it was released there, or until it
-  must have ended by itself.
+- a deadline counts from the moment at which the request was **sent**, not from the response: the
+  store counts the ttl from a later moment;
+- a lease ends once: released, gone, expired or refused, whichever comes first;
+- a lease in doubt (the store may hold it, and no caller here does) is kept until the store has
+  released it, or until it must have expired there.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ._time_heap import TimeHeap
 
 __all__ = ["Entry", "LeaseTable"]
 
-#: A new lease is first renewed somewhere in the last half of its interval, so that leases which
-#: were taken together (all of them, at the start of a service) are not renewed together for ever.
+#: The first renewal of a lease comes at a random point in the last half of its interval: leases
+#: that were acquired together (at the start of a service) must not be renewed together for ever.
 FIRST_RENEWAL = (0.5, 1.0)
-#: A request whose answer was lost may arrive after its release, if it waited somewhere on the way
-#: until the outage was over; so what was not found is released again after so many seconds.
+#: An acquire that timed out may reach the store after its release, if the network delayed it. So a
+#: release that found no lease is repeated after these delays, in seconds.
 RELEASE_AGAIN = (0.5, 2.0, 5.0)
-#: What is due within this part of the interval is renewed along with what is due now.
+#: Leases that are due within this fraction of the interval are renewed along with those due now.
 TOGETHER = 0.05
 
 
@@ -41,29 +41,29 @@ class Entry:
     """One lease that this client holds."""
 
     request: Request
-    #: 0 while it is local: older than every fence that a store gives.
+    #: 0 while the lease is local: lower than every fence that a store grants.
     fence: int
-    #: When it is over unless it is renewed, in monotonic seconds; infinity while it is local.
+    #: When the lease expires unless it is renewed, in monotonic seconds; infinity while local.
     deadline: float
-    #: Seconds between its renewals.
+    #: Seconds between renewals.
     every: float
-    #: Whether it was given by this process alone, because the store could not be asked.
+    #: Whether this process granted the lease itself, because the store was unavailable.
     local: bool = False
 
     @property
     def id(self) -> str:
-        """The id under which the store knows it."""
+        """The lease's id in the store."""
         return self.request.id
 
 
 @dataclass(slots=True, eq=False)
 class Doubt:
-    """One lease that the store may have, and that nobody here wants."""
+    """A lease in doubt: the store may hold it, and no caller of this client does."""
 
     request: Request
-    #: Whether it was asked for and not answered, so that it may even come into being later.
+    #: Whether its acquire was not answered, so that the store may still receive it.
     asked: bool
-    #: How often the store did not find it.
+    #: How many releases did not find the lease in the store.
     missed: int = 0
 
 
@@ -82,10 +82,10 @@ class LeaseTable:
         self._undo = TimeHeap()
         self._forget = TimeHeap()
 
-    # -- what happened -------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     def granted(self, request: Request, grant: Grant, sent_at: float) -> Entry:
-        """The store gave a lease that was asked for at this time."""
+        """Add a lease that the store granted; its request was sent at `sent_at`."""
         entry = Entry(
             request, grant.fence, self._deadline(request, sent_at), self.interval(request.ttl)
         )
@@ -94,13 +94,13 @@ class LeaseTable:
         return entry
 
     def granted_locally(self, request: Request) -> Entry:
-        """Nobody could be asked, so this process gave a lease itself."""
+        """Add a local lease: the store was unavailable, and this process granted it."""
         entry = Entry(request, 0, math.inf, self.interval(request.ttl), local=True)
         self._add(entry)
         return entry
 
     def exchanged(self, entry: Entry, grant: Grant, sent_at: float) -> bool:
-        """The store gave a lease in place of a local one; False if that has ended meanwhile."""
+        """Turn a local lease into one that the store granted; False if it has ended meanwhile."""
         if self._entries.get(entry.id) is not entry:
             return False
         entry.local = False
@@ -111,142 +111,143 @@ class LeaseTable:
         self._renew_first(entry, sent_at)
         return True
 
-    def gone_local(self, entry: Entry, known: str) -> None:
-        """A lease has expired that its holder may keep while the store is away: it is held by this
-        process alone from now on, and asked for under another id."""
-        entry.request = replace(entry.request, id=known)
+    def became_local(self, entry: Entry, new_id: str) -> None:
+        """Add an expired lease again as a local one, to be acquired later under a new id."""
+        entry.request = replace(entry.request, id=new_id)
         entry.local, entry.fence, entry.deadline = True, 0, math.inf
         self._add(entry)
 
-    def renamed(self, entry: Entry, known: str) -> None:
-        """A local lease is asked for under another id from now on."""
+    def renamed(self, entry: Entry, new_id: str) -> None:
+        """Give a local lease a new id, because the store may have seen the old one."""
         if self._entries.get(entry.id) is entry:
             del self._entries[entry.id], self._local[entry.id]
-            entry.request = replace(entry.request, id=known)
-            self._entries[known] = self._local[known] = entry
+            entry.request = replace(entry.request, id=new_id)
+            self._entries[new_id] = self._local[new_id] = entry
 
     def renewed(self, ids: Iterable[str], sent_at: float) -> None:
-        """The store extended these leases, as asked at this time."""
-        for entry in self._known(ids):
-            # Two answers may come in the wrong order: the later request counts.
+        """Extend the deadlines of leases that the store renewed; sent at `sent_at`."""
+        for entry in self._found(ids):
+            # Responses may arrive in the wrong order: the later request counts.
             entry.deadline = max(entry.deadline, self._deadline(entry.request, sent_at))
             self._deadlines.set(entry.id, entry.deadline)
             self._renewals.set(entry.id, sent_at + entry.every)
 
     def not_renewed(self, ids: Iterable[str], now: float) -> None:
-        """Nobody knows whether the store extended these: they are due still."""
-        for entry in self._known(ids):
+        """Make leases due again at once: their renewal failed, or was not answered."""
+        for entry in self._found(ids):
             self._renewals.set(entry.id, now)
 
     def gone(self, ids: Iterable[str]) -> list[Entry]:
-        """The store does not know these any more; returns those whose holders must be told."""
-        return [self._remove(entry) for entry in self._known(ids)]
+        """Remove leases that the store no longer has; returns those that were held here."""
+        return [self._remove(entry) for entry in self._found(ids)]
 
-    def released(self, known: str) -> Entry | None:
-        """A holder gives its lease back; None if it had ended already."""
-        entry = self._entries.get(known)
+    def released(self, lease_id: str) -> Entry | None:
+        """Remove a lease that its holder released; None if it had ended already."""
+        entry = self._entries.get(lease_id)
         return None if entry is None else self._remove(entry)
 
     def doubted(self, request: Request, now: float, *, asked: bool = False) -> None:
-        """The store may have this lease, and nobody here wants it; `asked` if it was just asked
-        for, and not answered."""
+        """Add a lease in doubt, to be released; `asked` if its acquire was not answered."""
         self._doubts[request.id] = Doubt(request, asked)
         self._undo.set(request.id, now)
-        # However late the request arrived there, by then it has ended by itself.
+        # However late the store received the request, the lease has expired there by then.
         self._forget.set(request.id, now + 2 * request.ttl)
 
-    def undone(self, known: str, ended: bool, now: float) -> None:
-        """The store was told to end this one, and had it or not."""
-        doubt = self._doubts.get(known)
+    def undone(self, lease_id: str, ended: bool, now: float) -> None:
+        """Settle a lease in doubt after its release; `ended` if the store had it.
+
+        A lease that was not found is released again later, if its acquire may still arrive.
+        """
+        doubt = self._doubts.get(lease_id)
         if doubt is None:
             return
         if doubt.asked and not ended and doubt.missed < len(RELEASE_AGAIN):
-            self._undo.set(known, now + RELEASE_AGAIN[doubt.missed])
+            self._undo.set(lease_id, now + RELEASE_AGAIN[doubt.missed])
             doubt.missed += 1
             return
-        del self._doubts[known]
-        self._undo.drop(known)
-        self._forget.drop(known)
+        del self._doubts[lease_id]
+        self._undo.drop(lease_id)
+        self._forget.drop(lease_id)
 
-    # -- what to do ----------------------------------------------------------------------------
+    # -- work ----------------------------------------------------------------------------------
 
     def due(self, now: float) -> list[list[Request]]:
-        """The leases to renew now, in batches; they are not due again before their answer."""
+        """Return the leases to renew now, in batches; not due again before their response."""
         if self._renewals.first() > now:
             return []
         ids = self._renewals.pop(now + TOGETHER * self._policy.renew_every)
-        return self._batches(self._entries[known].request for known in ids)
+        return self._batches(self._entries[each].request for each in ids)
 
     def expired(self, now: float) -> list[Entry]:
-        """Those whose deadline has passed: their holders must be told, now."""
-        return [self._remove(self._entries[known]) for known in self._deadlines.pop(now)]
+        """Remove and return the leases whose deadline has passed."""
+        return [self._remove(self._entries[each]) for each in self._deadlines.pop(now)]
 
     def to_release(self, now: float) -> list[list[Request]]:
-        """What the store may still have of this client, and should not, in batches."""
-        due = [known for known in self._doubts if self._undo.get(known) <= now]
-        return self._batches(self._doubts[known].request for known in due)
+        """Return the leases in doubt that are to be released now, in batches."""
+        return self._batches(
+            doubt.request for each, doubt in self._doubts.items() if self._undo.get(each) <= now
+        )
 
-    def left_to_time(self, now: float) -> list[Request]:
-        """Doubts that have ended by themselves meanwhile, and are forgotten with this."""
+    def left_to_time(self, now: float) -> int:
+        """Forget the leases in doubt that must have expired in the store; returns how many."""
         found = self._forget.pop(now)
-        for known in found:
-            self._undo.drop(known)
-        return [self._doubts.pop(known).request for known in found]
+        for each in found:
+            self._undo.drop(each)
+            del self._doubts[each]
+        return len(found)
 
     def close(self) -> list[Entry]:
-        """All that is held, which is nothing from now on."""
+        """Remove and return all held leases."""
         return [self._remove(entry) for entry in list(self._entries.values())]
 
     def next_due(self) -> float:
-        """When something is to be renewed."""
+        """The time of the next renewal."""
         return self._renewals.first()
 
     def next_undo(self) -> float:
-        """When something is to be given back that nobody here wants."""
+        """The time of the next release of a lease in doubt."""
         return self._undo.first()
 
     def next_deadline(self) -> float:
-        """When the first lease is over unless it is renewed."""
+        """The first deadline of a held lease."""
         return self._deadlines.first()
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
-    def get(self, known: str) -> Entry | None:
-        """The lease with this id, if it is held."""
-        return self._entries.get(known)
+    def get(self, lease_id: str) -> Entry | None:
+        """Return the held lease with this id, or None."""
+        return self._entries.get(lease_id)
 
     def local(self) -> list[Entry]:
-        """The leases that this process gave itself."""
+        """Return the local leases."""
         return list(self._local.values())
 
-    def count(self, key: str) -> int:
-        """How many leases of a key this client holds."""
-        return self._per_key[key]
+    def has_local_room(self, request: Request) -> bool:
+        """Whether this process may hold one more lease of the key while the store is down."""
+        limit = self._policy.local_limit
+        return self._per_key[request.key] < (request.limit if limit is None else limit)
 
     @property
     def doubts(self) -> int:
-        """How many leases the store may have that nobody here wants."""
+        """How many leases are in doubt."""
         return len(self._doubts)
 
     def margin(self, ttl: float) -> float:
-        """How long before its end in the store a lease is over here."""
+        """Seconds by which a lease's deadline is earlier than its expiry in the store."""
         margin = self._policy.margin
         return min(5.0, ttl / 10) if margin is None else margin
 
     def interval(self, ttl: float) -> float:
-        """Seconds between the renewals of a lease that lives this long."""
+        """Seconds between the renewals of a lease with this ttl."""
         return min(self._policy.renew_every, ttl / 3)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._entries.values()))
-
     def __repr__(self) -> str:
         return f"<LeaseTable: {len(self)} leases, {len(self._local)} local, {self.doubts} in doubt>"
 
-    # -- small things --------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     def _deadline(self, request: Request, sent_at: float) -> float:
         return sent_at + request.ttl - self.margin(request.ttl)
@@ -272,8 +273,8 @@ class LeaseTable:
             del self._per_key[key]
         return entry
 
-    def _known(self, ids: Iterable[str]) -> Iterator[Entry]:
-        return (entry for known in ids if (entry := self._entries.get(known)) is not None)
+    def _found(self, ids: Iterable[str]) -> Iterator[Entry]:
+        return (entry for each in ids if (entry := self._entries.get(each)) is not None)
 
     def _batches(self, requests: Iterable[Request]) -> list[list[Request]]:
         todo, size = list(requests), self._policy.batch

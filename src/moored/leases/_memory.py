@@ -1,16 +1,15 @@
-"""A store in this process: for tests, and for services that are one process.
+"""A store in this process: for tests, and for services that run as one process.
 
-`memory://` is a store of its own; all clients of `memory://NAME` in a process share one.
+Each client of `memory://` has a store of its own; all clients of `memory://NAME` share one.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moored.kernel import Clock
+from moored.kernel import Clock, at_fork
 
 from . import _gcra
 from ._store import Grant, Held, Holder, Request, Taken
@@ -19,7 +18,7 @@ from ._url import parse
 
 __all__ = ["MemoryStore", "open_store"]
 
-# How many keys there may be before those with nothing in them are looked for.
+# Empty keys are removed when there are this many keys, or more.
 _SWEEP_AT = 1000
 
 
@@ -34,40 +33,40 @@ class _StoredLease:
 
 
 class _KeyLeases:
-    """The leases of one key, and when they end."""
+    """The leases of one key, by id, and their expiry times."""
 
     def __init__(self) -> None:
         self.live: dict[str, _StoredLease] = {}
         self._ends = TimeHeap()
 
-    def put(self, known: str, lease: _StoredLease) -> None:
-        """A new lease."""
-        self.live[known] = lease
-        self._ends.set(known, lease.expires)
+    def put(self, lease_id: str, lease: _StoredLease) -> None:
+        """Add a lease."""
+        self.live[lease_id] = lease
+        self._ends.set(lease_id, lease.expires)
 
-    def extend(self, known: str, expires: float) -> bool:
-        """A lease lives on; False if there is none."""
-        if (lease := self.live.get(known)) is None:
+    def extend(self, lease_id: str, expires: float) -> bool:
+        """Extend a lease; False if there is none."""
+        if (lease := self.live.get(lease_id)) is None:
             return False
         lease.expires = expires
-        self._ends.set(known, expires)
+        self._ends.set(lease_id, expires)
         return True
 
-    def drop(self, known: str) -> bool:
-        """A lease ends before its time; False if there is none."""
-        self._ends.drop(known)
-        return self.live.pop(known, None) is not None
+    def drop(self, lease_id: str) -> bool:
+        """Remove a lease; False if there is none."""
+        self._ends.drop(lease_id)
+        return self.live.pop(lease_id, None) is not None
 
     def tidy(self, now: float) -> None:
-        """Forget what has ended."""
+        """Remove expired leases."""
         for ended in self._ends.pop(now):
             del self.live[ended]
 
 
 class MemoryStore:
-    """Leases and rate limits in a dictionary, safe to use from several loops and threads.
+    """Leases and rate limits in memory, safe to use from several event loops and threads.
 
-    Its time is the clock's monotonic one, so steps of the wall clock change nothing.
+    It uses the monotonic clock, so changes of the wall clock have no effect.
     """
 
     def __init__(self, *, clock: Clock | None = None) -> None:
@@ -82,33 +81,33 @@ class MemoryStore:
         return self._clock.monotonic()
 
     async def open(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing to do: leases stay as they are."""
+        """Do nothing; leases stay as they are."""
 
     async def acquire(self, request: Request) -> Grant | None:
-        """Give a lease if fewer than the limit live, else None."""
+        """Grant a lease if fewer than the limit are live, else return None."""
         with self._lock:
             self._sweep()
-            room = self._leases_of(request.key)
-            lease = room.live.get(request.id)
+            leases = self._leases_of(request.key)
+            lease = leases.live.get(request.id)
             if lease is None:
-                if len(room.live) >= request.limit:
+                if len(leases.live) >= request.limit:
                     return None
                 lease = self._new(request)
-                room.put(request.id, lease)
-                self._keys[request.key] = room
+                leases.put(request.id, lease)
+                self._keys[request.key] = leases
             return Grant(request.id, lease.fence)
 
     def _new(self, request: Request) -> _StoredLease:
-        # One number for all keys: it grows for each of them, and nothing is kept per key.
+        # One counter for all keys: it grows for each key, and no state per key is needed.
         self._fence += 1
         expires = self._now() + request.ttl
         return _StoredLease(self._fence, request.holder, self._clock.wall(), expires)
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend leases by their ttl from now; False for each that does not live any more."""
+        """Extend leases to their ttl from now; False for each that is not live."""
         with self._lock:
             return [self._renew(request) for request in requests]
 
@@ -116,7 +115,7 @@ class MemoryStore:
         return self._leases_of(request.key).extend(request.id, self._now() + request.ttl)
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """End leases; False for each that did not live."""
+        """End leases; False for each that was not live."""
         with self._lock:
             return [self._release(request) for request in requests]
 
@@ -124,7 +123,7 @@ class MemoryStore:
         return self._leases_of(request.key).drop(request.id)
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
-        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
+        """Take up to `tokens` from a limit of `rate` per second with this burst."""
         with self._lock:
             self._sweep()
             self._limits[key], taken = _gcra.take(
@@ -137,43 +136,43 @@ class MemoryStore:
             return taken
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases, of one key or of all."""
+        """Return the live leases of one key, or of all keys."""
         with self._lock:
             keys = list(self._keys) if key is None else [key]
             now = self._now()
             return [
-                Held(each, known, lease.fence, lease.holder, lease.created_at, lease.expires - now)
+                Held(each, id_, lease.fence, lease.holder, lease.created_at, lease.expires - now)
                 for each in keys
-                for known, lease in self._leases_of(each).live.items()
+                for id_, lease in self._leases_of(each).live.items()
             ]
 
     def _leases_of(self, key: str) -> _KeyLeases:
-        """The live leases of a key; the others are forgotten here, and nowhere else."""
-        room = self._keys.get(key) or _KeyLeases()
-        room.tidy(self._now())
-        return room
+        """Return the live leases of a key, after removing the expired ones."""
+        leases = self._keys.get(key) or _KeyLeases()
+        leases.tidy(self._now())
+        return leases
 
     def _sweep(self) -> None:
-        """Forget keys with nothing in them, each time that there are twice as many as were left."""
+        """Remove empty keys, each time that the number of keys has doubled since the last time."""
         if len(self._keys) + len(self._limits) < self._sweep_at:
             return
         now = self._now()
-        self._keys = {key: room for key in self._keys if (room := self._leases_of(key)).live}
+        self._keys = {key: leases for key in self._keys if (leases := self._leases_of(key)).live}
         self._limits = {key: at for key, at in self._limits.items() if at > now}
         self._sweep_at = max(_SWEEP_AT, 2 * (len(self._keys) + len(self._limits)))
 
     def __repr__(self) -> str:
-        leases = sum(len(room.live) for room in self._keys.values())
+        leases = sum(len(each.live) for each in self._keys.values())
         return f"<MemoryStore: {leases} leases of {len(self._keys)} keys>"
 
 
 _named: dict[str, MemoryStore] = {}
-# What a child inherits by a fork is a copy: leases that nobody renews, a lock that may be held.
-os.register_at_fork(after_in_child=_named.clear)
+# A forked child has only copies: leases that it does not renew, and a lock that may be held.
+at_fork(after_in_child=_named.clear)
 
 
 def open_store(url: str, *, clock: Clock) -> MemoryStore:
-    """The store of a `memory://` URL."""
+    """Return the store of a `memory://` URL."""
     name = parse(url).check().host
     if not name:
         return MemoryStore(clock=clock)

@@ -1,4 +1,4 @@
-"""The knobs of a client, checked once and then sealed."""
+"""The settings of a client, checked once and then immutable."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ __all__ = ["OnUnavailable", "Policy", "check_key", "check_ttl"]
 
 OnUnavailable = Literal["local", "refuse"]
 
-#: Every store can keep a key of this length, whatever it puts before and after it.
+#: Every store can hold a key of this length together with its own prefix and suffix.
 MAX_KEY_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a client renews, waits and behaves in an outage."""
+    """How a client renews leases, times out, and behaves in an outage."""
 
     _: KW_ONLY
-    #: What `acquire` does while the store does not answer: "local" goes on with a limit of this
-    #: process alone, and says so; "refuse" raises `StoreUnavailable`. With "local", leases of a
-    #: limit above 1 that expire in an outage stay with their holders as local ones, too.
+    #: What `acquire` does while the store is unavailable: "local" applies the limit within this
+    #: process and logs a warning, "refuse" raises `StoreUnavailable`. With "local", held leases
+    #: with a limit above 1 that expire in an outage become local, too, and are not lost.
     on_unavailable: OnUnavailable = "local"
-    #: How many leases of a key this process may hold in an outage; None takes the key's limit,
-    #: which is right for one process and generous for many.
+    #: How many leases of a key this process may hold in an outage; None means the key's limit,
+    #: which is correct for one process, and too much for several.
     local_limit: int | None = None
-    #: Seconds between renewals; a third of the ttl where that is less, so that two may fail.
+    #: Seconds between renewals, at most a third of the ttl, so that two renewals may fail.
     renew_every: float = 60.0
-    #: Seconds before the lease ends in the store at which it is over here, because clocks drift
-    #: and holders need time to stop; None takes a tenth of the ttl, at most 5 s.
+    #: Seconds by which a holder's deadline is earlier than the expiry in the store, because clocks
+    #: drift and holders need time to stop; None means a tenth of the ttl, at most 5 s.
     margin: float | None = None
-    #: Seconds that one call of the store may take before it counts as unanswered.
+    #: Timeout of one call to the store, in seconds.
     timeout: float = 5.0
-    #: How many leases go into one call of the store.
+    #: How many leases are renewed or released in one call to the store.
     batch: int = 250
 
     def __post_init__(self) -> None:
@@ -43,10 +43,8 @@ class Policy:
 
     def _mistakes(self) -> list[str]:
         mode, limit, margin = self.on_unavailable, self.local_limit, self.margin
-        positive, least = (
-            "more than 0 seconds, and finite",
-            "at least 0 seconds, and finite, or None",
-        )
+        positive = "more than 0 seconds, and finite"
+        least = "at least 0 seconds, and finite, or None"
         return unmet(
             ("on_unavailable", mode, mode in ("local", "refuse"), "'local' or 'refuse'"),
             ("local_limit", limit, (limit or 0) >= 0, "at least 0, or None"),
@@ -58,18 +56,18 @@ class Policy:
 
 
 def check_key(key: str) -> list[str]:
-    """What is wrong with a key."""
+    """Return the mistakes in a key."""
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
-        return [f"key={key!r} has halves of surrogate pairs: no store can keep it"]
+        return [f"key={key!r} must be valid Unicode, without lone surrogates"]
     if not 1 <= size <= MAX_KEY_BYTES:
         return [f"key has {size} bytes, and must have 1 to {MAX_KEY_BYTES}"]
-    return [f"key={key!r} must not hold a NUL"] if "\0" in key else []
+    return [f"key={key!r} must not contain a NUL"] if "\0" in key else []
 
 
 def check_ttl(ttl: float, margin: float) -> list[str]:
-    """What is wrong with a time to live."""
+    """Return the mistakes in a ttl."""
     if not 0 < ttl < math.inf:
         return [f"ttl={ttl!r} must be more than 0 seconds, and finite"]
     if margin >= ttl / 2:

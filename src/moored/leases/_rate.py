@@ -1,10 +1,10 @@
-"""A rate that many processes share, seen from one of them.
+"""A rate limit that many processes share, as one process uses it.
 
-The store gives tokens by its own clock, and a token is used a little later: its answer travels,
-and a batch is used up bit by bit. Seen from outside, tokens that were given evenly may therefore
-be used together. So a token has a short life, counted from the moment at which it was asked for,
-and the store is given a burst that is smaller by what the rate gives in that time: what is used in
-a window of w seconds was given in w + hold, hence at most rate·(w + hold) + (burst - rate·hold).
+The store grants tokens by its own clock, and a token is used later: the response takes time, and a
+batch is used bit by bit. So tokens that were granted evenly may be used together. Therefore a token
+expires `hold` seconds after it was requested, and the store is given a burst that is smaller by
+rate·hold: tokens that are used in a window of w seconds were granted within w + hold seconds, so
+they are at most rate·(w + hold) + (burst - rate·hold) = rate·w + burst.
 """
 
 from __future__ import annotations
@@ -25,56 +25,53 @@ __all__ = ["RateLimit", "TokenCache"]
 
 log = logging.getLogger("moored.leases")
 
-#: To hold tokens for longer only keeps them from others.
+#: The longest default hold: tokens that one process holds are not available to the others.
 LONGEST_HOLD = 1.0
-_LEAST_BURST = (
-    "at least 2: a token is used a moment after it was given, and that moment is paid for out of "
-    "the burst"
-)
-#: How often one `take` asks the store before it lets its caller wait.
-ASKS = 3
+_LEAST_BURST = "at least 2: holding a token until it is used costs a part of the burst"
+#: How many times one `take` calls the store before it returns a wait.
+ATTEMPTS = 3
 
 
 class TokenCache:
-    """Tokens that were fetched and not yet used; each is worthless after its time."""
+    """Tokens that were fetched and not yet used, with their expiry times."""
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[float, int]] = deque()
 
     def put(self, tokens: int, until: float) -> None:
-        """Keep tokens until then."""
+        """Add tokens that expire at `until`."""
         if tokens:
             self._tokens.append((until, tokens))
 
     def drop_stale(self, now: float) -> int:
-        """Throw away what is worthless now; returns how many that were."""
+        """Remove expired tokens; returns how many."""
         before = self.count
         self._tokens = deque((until, n) for until, n in self._tokens if until > now)
         return before - self.count
 
     def spend(self, tokens: int) -> bool:
-        """Use so many, those first that would be worthless first; or none, if there are fewer."""
+        """Use tokens, those first that expire first; False, using none, if there are too few."""
         if tokens > self.count:
             return False
         while tokens:
-            until, there = self._tokens.popleft()
-            used = min(tokens, there)
+            until, available = self._tokens.popleft()
+            used = min(tokens, available)
             tokens -= used
-            if there > used:
-                self._tokens.appendleft((until, there - used))
+            if available > used:
+                self._tokens.appendleft((until, available - used))
         return True
 
     @property
     def count(self) -> int:
-        """How many there are."""
-        # A copy first: whoever reads statistics may be in another thread.
+        """How many tokens there are, expired ones included."""
+        # Copied first: `left` and repr() may be called from another thread.
         return sum(tokens for _, tokens in tuple(self._tokens))
 
 
 class RateLimit:
-    """A limit of `rate` per second with at most `burst` at once, shared by all its users.
+    """A limit of `rate` tokens per second with a burst, shared by all processes.
 
-    `take()` says how long to wait, and never waits itself; `wait()` does.
+    `take()` returns how long to wait, and does not wait itself; `wait()` does.
     """
 
     def __init__(
@@ -104,18 +101,20 @@ class RateLimit:
         self.rate = rate
         self.burst = burst
         self.batch = batch
-        #: Seconds for which a token can be used after it was asked for.
+        #: Seconds for which a token can be used after it was requested.
         self.hold = min(LONGEST_HOLD, max(1, burst // 2) / rate) if hold is None else hold
-        #: The burst that the store is given.
+        #: The burst that the store applies: `burst`, less rate·hold.
         self.store_burst = burst - math.ceil(self.hold * rate - 1e-9)
         refuse(f"rate_limit {key!r}", self._too_small())
         self._calls = calls
         self._clock = calls.clock
         self._counts = calls.counts
         self._local_rate = rate if local_rate is None else local_rate
+        # GCRA states (see `_gcra`): of local tokens in an outage, of all tokens that this process
+        # used, and of the store's limit as far as this process knows it.
         self._local_full_at: float | None = None
-        self._full_at: float | None = None
-        self._seen: float | None = None
+        self._used_full_at: float | None = None
+        self._store_full_at: float | None = None
         self._cache = TokenCache()
         self._wanted = 0
         self._next_at = -math.inf
@@ -126,7 +125,7 @@ class RateLimit:
     async def take(self, n: int = 1) -> float:
         """Take n tokens, or none: returns 0.0 if they were taken, else the seconds to wait.
 
-        Whoever is told to wait comes back and asks again; nothing is reserved.
+        No tokens are reserved: after the wait, the caller calls `take` again.
         """
         self._check(n)
         self._wanted += n
@@ -136,9 +135,9 @@ class RateLimit:
             self._wanted -= n
 
     async def wait(self, n: int = 1) -> None:
-        """Take n tokens, and wait for them as long as it takes; who came first is served first."""
+        """Take n tokens, waiting for them without limit; waiters are served in order."""
         self._check(n)
-        # Counted while it waits for its turn, so that the one before it fetches for both.
+        # Counted while it waits for its turn, so that the waiter before it fetches for both.
         self._wanted += n
         try:
             async with self._turn:
@@ -151,11 +150,11 @@ class RateLimit:
 
     @property
     def left(self) -> float:
-        """How many could be taken at once, as far as this client knows: others take some too."""
+        """An estimate of the tokens that can be taken now: other processes take some, too."""
         now = self._clock.monotonic()
         if self._next_at > now:
             return float(self._cache.count)
-        ahead = max(0.0, (self._seen or now) - now)
+        ahead = max(0.0, (self._store_full_at or now) - now)
         return self._cache.count + max(0.0, self.store_burst - ahead * self.rate)
 
     async def _take(self, n: int) -> float:
@@ -167,7 +166,7 @@ class RateLimit:
             return self._take_locally(n)
 
     async def _take_from_store(self, n: int) -> float:
-        for _ in range(ASKS):
+        for _ in range(ATTEMPTS):
             if (seconds := self._spend(n)) is not None:
                 return seconds
             await self._flight.do("tokens", self._fetch)
@@ -175,7 +174,7 @@ class RateLimit:
         return 1 / self.rate if seconds is None else seconds
 
     def _spend(self, n: int) -> float | None:
-        """0.0 if there are enough here, a wait if the store has none, None to ask it."""
+        """Use cached tokens: 0.0 if done, a wait if the store has none, None to call the store."""
         now = self._clock.monotonic()
         self._counts.tokens_stale += self._cache.drop_stale(now)
         missing = n - self._cache.count
@@ -190,7 +189,7 @@ class RateLimit:
         return self._next_at - now + (missing - 1) / self.rate
 
     async def _fetch(self) -> None:
-        # Whoever waits in this process is asked for together: one call at a time, for all.
+        # One call at a time fetches for all waiters of this process.
         tokens = max(self.batch, self._wanted - self._cache.count)
         tokens = min(tokens, self.store_burst)
         sent_at = self._clock.monotonic()
@@ -201,10 +200,14 @@ class RateLimit:
             ),
         )
         self._cache.put(taken.granted, sent_at + self.hold)
-        self._seen, _ = _gcra.take(
-            self._seen, sent_at, rate=self.rate, burst=self.store_burst, tokens=taken.granted
+        self._store_full_at, _ = _gcra.take(
+            self._store_full_at,
+            sent_at,
+            rate=self.rate,
+            burst=self.store_burst,
+            tokens=taken.granted,
         )
-        # Nobody can get one earlier than this, so there is no use in asking before.
+        # The store has no token before this time, so it is not called before.
         self._next_at = sent_at + taken.wait if taken.wait else -math.inf
         self._warn_if_slow(self._clock.monotonic() - sent_at)
 
@@ -213,8 +216,8 @@ class RateLimit:
             return
         self._warned = True
         log.warning(
-            "rate limit %r: the store took %.3f s to answer, and a token is good for %.3f s only, "
-            "so its tokens are lost; allow a greater burst than %d, or a longer hold",
+            "rate limit %r: the store took %.3f s to answer, and a token expires after %.3f s, so "
+            "the tokens were lost; configure a burst above %d, or a longer hold",
             self.key,
             took,
             self.hold,
@@ -233,22 +236,24 @@ class RateLimit:
         return 0.0
 
     def _pace(self, n: int, now: float) -> float:
-        """0.0 if this process may use so many now, whoever gave them; else the seconds to wait.
+        """Apply the rate to all tokens that this process uses: 0.0, or the seconds to wait.
 
-        What the store gives keeps to the rate, and so does what is taken locally in its outage;
-        where the one follows on the other, both together need not.
+        The store's tokens keep to the rate, and so do the local ones of an outage. Both together
+        might not, when an outage begins or ends.
         """
-        full_at, free = _gcra.take(self._full_at, now, rate=self.rate, burst=self.burst, tokens=n)
+        full_at, free = _gcra.take(
+            self._used_full_at, now, rate=self.rate, burst=self.burst, tokens=n
+        )
         if free.granted < n:
             return free.wait + (n - free.granted - 1) / self.rate
-        self._full_at = full_at
+        self._used_full_at = full_at
         return 0.0
 
     def _check(self, n: int) -> None:
         if not 1 <= n <= self.store_burst:
             raise ValueError(
                 f"n={n!r} must be between 1 and {self.store_burst}: the burst of {self.burst}, "
-                f"less what the rate gives in the {self.hold:g} s for which tokens are held"
+                f"less the tokens of the {self.hold:g} s for which they are held"
             )
 
     def _too_small(self) -> list[str]:
@@ -257,10 +262,10 @@ class RateLimit:
         return [
             f"burst={self.burst} leaves {self.store_burst} at once, because tokens are held for "
             f"{self.hold:g} s at {self.rate:g}/s; it must leave the batch of {self.batch}: "
-            "allow a greater burst, a smaller batch or a shorter hold"
+            "configure a greater burst, a smaller batch or a shorter hold"
         ]
 
     def __repr__(self) -> str:
         wait = max(0.0, self._next_at - self._clock.monotonic())
-        state = f"next in {duration(wait)}" if wait else f"{self._cache.count} tokens here"
+        state = f"next in {duration(wait)}" if wait else f"{self._cache.count} tokens cached"
         return f"<RateLimit {self.key!r}: {self.rate:g}/s, burst {self.burst}, {state}>"

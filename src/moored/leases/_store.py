@@ -1,12 +1,12 @@
-"""What a store must do. Everything else (deadlines, renewals, outages) is done once, above it.
+"""The protocol of a store. Deadlines, renewals and outages are handled once, by the client.
 
-A store is asked with ids that the caller made, so that a call whose answer was lost can be undone:
-releasing an id that was never granted is harmless. All times are the store's own; a caller's clock
-decides nothing here. Each method is atomic in the store, and raises `StoreUnavailable` or
-`StoreMisconfigured` and nothing else.
+The client chooses the ids of leases, so that an acquire that timed out can be undone: releasing an
+id that was never granted has no effect. All times are the store's own; a client's clock decides
+nothing here. Each method is atomic in the store, and raises only `StoreUnavailable` or
+`StoreMisconfigured`.
 
-A lease is renewed and released by its key and id alone: an operator who ends one knows no more.
-What has ended, by time or by release, is never revived, whether or not there is room.
+The key and the id are enough to renew or release a lease; the other fields of the request are not
+compared. A lease that expired or was released is never revived, even if the limit has room for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Grant", "Held", "Holder", "Request", "Store", "Taken"]
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease; stored with it, for people."""
+    """The holder of a lease; stored with it, for operators."""
 
-    #: What the service is called.
+    #: The name of the service.
     service_name: str
-    #: The part of it that holds the lease.
+    #: The part of the service that holds the lease.
     owner: str
     host: str
     pid: int
@@ -32,19 +32,20 @@ class Holder:
 
 @dataclass(frozen=True)
 class Request:
-    """One lease, as it is asked for: the id is the caller's, unique for ever."""
+    """A request for one lease, and its identity afterwards."""
 
     key: str
+    #: Chosen by the client; globally unique, and never used again.
     id: str
-    #: How many leases of this key may live at once; 1 makes it exclusive.
+    #: How many leases of this key may be live at once; 1 makes the lease exclusive.
     limit: int
-    #: For how many seconds it lives unless it is renewed.
+    #: Seconds until the lease expires unless it is renewed.
     ttl: float
     holder: Holder
 
 
 class Grant(NamedTuple):
-    """A lease that was given."""
+    """A lease that the store granted."""
 
     id: str
     #: Greater than the fence of every earlier grant of this key when the limit is 1.
@@ -52,7 +53,7 @@ class Grant(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A live lease, as the store sees it."""
+    """A live lease in the store."""
 
     key: str
     id: str
@@ -60,39 +61,41 @@ class Held(NamedTuple):
     holder: Holder
     #: Seconds since 1970, by the store's clock.
     created_at: float
-    #: Seconds until it ends unless it is renewed.
+    #: Seconds until the lease expires unless it is renewed.
     expires_in: float
 
 
 class Taken(NamedTuple):
-    """What a rate limit gave: so many tokens now, and how long until the next one is free."""
+    """The result of taking tokens from a rate limit."""
 
+    #: Tokens granted now.
     granted: int
+    #: Seconds until the next token is free.
     wait: float
 
 
 class Store(Protocol):
-    """A place that a whole cluster agrees on."""
+    """The shared state of leases and rate limits, in a database or in memory."""
 
     async def open(self) -> None:
-        """Connect, and make the layout where that is allowed."""
+        """Connect, and create missing tables where that is allowed."""
 
     async def close(self) -> None:
-        """Let go of the connections; leases stay as they are."""
+        """Close the connections; leases stay as they are."""
 
     async def acquire(self, request: Request) -> Grant | None:
-        """Give a lease if fewer than the limit live, else None. Asking again with the same id
-        gives the same lease again, while it lives."""
+        """Grant a lease if fewer than the limit are live, else return None. Repeated with the same
+        id while the lease is live, return the same grant."""
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend leases by their ttl from now; False for each that does not live any more, or
-        lives with another holder's id. In few round trips, however many there are."""
+        """Extend leases to their ttl from now; False for each that is not live. It takes few round
+        trips for any number of leases."""
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """End leases; False for each that did not live. In few round trips."""
+        """End leases; False for each that was not live. It takes few round trips."""
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
-        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
+        """Take up to `tokens` from a limit of `rate` per second with this burst."""
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases, of one key or of all."""
+        """Return the live leases of one key, or of all keys."""

@@ -1,9 +1,10 @@
-"""Every call of the store goes through here: it is timed, counted, and tells whether it is up."""
+"""Calls to the store, each with a timeout; they are counted and detect outages."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -21,18 +22,19 @@ log = logging.getLogger("moored.leases")
 
 T = TypeVar("T")
 
-#: To connect may mean to make a table first, which takes longer than an ordinary call.
+#: Opening may create tables first, so it gets this many times the timeout of an ordinary call.
 TIMES_TO_OPEN = 3
-#: An outage is looked at this soon at first, and this rarely at last.
+#: First and longest delay between attempts in an outage, in seconds.
 RETRY = (0.1, 2.0)
 
 
 class StoreKnownDown(StoreUnavailable):
-    """The store is known to be down, so this call was not made at all."""
+    """The store is known to be down, so the call was not sent."""
 
 
 class StoreCalls:
-    """Calls a store, one at a time in an outage; an unanswered call is `StoreUnavailable`."""
+    """Calls a store. A call that times out raises `StoreUnavailable`; while the store is down,
+    calls fail at once, except for one attempt at a time to find out whether it is back."""
 
     def __init__(
         self,
@@ -52,55 +54,55 @@ class StoreCalls:
         self.clock = clock
         self.recorder = recorder
         self.counts = counts
-        #: Called when the store answers again.
-        self.on_recovery: Callable[[], None] = _nothing
-        self._opened = False
-        self._refusal: StoreMisconfigured | None = None
+        #: Called when the store answers again after an outage.
+        self.on_recovery: Callable[[], None] = lambda: None
+        #: Whether the store has been opened.
+        self.opened = False
+        self._misconfigured: StoreMisconfigured | None = None
         backoff = Backoff(*RETRY, jitter=0.25, clock=clock)
         self.health = StoreHealth(backoff, policy.timeout)
 
-    @property
-    def opened(self) -> bool:
-        """Whether the store was reached once."""
-        return self._opened
-
-    async def open(self, *, patience: float | None = None) -> None:
-        """Connect the store."""
-        patience = patience or TIMES_TO_OPEN * self.policy.timeout
+    async def open(self, *, timeout: float | None = None) -> None:
+        """Open the store."""
         try:
-            await self._watched("open", self.store.open, patience)
+            await self._call(
+                "open", self.store.open, timeout or TIMES_TO_OPEN * self.policy.timeout
+            )
         except StoreMisconfigured as error:
-            self._refusal = error
+            self._misconfigured = error
             raise
-        self._opened = True
+        self.opened = True
 
     async def do(
-        self, what: str, call: Callable[[], Awaitable[T]], *, patience: float | None = None
+        self, what: str, call: Callable[[], Awaitable[T]], *, timeout: float = math.inf
     ) -> T:
-        """Make a call; raises `StoreUnavailable` at once while the store is known to be down."""
-        if not self._opened:
-            raise self._still_down() if self._refusal is None else self._refusal
-        return await self._watched(what, call, min(self.policy.timeout, patience or 1e9))
+        """Make a call; raises `StoreKnownDown` at once while the store is known to be down.
+
+        `timeout` may shorten the policy's timeout.
+        """
+        if not self.opened:
+            raise self._misconfigured or self._still_down()
+        return await self._call(what, call, min(self.policy.timeout, timeout))
 
     async def close(self) -> None:
-        """Let go of the store, whatever it says."""
+        """Close the store; failures are logged."""
         try:
             async with asyncio.timeout(self.policy.timeout):
                 await self.store.close()
         except Exception as error:
             log.warning("%s: the store could not be closed: %s", self.place, describe(error))
 
-    async def _watched(self, what: str, call: Callable[[], Awaitable[T]], patience: float) -> T:
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]], timeout: float) -> T:
         if not self.health.admit(self.clock.monotonic()):
             raise self._still_down()
         self.counts.store_calls += 1
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 result = await call()
         except TimeoutError:
             error = StoreUnavailable(
-                f"{what} was not answered by {self.place} within {patience:g} s; "
-                "it may have been done all the same"
+                f"{self.place} did not answer {what} within {timeout:g} s; "
+                "the store may have carried it out"
             )
             self._failed(error)
             raise error from None
@@ -108,7 +110,7 @@ class StoreCalls:
             self._failed(error)
             raise
         except StoreMisconfigured:
-            # It said no, so it answers: going on without it would hide the mistake.
+            # The store answered, so this is no outage: local leases would hide the mistake.
             self._worked()
             raise
         self._worked()
@@ -118,7 +120,7 @@ class StoreCalls:
         now = self.clock.monotonic()
         error = StoreKnownDown(
             f"{self.place} has not answered for {duration(now - self.health.since)}; "
-            f"it is asked again in {duration(self.health.retry_at - now)}"
+            f"next attempt in {duration(self.health.retry_at - now)}"
         )
         error.__cause__ = self.health.error
         return error
@@ -128,22 +130,18 @@ class StoreCalls:
         if not self.health.failed(error, self.clock.monotonic()):
             return
         self.counts.outages += 1
-        so = "refusing new leases"
+        action = "refusing new leases"
         if self.policy.on_unavailable == "local":
-            so = "going on with limits of this process alone, and refusing exclusive leases"
-        log.warning("%s: no answer, %s: %s", self.place, so, describe(error))
-        text = f"the store does not answer; {so}"
+            action = "applying limits within this process only, and refusing exclusive leases"
+        log.warning("%s: store unavailable, %s: %s", self.place, action, describe(error))
+        text = f"store unavailable; {action}"
         self.recorder.record(self.name, text, kind="failure", cause=error)
 
     def _worked(self) -> None:
         outage = self.health.worked(self.clock.monotonic())
         if outage is None:
             return
-        log.warning("%s: it answers again, after %s", self.place, duration(outage))
         text = f"the store answers again, after {duration(outage)}"
+        log.warning("%s: %s", self.place, text)
         self.recorder.record(self.name, text, kind="state")
         self.on_recovery()
-
-
-def _nothing() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""Times of many things, the earliest first: what lets one timer serve them all."""
+"""A heap of named times, so that one timer can serve many leases."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 
 __all__ = ["TimeHeap"]
 
-# Old times stay in the heap until they come up; past this many for each one in use it is rebuilt.
-_STALE_PER_USED = 2
-_ROOM = 64
+# Replaced times stay in the heap until they reach its top. The heap is rebuilt when it holds more
+# than this many entries for each name, plus a constant.
+_ENTRIES_PER_NAME = 2
+_SPARE_ENTRIES = 64
 
 
 class TimeHeap:
-    """One time for each name; a new one replaces the old. Infinity is never, and costs nothing."""
+    """One time for each name, earliest first. Setting a name to infinity removes it."""
 
     __slots__ = ("_heap", "_times")
 
@@ -22,33 +23,33 @@ class TimeHeap:
         self._heap: list[tuple[float, str]] = []
 
     def set(self, name: str, when: float) -> None:
-        """Note when it is this one's time."""
+        """Set or replace the time of a name."""
         if when == math.inf:
             self.drop(name)
         elif self._times.get(name) != when:
             self._times[name] = when
             heapq.heappush(self._heap, (when, name))
-            if len(self._heap) > _STALE_PER_USED * len(self._times) + _ROOM:
+            if len(self._heap) > _ENTRIES_PER_NAME * len(self._times) + _SPARE_ENTRIES:
                 self._heap = [(when, name) for name, when in self._times.items()]
                 heapq.heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """Forget it; harmless when there is nothing to forget."""
+        """Remove a name; unknown names are ignored."""
         self._times.pop(name, None)
 
     def get(self, name: str) -> float:
-        """Its time, or infinity."""
+        """Return the time of a name, or infinity if it has none."""
         return self._times.get(name, math.inf)
 
     def first(self) -> float:
-        """The earliest time, or infinity."""
+        """Return the earliest time, or infinity if there is none."""
         heap = self._heap
         while heap and self._times.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
     def pop(self, until: float) -> list[str]:
-        """Take out every name whose time comes by then, the earliest first."""
+        """Remove and return the names whose time is at most `until`, earliest first."""
         found = []
         while self.first() <= until and self._heap:
             _, name = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""The URL of a store: which adapter, where, and how it is configured."""
+"""Parsing the URL of a store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["StoreUrl", "parse"]
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """A parsed URL; `text` is the whole of it with its secrets hidden, for messages."""
+    """A parsed URL."""
 
+    #: The whole URL with its secrets hidden, for messages.
     text: str
     scheme: str
-    #: What stands where a host name does: for some stores a name or a table.
+    #: The host; for some stores a name or a table.
     host: str
     port: int | None
     username: str | None
@@ -29,7 +30,7 @@ class StoreUrl:
     parameters: Mapping[str, str]
 
     def check(self, known: Iterable[str] = ()) -> StoreUrl:
-        """Raise `StoreMisconfigured` if there is a parameter that the adapter does not know."""
+        """Return this URL; raises `StoreMisconfigured` if it has other parameters than these."""
         names = sorted(known)
         if wrong := [name for name in self.parameters if name not in names]:
             raise StoreMisconfigured(f"{self.text}: {'; '.join(_hint(w, names) for w in wrong)}")
@@ -37,13 +38,13 @@ class StoreUrl:
 
 
 def parse(url: str) -> StoreUrl:
-    """Take a URL apart; raises `StoreMisconfigured` when it is none."""
+    """Parse a URL; raises `StoreMisconfigured` if it is not valid."""
     SECRETS.add_from(url)
     shown = redacted(url)
     if unescaped_password(url):
         raise StoreMisconfigured(
-            f"{shown}: its password holds a character that a URL must escape: write %40 for @, "
-            "%2F for / and %25 for %"
+            f"{shown}: the password has an unescaped @ or /; write %40 for @, %2F for / and "
+            "%25 for %"
         )
     try:
         parts = urlsplit(url)
@@ -55,7 +56,7 @@ def parse(url: str) -> StoreUrl:
     return StoreUrl(
         text=shown,
         scheme=parts.scheme,
-        # Taken from the whole, because `hostname` would make a table's name lower case.
+        # Not `parts.hostname`: it would convert the name of a table to lower case.
         host=unquote(_host(parts.netloc)),
         port=port,
         username=None if parts.username is None else unquote(parts.username),
@@ -75,5 +76,5 @@ def _host(netloc: str) -> str:
 def _hint(wrong: str, known: list[str]) -> str:
     near = difflib.get_close_matches(wrong, known, n=1)
     if near:
-        return f"there is no parameter {wrong!r}; did you mean {near[0]!r}?"
-    return f"there is no parameter {wrong!r}; there is {', '.join(known) or 'none'}"
+        return f"unknown parameter {wrong!r}; did you mean {near[0]!r}?"
+    return f"unknown parameter {wrong!r}; known parameters: {', '.join(known) or 'none'}"

@@ -1,4 +1,4 @@
-"""Values in a store's URL, read with all mistakes told at once."""
+"""Reading the parameters of a store's URL, with one error for all mistakes."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _NO = ("0", "no", "false", "off")
 
 
 class UrlParameters:
-    """Reads parameters of a URL; `done()` raises one error that names all that are wrong."""
+    """Reads parameters of a URL; `done()` raises one error that lists all mistakes."""
 
     def __init__(self, url: StoreUrl) -> None:
         self._url = url
         self._mistakes: list[str] = []
 
     def text(self, name: str, default: str) -> str:
-        """A text that is not empty."""
+        """Read a string that is not empty."""
         value = self._url.parameters.get(name, default)
         if not value:
             self._mistakes.append(f"{name} is empty")
         return value
 
     def seconds(self, name: str, default: float) -> float:
-        """A length of time."""
+        """Read a duration above 0."""
         return self._read(name, default, float, lambda v: 0 < v < float("inf"), "seconds above 0")
 
     def count(self, name: str, default: int, *, least: int = 1) -> int:
-        """A whole number."""
-        wanted = f"a whole number from {least}"
+        """Read an integer of at least `least`."""
+        wanted = f"an integer of at least {least}"
         return self._read(name, default, int, lambda v: v >= least, wanted)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Yes or no."""
+        """Read a boolean."""
         value = self._url.parameters.get(name, "").lower()
         if value and value not in (*_YES, *_NO):
             self._mistakes.append(f"{name}={value!r} must be yes or no")
         return value in _YES if value else default
 
     def wrong(self, mistake: str) -> None:
-        """A mistake that was found elsewhere."""
+        """Add a mistake that the caller found."""
         self._mistakes.append(mistake)
 
     def done(self) -> None:
-        """Raise `StoreMisconfigured` if anything was wrong."""
+        """Raise `StoreMisconfigured` if there were mistakes."""
         if self._mistakes:
             raise StoreMisconfigured(f"{self._url.text}: {'; '.join(self._mistakes)}")
 

@@ -1,7 +1,7 @@
 """Leases in DynamoDB.
 
-A store is opened by its URL: `moored.leases.connect("dynamodb://TABLE?region=eu-central-1")`.
-What is here is for those who need a layout's own methods, such as `CounterStore.sweep`.
+A client is created from a URL: `moored.leases.connect("dynamodb://TABLE?region=eu-central-1")`. The
+store classes are public for the methods of one layout, such as `CounterStore.sweep`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def open_store(url: str, *, clock: Clock) -> SlotStore | CounterStore:
-    """The store of a `dynamodb://` URL, not yet connected."""
+    """Return the store of a `dynamodb://` URL, not yet connected."""
     config = DynamoConfig.from_url(url)
     kind = SlotStore if config.layout == SLOTS else CounterStore
     return kind(config, clock=clock)

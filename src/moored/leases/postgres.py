@@ -1,8 +1,8 @@
-"""Leases in Postgres, and writes to Postgres that only the newest owner of a lease may do.
+"""Leases in Postgres, and fenced writes to Postgres.
 
-A store is opened by its URL: `moored.leases.connect("postgresql://app@db/orders")`. `ddl` and
-`grants` are for those who do not let a service make tables; `fenced` is for the other side, the
-data that a lease protects.
+A client is created from a URL: `moored.leases.connect("postgresql://app@db/orders")`. `ddl` and
+`grants` return the statements to run where a service may not create tables. `fenced` protects the
+data: it rejects transactions of an owner that another owner has replaced.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ __all__ = ["PostgresStore", "ddl", "fenced", "fenced_sync", "grants", "open_stor
 
 
 def open_store(url: str, *, clock: Clock) -> PostgresStore:
-    """The store of a `postgresql://` URL, not yet connected."""
+    """Return the store of a `postgresql://` URL, not yet connected."""
     return PostgresStore(PostgresConfig.from_url(url), clock=clock)

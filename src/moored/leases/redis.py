@@ -1,7 +1,7 @@
-"""Leases in Redis, and writes to Redis that only the newest owner of a lease may do.
+"""Leases in Redis, and fenced writes to Redis.
 
-A store is opened by its URL: `moored.leases.connect("redis://cache")`. The helpers here are for
-the other side, the data that a lease protects.
+A client is created from a URL: `moored.leases.connect("redis://cache")`. `fenced` and `fenced_set`
+protect the data: they reject writes of an owner that another owner has replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ __all__ = [
 
 
 def open_store(url: str, *, clock: Clock) -> RedisStore:
-    """The store of a `redis://`, `rediss://` or `unix://` URL, not yet connected."""
-    del clock  # Redis has its own, and no other decides anything.
+    """Return the store of a `redis://`, `rediss://` or `unix://` URL, not yet connected."""
+    del clock  # the scripts use the clock of the Redis server
     return RedisStore(RedisConfig.from_url(url))

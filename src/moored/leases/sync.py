@@ -1,7 +1,7 @@
-"""Leases for programs with threads: the same methods, and every call waits for its answer.
+"""Leases for threads: the same methods as in `moored.leases`, but blocking.
 
-The work is done by the asynchronous client, on the library's own loop thread; leases are renewed
-there while the program's threads do something else. All objects here may be shared by threads.
+The asynchronous client runs on the library's own loop thread and renews leases there. All objects
+of this module may be shared by threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def connect(
     recorder: Recorder | None = None,
     name: str = "leases",
 ) -> SyncLeases:
-    """A client of the store that the URL names; use it with `with`.
+    """Return a client of the store at this URL; use it with `with`.
 
     The parameters are those of `moored.leases.connect`.
     """
@@ -60,25 +60,25 @@ def connect(
 
 
 class SyncLeases:
-    """Leases and rate limits that all users of one store agree on, for threads."""
+    """A client for leases and rate limits that all processes with the same store share."""
 
     def __init__(self, client: _client.Leases) -> None:
         self._client = client
         self._runner = _Runner()
 
     def open(self) -> None:
-        """Connect, and begin to keep leases; `with` does it."""
+        """Open the store and start renewing leases; `with` calls it."""
         self._runner.run(self._client.open())
 
     def close(self) -> None:
-        """Tell the holders that it is over, give everything back, and disconnect."""
-        if self._runner.here:
+        """Notify the holders, release all leases, and disconnect; ignored in a forked child."""
+        if self._runner.in_own_process:
             self._runner.run(self._client.close())
 
     def acquire(
         self, key: str, *, limit: int, ttl: float = _client.TTL, owner: str | None = None
     ) -> SyncLease | None:
-        """A lease, if fewer than `limit` of this key live in the whole cluster; else None."""
+        """Acquire a lease if fewer than `limit` of this key are live in the cluster; else None."""
         return self._obtain(self._client.acquire(key, limit=limit, ttl=ttl, owner=owner))
 
     @contextmanager
@@ -90,10 +90,10 @@ class SyncLeases:
         wait: float | None = None,
         owner: str | None = None,
     ) -> Iterator[SyncLease]:
-        """`with leases.exclusive(key) as lease`: the only owner of the key in the cluster.
+        """Hold the key exclusively in the cluster: `with leases.exclusive(key) as lease`.
 
-        A thread cannot be interrupted: when the lease is lost the block goes on, and ends with
-        `LeaseLost`. A long block should look at `lease.live` now and then.
+        A thread cannot be interrupted: when the lease is lost, the block runs to its end and then
+        raises `LeaseLost`. A long block should check `lease.live` regularly.
         """
         block = self._client.exclusive(key, ttl=ttl, wait=wait, owner=owner, cancel=False)
         lease = self._obtain(block.acquire())
@@ -113,27 +113,27 @@ class SyncLeases:
         hold: float | None = None,
         local_rate: float | None = None,
     ) -> SyncRateLimit:
-        """A rate that all processes share; the parameters are those of the asynchronous one."""
+        """Return a rate limit that all processes share; parameters as in `Leases.rate_limit`."""
         limit = self._client.rate_limit(
             key, rate=rate, burst=burst, batch=batch, hold=hold, local_rate=local_rate
         )
         return SyncRateLimit(limit, self._runner)
 
     def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases of a key, or of all keys, whoever holds them."""
+        """Return the live leases of a key, or of all keys, of all holders in the cluster."""
         return self._runner.run(self._client.held(key))
 
-    def revoke(self, id: str, key: str) -> bool:  # noqa: A002 - the word that is stored
-        """End a lease, whoever holds it; returns whether there was one."""
+    def revoke(self, id: str, key: str) -> bool:  # noqa: A002 - the store's own name
+        """End a lease of any holder; returns whether it was live."""
         return self._runner.run(self._client.revoke(id, key))
 
     def statistics(self) -> LeaseStatistics:
-        """This client in numbers."""
+        """Return the state and the counters of this client."""
         return self._client.statistics()
 
     @property
     def recorder(self) -> Recorder:
-        """Where this client records what happens, and why."""
+        """The recorder of this client's events and their causes."""
         return self._client.recorder
 
     def _obtain(self, work: Coroutine[Any, Any, _lease.Lease | None]) -> SyncLease | None:
@@ -152,7 +152,7 @@ class SyncLeases:
 
 
 class SyncLease(_lease.LeaseInfo):
-    """A right that the whole cluster agrees on, until its deadline; for threads."""
+    """A lease that this process holds, for threads; it is renewed in the background."""
 
     def __init__(self, lease: _lease.Lease, runner: _Runner) -> None:
         super().__init__(lease._entry)
@@ -161,36 +161,37 @@ class SyncLease(_lease.LeaseInfo):
 
     @property
     def live(self) -> bool:
-        """Whether it can be relied on now, in this process."""
+        """Whether the lease is held now, by this process."""
         return self._lease.live
 
     @property
     def error(self) -> LeaseLost | None:
-        """Why it was lost, if it was."""
+        """Why the lease was lost; None if it was not."""
         return self._lease.error
 
     def remaining(self) -> float:
-        """Seconds until the deadline; 0.0 when it has passed, or the lease was given back."""
+        """Seconds until the deadline; 0.0 if the lease has expired, was lost or released."""
         return self._lease.remaining()
 
     def renew(self) -> None:
-        """Extend it now; there is no need to. Raises `LeaseLost` or `StoreUnavailable`."""
+        """Renew the lease now. Raises `LeaseLost` or `StoreUnavailable`."""
         self._runner.run(self._lease.renew())
 
     def release(self) -> None:
-        """Give it back; harmless when it is over, or was given back before, or in a fork."""
-        if self._runner.here:
+        """Release the lease; ignored if it was lost or released before, and in a forked child."""
+        if self._runner.in_own_process:
             self._runner.run(self._lease.release())
 
     def on_lost(self, callback: Callable[[LeaseLost], object]) -> None:
-        """Call this with the error when the lease is lost; at once if it has been already.
+        """Call `callback(error)` when the lease is lost; at once if it is lost already.
 
-        It runs in the library's thread, where calls that wait are refused: set an event there.
+        The callback runs on the library's loop thread, where blocking calls are refused: let it
+        set a `threading.Event`, for example.
         """
         self._runner.run(_call(lambda: self._lease.on_lost(callback)))
 
     def lost(self, timeout: float | None = None) -> LeaseLost | None:
-        """Wait until it is lost and return why; None once it is released, or after the timeout."""
+        """Wait until the lease is lost, and return the error; None if released or timed out."""
         future: Future[LeaseLost | None] = self._runner.submit(self._lease.lost())
         try:
             return future.result(timeout)
@@ -210,7 +211,7 @@ class SyncLease(_lease.LeaseInfo):
 
 
 class SyncRateLimit:
-    """A limit of `rate` per second with at most `burst` at once, shared by all its users."""
+    """A limit of `rate` tokens per second with a burst, shared by all processes; for threads."""
 
     def __init__(self, limit: _rate.RateLimit, runner: _Runner) -> None:
         self._limit = limit
@@ -221,12 +222,12 @@ class SyncRateLimit:
         return self._runner.run(self._limit.take(n))
 
     def wait(self, n: int = 1) -> None:
-        """Take n tokens, and wait for them as long as it takes; who came first is served first."""
+        """Take n tokens, waiting for them without limit; waiters are served in order."""
         self._runner.run(self._limit.wait(n))
 
     @property
     def left(self) -> float:
-        """How many could be taken at once, as far as this client knows: others take some too."""
+        """An estimate of the tokens that can be taken now: other processes take some, too."""
         return self._limit.left
 
     def __repr__(self) -> str:
@@ -234,53 +235,53 @@ class SyncRateLimit:
 
 
 class _Runner:
-    """Runs coroutines on the shared loop thread, for the process that made it."""
+    """Runs coroutines on the shared loop thread of the process that created this object."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._thread = LoopThread.shared()
 
     @property
-    def here(self) -> bool:
-        """Whether this is the process that made it; a forked child has neither loop nor leases."""
+    def in_own_process(self) -> bool:
+        """Whether this is not a forked child, which has neither the loop nor the leases."""
         return self._pid == os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait here for the outcome."""
+        """Run a coroutine, and wait for its result."""
         return self._checked(work).run(work)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start it."""
+        """Start a coroutine, and return its future."""
         return self._checked(work).submit(work)
 
     def obtain(self, work: Coroutine[Any, Any, _lease.Lease | None]) -> _lease.Lease | None:
-        """As `run`; but a lease that comes after its caller was interrupted is given back."""
-        gone = threading.Event()
+        """As `run`; a lease that is granted after its caller was interrupted is released."""
+        interrupted = threading.Event()
         obtained: list[_lease.Lease] = []
 
         async def deliver() -> _lease.Lease | None:
             lease = await work
             if lease is not None:
                 obtained.append(lease)
-                if gone.is_set():
+                if interrupted.is_set():
                     await lease.release()
             return lease
 
         try:
             return self._checked(work).run(deliver())
         except BaseException:
-            # Each side leaves its mark before it looks for the other's, so one of them sees both.
-            gone.set()
+            # Each side sets its own flag before it reads the other's, so at least one releases.
+            interrupted.set()
             for lease in obtained:
-                self._thread.spawn(lease.release(), name="give back a lease")
+                self._thread.spawn(lease.release(), name="release a lease")
             raise
 
     def _checked(self, work: Coroutine[Any, Any, Any]) -> LoopThread:
-        if not self.here:
+        if not self.in_own_process:
             work.close()
             raise LeaseError(
-                f"this client belongs to process {self._pid}, from which this one was forked, and "
-                "so do its leases: make a new one with connect()"
+                f"this client and its leases belong to the parent process {self._pid} of this "
+                "fork: create a new client with connect()"
             )
         return self._thread
 
