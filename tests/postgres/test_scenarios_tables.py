@@ -236,6 +236,32 @@ async def test_no_reset_is_delivered_before_the_tables_are_published_again(
             assert len(mirror.resets) == 1
 
 
+async def test_what_was_committed_before_a_reset_does_not_come_after_it(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    """A row whose deletion was not published would stay in the mirror for ever."""
+    async with make() as pg, mirroring(pg, streamed_url) as mirror:
+        hung = pg.changes("hung", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        pg._hub.pressure.queue_length = 0
+        await run(sql, "insert into orders values (1, 'x')")
+
+        async def paused() -> bool:
+            return pg._hub.full
+
+        await until(paused)
+        await run(
+            sql,
+            "insert into orders values (2, 'not read before the reset')",
+            f"alter publication {publication(stream_id)} drop table orders",
+            "delete from orders where id = 2",
+        )
+        await until(lambda: has_resets(mirror, 1))
+        await hung.aclose()  # reading goes on
+        await run(sql, "insert into orders values (3, 'x')")
+        await until(mirror.agrees)
+
+
 async def test_what_was_published_before_a_reset_is_published_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
