@@ -275,6 +275,23 @@ def watching(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     return report(children, callers)
 
 
+def watching_many(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """Many managers whose connections are watched: a fork waits for all at once."""
+    children = Children()
+    with contextlib.ExitStack() as stack:
+        managers = [stack.enter_context(ConnectionManager()) for _ in range(12)]
+        channels = [manager.get_or_create(config) for manager in managers]
+        told: list[grpc.ChannelConnectivity] = []
+        for channel in channels:
+            channel.subscribe(told.append)
+        while len(told) < len(channels):
+            time.sleep(0.01)
+        with Callers(channels[0], 1) as callers, fork_patience(_PATIENCE):
+            for _ in range(forks):
+                children.make(lambda: None)
+    return report(children, callers)
+
+
 def grandchildren(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     """A child that calls from threads of its own is a parent like any other."""
     children = Children()
@@ -548,7 +565,16 @@ def report(children: Children, callers: Callers, **more: Any) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[ConnectionConfig, int], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
-        *(calling, silent, watching, grandchildren, several_forking, recovering, dark),
+        *(
+            calling,
+            silent,
+            watching,
+            watching_many,
+            grandchildren,
+            several_forking,
+            recovering,
+            dark,
+        ),
         *(careless, refused, streaming, pooled, moving, with_asyncio),
     )
 }

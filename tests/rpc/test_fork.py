@@ -106,6 +106,12 @@ def test_somebody_watches_the_state_of_the_connection(echo: EchoServer) -> None:
     assert BROKEN not in told["stderr"]
 
 
+def test_a_fork_waits_for_all_connections_at_once(echo: EchoServer) -> None:
+    told = run("watching_many", echo.uri, 3)
+    assert not told["errors"]
+    assert told["longest_fork"] < 0.75, "a fork is held up for 0.25 s at most"
+
+
 def test_a_child_that_forks(echo: EchoServer) -> None:
     told = run("grandchildren", echo.uri, 2)
     assert all_well(told, 2)

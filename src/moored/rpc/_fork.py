@@ -6,7 +6,7 @@ moment of a fork: calls are held up, those under way are waited for, and so is w
 background, where it is not interrupted: a connect or a probe that takes its time begins again
 afterwards. The parent then goes on as if nothing had been; the child begins with no connection.
 
-What does not end within 0.2 s (a stream, say) leaves a child in which gRPC cannot be relied on:
+What does not end within 0.2 s in all (a stream, say) leaves a child in which gRPC cannot be relied on:
 there our managers refuse every call, instead of hanging. The same is so where a channel for asyncio
 is open: a thread of gRPC's waits for its events all the time.
 """
@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Protocol
+
+from moored.kernel import at_fork
 
 from ._channel_pool import lanes_of
 from ._clients import Clients
@@ -38,12 +40,13 @@ __all__ = [
 
 #: How long a fork waits for calls that are under way: other calls, and whoever forks, wait with it.
 PATIENCE = 0.2
-#: How long it waits for locks, which are held for moments only.
-MOMENT = 0.2
+#: How long it waits for locks at least, which are held for moments only.
+MOMENT = 0.02
 #: How long for calls that an earlier fork has waited for in vain.
 ENDLESS = 0.02
-#: How much longer for gRPC's own thread that watches a channel, where somebody subscribes to that.
-WATCHED = 0.1
+#: How much longer for gRPC's own threads that watch channels, where somebody subscribes to that:
+#: each looks up after 0.2 s.
+WATCHED = 0.05
 
 _CALLS = (
     "calls over gRPC were under way that did not end soon, so gRPC may hang here: end streams "
@@ -65,6 +68,7 @@ _disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "fa
 class Forks(Protocol):
     """A manager that is notified of forks."""
 
+    def _shut_gates(self) -> None: ...
     def _before_fork(self, patience: float) -> bool: ...
     def _lock_for_fork(self, patience: float) -> bool: ...
     def _after_fork_in_parent(self) -> None: ...
@@ -199,6 +203,8 @@ def _before() -> None:
     global _noise
     _forking.acquire()
     ends = monotonic() + PATIENCE
+    for manager in _known:  # all first: what ends, ends at the same time
+        manager._shut_gates()
     _drain(ends)
     gone = _gate.shut(max(0.0, ends - monotonic()))
     # Again: a connection may have been made since, and now no other can be.
@@ -208,7 +214,7 @@ def _before() -> None:
         _noise = _DISABLED
     elif _polled():
         _noise = _ASYNCIO
-    ends = monotonic() + MOMENT
+    ends = max(ends, monotonic() + MOMENT)
     for manager in _known:
         if not manager._lock_for_fork(max(0.0, ends - monotonic())):
             _noise = _noise or _CALLS
@@ -222,7 +228,7 @@ def _polled() -> bool:
 def _drain(ends: float) -> bool:
     quiet = True
     for manager in _known:
-        quiet = manager._before_fork(max(0.0, ends - monotonic())) and quiet
+        quiet = manager._before_fork(ends - monotonic()) and quiet
     return quiet
 
 
@@ -242,5 +248,4 @@ def _in_child() -> None:
         manager._after_fork_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -151,20 +151,25 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
 
     # -- around a fork -------------------------------------------------------------------------
 
-    def drain(self, timeout: float) -> bool:
-        """Hold up new calls, and wait for those in flight; return whether all have ended.
-
-        Calls that did not end before an earlier fork are hardly waited for again.
-        """
+    def shut_gate(self) -> None:
+        """Hold up new calls."""
         with self._changed:
-            endless = any(is_busy(live) and live.endless for live in self._lives())
-            deadline = monotonic() + min(timeout, ENDLESS if endless else timeout)
             self._gated = True
             if self._live is not None:
                 self._parked, self._live = self._live, None
                 self._follow(self._parked, None)
             for live in self._lives():
                 live.watcher = self._call_ended
+
+    def drain(self, timeout: float) -> bool:
+        """Hold up new calls, and wait for those in flight; return whether all have ended.
+
+        Calls that did not end before an earlier fork are hardly waited for again.
+        """
+        with self._changed:
+            self.shut_gate()
+            endless = any(is_busy(live) and live.endless for live in self._lives())
+            deadline = monotonic() + min(timeout, ENDLESS if endless else timeout)
             while busy := [live for live in self._lives() if is_busy(live)]:
                 calling = [live for live in busy if live.calls]
                 left = deadline - monotonic() + (0.0 if calling else WATCHED)

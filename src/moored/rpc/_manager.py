@@ -210,11 +210,15 @@ class ConnectionManager(ManagerBase[Handler]):
 
     # -- around a fork -------------------------------------------------------------------------
 
+    def _shut_gates(self) -> None:
+        for handler in self._handlers:
+            handler.shut_gate()
+
     def _before_fork(self, patience: float) -> bool:
         """Wait until no call is in flight; return whether that is so."""
         ends, quiet = monotonic() + patience, True
         for handler in self._handlers:
-            quiet = handler.drain(max(0.0, ends - monotonic())) and quiet
+            quiet = handler.drain(ends - monotonic()) and quiet
         return quiet
 
     def _lock_for_fork(self, patience: float) -> bool:
