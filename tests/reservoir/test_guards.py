@@ -1,0 +1,108 @@
+"""Checks that matter only when two things happen in an unlucky order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import text
+from tests.leases.virtual import in_virtual_time
+from tests.reservoir.stand_in import Journal, Server, reservoir, wait_until
+
+from moored.leases import connect
+from moored.reservoir import AsyncConnectionPool, ConnectionPool, PoolClosed, ReservoirConfig
+from moored.reservoir.sqlalchemy import create_engine, reservoir_of
+from moored.testing import Sim
+
+
+@in_virtual_time
+async def test_a_connection_whose_lease_is_lost_while_it_is_opened_is_not_kept(sim: Sim) -> None:
+    journal = Journal()
+    server = Server(journal)
+    server.take.append(10.0)
+    config = ReservoirConfig(max_size=1, lease_ttl=3.0, lease_enabled=True)
+    async with journal.leases() as leases, reservoir(server, config, leases=leases) as water:
+        await wait_until(lambda: server.under_way)
+        [held] = await leases.held()
+        await leases.revoke(held.id, held.key)
+        await wait_until(lambda: len(server.times) == 2, 60.0)
+        assert water.statistics().discards == {"lease_lost": 1}
+        await wait_until(lambda: water.statistics().size)
+        assert server.alive == len(await leases.held()) == 1
+
+
+@in_virtual_time
+async def test_the_lease_of_a_connection_that_outlives_its_pool_is_held_until_it_is_closed(
+    sim: Sim,
+) -> None:
+    server = Server()
+    url = "memory://outlives"
+    config = ReservoirConfig(max_size=2, lease_url=url, lease_limit=2, lease_enabled=True)
+    async with connect(url) as others:
+        pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
+            connect=server.connect, config=config, endpoint="db"
+        )
+        conn = await pool.getconn()
+        await pool.close()
+        await asyncio.sleep(600.0)
+        assert server.alive == len(await others.held()) == 1
+        await pool.putconn(conn)
+        await wait_until(lambda: not server.alive)
+        await asyncio.sleep(1.0)
+        assert await others.held() == []
+
+
+@in_virtual_time
+async def test_the_budget_of_a_running_pool_is_kept_when_its_last_connection_is_closed(
+    sim: Sim,
+) -> None:
+    async with reservoir(Server(), ReservoirConfig(max_size=1)) as water:
+        await wait_until(lambda: water.statistics().size)
+        budget = water.upkeep.budget
+        assert budget is not None
+        water.discard(water.try_checkout())
+        await wait_until(lambda: water.statistics().refills == 2)
+        assert water.upkeep.budget is budget
+
+
+async def test_a_caller_whose_pool_is_closed_while_its_connection_is_checked_is_told_so(
+    module_url: str,
+) -> None:
+    async def check(conn: psycopg.AsyncConnection[Any]) -> None:
+        await pool.close()
+        raise ValueError("not this one")
+
+    pool: AsyncConnectionPool[Any] = AsyncConnectionPool(module_url, max_size=1, check=check)
+    with pytest.raises(PoolClosed):
+        await pool.getconn(timeout=5.0)
+
+
+def test_a_thread_whose_pool_is_closed_before_it_joins_the_queue_is_told_so(
+    module_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_nothing(now: float, holder: Any) -> None:
+        pool.close()
+
+    pool: ConnectionPool[Any]
+    with ConnectionPool(module_url, max_size=1) as pool:
+        monkeypatch.setattr(pool.reservoir, "obtain", find_nothing)
+        with pytest.raises(PoolClosed):
+            pool.getconn(timeout=5.0)
+
+
+def test_a_connection_at_the_address_of_a_former_one_does_not_get_its_record_in_sqlalchemy(
+    module_url: str,
+) -> None:
+    engine = create_engine(module_url, pool_size=2, max_overflow=0)
+    with engine.connect() as used:
+        [(former, record)] = engine.pool._records.items()  # type: ignore[attr-defined]
+        reservoir_of(engine).wait()
+        [other] = set(reservoir_of(engine).reservoir.core.items) - {former}
+        # As if the used connection had been collected, and the other one had its address.
+        engine.pool._records[other] = record  # type: ignore[attr-defined]
+        with engine.connect() as second:
+            pids = {conn.scalar(text("select pg_backend_pid()")) for conn in (used, second)}
+            assert len(pids) == 2
+    engine.dispose()
