@@ -18,6 +18,8 @@ from moored.reservoir import (
     AsyncNullConnectionPool,
     ConnectionPool,
     NullConnectionPool,
+    PoolClosed,
+    PoolOverloaded,
     PoolTimeout,
 )
 
@@ -122,10 +124,71 @@ def test_a_connection_that_comes_back_to_a_closed_pool_is_closed_at_once(module_
         assert conn.closed
 
 
-def test_an_error_names_the_pool(module_url: str) -> None:
-    pool: ConnectionPool = ConnectionPool(module_url, max_size=1, name="orders")
-    with pool, pool.connection(), pytest.raises(PoolTimeout, match=r"^orders: "):
-        pool.getconn(timeout=0.01)
+async def test_an_async_connection_that_failed_its_check_is_closed_at_once(module_url: str) -> None:
+    checked: list[psycopg.AsyncConnection[Any]] = []
+
+    async def check(conn: psycopg.AsyncConnection[Any]) -> None:
+        checked.append(conn)
+        if len(checked) == 1:
+            raise ValueError("not this one")
+        assert checked[0].closed, "before the next one is looked at"
+
+    async with AsyncConnectionPool(module_url, max_size=2, check=check) as pool:
+        await pool.wait()
+        async with pool.connection():
+            assert len(checked) == 2
+
+
+async def test_an_async_connection_that_comes_back_to_a_closed_pool_is_closed_at_once(
+    module_url: str,
+) -> None:
+    async with AsyncConnectionPool(module_url, max_size=1) as pool:
+        conn = await pool.getconn()
+        await pool.close()
+        assert not conn.closed
+        await pool.putconn(conn)
+        assert conn.closed
+
+
+def test_ready_connections_are_closed_when_close_returns(module_url: str) -> None:
+    opened: list[psycopg.Connection[Any]] = []
+    with ConnectionPool(module_url, max_size=3, configure=opened.append) as pool:
+        pool.wait()
+        pool.close()
+        assert [conn.closed for conn in opened] == [True] * 3
+
+
+async def test_ready_async_connections_are_closed_when_close_returns(module_url: str) -> None:
+    opened: list[psycopg.AsyncConnection[Any]] = []
+
+    async def configure(conn: psycopg.AsyncConnection[Any]) -> None:
+        opened.append(conn)
+
+    async with AsyncConnectionPool(module_url, max_size=3, configure=configure) as pool:
+        await pool.wait()
+        await pool.close()
+        assert [conn.closed for conn in opened] == [True] * 3
+
+
+def test_every_error_names_the_pool(module_url: str) -> None:
+    pool: ConnectionPool = ConnectionPool(module_url, max_size=1, max_waiting=1, name="orders")
+    with pool:
+        conn = pool.getconn()
+        with pytest.raises(PoolTimeout, match=r"^orders: "):
+            pool.getconn(timeout=0.01)
+        with ThreadPoolExecutor(1) as crew:
+            waiting = crew.submit(pool.getconn)
+            eventually(lambda: pool.statistics().waiting)
+            with pytest.raises(PoolOverloaded, match=r"^orders: "):
+                pool.getconn()
+            pool.close()
+            with pytest.raises(PoolClosed, match=r"^orders "):
+                waiting.result()
+        pool.putconn(conn)
+    with pytest.raises(PoolClosed, match=r"^orders "):
+        pool.getconn()
+    with pytest.raises(ValueError, match="orders"):
+        pool.putconn(conn)
 
 
 def test_a_conninfo_function_is_called_once_for_each_connection(module_url: str) -> None:
@@ -142,9 +205,13 @@ def test_a_conninfo_function_is_called_once_for_each_connection(module_url: str)
             assert len(calls) == 2
 
 
-def test_a_pool_of_no_connections_is_refused() -> None:
+@pytest.mark.parametrize("kind", [ConnectionPool, AsyncConnectionPool])
+@pytest.mark.parametrize("sizes", [{"min_size": 0}, {"min_size": 0, "max_size": 0}])
+def test_a_pool_of_no_connections_is_refused(
+    kind: Callable[..., Any], sizes: dict[str, int]
+) -> None:
     with pytest.raises(ValueError, match="max_size"):
-        ConnectionPool("", min_size=0, open=False)
+        kind("", open=False, **sizes)
 
 
 def test_a_connection_may_live_and_idle_for_ever(module_url: str) -> None:

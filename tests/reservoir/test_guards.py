@@ -9,6 +9,8 @@ import psycopg
 import pytest
 from sqlalchemy import text
 from tests.leases.virtual import in_virtual_time
+from tests.reservoir.engines import WAYS, Desk, Way
+from tests.reservoir.harness import until
 from tests.reservoir.stand_in import Journal, Server, reservoir, wait_until
 
 from moored.leases import connect
@@ -106,3 +108,16 @@ def test_a_connection_at_the_address_of_a_former_one_does_not_get_its_record_in_
             pids = {conn.scalar(text("select pg_backend_pid()")) for conn in (used, second)}
             assert len(pids) == 2
     engine.dispose()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_caller_that_waits_while_its_engine_is_disposed_of_gets_a_new_connection(
+    way: Way, module_url: str
+) -> None:
+    async with Desk(way, module_url, pool_size=1, max_overflow=0) as desk:
+        held = await desk.take()
+        waiting = asyncio.create_task(desk.ask("select 1"))
+        await until(lambda: desk.now.waiting, "the second caller waits")
+        await desk.dispose()
+        assert await waiting == 1
+        await held.close()
