@@ -71,6 +71,11 @@ def test_it_changes_live_when_postgres_is_killed_and_comes_back(tmp_path: Path, 
         assert "restarted once" in page.evaluate(f"{server}.innerText")
         assert "SIGKILL" in page.evaluate(f"{server}.innerText")
         assert "by SIGKILL" in page.text("#events")
+        # Steps are shown in words: neither names of the code nor its data reach the page.
+        for section in ("#conditions", "#machines", "#stream", "#events"):
+            text = page.text(section)
+            assert "start_" not in text, section
+            assert "['" not in text, section
         assert page.complaints == []
 
 

@@ -500,13 +500,18 @@ async def test_after_a_recovery_the_explanation_tells_what_happened_when_and_how
         wiring.health("lamp", "waiting", "no light")
         wiring.health("lamp", "starting", "a new bulb")
         _, before, because = await explained()
-        assert before.startswith("  before   it worked until 2")
+        assert before.startswith("  before   lamp worked until 2")
         assert it.service._outages._last["lamp"].detail == "no light"  # it began with that
         assert because == "  because  bulb/filament: it burnt out"
         wiring.health("lamp", "active", "it shines again")
         _, before, because = await explained()
-        assert re.fullmatch(r"  before   it did not work for 0\.\d s, from .* to .*", before)
+        assert re.fullmatch(r"  before   lamp did not work for 0\.\d s, from .* to .*", before)
         assert because == "  because  bulb/filament: it burnt out"
+        # The nodes above and below show the outage in the tree, so they tell it, too.
+        for path in ("moored", "moored/lamp/bulb/filament"):
+            answer = (await it.client.get(f"/v1/explain/{path}")).json()
+            assert answer["explanation"].splitlines()[-2:] == [before, because], path
+        assert "before" not in (await it.client.get("/v1/explain/moored/http")).text
 
 
 async def test_an_open_stream_gets_new_numbers_without_an_event(

@@ -51,12 +51,12 @@ class PartOutages:
             return
         if outage.lasted is None:
             now = self._clock.monotonic() - outage.at
-            yield f"  before   it worked until {_time(outage.wall)}, {duration(now)} ago"
+            yield f"  before   {part} worked until {_time(outage.wall)}, {duration(now)} ago"
             failures = tuple(self._failures(outage))
         else:
             end = _time(outage.wall + outage.lasted)
             lasted = duration(outage.lasted)
-            yield f"  before   it did not work for {lasted}, from {_time(outage.wall)} to {end}"
+            yield f"  before   {part} did not work for {lasted}, from {_time(outage.wall)} to {end}"
             failures = outage.failures
         for words in failures or (outage.detail,):
             yield f"  because  {words}"

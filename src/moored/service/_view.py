@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,7 +147,16 @@ class View:
                 if "\n  before " in told:
                     return told  # the system knows more of it
                 return "\n".join([told, *self.outage_of(_part_of(path))])
-        return self.recorder.explain(recorded)
+        return "\n".join([self.recorder.explain(recorded), *self._outages_around(component)])
+
+    def _outages_around(self, component: str) -> Iterator[str]:
+        """The last outage of each part whose system is above or below this path of the tree."""
+        for part in {
+            _part_of(path)
+            for path in self.systems
+            if path.startswith(f"{component}/") or component.startswith(f"{path}/")
+        }:
+            yield from self.outage_of(part)
 
     def _paths(self) -> dict[str, str]:
         """The paths of the tree, each with the component that its events are recorded under."""
