@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from moored.kernel import at_fork
+
 __all__ = ["OwnedDescriptor"]
 
 _open: set[int] = set()
@@ -46,4 +48,4 @@ def _give_up() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_give_up)
+at_fork(after_in_child=_give_up)

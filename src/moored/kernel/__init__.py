@@ -7,6 +7,7 @@ and why. The small words (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorker
 those that every system needs, written once.
 """
 
+from ._at_fork import at_fork
 from ._backoff import Backoff
 from ._chart import Chart
 from ._child import Child, Context
@@ -53,6 +54,7 @@ from ._tasks import Tasks, awaited, start_task
 from ._threads import in_thread, run_callback, start_thread
 from ._timers import Timers, sleep_until
 from ._tree import Tree
+from ._waiting import all_of, cut_socket, first_of, uncancelled
 from ._words import counted, describe, duration, program_of, refuse, unmet
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -84,11 +86,16 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "LoopThread",
     "SingleFlight",
     "Tasks",
+    "all_of",
+    "at_fork",
     "awaited",
+    "cut_socket",
+    "first_of",
     "in_thread",
     "run_callback",
     "start_task",
     "start_thread",
+    "uncancelled",
     # Time and replacement
     "Backoff",
     "Clock",

@@ -24,6 +24,7 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, ClassVar, TypeVar
 
+from ._at_fork import at_fork
 from ._errors import DeadlineExceeded
 from ._words import counted
 
@@ -283,5 +284,5 @@ class LoopThread:
                 log.error("%s", error)
 
 
-os.register_at_fork(after_in_child=LoopThread._after_fork)
+at_fork(after_in_child=LoopThread._after_fork)
 atexit.register(LoopThread._at_exit)

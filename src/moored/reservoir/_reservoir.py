@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Self
 
-from moored.kernel import Clock, LoopThread, Recorder, counted, describe, duration
+from moored.kernel import Clock, LoopThread, Recorder, at_fork, counted, describe, duration
 from moored.leases import Leases, connect
 from moored.leases import sync as leases_sync
 
@@ -458,6 +458,6 @@ def _at_exit() -> None:
             LoopThread.shared().run(reservoir.stop(EXIT_TIMEOUT), timeout=2 * EXIT_TIMEOUT)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)
 # After the import of the kernel, so that it is called before the loop thread is stopped.
 atexit.register(_at_exit)

@@ -19,7 +19,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import awaited
+from moored.kernel import awaited, first_of
 
 from .calls._ended import counted
 from .calls._kinds import KINDS, FourKinds
@@ -227,9 +227,8 @@ class AioChannelPool(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Wait for another state of all together."""
         while self.get_state() is last_observed_state:
-            await _first(
-                lane.channel.wait_for_state_change(lane.channel.get_state()) for lane in self.lanes
-            )
+            lanes = [lane.channel for lane in self.lanes]
+            await first_of(*(each.wait_for_state_change(each.get_state()) for each in lanes))
 
     async def channel_ready(self) -> None:
         """Wait until all are connected."""
@@ -257,14 +256,3 @@ class _AioPoolMethod(_LaneMethod):
             raise
         call.add_done_callback(lane.leave)
         return call
-
-
-async def _first(waits: Any) -> None:
-    """Wait for the first of them, and leave none behind."""
-    tasks = [asyncio.ensure_future(each) for each in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import awaited, in_thread
+from moored.kernel import all_of, awaited, in_thread
 
 from ._channel_pool import lanes_of
 from ._dial import Asked, close_channel, ready
@@ -47,7 +47,7 @@ class Channels:
 
     async def ready(self, channel: Any) -> None:
         """Wait until it is connected, and of a pool, all; what is no channel of gRPC's is."""
-        await _all([self._ready(lane) for lane in lanes_of(channel)])
+        await all_of(*(self._ready(lane) for lane in lanes_of(channel)))
 
     async def _ready(self, channel: Any) -> None:
         if channel is None or isinstance(channel, self.other):
@@ -62,7 +62,7 @@ class Channels:
 
     async def probe(self, channel: Any) -> bool:
         """Whether the server answers over it."""
-        return all(await _all([self._answers(lane) for lane in lanes_of(channel)]))
+        return all(await all_of(*(self._answers(lane) for lane in lanes_of(channel))))
 
     async def _answers(self, channel: Any) -> bool:
         raise NotImplementedError
@@ -95,19 +95,6 @@ class AioChannels(Channels):
     async def _answers(self, channel: Any) -> bool:
         outcome = (self._probe or _ask_aio)(channel)
         return bool(await awaited(outcome))
-
-
-async def _all(waits: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait for all of them; the first that fails ends the others."""
-    if len(waits) == 1:
-        return [await waits[0]]
-    tasks = [asyncio.ensure_future(each) for each in waits]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:

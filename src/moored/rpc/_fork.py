@@ -6,9 +6,9 @@ moment of a fork: calls are held up, those under way are waited for, and so is w
 background, where it is not interrupted: a connect or a probe that takes its time begins again
 afterwards. The parent then goes on as if nothing had been; the child begins with no connection.
 
-What does not end within 0.2 s in all (a stream, say) leaves a child in which gRPC cannot be relied on:
-there our managers refuse every call, instead of hanging. The same is so where a channel for asyncio
-is open: a thread of gRPC's waits for its events all the time.
+What does not end within 0.2 s in all (a stream, say) leaves a child in which gRPC cannot be relied
+on: there our managers refuse every call, instead of hanging. The same is so where a channel for
+asyncio is open: a thread of gRPC's waits for its events all the time.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from moored.kernel import SECRETS, MooredError
+from moored.kernel import SECRETS, MooredError, first_of
 
 from ._config import Config
 from ._errors import ServiceError
@@ -74,7 +73,7 @@ async def _run(
     async with service:
         if await _active(service, asked):
             logs.say(_ready(service, loop.time() - began))
-            await _first(asked.wait(), service.root.wait(), asyncio.shield(service.failed))
+            await first_of(asked.wait(), service.root.wait(), asyncio.shield(service.failed))
         if asked.is_set():
             logs.say("stopping (Ctrl-C again forces it)")
     logs.say("stopped")
@@ -83,20 +82,8 @@ async def _run(
 
 async def _active(service: Service, asked: asyncio.Event) -> bool:
     """Wait until the service is active; return False when it has to stop before."""
-    await _first(asyncio.shield(service.first_active), asked.wait(), service.root.wait())
+    await first_of(asyncio.shield(service.first_active), asked.wait(), service.root.wait())
     return service.first_active.done()
-
-
-async def _first(*awaitables: Awaitable[Any]) -> None:
-    """Wait for the first of these; raise its exception, if it has one."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _greeting(config: Config, sockets: Sequence[socket.socket]) -> str:

@@ -1,16 +1,14 @@
-"""The way to Postgres: few connections, each call within its time, every error translated.
+"""Connections to Postgres: runs statements with a timeout, and translates errors.
 
-A call that is out of time, or cancelled, cuts its connection off. Asking the server to cancel would
-need an answer from it, which is what is missing; and a connection whose answer was not waited for
-is of no more use.
+A call that times out or is cancelled closes its connection at the socket. A cancel request would
+need an answer of the server, which is what is missing; and a connection with an unread response
+cannot be used again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import select
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,7 +17,15 @@ import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.pq import TransactionStatus
 
-from moored.kernel import SECRETS, Backoff, Clock, Deadline, forget_frames
+from moored.kernel import (
+    SECRETS,
+    Backoff,
+    Clock,
+    Deadline,
+    cut_socket,
+    forget_frames,
+    uncancelled,
+)
 
 from .._errors import StoreUnavailable
 from ._config import PostgresConfig
@@ -30,15 +36,15 @@ __all__ = ["PostgresLink", "Row"]
 Row = tuple[Any, ...]
 Connection = AsyncConnection[Row]
 
-#: The server gives up a little before we do: its own words say more than our silence.
+#: The statement timeout, as a share of the remaining time: the server's error says more than ours.
 _SERVER_SHARE = 0.9
 
 
 class PostgresLink:
     """Runs statements on a server.
 
-    A call takes at most the configured time: waiting for a free connection, connecting, and the
-    answer. While the server cannot be reached, calls fail at once until the next attempt is due.
+    The timeout of a call includes the wait for a free connection, connecting, and the response.
+    While the server cannot be reached, calls fail at once until the next attempt is due.
     """
 
     def __init__(self, config: PostgresConfig, *, clock: Clock) -> None:
@@ -61,28 +67,30 @@ class PostgresLink:
                 return await self._run(statements, dict(parameters or {}), deadline)
         except TimeoutError as error:
             raise StoreUnavailable(
-                f"Postgres at {self.config.place} gave no answer within {self.config.timeout:g} s"
+                f"Postgres at {self.config.place} did not answer within {self.config.timeout:g} s"
             ) from error
         except (psycopg.Error, OSError) as error:
             raise translate(error, self.config.place) from error
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._closed = True
-        await self._forget_idle()
+        await self._close_idle()
 
     async def _run(
         self, statements: bytes, parameters: dict[str, Any], deadline: Deadline
     ) -> list[Row]:
         connection = await self._connection(deadline)
-        parameters["patience"] = str(max(1, int(deadline.remaining() * _SERVER_SHARE * 1000)))
+        parameters["timeout_ms"] = str(max(1, int(deadline.remaining() * _SERVER_SHARE * 1000)))
         try:
-            rows = await _uncancelled(connection, _rows(connection, statements, parameters))
+            rows = await uncancelled(
+                _rows(connection, statements, parameters), lambda: _cut(connection)
+            )
         except psycopg.Error as error:
             if is_stale_primary(error):
-                # The name may lead to the new primary now; an open connection never will.
+                # The host name may resolve to the new primary now, for new connections.
                 await connection.close()
-                await self._forget_idle()
+                await self._close_idle()
             raise
         finally:
             await self._put_back(connection)
@@ -112,9 +120,9 @@ class PostgresLink:
             )
         except asyncio.CancelledError as given_up:
             forget_frames(given_up)
-            # A caller that goes away says nothing about the server; a time that is over does.
+            # A caller that was cancelled says nothing about the server; a timeout does.
             if deadline.expired:
-                self._failed("no answer in time")
+                self._failed("timeout")
             raise
         except (psycopg.Error, OSError) as error:
             self._failed(SECRETS.hide(str(error).strip().partition("\n")[0]))
@@ -135,7 +143,7 @@ class PostgresLink:
         else:
             await connection.close()
 
-    async def _forget_idle(self) -> None:
+    async def _close_idle(self) -> None:
         while self._idle:
             await self._idle.pop().close()
 
@@ -153,31 +161,14 @@ async def _rows(
         return await cursor.fetchall() if cursor.description else []
 
 
-async def _uncancelled(connection: Connection, work: Any) -> list[Row]:
-    """Wait for the work; if that is cancelled, end the work by cutting its connection off.
-
-    Cancelled itself, the driver would ask the server to cancel, and wait for that: for seconds, if
-    the server is not there.
-    """
-    task: asyncio.Task[list[Row]] = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        _cut(connection)
-        # Its error says no more than that; retrieved, nobody complains about it.
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        await asyncio.wait((task,))
-        raise
-
-
 def _cut(connection: Connection) -> None:
-    """End the connection under the driver's hands, which then finds it closed."""
-    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
+    """End the connection by its socket; the driver then finds it closed."""
+    with suppress(psycopg.Error):
+        cut_socket(connection.fileno())
 
 
 def _is_quiet(connection: Connection) -> bool:
-    """Whether nothing has come since the last answer: it would be the end, or a farewell."""
+    """Whether the server has sent nothing since the last response: no error, no end of file."""
     if connection.closed:
         return False
     poll = select.poll()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import psycopg
 
-from moored.kernel import forget_frames
+from moored import kernel
+from moored.kernel import cut_socket, forget_frames
 
 __all__ = ["connect", "cut", "uncancelled"]
 
@@ -38,31 +37,13 @@ async def connect(conninfo: str, **options: Any) -> psycopg.AsyncConnection[Any]
 
 
 def cut(connection: psycopg.AsyncConnection[Any]) -> None:
-    """End a connection by its socket, without a word to the server; wake whoever waits on it."""
-    with (
-        contextlib.suppress(OSError, psycopg.Error),
-        socket.socket(fileno=os.dup(connection.pgconn.socket)) as line,
-    ):
-        line.shutdown(socket.SHUT_RDWR)
+    """End a connection by its socket, without a word to the server; wake the tasks that use it."""
+    with contextlib.suppress(psycopg.Error):
+        cut_socket(connection.pgconn.socket)
 
 
 async def uncancelled(
     conn: psycopg.AsyncConnection[Any], work: Coroutine[Any, Any, T], timeout: float | None = None
 ) -> T:
-    """Await work on a connection, which is cut, not cancelled, when nobody waits for it any more.
-
-    For a statement that is cancelled, the driver asks a server that may be silent, for up to 10 s,
-    to cancel it, and raises what that server says instead of the cancellation.
-    """
-    asking = asyncio.ensure_future(work)
-    # What it says when nobody waits for it any more is nobody's.
-    asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-    try:
-        answered, _ = await asyncio.wait({asking}, timeout=timeout)
-    finally:
-        if not asking.done():
-            cut(conn)
-            await asyncio.wait({asking})
-    if not answered:
-        raise TimeoutError(f"the server did not answer within {timeout:g} s")
-    return asking.result()
+    """Await work on a connection, which is cut when its caller gives up or the timeout expires."""
+    return await kernel.uncancelled(work, lambda: cut(conn), timeout)
