@@ -286,6 +286,26 @@ def test_codes_other_than_unavailable_are_not_repeated(echo: EchoServer, code: s
         assert client.tries == 1
 
 
+def test_an_interceptor_repeats_only_unavailable(echo: EchoServer) -> None:
+    told: list[grpc.StatusCode] = []
+    with Handler(new_live(echo.uri)) as handler:
+        handler._on_rpc_error = lambda error, number: told.append(error.code())
+        ask = grpc.intercept_channel(handler, RetryInterceptor(handler)).unary_unary(FAIL)
+        with pytest.raises(grpc.RpcError):
+            ask(b"UNKNOWN", timeout=30)
+        assert told == [grpc.StatusCode.UNKNOWN]
+
+
+async def test_an_interceptor_of_asyncio_repeats_only_unavailable(echo: EchoServer) -> None:
+    told: list[grpc.StatusCode] = []
+    async with AsyncHandler(await new_aio_live(echo.uri)) as handler:
+        handler._on_rpc_error = lambda error, number: told.append(error.code())
+        ask = intercept_aio_channel(handler, AsyncRetryInterceptor(handler)).unary_unary(FAIL)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(b"UNKNOWN", timeout=30)
+        assert told == [grpc.StatusCode.UNKNOWN]
+
+
 def test_other_errors_are_not_repeated() -> None:
     tries: list[None] = []
 

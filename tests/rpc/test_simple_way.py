@@ -56,6 +56,19 @@ def test_tls_by_an_argument(authority: Path, own: bool) -> None:
         assert rpc.channel(server.address, server_name="server.test", **options) is channel
 
 
+@pytest.mark.parametrize("own", [False, True])
+async def test_tls_by_an_argument_for_asyncio(authority: Path, own: bool) -> None:
+    ca = (authority / "ca.pem").read_bytes()
+    with EchoServer(tls=authority) as server:
+        options: dict[str, Any] = {"tls": True, "ca": ca}
+        if own:
+            options = {"tls": grpc.ssl_channel_credentials(ca)}
+        options["server_name"] = "server.test"
+        channel = await rpc.aio.channel(server.address, timeout=LIMIT, **options)
+        assert await channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
+        await rpc.AsyncConnectionManager.get_instance().close()
+
+
 @pytest.mark.parametrize(
     ("target", "tls", "address", "secure"),
     [
