@@ -14,6 +14,7 @@ from moored.sessions import Records, StorageError
 from moored.sessions._storage import Changes, Storage
 from moored.sessions._storage_files import FileStorage
 from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions._storage_sqlite import SqliteStorage
 
 pytestmark = pytest.mark.pure
 
@@ -76,6 +77,15 @@ async def test_a_transaction_that_fails_changes_nothing(storage: Storage) -> Non
         # And nobody is held up.
         await records.put(*ONE, b"2")
         assert await records.update_many([ONE, TWO], lambda old: {}) == {ONE: b"2", TWO: None}
+
+
+async def test_sqlite_undoes_a_transaction_that_fails_in_the_middle(tmp_path: Path) -> None:
+    async with SqliteStorage(tmp_path / "accounts.db") as storage:
+        await storage.put("alice", *ONE, b"1")
+        wrong: Any = {ONE: b"2", TWO: object()}
+        with pytest.raises(StorageError):
+            await storage.put_all("alice", wrong)
+        assert await both(storage, ONE, TWO) == [b"1", None]
 
 
 async def test_nothing_is_changed_without_the_lease() -> None:

@@ -144,8 +144,10 @@ async def test_a_burst_over_websocket_stays_below_the_frame_limit_of_a_broker(
     async def broker(connection: ServerConnection) -> None:
         async for data in connection:
             packet, _ = mqtt5.read(memoryview(data))  # type: ignore[arg-type]
-            is_send = isinstance(packet, mqtt5.PublishPacket)
-            await connection.send(acknowledged(packet) if is_send else connack())
+            if isinstance(packet, mqtt5.PublishPacket):
+                await connection.send(acknowledged(packet))
+            else:
+                await connection.send(connack())
 
     protocols = [Subprotocol("mqtt")]
     async with serve(broker, "127.0.0.1", 0, subprotocols=protocols, max_size=2000) as server:
