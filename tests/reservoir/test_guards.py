@@ -69,6 +69,41 @@ async def test_the_budget_of_a_running_pool_is_kept_when_its_last_connection_is_
         assert water.upkeep.budget is budget
 
 
+@in_virtual_time
+async def test_a_connection_that_is_taken_meanwhile_is_not_looked_at_by_the_scanner(
+    sim: Sim,
+) -> None:
+    looked: list[object] = []
+
+    def is_broken(conn: object) -> bool:
+        looked.append(conn)
+        return False
+
+    async with reservoir(Server(), ReservoirConfig(max_size=2), is_broken=is_broken) as water:
+        await wait_until(lambda: water.statistics().size == 2)
+        await asyncio.sleep(3.0)
+        first, second = list(water.core.ready)
+
+        class TakenMeanwhile:
+            """The lock of the reservoir; before it is had again, somebody takes a connection."""
+
+            entered = 0
+
+            def __enter__(self) -> None:
+                self.entered += 1
+                if self.entered == 2:
+                    assert water.core.pick(first, sim.now)
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        looked.clear()
+        water.upkeep._lock = TakenMeanwhile()  # type: ignore[assignment]
+        water.upkeep._find_broken()
+        assert looked == [second.conn]
+        water.upkeep._lock = water.lock
+
+
 async def test_a_caller_whose_pool_is_closed_while_its_connection_is_checked_is_told_so(
     module_url: str,
 ) -> None:
