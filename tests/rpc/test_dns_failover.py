@@ -61,6 +61,21 @@ async def test_an_address_where_nobody_is_holds_up_nobody(kind: Kind) -> None:
 
 
 @both
+async def test_connections_spread_over_the_addresses(kind: Kind) -> None:
+    first = EchoServer(host="127.0.0.1")
+    second = EchoServer(host="127.0.0.2", port=first.port)
+    with first, second:
+        config = ConnectionConfig.from_uri(f"http://orders:{first.port}")
+        async with kind(**dns(first, "127.0.0.1", "127.0.0.2")) as side:
+            used: set[str] = set()
+            for _ in range(40):  # by chance, so with only one of them once in 10^12 runs
+                used.add((await side.get(config, dedicated=True, timeout=LIMIT)).address)
+                if len(used) == 2:
+                    break
+            assert used == {first.address, second.address}
+
+
+@both
 async def test_when_one_address_dies_the_other_is_used(kind: Kind) -> None:
     first = EchoServer(host="127.0.0.1")
     second = EchoServer(host="127.0.0.2", port=first.port)

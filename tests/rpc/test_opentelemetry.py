@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from moored.rpc import AsyncConnectionManager, ConnectionManager, intercept_aio_channel
 from moored.rpc._channel_pool import lanes_of
 
-from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually
+from .handlers import CHAT, COLLECT, COUNT, ECHO, FAIL, eventually
 from .servers import EchoServer
 from .sides import LIMIT, config_of
 
@@ -81,6 +81,9 @@ def test_threads(echo: EchoServer, traces: Traces, place: str, lanes: int) -> No
         with pytest.raises(grpc.RpcError) as raised:
             list(channel.unary_stream(COUNT)(b"1 ABORTED", timeout=LIMIT))
         assert raised.value.code() is grpc.StatusCode.ABORTED
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
+        eventually(lambda: manager.get_stats()["counters"]["unavailable_answers"] == 1)
         stream = channel.unary_stream(COUNT)(b"1000000", timeout=LIMIT)
         assert next(stream) == b"0"
         del stream  # forgotten, in the middle
@@ -115,8 +118,10 @@ async def test_asyncio(echo: EchoServer, traces: Traces, place: str, lanes: int)
         with pytest.raises(grpc.RpcError) as raised:
             await _all(channel.unary_stream(COUNT)(b"1 ABORTED", timeout=LIMIT))
         assert raised.value.code() is grpc.StatusCode.ABORTED
+        with pytest.raises(grpc.RpcError):
+            await channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
         async with asyncio.timeout(LIMIT):
-            while held.calls:  # noqa: ASYNC110 - nothing tells
+            while held.calls or not manager.get_stats()["counters"]["unavailable_answers"]:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
         assert held.generation == 1
         stream = channel.unary_stream(COUNT)(b"2", timeout=LIMIT)
