@@ -1,4 +1,4 @@
-"""Compare the quick benchmarks with the targets in targets.toml; exit 1 when one is missed."""
+"""Run the quick benchmarks and compare them with targets.toml; exit 1 if a target is missed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def figures_of(name: str) -> dict[str, float]:
-    """Run one benchmark and read its last line."""
+    """Run one benchmark and return its figures."""
     command = [sys.executable, str(HERE / f"{name}.py"), "--quick", "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])["figures"]
@@ -20,16 +20,16 @@ def figures_of(name: str) -> dict[str, float]:
 
 
 def misses(targets: dict[str, dict[str, float]], figures: dict[str, float]) -> list[str]:
-    """What each missed target says, in words."""
+    """Return a sentence for each missed target."""
     found = []
     for name, target in targets.items():
         value = figures.get(name)
         if value is None:
             found.append(f"{name} was not measured")
         elif value < target.get("min", value):
-            found.append(f"{name} is {value:.3g}, and should be at least {target['min']:g}")
+            found.append(f"{name} is {value:.3g}, must be at least {target['min']:g}")
         elif value > target.get("max", value):
-            found.append(f"{name} is {value:.3g}, and should be at most {target['max']:g}")
+            found.append(f"{name} is {value:.3g}, must be at most {target['max']:g}")
     return found
 
 

@@ -1,24 +1,27 @@
-"""How a benchmark is run and told: one question a file, peers in the same run, work verified.
+"""The command line, the report and the statistics of all benchmarks.
 
-A figure against a peer is the median of paired ratios (ours, peer, ours, peer, …) with its spread,
-because the machine is noisy and both sides meet the same noise.
+Each benchmark answers one question, runs its peers in the same run, and verifies the work. A figure
+against a peer is the median of paired ratios (ours, peer, ours, peer, …) with its spread, because
+both sides of a pair meet the same noise of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number, what it counts, and between which values its rounds lay."""
+    """A number with its unit, and the lowest and highest value of its rounds."""
 
     value: float
     unit: str = ""
@@ -26,44 +29,61 @@ class Figure:
     high: float | None = None
 
     def __str__(self) -> str:
-        words = f"{_number(self.value)} {self.unit}".rstrip()
+        text = f"{_number(self.value)} {self.unit}".rstrip()
         if self.low is None or self.high is None:
-            return words
-        return f"{words}  ({_number(self.low)} … {_number(self.high)})"
+            return text
+        return f"{text}  ({_number(self.low)} … {_number(self.high)})"
 
 
 @dataclass
 class Report:
-    """What a benchmark found, and notes for the reader."""
+    """The figures of a benchmark, and notes for the reader."""
 
     figures: dict[str, Figure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    #: Draws a picture of its own into a file, instead of bars for the figures.
+    #: Draws a plot into a file, instead of bars for the figures.
     draw: Callable[[str], None] | None = None
 
     def add(self, name: str, figure: Figure) -> None:
-        """Add a figure and say so at once: a long run shows its progress."""
+        """Add a figure and print it at once, to show progress."""
         self.figures[name] = figure
         print(f"  {name:<34} {figure}", file=sys.stderr, flush=True)
 
 
-def timed(work: Callable[[], object]) -> float:
-    """The seconds that some work takes."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+def spread(values: Sequence[float], unit: str) -> Figure:
+    """Return the median, with the minimum and the maximum."""
+    return Figure(statistics.median(values), unit, min(values), max(values))
+
+
+def quartiles(values: Sequence[float], unit: str) -> Figure:
+    """Return the median, with the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return Figure(middle, unit, low, high)
+
+
+def ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
+    """Return the ratio of each round."""
+    return [one / other for one, other in zip(ours, peer, strict=True)]
 
 
 def paired(ours: Callable[[], float], peer: Callable[[], float], rounds: int) -> Figure:
-    """The median of ours / peer over rounds, where both give a speed (more is better)."""
-    ratios = [ours() / peer() for _ in range(rounds)]
-    return Figure(statistics.median(ratios), "times", min(ratios), max(ratios))
+    """Return the median of ours / peer over rounds, where both return a speed (more is better)."""
+    return spread([ours() / peer() for _ in range(rounds)], "times")
 
 
-def repeated(measure: Callable[[], float], rounds: int, unit: str) -> Figure:
-    """The median of several rounds of one measure."""
-    values = [measure() for _ in range(rounds)]
-    return Figure(statistics.median(values), unit, min(values), max(values))
+def load_note(before: float) -> str:
+    """Return the load of the machine before and after a run."""
+    cpus = os.cpu_count() or 1
+    note = f"the load was {before:.1f} on {cpus} CPUs before, {os.getloadavg()[0]:.1f} after"
+    return note + (" (too busy for reliable figures)" if before > cpus else "")
+
+
+def side_process(program: str, *arguments: object) -> dict[str, float]:
+    """Run one side of a benchmark in a new process, and return the JSON object that it prints."""
+    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
 
 
 def main(
@@ -72,13 +92,13 @@ def main(
     measure: Callable[[Report, bool], None],
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Run one benchmark from its command line and print what it found."""
+    """Run one benchmark from the command line and print its figures."""
     parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py", description=question)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: within 45 s")
+    parser.add_argument("--quick", action="store_true", help="run fewer rounds, within 45 s")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the figures into a picture")
+    parser.add_argument("--plot", metavar="FILE", help="plot the figures into a file")
     options = parser.parse_args(arguments)
     print(f"{name}: {question}", file=sys.stderr)
     report = Report()

@@ -1,11 +1,11 @@
-"""The picture of the herd benchmark: what callers got, and when connections were born."""
+"""The plot of herd.py: operations and new connections per second."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: How each pool is drawn, the last one on top: its name for people, and its colour.
+#: The label and the colour of each pool; the last is drawn on top.
 LOOKS = {
     "sqlalchemy": ("SQLAlchemy", "#c2a33a"),
     "asyncpg": ("asyncpg", "#c0504d"),
@@ -14,7 +14,7 @@ LOOKS = {
 }
 INK = "#333333"
 STYLE: dict[Any, Any] = {
-    # Letters stay letters: a small file, and text that can be searched.
+    # Text stays text: a small file that can be searched.
     "svg.fonttype": "none",
     "svg.hashsalt": "herd",
     "savefig.facecolor": "white",
@@ -29,18 +29,18 @@ STYLE: dict[Any, Any] = {
 
 
 class Lines(NamedTuple):
-    """One pool, second by second."""
+    """The plotted values of one pool, second by second."""
 
-    #: Operations, in percent of what the baseline beside it did in the same second.
+    #: Operations, in percent of the baseline in the same second.
     done: list[float]
-    births: list[int]
+    connects: list[int]
 
 
 def draw(runs: Mapping[str, Lines], *, path: str, title: str, rate: float) -> None:
-    """Draw operations per second, and births per second below, into a file.
+    """Plot operations per second, and connects per second below, into a file.
 
-    The operations are drawn against the baseline: the pools ran one after the other, and the
-    machine was not equally busy.
+    Operations are relative to the baseline: the pools ran one after the other, under different
+    loads of the machine.
     """
     import matplotlib
 
@@ -54,10 +54,10 @@ def draw(runs: Mapping[str, Lines], *, path: str, title: str, rate: float) -> No
     for name, (label, color) in LOOKS.items():
         if name in runs:
             width = 2.8 if name == "ours" else 1.6
-            done, births = runs[name]
+            done, connects = runs[name]
             middles = [second + 0.5 for second in range(len(done))]
             above.plot(middles, done, label=label, color=color, linewidth=width)
-            below.stairs(births, baseline=None, color=color, linewidth=width)
+            below.stairs(connects, baseline=None, color=color, linewidth=width)
     _dress_above(above, title)
     _dress_below(below, rate, max(len(lines.done) for lines in runs.values()))
     figure.tight_layout()
@@ -81,7 +81,7 @@ def _dress_above(axes: Any, title: str) -> None:
 
 
 def _dress_below(axes: Any, rate: float, seconds: int) -> None:
-    _dress(axes, "births per second")
+    _dress(axes, "new connections per second")
     axes.set_xlabel("seconds")
     axes.set_xlim(0, seconds)
     axes.set_xticks(range(0, seconds + 1, 2))

@@ -1,4 +1,4 @@
-"""The pools of the herd benchmark, each set up as its own documentation says, and full at once."""
+"""The pools of herd.py, each set up as its documentation says, and filled at once."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ SIZE = 50
 RATE = 20.0
 LIFETIME = 8.0
 TIMEOUT = 5.0
-#: The question is one message, so that nothing but the pool differs.
+#: A query is one message, so that only the pools differ.
 AUTOCOMMIT = {"autocommit": True}
 
 
 class Herd(NamedTuple):
-    """A pool that is full."""
+    """A full pool."""
 
-    #: Opens a block in which a connection is held.
+    #: Returns a context manager that holds a connection.
     block: Callable[[], AbstractAsyncContextManager[Any]]
-    #: Asks `SELECT 1` on it.
-    ask: Callable[[Any], Awaitable[object]]
+    #: Runs `SELECT 1` on a connection.
+    query: Callable[[Any], Awaitable[object]]
 
 
-#: Called at each birth.
-Born = Callable[[], None]
-Opener = Callable[[str, Born], AbstractAsyncContextManager[Herd]]
+#: Called for each new connection.
+OnConnect = Callable[[], None]
+Opener = Callable[[str, OnConnect], AbstractAsyncContextManager[Herd]]
 
 
-async def ask_psycopg(conn: Any) -> object:
+async def query_psycopg(conn: Any) -> object:
     cursor = await conn.execute("SELECT 1")
     return (await cursor.fetchone())[0]
 
 
-async def ask_ours(conn: Any) -> object:
-    if time.monotonic() - conn.born > LIFETIME:
-        raise AssertionError("a connection was handed out after its end")
-    return await ask_psycopg(conn)
+async def query_ours(conn: Any) -> object:
+    if time.monotonic() - conn.opened_at > LIFETIME:
+        raise AssertionError("a connection was handed out after its lifetime")
+    return await query_psycopg(conn)
 
 
-async def ask_asyncpg(conn: Any) -> object:
+async def query_asyncpg(conn: Any) -> object:
     return await conn.fetchval("SELECT 1")
 
 
-async def ask_sqlalchemy(conn: Any) -> object:
+async def query_sqlalchemy(conn: Any) -> object:
     return (await conn.execute(text("SELECT 1"))).scalar_one()
 
 
 @asynccontextmanager
-async def baseline(url: str, born: Born) -> AsyncIterator[Herd]:
-    """Ours, in which nothing expires."""
+async def baseline(url: str, on_connect: OnConnect) -> AsyncIterator[Herd]:
+    """Ours, without expiry."""
 
     async def configure(conn: object) -> None:
-        born()
+        on_connect()
 
-    # Its fill is not to be counted with that of the pool beside it: so it has a name of its own.
+    # Its own endpoint name, so that it does not share the rate limit of the pool under test.
     pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
         url,
         max_size=SIZE,
@@ -75,16 +75,16 @@ async def baseline(url: str, born: Born) -> AsyncIterator[Herd]:
     )
     async with pool:
         await pool.wait()
-        yield Herd(pool.connection, ask_psycopg)
+        yield Herd(pool.connection, query_psycopg)
 
 
 @asynccontextmanager
-async def ours(url: str, born: Born) -> AsyncIterator[Herd]:
-    """Ours; its burst is the whole pool, so that it is born together as the others are."""
+async def ours(url: str, on_connect: OnConnect) -> AsyncIterator[Herd]:
+    """Ours; its burst is the whole pool, so that it fills at once, as the others do."""
 
     async def configure(conn: Any) -> None:
-        conn.born = time.monotonic()
-        born()
+        conn.opened_at = time.monotonic()
+        on_connect()
 
     config = ReservoirConfig(
         base_lifetime=LIFETIME - 0.25,
@@ -100,13 +100,13 @@ async def ours(url: str, born: Born) -> AsyncIterator[Herd]:
     )
     async with pool:
         await pool.wait()
-        yield Herd(pool.connection, ask_ours)
+        yield Herd(pool.connection, query_ours)
 
 
 @asynccontextmanager
-async def psycopgs(url: str, born: Born) -> AsyncIterator[Herd]:
+async def psycopgs(url: str, on_connect: OnConnect) -> AsyncIterator[Herd]:
     async def configure(conn: object) -> None:
-        born()
+        on_connect()
 
     pool: psycopg_pool.AsyncConnectionPool[Any] = psycopg_pool.AsyncConnectionPool(
         url,
@@ -120,15 +120,15 @@ async def psycopgs(url: str, born: Born) -> AsyncIterator[Herd]:
     )
     async with pool:
         await pool.wait()
-        yield Herd(pool.connection, ask_psycopg)
+        yield Herd(pool.connection, query_psycopg)
 
 
 @asynccontextmanager
-async def asyncpgs(url: str, born: Born) -> AsyncIterator[Herd]:
-    """It knows no longest life: all connections are told to go when they reach it."""
+async def asyncpgs(url: str, on_connect: OnConnect) -> AsyncIterator[Herd]:
+    """asyncpg's pool, which has no maximum lifetime: expire all connections when they reach it."""
 
     async def init(conn: object) -> None:
-        born()
+        on_connect()
 
     async def expire(pool: Any) -> None:
         while True:
@@ -138,13 +138,13 @@ async def asyncpgs(url: str, born: Born) -> AsyncIterator[Herd]:
     async with asyncpg.create_pool(url, min_size=SIZE, max_size=SIZE, init=init) as pool:
         expiring = asyncio.create_task(expire(pool))
         try:
-            yield Herd(lambda: pool.acquire(timeout=TIMEOUT), ask_asyncpg)
+            yield Herd(lambda: pool.acquire(timeout=TIMEOUT), query_asyncpg)
         finally:
             expiring.cancel()
 
 
 @asynccontextmanager
-async def sqlalchemys(url: str, born: Born) -> AsyncIterator[Herd]:
+async def sqlalchemys(url: str, on_connect: OnConnect) -> AsyncIterator[Herd]:
     engine = create_async_engine(
         make_url(url).set(drivername="postgresql+psycopg"),
         isolation_level="AUTOCOMMIT",
@@ -153,16 +153,16 @@ async def sqlalchemys(url: str, born: Born) -> AsyncIterator[Herd]:
         pool_timeout=TIMEOUT,
         pool_recycle=LIFETIME,
     )
-    event.listen(engine.sync_engine, "connect", lambda *_: born())
+    event.listen(engine.sync_engine, "connect", lambda *_: on_connect())
     try:
         await fill(engine)
-        yield Herd(engine.connect, ask_sqlalchemy)
+        yield Herd(engine.connect, query_sqlalchemy)
     finally:
         await engine.dispose()
 
 
 async def fill(engine: AsyncEngine) -> None:
-    """It connects when it is asked for a connection: so it is asked for all of them."""
+    """Check out all connections: the engine opens each at its first checkout."""
     conns = await asyncio.gather(*(engine.connect() for _ in range(SIZE)))
     await asyncio.gather(*(conn.close() for conn in conns))
 

@@ -1,5 +1,7 @@
-"""One pool of the herd benchmark, in a process of its own: says when it is full, waits for a line,
-lets the workers loose and prints what happened."""
+"""One pool of herd.py, in its own process.
+
+Prints "full" when the pool is full, waits for a line, runs the workers and prints the tallies.
+"""
 
 from __future__ import annotations
 
@@ -17,48 +19,48 @@ WORKERS = 100
 HOLD = 0.020
 THINK = 0.040
 AFTER_AN_ERROR = 0.010
-#: The workers begin one after the other, and what they do until all are at work is not counted.
+#: Seconds in which the workers start one after the other; they are not counted.
 WARM_UP = 0.5
 
 
 @dataclass
 class Tally:
-    """What happened, second by second."""
+    """Operations, new connections and errors, second by second."""
 
     seconds: int
     begin: float = float("inf")
     done: list[int] = field(default_factory=list)
-    births: list[int] = field(default_factory=list)
+    connects: list[int] = field(default_factory=list)
     errors: list[int] = field(default_factory=list)
-    #: The kinds of errors, with their number.
+    #: The number of errors of each type.
     kinds: dict[str, int] = field(default_factory=dict)
     longest_wait: float = 0.0
 
     def __post_init__(self) -> None:
-        for counts in (self.done, self.births, self.errors):
+        for counts in (self.done, self.connects, self.errors):
             counts.extend([0] * (self.seconds - len(counts)))
 
     def add(self, counts: list[int]) -> None:
-        """One more in this second, if it is one of those that count."""
+        """Add one to the current second, if it is counted."""
         second = time.monotonic() - self.begin
         if 0 <= second < self.seconds:
             counts[int(second)] += 1
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return time.monotonic() - self.begin >= self.seconds
 
 
 async def work(herd: Herd, tally: Tally, number: int) -> None:
-    """One worker: take a connection, ask, hold it, give it back, think."""
+    """Check out a connection, query, hold it, return it, and sleep; repeat."""
     await asyncio.sleep(number / WORKERS * (HOLD + THINK))
-    while not tally.over:
+    while not tally.ended:
         try:
-            asked = time.monotonic()
+            requested = time.monotonic()
             async with herd.block() as conn:
-                tally.longest_wait = max(tally.longest_wait, time.monotonic() - asked)
-                if await herd.ask(conn) != 1:
-                    raise AssertionError("the server did not answer 1")
+                tally.longest_wait = max(tally.longest_wait, time.monotonic() - requested)
+                if await herd.query(conn) != 1:
+                    raise AssertionError("SELECT 1 did not return 1")
                 await asyncio.sleep(HOLD)
         except AssertionError:
             raise
@@ -73,24 +75,24 @@ async def work(herd: Herd, tally: Tally, number: int) -> None:
 
 
 async def open_full(opener: Opener, url: str, tally: Tally, stack: AsyncExitStack) -> Herd:
-    """A pool whose connections were all born just now, and once."""
+    """Open a pool, and check that it opened each connection once."""
     number = 0
 
-    def born() -> None:
+    def on_connect() -> None:
         nonlocal number
         number += 1
-        tally.add(tally.births)
+        tally.add(tally.connects)
 
-    herd = await stack.enter_async_context(opener(url, born))
+    herd = await stack.enter_async_context(opener(url, on_connect))
     if number != SIZE:
-        raise AssertionError(f"{number} connections were born instead of {SIZE}")
+        raise AssertionError(f"{number} connections were opened instead of {SIZE}")
     return herd
 
 
 async def run(name: str, url: str, seconds: int) -> dict[str, Tally]:
     tallies = {"baseline": Tally(seconds), "pool": Tally(seconds)}
     async with AsyncExitStack() as stack:
-        # The one that expires comes last: its connections are young when the work begins.
+        # The pool that expires last: its connections are young when the work starts.
         beside = await open_full(baseline, url, tallies["baseline"], stack)
         herd = await open_full(POOLS[name], url, tallies["pool"], stack)
         print("full", flush=True)
@@ -106,7 +108,7 @@ async def run(name: str, url: str, seconds: int) -> dict[str, Tally]:
 
 
 if __name__ == "__main__":
-    # Some pools tell of every refused connect, which is what is counted here.
+    # Some pools log every refused connect.
     logging.disable()
     found = asyncio.run(run(sys.argv[1], sys.argv[2], int(sys.argv[3])))
     print(json.dumps({key: asdict(tally) for key, tally in found.items()}))

@@ -1,4 +1,4 @@
-"""The pools that benchmarks/pool.py compares: all of one size, and all open at the same time."""
+"""The pools that pool.py compares: all of the same size, and open at the same time."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SIZE = 10
 class Side(NamedTuple):
     """One pool of the comparison."""
 
-    #: Opens a block in which a connection is held: `pool.connection`, or what the peer calls it.
+    #: Returns a context manager that holds a connection, such as `pool.connection`.
     block: Callable[[], Any]
-    #: The pool, if it keeps a count of its checkouts.
+    #: The pool, if it counts its checkouts.
     pool: Any = None
 
     def pop(self) -> Mapping[str, int]:
-        """What the pool has counted since the last time."""
+        """Return the pool's counters since the last call."""
         stats: Mapping[str, int] = {} if self.pool is None else self.pool.pop_stats()
         return stats
 
     def check(self, count: int, *, contended: bool) -> None:
-        """A pool must not win by skipping work, nor by never being short of connections."""
+        """Check that the pool counted all checkouts, and that callers waited only if contended."""
         if self.pool is None:
             return
         stats = self.pop()
@@ -41,11 +41,11 @@ class Side(NamedTuple):
             raise AssertionError(f"{self.pool!r} did not count {count} checkouts: {stats}")
         waited = stats.get("requests_queued", 0) / count
         if (waited < 0.9) if contended else waited:
-            raise AssertionError(f"{waited:.0%} of all callers waited: {stats}")
+            raise AssertionError(f"{waited:.0%} of the callers waited: {stats}")
 
 
 class Floor:
-    """The least that a pool under asyncio can be: a deque, and a class for the block."""
+    """A minimal asyncio pool, as the lower bound: a deque, and a context manager."""
 
     def __init__(self) -> None:
         self._ready = deque(object() for _ in range(SIZE))
@@ -72,17 +72,17 @@ def psycopg_url(url: str) -> URL:
     return make_url(url).set(drivername="postgresql+psycopg")
 
 
-async def leave_as_it_is(conn: Any) -> None:
-    """asyncpg's pool would ask the server to reset each connection: a query, and none is asked."""
+async def no_reset(conn: Any) -> None:
+    """Skip the reset query that asyncpg's pool sends at each release."""
 
 
 async def open_asyncpg(url: str) -> Any:
-    return await asyncpg.create_pool(url, min_size=SIZE, max_size=SIZE, reset=leave_as_it_is)
+    return await asyncpg.create_pool(url, min_size=SIZE, max_size=SIZE, reset=no_reset)
 
 
 @contextmanager
 def async_sides(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]:
-    """The pools for asyncio, all open on one loop."""
+    """Open the asyncio pools, all on one loop."""
     ours: Any = AsyncConnectionPool(url, max_size=SIZE, open=False)
     peer: Any = psycopg_pool.AsyncConnectionPool(url, min_size=SIZE, max_size=SIZE, open=False)
     engine = create_async_engine(psycopg_url(url), pool_size=SIZE, max_overflow=0)
@@ -102,7 +102,7 @@ def async_sides(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]:
 
 @contextmanager
 def thread_sides(url: str) -> Iterator[dict[str, Side]]:
-    """The pools for threads."""
+    """Open the thread pools."""
     ours: Any = ConnectionPool(url, max_size=SIZE, open=False)
     peer: Any = psycopg_pool.ConnectionPool(url, min_size=SIZE, max_size=SIZE, open=False)
     engine = create_engine(psycopg_url(url), pool_size=SIZE, max_overflow=0)
@@ -120,7 +120,7 @@ def thread_sides(url: str) -> Iterator[dict[str, Side]]:
 
 @contextmanager
 def async_engines(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]:
-    """SQLAlchemy's engine on a reservoir, and with its own QueuePool, for asyncio."""
+    """Create async SQLAlchemy engines, one on a reservoir and one with its own QueuePool."""
     options: dict[str, Any] = {"pool_size": SIZE, "max_overflow": 0}
     ours = ours_sqlalchemy.create_async_engine(psycopg_url(url), **options)
     peer = create_async_engine(psycopg_url(url), **options)
@@ -132,14 +132,14 @@ def async_engines(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]
 
 
 async def _fill_async(engine: Any) -> None:
-    """Let a QueuePool open all its connections, so that both sides have as many in turn."""
+    """Let a QueuePool open all its connections, as the reservoir has."""
     for conn in [await engine.connect() for _ in range(SIZE)]:
         await conn.close()
 
 
 @contextmanager
 def thread_engines(url: str) -> Iterator[dict[str, Side]]:
-    """The same for threads."""
+    """Create SQLAlchemy engines, one on a reservoir and one with its own QueuePool."""
     options: dict[str, Any] = {"pool_size": SIZE, "max_overflow": 0}
     ours = ours_sqlalchemy.create_engine(psycopg_url(url), **options)
     peer = create_engine(psycopg_url(url), **options)
@@ -153,7 +153,7 @@ def thread_engines(url: str) -> Iterator[dict[str, Side]]:
 
 @contextmanager
 def asyncpg_sides(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Side]]:
-    """Pools of asyncpg's connections, both of which reset the session of each that comes back."""
+    """Open pools of asyncpg connections, both with a reset query at each return."""
     ours: Any = AsyncConnectionPool(url, connect=asyncpg.connect, max_size=SIZE, open=False)
     runner.run(ours.open())
     runner.run(ours.wait())

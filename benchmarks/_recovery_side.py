@@ -1,4 +1,4 @@
-"""An instance in a process of its own, to be killed: opens the stream, says so, and follows it."""
+"""An instance in its own process, for recovery.py to kill: prints a line when it streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TABLE = "changes"
 
 
 async def follow(url: str, state_dir: str) -> None:
-    """Acknowledge whatever comes; the first line is printed when the stream works."""
+    """Acknowledge every transaction; print "active" when the stream works."""
     async with Postgres(url, state_dir=state_dir, pool_size=2) as pg:
         changes = pg.changes(CONSUMER, tables=[TABLE])
         await pg.wait_until_published(TABLE)

@@ -1,6 +1,6 @@
-"""One very large transaction, read by a consumer in a process of its own: how much memory it takes.
+"""Read one very large transaction in a new process, and measure its peak memory.
 
-Run by `replication.py`, as `_replication_big.py URL SLOT ROWS`; prints the peak in MB.
+replication.py runs it as `_replication_big.py URL SLOT ROWS`; it prints the peak in MB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUMS = """
 
 
 def big_txn_rss(log: Log) -> float:
-    """The most memory that the process had, in MB."""
+    """Run the reader; return its peak memory in MB."""
     with log.copied_slot() as slot:
         command = [sys.executable, str(Path(__file__)), log.url, slot, str(log.rows)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -37,7 +37,7 @@ def big_txn_rss(log: Log) -> float:
 
 
 async def read(url: str, slot: str, rows: int) -> tuple[Any, ...]:
-    """What the first transaction comes to, column by column."""
+    """Return a sum for each column of the first transaction."""
     count = ids = accounts = lengths = microseconds = 0
     amounts = Decimal(0)
     with tempfile.TemporaryDirectory() as state:
@@ -69,7 +69,7 @@ async def read(url: str, slot: str, rows: int) -> tuple[Any, ...]:
 
 
 def main(url: str, slot: str, rows: int) -> None:
-    """Read, compare with the table, and tell the peak."""
+    """Read the transaction, compare its sums with the table's, and print the peak."""
     found = asyncio.run(read(url, slot, rows))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     with psycopg.connect(url) as conn:

@@ -1,11 +1,11 @@
-"""What the replication benchmark streams: one table, written in transactions of a chosen size.
+"""The data of replication.py: one table, written in transactions of a given size.
 
-The table is an ordinary one of five columns and about 100 bytes a row::
+The table has five columns and about 100 bytes per row::
 
     payments (id bigint primary key, account int, amount numeric(12, 2), note text, at timestamptz)
 
-Each run of each side has a slot of its own, a copy of one that was made before the rows were
-written, so that all of them read the same log from the same place.
+Each run of each side reads from a new slot, a copy of one that was created before the rows were
+written, so that all runs read the same WAL from the same LSN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-__all__ = ["OPTIONS", "PUBLICATION", "START", "Log", "Sum", "prepare", "written"]
+__all__ = ["OPTIONS", "PUBLICATION", "START", "Checksum", "Log", "prepare", "written"]
 
 PUBLICATION = "bench"
 #: The options of pgoutput, the same for every side.
@@ -47,16 +47,16 @@ _TABLE = """
     end $$;
     create publication bench for table payments, marks;
 """
-#: What a payment's time is measured from.
+#: The origin of the times of payments.
 START = datetime(2026, 1, 1, tzinfo=UTC)
 _names = itertools.count(1)
 
 
-class Sum(NamedTuple):
-    """What rows come to, every column of them: a checksum.
+class Checksum(NamedTuple):
+    """A checksum over all columns of rows.
 
-    A payment's id, account and note go into a hash that depends on all rows before; its amount and
-    its time, whose hashes Python computes slowly, into sums.
+    A payment's id, account and note go into a running hash; its amount and its time, whose hashes
+    Python computes slowly, into sums.
     """
 
     rows: int = 0
@@ -66,24 +66,24 @@ class Sum(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Transactions in the server's log, and what a reader must find in them."""
+    """Transactions in the server's WAL, with their checksum."""
 
     url: str
     slot: str
     size: int
     transactions: int
-    #: The place after the last of them; a mark follows, so that there is something to send.
+    #: The LSN after the last transaction; a mark follows, so that the stream reaches it.
     end: str
-    sum: Sum
+    checksum: Checksum
 
     @property
     def rows(self) -> int:
-        """All rows of all transactions."""
+        """The number of rows of all transactions."""
         return self.transactions * self.size
 
     @contextmanager
     def copied_slot(self) -> Iterator[str]:
-        """A slot for one run; it is gone afterwards."""
+        """Yield a slot for one run, and drop it afterwards."""
         name = f"bench_run_{next(_names)}"
         with psycopg.connect(self.url, autocommit=True) as conn:
             conn.execute("select pg_copy_logical_replication_slot(%s, %s)", [self.slot, name])
@@ -100,14 +100,14 @@ class Log(NamedTuple):
 
 
 def prepare(url: str) -> None:
-    """Make the table."""
+    """Create the tables, the procedure and the publication."""
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute(_TABLE)
 
 
 @contextmanager
 def written(url: str, transactions: int, size: int, *, summed: bool = True) -> Iterator[Log]:
-    """Rows in the log, as transactions of this size; the table is empty before and after."""
+    """Write transactions of this size to the WAL; empty the table before and afterwards."""
     slot = f"bench_keep_{next(_names)}"
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute("set synchronous_commit = off")
@@ -120,15 +120,15 @@ def written(url: str, transactions: int, size: int, *, summed: bool = True) -> I
             (end,) = conn.execute("select pg_current_wal_insert_lsn()::text").fetchone() or ("",)
             conn.execute("insert into marks values (1)")
             conn.execute("checkpoint")
-            found = _sum(conn) if summed else Sum()
+            found = _checksum(conn) if summed else Checksum()
             yield Log(url, slot, size, transactions, end, found)
         finally:
             conn.execute("select pg_drop_replication_slot(%s)", [slot])
             conn.execute("truncate payments, marks")
 
 
-def _sum(conn: psycopg.Connection[Any]) -> Sum:
-    count, hashed, amounts, times = Sum()
+def _checksum(conn: psycopg.Connection[Any]) -> Checksum:
+    count, hashed, amounts, times = Checksum()
     with conn.transaction(), conn.cursor("rows") as cursor:
         cursor.itersize = 20_000
         cursor.execute("select id, account, amount, note, at from payments order by id")
@@ -137,4 +137,4 @@ def _sum(conn: psycopg.Connection[Any]) -> Sum:
             hashed = hash((hashed, number, account, note))
             amounts += amount
             times += at - START
-    return Sum(count, hashed, amounts, times)
+    return Checksum(count, hashed, amounts, times)

@@ -1,7 +1,7 @@
-"""Who reads the log: ours by its public face, pg_recvlogical, and what else Python has.
+"""The readers that replication.py compares: ours, pg_recvlogical, and other Python drivers.
 
-Each side is a function from a log to the seconds that it took to read all of it, from the moment
-the stream was asked for. What a side does with the rows is in its first line.
+Each side is a function that reads the whole log and returns the seconds since the start of the
+stream. Its docstring says what it does with the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psycopg
 import psycopg2
 import psycopg2.extras
 
-from _replication_data import OPTIONS, PUBLICATION, START, Log, Sum
+from _replication_data import OPTIONS, PUBLICATION, START, Checksum, Log
 from moored.postgres import Changes, Postgres, Reset, Transaction
 
 __all__ = [
@@ -42,13 +42,13 @@ Side = Callable[[Log], float]
 
 
 def consumer(log: Log) -> float:
-    """Every transaction decoded to column values, added up and acknowledged."""
+    """Decode every transaction to column values, compute the checksum, and acknowledge."""
     return _ours(log, partial(_consume, log))
 
 
 async def _consume(log: Log, changes: Changes) -> None:
     wanted = log.rows
-    count, hashed, amounts, times = Sum()
+    count, hashed, amounts, times = Checksum()
     async for txn in changes:
         assert isinstance(txn, Transaction)
         for change in txn:
@@ -60,13 +60,13 @@ async def _consume(log: Log, changes: Changes) -> None:
         await txn.ack()
         if count >= wanted:
             break
-    found = Sum(count, hashed, amounts, times)
-    if found != log.sum:
-        raise AssertionError(f"the consumer found {found} instead of {log.sum}")
+    found = Checksum(count, hashed, amounts, times)
+    if found != log.checksum:
+        raise AssertionError(f"the consumer found {found} instead of {log.checksum}")
 
 
 def stream(log: Log) -> float:
-    """Every transaction received, framed and acknowledged, without a look at its values."""
+    """Receive and acknowledge every transaction, without decoding its values."""
 
     async def read(changes: Changes) -> None:
         rows, wanted = 0, log.rows
@@ -77,7 +77,7 @@ def stream(log: Log) -> float:
             if rows >= wanted:
                 break
         if rows != log.rows:
-            raise AssertionError(f"{rows} rows came instead of {log.rows}")
+            raise AssertionError(f"received {rows} rows instead of {log.rows}")
 
     return _ours(log, read)
 
@@ -97,29 +97,29 @@ async def _run_ours(url: str, slot: str, state: str, read: Callable[[Changes], A
         manual_publication=True,
     )
     async with postgres as pg, pg.changes("bench") as changes:
-        begin = asyncio.create_task(_told_to_stream(pg))
+        begin = asyncio.create_task(_streaming_since(pg))
         await read(changes)
         return time.perf_counter() - await begin
 
 
-async def _told_to_stream(pg: Postgres) -> float:
+async def _streaming_since(pg: Postgres) -> float:
     async for event in pg.events():
         if event.name == "ready":
             break
     return time.perf_counter()
 
 
-# -- PostgreSQL's own --------------------------------------------------------------------------
+# -- PostgreSQL's tools ------------------------------------------------------------------------
 
 
 class Recvlogical:
-    """PostgreSQL's own client, writing to /dev/null; what its start takes is not counted."""
+    """PostgreSQL's own client, writing to /dev/null; its start is not counted."""
 
     def __init__(self, bin_dir: Path) -> None:
         self._program = bin_dir / "pg_recvlogical"
 
     def __call__(self, log: Log) -> float:
-        """Every message received, and its bytes written to /dev/null."""
+        """Receive every message, and write its bytes to /dev/null."""
         with log.copied_slot() as slot:
             idle = min(self._run(log.url, slot, "0/1") for _ in range(3))
             return self._run(log.url, slot, log.end) - idle
@@ -145,7 +145,7 @@ class Recvlogical:
 
 
 def peek(log: Log) -> float:
-    """The server's own decoding, without a stream: the limit to aim for."""
+    """Decode inside the server, without a stream: the upper bound."""
     query = "select count(*) from pg_logical_slot_peek_binary_changes(%s, null, null, variadic %s)"
     options = [part for pair in OPTIONS.items() for part in pair]
     with psycopg.connect(log.url, autocommit=True) as conn:
@@ -165,18 +165,18 @@ _columns = struct.Struct("!H").unpack_from
 
 
 def psycopg2_raw(log: Log) -> float:
-    """psycopg2's replication cursor: rows counted by their first byte, feedback per commit."""
+    """Count rows with psycopg2's replication cursor, with feedback for each commit."""
     return _psycopg2(log, lambda payload: None)
 
 
 def psycopg2_decoded(log: Log) -> float:
-    """The same, and each row cut into a dict of texts: the loop that people write by hand."""
+    """Split each row into a dict of strings, with psycopg2's replication cursor."""
     names = ("id", "account", "amount", "note", "at")
-    return _psycopg2(log, lambda payload: _texts(payload, names))
+    return _psycopg2(log, lambda payload: _strings(payload, names))
 
 
-def _texts(data: bytes, names: tuple[str, ...]) -> dict[str, str]:
-    """The values of an insert, as texts."""
+def _strings(data: bytes, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the values of an insert, as strings."""
     at, values = 8, []
     for _ in range(_columns(data, 6)[0]):
         begin = at + 5
@@ -222,7 +222,7 @@ def _psycopg2(log: Log, use: Callable[[bytes], object]) -> float:
 
 
 def psycopg3_raw(log: Log) -> float:
-    """libpq by psycopg 3, message by message: rows counted by their first byte."""
+    """Count rows with libpq through psycopg 3, message by message."""
     listed = ", ".join(f"{key} '{value}'" for key, value in OPTIONS.items())
     with (
         log.copied_slot() as slot,

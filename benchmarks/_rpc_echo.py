@@ -1,7 +1,7 @@
-"""An echo server with a generated service, in a process of its own, for rpc_checkout.py.
+"""The gRPC echo server of rpc_checkout.py, run as its own process.
 
-Its argument is the folder of the generated modules; it prints its port, and ends when its standard
-input does.
+The argument is the folder of the generated modules. The server prints its port, and exits at the
+end of its standard input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ service Echo { rpc Say (Text) returns (Text); }
 
 
 def serve(folder: str) -> None:
-    """Answer with what was asked."""
+    """Reply to each request with its own message."""
     sys.path.insert(0, folder)
     services = importlib.import_module("echo_pb2_grpc")
 

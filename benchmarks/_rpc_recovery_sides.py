@@ -1,7 +1,7 @@
-"""The callers of the recovery benchmark: ours, and PyMilvus's own, in the same outage.
+"""The callers of rpc_recovery.py: ours and PyMilvus's, in the same outage.
 
-Ours call once, while the server is away, and wait. Those of PyMilvus fail at once in that time, so
-they are let call again every 50 ms until it works.
+Ours call once during the outage, and wait. Calls of PyMilvus fail at once during the outage, so
+its callers retry every 50 ms until a call succeeds.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from pymilvus.client.connection_manager import (  # type: ignore[import-untyped]
 
 from moored.rpc.milvus import AsyncMilvusClient, AsyncMilvusManager, MilvusClient, MilvusManager
 
-__all__ = ["Outage", "Seen", "Side", "in_coroutines", "in_threads", "prepare", "written"]
+__all__ = ["Outage", "Side", "SideResult", "in_coroutines", "in_threads", "prepare", "written"]
 
-#: Makes the server go, says so, and returns when it listens again.
+#: Kills the server, calls back, restarts it, and returns when it listens again.
 Outage = Callable[[Callable[[], object]], None]
 
-#: What a call during the outage is given.
+#: The timeout of a call during the outage.
 TIMEOUT = 30.0
-#: Between two calls of one that fails.
+#: Seconds between two calls of PyMilvus.
 PAUSE = 0.05
 ROW = [{"id": 1, "vector": [1.0, 2.0]}]
 
 
-class Seen(NamedTuple):
-    """What the callers of one side saw in one outage."""
+class SideResult(NamedTuple):
+    """The results of one side's callers in one outage."""
 
-    #: When the first call was answered, as `time.perf_counter` counts.
+    #: When the first call succeeded, by `time.perf_counter`.
     first: float
     #: Calls that failed.
     failed: int
-    #: Connections that were made again.
+    #: Reconnects.
     connects: int
 
 
 class Side(NamedTuple):
-    """Where one side's callers go, and the collection of each."""
+    """The URI of one side's callers, and the collection of each."""
 
     uri: str
     names: list[str]
 
 
-def prepare(keeper: Any, prefix: str, number: int) -> list[str]:
-    """A collection for each caller: the server loses rows if many are the first to use one."""
-    schema = keeper.create_schema()
+def prepare(admin: Any, prefix: str, number: int) -> list[str]:
+    """Create a collection for each caller: Milvus Lite loses rows if many callers first use one."""
+    schema = admin.create_schema()
     schema.add_field("id", pymilvus.DataType.INT64, is_primary=True)
     schema.add_field("vector", pymilvus.DataType.FLOAT_VECTOR, dim=2)
     names = [f"{prefix}_{each}" for each in range(number)]
     for name in names:
-        keeper.create_collection(name, schema=schema)
+        admin.create_collection(name, schema=schema)
     return names
 
 
-def written(keeper: Any, names: list[str]) -> int:
-    """How many of the rows are there."""
-    return sum(int(keeper.get_collection_stats(name)["row_count"]) for name in names)
+def written(admin: Any, names: list[str]) -> int:
+    """Return the number of rows in the collections."""
+    return sum(int(admin.get_collection_stats(name)["row_count"]) for name in names)
 
 
-class _Notes:
-    """What callers note, from any thread."""
+class _Results:
+    """The results of callers, added from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,25 +79,25 @@ class _Notes:
         with self._lock:
             self._first = min(self._first, time.perf_counter())
 
-    def refused(self) -> None:
+    def failed_once(self) -> None:
         with self._lock:
             self._failed += 1
 
     @property
-    def over(self) -> bool:
-        """Whether there is no hope any more."""
+    def expired(self) -> bool:
+        """Whether callers should stop retrying."""
         return time.perf_counter() > self._ends
 
-    def seen(self, connects: int) -> Seen:
-        return Seen(self._first, self._failed, connects)
+    def result(self, connects: int) -> SideResult:
+        return SideResult(self._first, self._failed, connects)
 
 
 # -- threads ---------------------------------------------------------------------------------------
 
 
-def in_threads(ours: Side, theirs: Side, outage: Outage) -> tuple[Seen, Seen]:
-    """One outage, with a thread for each collection; returns what both sides saw."""
-    our_notes, their_notes, away = _Notes(), _Notes(), threading.Event()
+def in_threads(ours: Side, theirs: Side, outage: Outage) -> tuple[SideResult, SideResult]:
+    """Run one outage with a thread for each collection; return the results of both sides."""
+    our_results, their_results, away = _Results(), _Results(), threading.Event()
     with MilvusManager() as manager, MilvusClient(ours.uri, manager=manager) as client:
         peer = pymilvus.MilvusClient(theirs.uri)
         for each in (client, peer):
@@ -109,20 +109,20 @@ def in_threads(ours: Side, theirs: Side, outage: Outage) -> tuple[Seen, Seen]:
             try:
                 client.upsert(name, ROW, timeout=TIMEOUT)
             except Exception:
-                our_notes.refused()
+                our_results.failed_once()
             else:
-                our_notes.answered()
+                our_results.answered()
 
         def poll(name: str) -> None:
             away.wait()
-            while not their_notes.over:
+            while not their_results.expired:
                 try:
                     peer.upsert(name, ROW, timeout=TIMEOUT)
                 except Exception:
-                    their_notes.refused()
+                    their_results.failed_once()
                     time.sleep(PAUSE)
                 else:
-                    their_notes.answered()
+                    their_results.answered()
                     return
 
         threads = [threading.Thread(target=call, args=(name,)) for name in ours.names]
@@ -136,7 +136,7 @@ def in_threads(ours: Side, theirs: Side, outage: Outage) -> tuple[Seen, Seen]:
         again = sum(managed.recovery_gen for managed in peers._registry.values())
         peer.close()
         peers.close_all()
-        return our_notes.seen(_generation(manager) - before), their_notes.seen(again)
+        return our_results.result(_generation(manager) - before), their_results.result(again)
 
 
 def _generation(manager: Any) -> int:
@@ -147,9 +147,9 @@ def _generation(manager: Any) -> int:
 # -- asyncio ---------------------------------------------------------------------------------------
 
 
-async def in_coroutines(ours: Side, theirs: Side, outage: Outage) -> tuple[Seen, Seen]:
-    """The same with coroutines."""
-    our_notes, their_notes, away = _Notes(), _Notes(), asyncio.Event()
+async def in_coroutines(ours: Side, theirs: Side, outage: Outage) -> tuple[SideResult, SideResult]:
+    """Run one outage with a task for each collection; return the results of both sides."""
+    our_results, their_results, away = _Results(), _Results(), asyncio.Event()
     loop = asyncio.get_running_loop()
     async with (
         AsyncMilvusManager() as manager,
@@ -165,20 +165,20 @@ async def in_coroutines(ours: Side, theirs: Side, outage: Outage) -> tuple[Seen,
             try:
                 await client.upsert(name, ROW, timeout=TIMEOUT)
             except Exception:
-                our_notes.refused()
+                our_results.failed_once()
             else:
-                our_notes.answered()
+                our_results.answered()
 
         async def poll(name: str) -> None:
             await away.wait()
-            while not their_notes.over:
+            while not their_results.expired:
                 try:
                     await peer.upsert(name, ROW, timeout=TIMEOUT)
                 except Exception:
-                    their_notes.refused()
+                    their_results.failed_once()
                     await asyncio.sleep(PAUSE)
                 else:
-                    their_notes.answered()
+                    their_results.answered()
                     return
 
         calls = [call(name) for name in ours.names] + [poll(name) for name in theirs.names]
@@ -188,4 +188,4 @@ async def in_coroutines(ours: Side, theirs: Side, outage: Outage) -> tuple[Seen,
         peers = AsyncConnectionManager.get_instance()
         again = sum(managed.recovery_gen for managed in peers._registry.values())
         await peers.close_all()
-        return our_notes.seen(_generation(manager) - before), their_notes.seen(again)
+        return our_results.result(_generation(manager) - before), their_results.result(again)

@@ -1,6 +1,6 @@
-"""One side of the benchmark of sessions' memory, in a process of its own, told by its arguments.
+"""One side of session_memory.py, in its own process, chosen by the first argument.
 
-`serve` is a server of the demo protocol; the others measure, and print one JSON object.
+`serve` runs a server of the demo protocol; the others measure, and print one JSON object.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from moored.sessions import Acked, Outgoing, Protocol, Session, Sessions, Tcp
 from moored.testing.demo import Demo, DemoServer
 
-#: Made before the first look, so that what is needed once is not counted.
+#: Sessions opened before the first measurement, so that one-time costs do not count.
 WARM_UP = 20
-#: How many are made at once.
+#: Sessions opened at once.
 BATCH = 50
 
 
-class Nobody:
-    """The receiver of a bare transport."""
+class IgnoringReceiver:
+    """The receiver of a bare transport; ignores all bytes."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Nobody:
         pass
 
     def lost(self, error: BaseException | None) -> None:
-        raise AssertionError(f"the server has closed it: {error}")
+        raise AssertionError(f"the server closed the transport: {error}")
 
 
 def protocol_to(where: str) -> Protocol:
@@ -56,18 +56,18 @@ async def serve() -> None:
 
 
 async def transports(where: str, count: int) -> dict[str, float]:
-    """What a link costs without a session."""
+    """Measure the memory of a transport without a session."""
     dial = protocol_to(where).endpoint.dial
-    kept = [await dial(Nobody()) for _ in range(WARM_UP)]
+    kept = [await dial(IgnoringReceiver()) for _ in range(WARM_UP)]
     before = resident_bytes()
     for _ in range(count // BATCH):
-        kept += await asyncio.gather(*[dial(Nobody()) for _ in range(BATCH)])
+        kept += await asyncio.gather(*[dial(IgnoringReceiver()) for _ in range(BATCH)])
     after = resident_bytes()
     return {"kib": (after - before) / 1024 / count, "links": len(kept)}
 
 
 async def sessions(where: str, count: int) -> dict[str, float]:
-    """What a session costs that is online and has had a send confirmed; the recorder is on."""
+    """Measure the memory of an online session after one confirmed send, with its recorder."""
     async with Sessions(connect_rate=10_000, connect_burst=count) as found:
         await _all([_session(found, where, f"warm-{number}") for number in range(WARM_UP)])
         before, begin = resident_bytes(), time.perf_counter()
@@ -96,10 +96,10 @@ async def _all(starts: list[Any]) -> list[Session]:
 
 
 async def recipients(where: str, count: int) -> dict[str, float]:
-    """What is left of recipients that each had one send, and a worker for it."""
+    """Measure the memory that is kept after one send to each recipient."""
 
     async def encrypt(outgoing: Outgoing, session: Session) -> Outgoing:
-        await asyncio.sleep(0)  # it has to look something up
+        await asyncio.sleep(0)  # yield, as a lookup would
         return outgoing
 
     tracemalloc.start()
@@ -110,7 +110,7 @@ async def recipients(where: str, count: int) -> dict[str, float]:
             for start in range(begin, end, BATCH):
                 batch = range(start, min(start + BATCH, end))
                 await asyncio.gather(*[session.send(f"to-{each}", b"hello") for each in batch])
-            await asyncio.sleep(0)  # the last batch is let go in the next turn
+            await asyncio.sleep(0)  # the last batch is freed in the next turn
 
         await send(0, 2_000)
         gc.collect()

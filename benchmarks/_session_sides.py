@@ -1,7 +1,7 @@
-"""One side of the benchmarks of sessions over MQTT, in a process of its own.
+"""One side of session_send.py and session_loss.py, in its own process.
 
-`send`: so many publishes with a window of them under way, all confirmed. `loss`: publishes that the
-broker has and does not confirm, and how long after the loss of the link their callers are told.
+`send`: publishes with a window of them in flight, all confirmed. `lost`: publishes that the broker
+receives and does not confirm, and the time from the loss of the connection to their outcome.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moored.sessions._protocol import Confirmed, Greeting, Ready
 from moored.sessions.mqtt import Mqtt, MqttDialogue
 
 PAYLOAD = b"x" * 100
-#: What aiomqtt is given for one publish; its callers wait for all of it.
+#: The timeout of one publish of aiomqtt; its callers wait for all of it.
 PEER_TIMEOUT = 3.0
 
 
 def topic(number: int) -> str:
-    """One of fifty recipients."""
+    """Return the topic of one of fifty recipients."""
     return f"to/{number % 50}"
 
 
@@ -33,7 +33,7 @@ def topic(number: int) -> str:
 
 
 class BareLink:
-    """The least that a client of this codec and this transport can be: no promises, no records."""
+    """A minimal client with the same codec and transport, without guarantees or records."""
 
     def __init__(self, url: str) -> None:
         self.protocol = Mqtt(url, subscribe=(), session_expiry=0)
@@ -43,13 +43,13 @@ class BareLink:
         self.ready = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
-        """Connect."""
+        """Connect to the broker."""
         self.transport = await self.protocol.endpoint.dial(self)
         self.transport.write(self.dialogue.hello())
         await self.ready
 
     def received(self, data: bytes) -> None:
-        """Bytes have come in."""
+        """Handle bytes from the broker."""
         for event in self.dialogue.feed(data):
             if type(event) is Confirmed:
                 self.waiting.pop(event.id).set_result(None)
@@ -59,7 +59,7 @@ class BareLink:
                 self.transport.write(event.data)
 
     def lost(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Ignore the loss of the connection."""
 
     async def send(self, number: int) -> None:
         """Publish, and wait for the confirmation."""
@@ -70,7 +70,7 @@ class BareLink:
 
 
 async def windowed(send: Callable[[int], Awaitable[object]], count: int, window: int) -> float:
-    """Send so many, a window of them at a time; returns the seconds that it took."""
+    """Send `count` messages with `window` in flight; return the seconds."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -85,7 +85,7 @@ async def windowed(send: Callable[[int], Awaitable[object]], count: int, window:
 async def measure_send(
     send: Callable[[int], Awaitable[object]], count: int, window: int
 ) -> dict[str, float]:
-    """How much time and processor a send takes."""
+    """Measure the CPU time of a send, and the sends per second."""
     await windowed(send, count // 10, window)
     cpu = time.process_time()
     seconds = await windowed(send, count, window)
@@ -96,7 +96,7 @@ async def measure_send(
 
 
 async def send(side: str, url: str, count: int, window: int) -> dict[str, float]:
-    """One side of the comparison."""
+    """Measure one side."""
     if side == "bare":
         link = BareLink(url)
         await link.open()
@@ -125,16 +125,16 @@ async def send(side: str, url: str, count: int, window: int) -> dict[str, float]
         )
 
 
-# -- losing the link -------------------------------------------------------------------------------
+# -- losing the connection -------------------------------------------------------------------------
 
 
 async def lost(side: str, url: str, count: int, broker: int) -> dict[str, float]:
-    """So many sends that the broker does not confirm, and then it is killed."""
+    """Send messages that the broker does not confirm, then kill the broker."""
     import signal
 
     ends: list[float] = []
 
-    async def told(work: Awaitable[object]) -> None:
+    async def record_end(work: Awaitable[object]) -> None:
         try:
             outcome = await work
             assert isinstance(outcome, Unknown), outcome
@@ -144,8 +144,8 @@ async def lost(side: str, url: str, count: int, broker: int) -> dict[str, float]
 
     async def through(publish: Callable[[int], Awaitable[object]]) -> dict[str, float]:
         assert await publish(0) is not None or side == "aiomqtt"
-        os.kill(broker, signal.SIGSTOP)  # it takes what is sent, and says nothing
-        tasks = [asyncio.create_task(told(publish(number))) for number in range(1, count + 1)]
+        os.kill(broker, signal.SIGSTOP)  # the kernel receives the bytes, the broker does not reply
+        tasks = [asyncio.create_task(record_end(publish(number))) for number in range(1, count + 1)]
         await asyncio.sleep(0.3)
         assert not ends
         os.kill(broker, signal.SIGKILL)

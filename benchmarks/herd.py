@@ -1,22 +1,19 @@
-"""Do callers notice when fifty connections that were born together reach the end of their life?
+"""Do callers notice when fifty connections that were opened together expire?
 
-Fifty connections are opened at once, through a proxy; from then on it allows 20 new ones a second
-(and 20 at once), and answers FATAL 53400 to those over it. No connection may live longer than 8 s.
-A hundred workers take a connection, ask `SELECT 1`, hold it for 20 ms, give it back, and think for
-40 ms; after an error they wait for 10 ms. What counts is the worst second.
+Fifty connections are opened at once, through a proxy; from then on the proxy allows 20 new ones per
+second (and 20 at once), and sends FATAL 53400 to those over the limit. The maximum lifetime is 8 s.
+A hundred workers check out a connection, run `SELECT 1`, hold the connection for 20 ms, return it
+and sleep for 40 ms; after an error they sleep for 10 ms. The figure is the worst second.
 
-The baseline is the same work on a pool in which nothing expires. It runs at the same time, on the
-same event loop and through the same proxy, with a hundred workers of its own: whatever slows the
-machine down in some second, slows both down in this second. A pool is compared with the baseline
-that ran beside it. So the figure tells what callers miss because connections end, and not what the
-machine does besides; the work of opening connections itself, some milliseconds in a second, is
-borne by both. Figures of the peers are flattered by this: their failed connects slow down the
-baseline too.
+The baseline is the same work on a pool without expiry. It runs at the same time, on the same event
+loop and through the same proxy, with a hundred workers of its own, so that other load on the
+machine slows both down. A pool is compared with its own baseline, so the figure is the loss caused
+by expiry alone; the CPU time of opening connections, some milliseconds per second, slows both.
+That favours the peers: their failed connects slow their baseline, too.
 
-The work is one that sleeps most of the time. Where the machine has so much else to do that even
-the baseline cannot do it, the connections are too few for a hundred workers who are kept waiting
-by the processor, and the question has no answer. So a run counts only if the baseline did three
-fifths of the work in most of its seconds, and is repeated otherwise, whatever came out.
+The workers sleep most of the time. If other load is so high that even the baseline cannot keep up,
+all workers wait for the CPU and the figure has no meaning. So a run counts only if the baseline did
+three fifths of the work in most of its seconds, and is repeated otherwise, whatever its result.
 """
 
 from __future__ import annotations
@@ -41,37 +38,37 @@ from moored.embedded import SyncEmbeddedPostgres
 
 HERE = Path(__file__).parent
 SECONDS = 20
-#: With `--quick`: ours for two lifetimes, the peers for one and what follows.
+#: With `--quick`: seconds for ours (two lifetimes) and for each peer (one).
 QUICK = (17, 10)
-#: How many runs of ours count, without `--quick`: the figure is their median.
+#: Runs of ours without `--quick`; the figure is their median.
 RUNS = 3
-#: What the baseline must have done in most seconds.
+#: The operations per second of the baseline for a run to count.
 ENOUGH = 0.6 * WORKERS / (HOLD + THINK)
 
 
 class Program:
-    """Another process, which is told lines and answers in lines."""
+    """Another process, with lines on its standard input and output."""
 
     def __init__(self, *arguments: str) -> None:
-        self._what = " ".join(arguments[:2])
+        self._name = " ".join(arguments[:2])
         self._process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def tell(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise AssertionError(f"{self._what} ended too early")
+            raise AssertionError(f"{self._name} ended too early")
         return line.strip()
 
-    def end(self) -> None:
-        """Its input ends, and so does it."""
+    def close(self) -> None:
+        """Close the input of the process, and wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
@@ -83,11 +80,11 @@ def program(*arguments: str) -> Iterator[Program]:
     try:
         yield started
     finally:
-        started.end()
+        started.close()
 
 
 class Run(NamedTuple):
-    """What one pool did, and the baseline beside it."""
+    """The tallies of one pool and of its baseline."""
 
     pool: Tally
     baseline: Tally
@@ -99,7 +96,7 @@ class Run(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether the machine had the time for it."""
+        """Whether the machine was idle enough."""
         return statistics.median(self.baseline.done) >= ENOUGH
 
     @property
@@ -108,37 +105,37 @@ class Run(NamedTuple):
 
     @property
     def lines(self) -> Lines:
-        """What is drawn of it."""
+        """The values to plot."""
         pairs = zip(self.pool.done, self.baseline.done, strict=True)
-        return Lines([100 * done / beside for done, beside in pairs], self.pool.births)
+        return Lines([100 * done / beside for done, beside in pairs], self.pool.connects)
 
     def check(self) -> None:
-        """The baseline must be one, and what should have expired must have been born again."""
-        if self.baseline.kinds or sum(self.baseline.births):
+        """Check that the baseline was undisturbed, and that expired connections were replaced."""
+        if self.baseline.kinds or sum(self.baseline.connects):
             raise AssertionError(f"the baseline was disturbed: {self.baseline}")
         due = int(len(self.pool.done) / LIFETIME) * SIZE
-        if sum(self.pool.births) < 0.8 * due:
-            raise AssertionError(f"fewer births than deaths: {self.pool.births}")
+        if sum(self.pool.connects) < 0.8 * due:
+            raise AssertionError(f"fewer connects than expired connections: {self.pool.connects}")
 
 
 def run(name: str, server: SyncEmbeddedPostgres, seconds: int) -> Run:
-    """Fill a pool, begin to limit, and let the workers loose."""
+    """Fill a pool, set the limit, and run the workers."""
     behind = make_url(server.url)
     where = f"{behind.host}:{behind.port}"
     with program("-m", "moored.testing.proxy", where, "--answer", "53400") as proxy:
-        port = int(proxy.hear().split(",")[0].rpartition(":")[2])
+        port = int(proxy.read_line().split(",")[0].rpartition(":")[2])
         through = behind.set(host="127.0.0.1", port=port).update_query_dict({"sslmode": "disable"})
         url = through.render_as_string(hide_password=False)
         with program(str(HERE / "_herd_side.py"), name, url, str(seconds)) as side:
-            if side.hear() != "full":
+            if side.read_line() != "full":
                 raise AssertionError(f"{name} was not filled")
-            proxy.tell(f"limit {RATE:g} {RATE:g}")
-            proxy.hear()
-            side.tell("go")
-            found = json.loads(side.hear())
-        proxy.tell("status")
-        proxy.hear()
-        counts = dict(part.split("=") for part in proxy.hear().split())
+            proxy.write_line(f"limit {RATE:g} {RATE:g}")
+            proxy.read_line()
+            side.write_line("go")
+            found = json.loads(side.read_line())
+        proxy.write_line("status")
+        proxy.read_line()
+        counts = dict(part.split("=") for part in proxy.read_line().split())
     done = Run(Tally(**found["pool"]), Tally(**found["baseline"]), int(counts["limited"]))
     done.check()
     return done
@@ -147,7 +144,7 @@ def run(name: str, server: SyncEmbeddedPostgres, seconds: int) -> Run:
 def runs_of(
     name: str, server: SyncEmbeddedPostgres, seconds: int, *, wanted: int, tries: int
 ) -> list[Run]:
-    """So many runs that count; if there are none, the one with the least disturbed baseline."""
+    """Return `wanted` runs that count; if there is none, the one with the best baseline."""
     found: list[Run] = []
     while len(found) < tries and sum(each.counts for each in found) < wanted:
         found.append(run(name, server, seconds))
@@ -184,14 +181,16 @@ def measure(report: Report, quick: bool) -> None:
     beside = [min(each.baseline.done) for each in runs["ours"]]
     report.add("baseline_worst_second", Figure(statistics.median(beside), "operations"))
     report.notes.append(
-        f"{SIZE} connections, {WORKERS} workers; births of ours, second by second: "
-        f"{' '.join(map(str, runs['ours'][0].pool.births))}; every answer checked, and of ours "
+        f"{SIZE} connections, {WORKERS} workers; our new connections, second by second: "
+        f"{' '.join(map(str, runs['ours'][0].pool.connects))}; every answer checked, and of ours "
         f"that no connection was handed out after {LIFETIME:g} s"
     )
     if quick:
         report.notes.append(f"quick: ours for {ours} s, once, and each peer for {peers} s")
     lines = {name: each[0].lines for name, each in runs.items()}
-    title = f"{SIZE} connections, born together, that live for {LIFETIME:g} s; {WORKERS} workers"
+    title = (
+        f"{SIZE} connections, opened together, with a lifetime of {LIFETIME:g} s; {WORKERS} workers"
+    )
     report.draw = lambda path: draw(lines, path=path, title=title, rate=RATE)
 
 

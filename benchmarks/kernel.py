@@ -1,4 +1,4 @@
-"""What do the kernel's words cost, and do keyed workers beat a resident task per key?"""
+"""What do the kernel's primitives cost, and do keyed workers beat a resident task per key?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterable
 
-from _harness import Figure, Report, main, paired, repeated
+from _harness import Figure, Report, main, paired, spread
 from moored.kernel import Child, Context, KeyedWorkers, Recorder, Registry, Supervisor
 from moored.testing import Sim, run_one
 
@@ -22,7 +22,7 @@ Submit = Callable[[int, int], Awaitable[int]]
 
 
 class Ledger:
-    """The work: each item is added up, and must come in order for its key."""
+    """The work: adds up the items, and checks their order for each key."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -30,14 +30,14 @@ class Ledger:
 
     async def handle(self, key: int, item: int) -> int:
         if self.last.get(key, -1) >= item:
-            raise AssertionError(f"{key}: {item} came after {self.last[key]}")
+            raise AssertionError(f"{key}: {item} was handled after {self.last[key]}")
         self.last[key] = item
         self.total += item
         return item
 
 
 class Resident:
-    """The peer: a task and a queue for each key, kept for ever, as most services write it."""
+    """The peer: a task and a queue for each key, kept for ever, as in most services."""
 
     def __init__(self, handler: Callable[[int, int], Awaitable[int]]) -> None:
         self._handler = handler
@@ -65,7 +65,7 @@ class Resident:
 
 
 async def send(submit: Submit, keys: Iterable[int]) -> tuple[float, int]:
-    """Submit an item per key, in batches awaited together; seconds and the sum of answers."""
+    """Submit an item per key, in batches; return the seconds and the sum of the results."""
     answered = 0
     sequence = list(enumerate(keys))
     begin = time.perf_counter()
@@ -77,7 +77,7 @@ async def send(submit: Submit, keys: Iterable[int]) -> tuple[float, int]:
 
 
 def keyed_speed(keys: list[int]) -> float:
-    """Items per second through keyed workers, with the work checked."""
+    """Return the items per second of keyed workers."""
 
     async def run() -> float:
         ledger = Ledger()
@@ -89,7 +89,7 @@ def keyed_speed(keys: list[int]) -> float:
 
 
 def resident_speed(keys: list[int]) -> float:
-    """The same through a resident task per key."""
+    """Return the items per second of a resident task per key."""
 
     async def run() -> float:
         ledger = Ledger()
@@ -102,7 +102,7 @@ def resident_speed(keys: list[int]) -> float:
 
 
 def checked(ledger: Ledger, answered: int, keys: list[int]) -> int:
-    """How many items were done; a benchmark must not win by skipping work."""
+    """Check that all items were handled; return their number."""
     expected = sum(range(len(keys)))
     if not ledger.total == answered == expected:
         raise AssertionError(f"did {ledger.total}, answered {answered}, expected {expected}")
@@ -110,7 +110,7 @@ def checked(ledger: Ledger, answered: int, keys: list[int]) -> int:
 
 
 def idle_key_bytes() -> float:
-    """What is kept per key once its work is done: the growth over as many new keys again."""
+    """Return the bytes kept per idle key: the growth over a second set of keys."""
 
     async def handle(key: int, item: int) -> int:
         return item
@@ -121,7 +121,7 @@ def idle_key_bytes() -> float:
         levels = []
         for start in (0, DISTINCT_KEYS):
             await send(workers.submit, range(start, start + DISTINCT_KEYS))
-            await asyncio.sleep(0)  # the last batch is let go in the next turn
+            await asyncio.sleep(0)  # the last batch is freed in the next turn
             gc.collect()
             levels.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
@@ -131,7 +131,7 @@ def idle_key_bytes() -> float:
 
 
 def restarts_per_s() -> float:
-    """Restarts of one child that fails as soon as it is up."""
+    """Return the restarts per second of a child that fails as soon as it has started."""
 
     async def run() -> float:
         count = 5_000
@@ -157,7 +157,7 @@ def restarts_per_s() -> float:
 
 
 def registry_ops_per_s() -> float:
-    """Register and unregister, counted as one operation."""
+    """Return the pairs of register and unregister per second."""
 
     async def run() -> float:
         registry: Registry[int, int] = Registry()
@@ -171,7 +171,7 @@ def registry_ops_per_s() -> float:
 
 
 def recorder_ns_per_event() -> float:
-    """One event with a cause, without sinks."""
+    """Return the time of recording an event with a cause, without sinks."""
     recorder = Recorder()
     count = 200_000
     cause = recorder.record("server", "closed the connection")
@@ -185,7 +185,7 @@ def recorder_ns_per_event() -> float:
 
 
 async def five_clients(sim: Sim) -> None:
-    """Five clients, five requests each, over a network that resets now and then."""
+    """Five clients with five requests each, to a server that is killed and restarted."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -219,7 +219,7 @@ async def five_clients(sim: Sim) -> None:
 
 
 def sim_schedules_per_s() -> float:
-    """Whole schedules of five clients per second, on one core."""
+    """Return the schedules per second of `five_clients`, on one core."""
     count = 50
     begin = time.perf_counter()
     for seed in range(count):
@@ -240,10 +240,10 @@ def measure(report: Report, quick: bool) -> None:
         paired(lambda: keyed_speed(hot), lambda: resident_speed(hot), rounds + 2),
     )
     report.add("idle_key_bytes", Figure(idle_key_bytes(), "B"))
-    report.add("restarts_per_s", repeated(restarts_per_s, rounds, "/s"))
-    report.add("registry_ops_per_s", repeated(registry_ops_per_s, rounds, "/s"))
-    report.add("recorder_ns_per_event", repeated(recorder_ns_per_event, rounds, "ns"))
-    report.add("sim_schedules_per_s", repeated(sim_schedules_per_s, rounds, "/s"))
+    speeds = (restarts_per_s, registry_ops_per_s, recorder_ns_per_event, sim_schedules_per_s)
+    for speed in speeds:
+        unit = "ns" if speed is recorder_ns_per_event else "/s"
+        report.add(speed.__name__, spread([speed() for _ in range(rounds)], unit))
     report.notes.append(
         f"{DISTINCT_KEYS:,} distinct keys; {HOT_ITEMS:,} items over {HOT_KEYS} hot keys; "
         f"batches of {BATCH:,} awaited together; every sum and order checked"

@@ -1,4 +1,4 @@
-"""How long does a lease take in each store, and how much of a shared rate limit can be used?"""
+"""How long does an acquire take in each store, and how much of a shared rate limit is used?"""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from _harness import Figure, Report, main, paired
 from moored.embedded import SyncEmbeddedPostgres
 from moored.leases import Leases, connect
 
+# The tests and tools are not installed: import them from the checkout.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.leases.dynamodb.servers import Ministack
@@ -33,29 +34,29 @@ ACQUIRES = 50
 LIMIT = 100
 LOCKS = 500
 REAL = ("grant_efficiency_redis", "grant_efficiency_postgres")
-#: Processes start together with a full limit; what they use at first says nothing of the rate.
+#: Seconds before the measurement, in which the processes use up the initial burst.
 SETTLE = 2.0
 
 
 async def acquire_times(leases: Leases, count: int) -> list[float]:
-    """Milliseconds of one acquire after the other, each checked, all given back."""
+    """Return the milliseconds of each acquire; check each lease, and release all."""
     held, times = [], []
     for _ in range(count):
         begin = time.perf_counter()
         lease = await leases.acquire("db/orders", limit=LIMIT, ttl=60.0)
         times.append((time.perf_counter() - begin) * 1000)
         if lease is None or lease.local:
-            raise AssertionError("the store did not give a lease")
+            raise AssertionError("the store did not grant a lease")
         held.append(lease)
     if len(await leases.held("db/orders")) != count:
-        raise AssertionError("the store does not know what it gave")
+        raise AssertionError("the store does not list the granted leases")
     for lease in held:
         await lease.release()
     return times
 
 
 def acquire_ms(url: str, rounds: int) -> Figure:
-    """The median over all acquires, and between which medians its rounds lay."""
+    """Return the median over all acquires, with the lowest and highest median of a round."""
 
     async def run() -> list[list[float]]:
         async with connect(url, on_unavailable="refuse") as leases:
@@ -69,7 +70,7 @@ def acquire_ms(url: str, rounds: int) -> Figure:
 
 
 def lease_speed(url: str) -> float:
-    """Exclusive leases of our own per second: acquired and given back."""
+    """Return our exclusive leases per second, acquired and released."""
 
     async def run() -> float:
         async with connect(url, on_unavailable="refuse") as leases:
@@ -77,7 +78,7 @@ def lease_speed(url: str) -> float:
             for number in range(LOCKS):
                 lease = await leases.acquire(f"job/{number}", limit=1, ttl=60.0)
                 if lease is None:
-                    raise AssertionError("nobody else asks for it")
+                    raise AssertionError("an exclusive lease of an unused key was refused")
                 await lease.release()
             return LOCKS / (time.perf_counter() - begin)
 
@@ -85,7 +86,7 @@ def lease_speed(url: str) -> float:
 
 
 def lock_speed(url: str) -> float:
-    """The peer: locks of the driver itself, without fences, limits, holders or renewals."""
+    """Return the peer's locks per second: of redis-py, without fences, limits or renewals."""
 
     async def run() -> float:
         async with Redis.from_url(url) as client:
@@ -93,7 +94,7 @@ def lock_speed(url: str) -> float:
             for number in range(LOCKS):
                 lock = client.lock(f"lock/{number}", timeout=60.0)
                 if not await lock.acquire(blocking=False):
-                    raise AssertionError("nobody else asks for it")
+                    raise AssertionError("an exclusive lease of an unused key was refused")
                 await lock.release()
             return LOCKS / (time.perf_counter() - begin)
 
@@ -101,7 +102,7 @@ def lock_speed(url: str) -> float:
 
 
 def grant_efficiency(url: str, seconds: float) -> Figure:
-    """The part of rate x time that four processes use together, with every window checked."""
+    """Return the share of rate x time that four processes use together; check every window."""
     with tempfile.TemporaryDirectory() as directory, Fleet(url, Path(directory)) as fleet:
         takers(fleet, RATE, BURST, processes=PROCESSES)
         time.sleep(SETTLE)
@@ -120,7 +121,7 @@ def grant_efficiency(url: str, seconds: float) -> Figure:
 
 @contextmanager
 def stores(report: Report) -> Iterator[dict[str, str]]:
-    """The URL of each store that this machine can run."""
+    """Start the installed stores, and yield their URLs."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
         urls = {"memory": "memory://"}
         if (binary := servers.find("redis")) is None:
@@ -149,7 +150,7 @@ def measure(report: Report, quick: bool) -> None:
             if name in urls:
                 figure = grant_efficiency(urls[name], seconds)
                 report.add(f"grant_efficiency_{name}", figure)
-    # An emulator in Python is busy with itself: it says little about the limit.
+    # DynamoDB is excluded: an emulator in Python is itself the bottleneck.
     real = [f.value for n, f in report.figures.items() if n in REAL]
     report.add("grant_efficiency", Figure(min(real), "", min(real), max(real)))
     report.notes.append(

@@ -1,20 +1,18 @@
-"""What does it cost to take a connection from the pool and to give it back?
+"""What does it cost to check out a connection from a pool and to return it?
 
-Each round runs a short burst of ours and one of psycopg_pool's, in changing order; now and then
-the other peers have theirs. A figure against psycopg_pool is the median of the ratios of all
-rounds, with its quartiles. Bursts are short because noise is slow: both sides of a round meet the
-same noise, while two long runs meet two different ones. And they last equally long, whatever the
-side can do in that time: a longer one would meet more of it.
+Each round runs a short burst of ours and one of psycopg_pool, in alternating order; in some rounds
+the other peers follow. A figure against psycopg_pool is the median of the ratios of all rounds,
+with its quartiles. Bursts are short because noise changes slowly: both sides of a round meet the
+same noise. All bursts take the same time, because a longer burst would meet more noise.
 
 All pools have ten connections to one real server, are open at the same time, end transactions and
-keep statistics, with asyncio's debug mode off and logging as it is by default. After each burst
-the statistics of our pool and of psycopg_pool's must tell of as many checkouts as were asked for.
+keep statistics, with asyncio's debug mode off and the default logging. After each burst the
+statistics of our pool and of psycopg_pool must show the number of checkouts that were made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +23,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import text
 
-from _harness import Figure, Report, main
+from _harness import Figure, Report, main, quartiles, ratios
 from _pool_sides import (
     SIZE,
     Floor,
@@ -40,9 +38,9 @@ from moored.embedded import SyncEmbeddedPostgres
 
 TASKS = 50
 THREADS = 4
-#: How long a burst should last.
+#: The target duration of a burst, in seconds.
 BURST = 0.020
-#: What each task or thread does in a burst at least.
+#: The minimum of checkouts of each task or thread in a burst.
 LEAST = 6
 SELECT_1 = text("SELECT 1")
 
@@ -52,54 +50,54 @@ Speed = Callable[[], float]
 # -- the work ----------------------------------------------------------------------------------
 
 
-async def take(side: Side, count: int) -> None:
+async def checkout(side: Side, count: int) -> None:
     block = side.block
     for _ in range(count):
         async with block():
             pass
 
 
-async def take_and_hold(side: Side, count: int) -> None:
+async def checkout_and_yield(side: Side, count: int) -> None:
     block = side.block
     for _ in range(count):
         async with block():
             await asyncio.sleep(0)
 
 
-async def take_and_ask(side: Side, count: int) -> None:
+async def query(side: Side, count: int) -> None:
     for _ in range(count):
         async with side.block() as conn:
             cursor = await conn.execute("SELECT 1")
             if await cursor.fetchone() != (1,):
-                raise AssertionError("the server did not answer 1")
+                raise AssertionError("SELECT 1 did not return 1")
 
 
-def take_in_thread(side: Side, count: int) -> None:
+def checkout_in_thread(side: Side, count: int) -> None:
     block = side.block
     for _ in range(count):
         with block():
             pass
 
 
-def take_and_ask_in_thread(side: Side, count: int) -> None:
+def query_in_thread(side: Side, count: int) -> None:
     for _ in range(count):
         with side.block() as conn:
             if conn.execute("SELECT 1").fetchone() != (1,):
-                raise AssertionError("the server did not answer 1")
+                raise AssertionError("SELECT 1 did not return 1")
 
 
-async def ask_engine(side: Side, count: int) -> None:
+async def query_engine(side: Side, count: int) -> None:
     for _ in range(count):
         async with side.block() as conn:
             if await conn.scalar(SELECT_1) != 1:
-                raise AssertionError("the server did not answer 1")
+                raise AssertionError("SELECT 1 did not return 1")
 
 
-def ask_engine_in_thread(side: Side, count: int) -> None:
+def query_engine_in_thread(side: Side, count: int) -> None:
     for _ in range(count):
         with side.block() as conn:
             if conn.scalar(SELECT_1) != 1:
-                raise AssertionError("the server did not answer 1")
+                raise AssertionError("SELECT 1 did not return 1")
 
 
 # -- bursts ------------------------------------------------------------------------------------
@@ -125,21 +123,21 @@ class Tasks:
 
 
 class Threads:
-    """Runs bursts in some threads, which are there already."""
+    """Runs bursts in threads of an executor."""
 
-    def __init__(self, crew: ThreadPoolExecutor, number: int) -> None:
-        self._crew = crew
+    def __init__(self, executor: ThreadPoolExecutor, number: int) -> None:
+        self._executor = executor
         self.number = number
 
     def __call__(self, work: Callable[[Side, int], None], side: Side, each: int) -> float:
         begin = time.perf_counter()
-        for done in [self._crew.submit(work, side, each) for _ in range(self.number)]:
+        for done in [self._executor.submit(work, side, each) for _ in range(self.number)]:
             done.result()
         return time.perf_counter() - begin
 
 
 class Bursts:
-    """One side's bursts: each as long as it should be, judged by the last one."""
+    """One side's bursts; the size of each is set from the speed of the last one."""
 
     def __init__(self, run: Tasks | Threads, work: Callable[[Side, int], Any], side: Side) -> None:
         self._run = run
@@ -148,7 +146,7 @@ class Bursts:
         self._each = LEAST
 
     def __call__(self) -> float:
-        """The operations per second of one more burst, each of them counted by the pool."""
+        """Run a burst; return its checkouts per second, after checking the pool's counters."""
         count = self._each * self._run.number
         self._side.pop()
         speed = count / self._run(self._work, self._side, self._each)
@@ -158,10 +156,10 @@ class Bursts:
 
 
 def rounds(speeds: Mapping[str, Speed], number: int) -> dict[str, list[float]]:
-    """The speed of each side: of the first two in each round, of the others in some."""
+    """Return the speeds of each side: of the first two in each round, of the others in some."""
     found: dict[str, list[float]] = {name: [] for name in speeds}
     first, second, *others = speeds
-    for turn in range(-5, number):  # the first ones warm up
+    for turn in range(-5, number):  # the first rounds warm up
         pair = (first, second) if turn % 2 else (second, first)
         for name in (*pair, *(others if turn % 5 == 0 else ())):
             speed = speeds[name]()
@@ -170,80 +168,74 @@ def rounds(speeds: Mapping[str, Speed], number: int) -> dict[str, list[float]]:
     return found
 
 
-def median(values: list[float], unit: str) -> Figure:
-    """The median with its quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return Figure(middle, unit, low, high)
-
-
 def ratio(found: dict[str, list[float]], one: str, other: str) -> Figure:
-    """How many times faster one side is than the other, round by round."""
-    return median([a / b for a, b in zip(found[one], found[other], strict=True)], "times")
+    """Return how many times faster one side is than the other."""
+    return quartiles(ratios(found[one], found[other]), "times")
 
 
 # -- the figures -------------------------------------------------------------------------------
 
 
 class Trial(NamedTuple):
-    """One way to use the pools, for all of them in the same rounds."""
+    """A workload for all pools in the same rounds."""
 
     name: str
     run: Tasks | Threads
     work: Callable[[Side, int], Any]
 
     def rounds(self, sides: Mapping[str, Side], number: int) -> dict[str, list[float]]:
-        """The speed of each side in each round."""
+        """Return the speed of each side in each round."""
         speeds = {name: Bursts(self.run, self.work, side) for name, side in sides.items()}
         return rounds(speeds, number)
 
     def measure(self, report: Report, sides: Mapping[str, Side], number: int) -> None:
-        """Report ours against psycopg_pool, and everybody's own speed."""
+        """Report ours against psycopg_pool, and the speed of each side."""
         found = self.rounds(sides, number)
         report.add(f"{self.name}_vs_psycopg_pool", ratio(found, "ours", "psycopg_pool"))
         for name, speeds in found.items():
-            whose = self.name if name == "ours" else f"{name}_{self.name}"
-            report.add(f"{whose}_ops_per_s", median(speeds, "/s"))
+            figure = self.name if name == "ours" else f"{name}_{self.name}"
+            report.add(f"{figure}_ops_per_s", quartiles(speeds, "/s"))
 
 
 def measure_async(report: Report, url: str, number: int) -> None:
     with asyncio.Runner(debug=False) as runner, async_sides(url, runner) as sides:
         one, many = Tasks(runner), Tasks(runner, TASKS)
-        alone = Trial("async_uncontended", one, take)
+        alone = Trial("async_uncontended", one, checkout)
         alone.measure(report, sides, number)
-        Trial("async_contended", many, take_and_hold).measure(report, sides, number)
+        Trial("async_contended", many, checkout_and_yield).measure(report, sides, number)
         found = alone.rounds({"floor": Side(Floor().connection), "ours": sides["ours"]}, 2 * number)
         report.add("floor_vs_async_uncontended", ratio(found, "floor", "ours"))
-        report.add("floor_ops_per_s", median(found["floor"], "/s"))
-        Trial("select1_async", one, take_and_ask).measure(report, pair(sides), number)
+        report.add("floor_ops_per_s", quartiles(found["floor"], "/s"))
+        Trial("select1_async", one, query).measure(report, pair(sides), number)
 
 
 def measure_threads(report: Report, url: str, number: int) -> None:
-    with ThreadPoolExecutor(THREADS) as crew, thread_sides(url) as sides:
-        run = Threads(crew, THREADS)
-        Trial("threads", run, take_in_thread).measure(report, sides, number)
-        asking = Trial("select1_threads", run, take_and_ask_in_thread)
+    with ThreadPoolExecutor(THREADS) as executor, thread_sides(url) as sides:
+        run = Threads(executor, THREADS)
+        Trial("threads", run, checkout_in_thread).measure(report, sides, number)
+        asking = Trial("select1_threads", run, query_in_thread)
         asking.measure(report, pair(sides), number)
 
 
 def measure_engines(report: Report, url: str, number: int) -> None:
-    """SQLAlchemy on a reservoir against SQLAlchemy on its own pool, with a query in each block."""
+    """Compare SQLAlchemy on a reservoir with SQLAlchemy's own pool, with a query per checkout."""
     with asyncio.Runner(debug=False) as runner, async_engines(url, runner) as sides:
-        found = Trial("", Tasks(runner), ask_engine).rounds(sides, number)
+        found = Trial("", Tasks(runner), query_engine).rounds(sides, number)
     report.add("sqlalchemy_select1_vs_queuepool", ratio(found, "ours", "queuepool"))
-    with ThreadPoolExecutor(THREADS) as crew, thread_engines(url) as sides:
-        found = Trial("", Threads(crew, THREADS), ask_engine_in_thread).rounds(sides, number)
+    with ThreadPoolExecutor(THREADS) as executor, thread_engines(url) as sides:
+        found = Trial("", Threads(executor, THREADS), query_engine_in_thread).rounds(sides, number)
     report.add("sqlalchemy_select1_threads_vs_queuepool", ratio(found, "ours", "queuepool"))
 
 
 def measure_asyncpg(report: Report, url: str, number: int) -> None:
-    """Both with their reset query, which is most of what they do."""
+    """Compare the pools of asyncpg connections, both with a reset query, which takes most time."""
     with asyncio.Runner(debug=False) as runner, asyncpg_sides(url, runner) as sides:
-        found = Trial("", Tasks(runner), take).rounds(sides, number)
+        found = Trial("", Tasks(runner), checkout).rounds(sides, number)
     report.add("asyncpg_uncontended_vs_asyncpg_pool", ratio(found, "ours", "asyncpg_pool"))
 
 
 def pair(sides: Mapping[str, Side]) -> dict[str, Side]:
-    """Those that have the same driver, so that a query costs both the same."""
+    """Return the two sides with the same driver, for which a query costs the same."""
     return {name: sides[name] for name in ("ours", "psycopg_pool")}
 
 
@@ -258,7 +250,7 @@ def measure(report: Report, quick: bool) -> None:
         measure_asyncpg(report, url, number)
     report.notes.append(
         f"pools of {SIZE}; {number} rounds of bursts of {BURST * 1000:g} ms; contended: {TASKS} "
-        f"tasks that hold across a yield; {THREADS} threads; in brackets the quartiles; every "
+        f"tasks that yield while they hold; {THREADS} threads; in brackets the quartiles; every "
         "checkout counted and every answer checked; asyncpg without its reset query, except in "
         "asyncpg_uncontended, where both reset"
     )

@@ -1,24 +1,24 @@
-"""How fast does a consumer get its changes, and how much memory does that take?
+"""How fast does a consumer receive changes, and how much memory does that take?
 
-An embedded PostgreSQL has transactions of 1, 100 or 10,000 rows in its log; every side reads all of
-them, in turns and over several rounds, each time by a slot of its own. The rows are of one table::
+An embedded PostgreSQL has transactions of 1, 100 or 10,000 rows in its WAL; every side reads all of
+them, in turns and over several rounds, each time from a new slot. The rows are of one table::
 
     payments (id bigint primary key, account int, amount numeric(12, 2), note text, at timestamptz)
 
-and come as text, with the same options of pgoutput for everybody. The sides:
+sent as text, with the same options of pgoutput for all sides. The sides:
 
-- consumer: ours by its public face, `async for txn in pg.changes(…)`: every row decoded to column
-  values and every transaction acknowledged; the number of rows and a checksum over every column,
-  computed on the way, must be those of the table;
-- stream: the same without a look at the rows;
+- consumer: our public interface, `async for txn in pg.changes(…)`: every row is decoded to column
+  values and every transaction acknowledged; the number of rows and a checksum over every column
+  must equal those of the table;
+- stream: the same without decoding the rows;
 - pg_recvlogical: PostgreSQL's own client, writing to /dev/null;
-- psycopg2_raw, psycopg2_decoded: its replication cursor, counting rows, or cutting each into a dict
-  of texts; psycopg3_raw: libpq by psycopg 3, message by message. None of them converts values;
-- peek: what the server's own decoding takes, inside the server: the limit to aim for.
+- psycopg2_raw, psycopg2_decoded: its replication cursor, counting rows, or splitting each into a
+  dict of strings; psycopg3_raw: libpq through psycopg 3, message by message. None converts values;
+- peek: the decoding inside the server, without a stream: the upper bound.
 
-A figure against another side is the median of the ratios of all rounds. What it takes to connect is
-not counted for anybody. Server and reader share the machine: with fewer than two idle cores the
-reader that computes is slowed down more than the one that waits.
+A figure against another side is the median of the ratios of all rounds. The time to connect is not
+counted. Server and reader share the machine: with fewer than two idle cores a reader that computes
+is slowed down more than one that waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psycopg
 
-from _harness import Figure, Report, main
+from _harness import Figure, Report, main, ratios, spread
 from _replication_big import big_txn_rss
 from _replication_data import PUBLICATION, Log, prepare, written
 from _replication_sides import (
@@ -48,7 +48,7 @@ from _replication_sides import (
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Postgres, Transaction
 
-#: Rows per transaction, and how many transactions, in a quick run and in a long one.
+#: Rows per transaction, and the transactions of a quick run and of a long one.
 CASES = {1: (30_000, 100_000), 100: (2_000, 6_000), 10_000: (20, 60)}
 #: The rows of the big transaction.
 BIG = (300_000, 5_000_000)
@@ -65,7 +65,7 @@ Side = Callable[[Log], float]
 
 
 def rounds(sides: Mapping[str, Side], log: Log, number: int) -> dict[str, list[float]]:
-    """The rows per second of each side, round by round, the order changing; one to warm up."""
+    """Return the rows per second of each side in each round, after one round to warm up."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(-1, number):
         order = list(sides) if turn % 2 else list(sides)[::-1]
@@ -77,17 +77,12 @@ def rounds(sides: Mapping[str, Side], log: Log, number: int) -> dict[str, list[f
 
 
 def ratio(found: dict[str, list[float]], one: str, other: str) -> Figure:
-    """How many times faster one side is than the other, round by round."""
-    return median([a / b for a, b in zip(found[one], found[other], strict=True)], "times")
-
-
-def median(values: list[float], unit: str) -> Figure:
-    """The median, with the least and the most."""
-    return Figure(statistics.median(values), unit, min(values), max(values))
+    """Return how many times faster one side is than the other."""
+    return spread(ratios(found[one], found[other]), "times")
 
 
 def measure_speed(report: Report, url: str, bin_dir: Path, quick: bool) -> None:
-    """Everybody, for each size of transactions."""
+    """Measure all sides, for each size of transactions."""
     for size, counts in CASES.items():
         sides: dict[str, Side] = {"consumer": consumer, "pg_recvlogical": Recvlogical(bin_dir)}
         if size == 100:
@@ -105,11 +100,11 @@ def measure_speed(report: Report, url: str, bin_dir: Path, quick: bool) -> None:
             report.add("stream_vs_pg_recvlogical_100", ratio(found, "stream", "pg_recvlogical"))
         report.add(f"consumer_vs_peek_{size}", ratio(found, "consumer", "peek"))
         for name, speeds in found.items():
-            report.add(f"{name}_{size}_rows_per_s", median(speeds, "/s"))
+            report.add(f"{name}_{size}_rows_per_s", spread(speeds, "/s"))
 
 
 async def latencies(url: str, state: str, number: int) -> list[float]:
-    """The milliseconds from a commit, by the server's clock, to the consumer."""
+    """Return the milliseconds from each commit, by the server's clock, to the consumer."""
     found: list[float] = []
     postgres = Postgres(
         url, pool_size=2, state_dir=state, publication=PUBLICATION, manual_publication=True
@@ -128,14 +123,14 @@ async def latencies(url: str, state: str, number: int) -> list[float]:
             assert isinstance(txn, Transaction)
             await txn.ack()
             if [change.new for change in txn] != [{"id": 1000 + turn}]:
-                raise AssertionError(f"{txn} is another one")
+                raise AssertionError(f"{txn} is not the transaction just written")
             if turn >= 0:
                 found.append((now - txn.commit_time.timestamp()) * 1000)
     return found
 
 
 def measure_latency(report: Report, url: str, number: int) -> None:
-    """On a database that is idle otherwise."""
+    """Measure the latency of single commits on an otherwise idle database."""
     with tempfile.TemporaryDirectory() as state:
         found = asyncio.run(latencies(url, state, number))
     cuts = statistics.quantiles(found, n=100)
@@ -144,13 +139,13 @@ def measure_latency(report: Report, url: str, number: int) -> None:
 
 
 def measure_memory(report: Report, url: str, rows: int) -> None:
-    """One transaction that is much larger than what may be in memory."""
+    """Measure the memory for one very large transaction."""
     with written(url, 1, rows, summed=False) as log:
         report.add("big_txn_rss_mb", Figure(big_txn_rss(log), "MB"))
 
 
 def measure(report: Report, quick: bool) -> None:
-    """All figures."""
+    """Measure all figures."""
     with SyncEmbeddedPostgres(options=SERVER) as server:
         assert server.bin_dir is not None
         prepare(server.url)
@@ -160,7 +155,7 @@ def measure(report: Report, quick: bool) -> None:
     sizes = ", ".join(f"{counts[not quick]:,} of {size:,}" for size, counts in CASES.items())
     report.notes.append(
         f"transactions and rows in each: {sizes}; {ROUNDS[not quick]} rounds; in brackets the "
-        f"least and the most; the big transaction has {BIG[not quick]:,} rows; PostgreSQL "
+        f"minimum and the maximum; the big transaction has {BIG[not quick]:,} rows; PostgreSQL "
         f"{server.version}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the end"
     )
 

@@ -1,21 +1,21 @@
-"""What do a checkout of a shared gRPC channel, and a call over it, cost?
+"""What does a checkout of a shared gRPC channel cost, and what does a call over it cost?
 
-The peer for checkouts is PyMilvus's own connection manager, in the same run, against the same
-milvus-lite, with the same client object; for calls it is a bare channel of gRPC's, through the same
-generated stub to the same server. Each round runs a short burst of both sides, in changing order,
-and a figure against a peer is the median of the ratios of all rounds, with its quartiles: time of
-ours by time of the peer, so less is better.
+The peer for checkouts is PyMilvus's connection manager, in the same run, against the same
+milvus-lite, with the same client object; for calls it is a bare gRPC channel, through the same
+generated stub to the same server. Each round runs a short burst of both sides, in alternating
+order, and a figure against a peer is the median of the ratios of all rounds, with its quartiles:
+our time divided by the peer's time, so less is better.
 
-Each checkout is checked to give the one shared channel, each answer to be what was sent, and each
-side makes a real call over what it was given before it is timed.
+Each checkout must return the one shared channel, and each reply must equal the request. Before it
+is timed, each side makes a real call over its channel.
 
-- *warm*: the connection is there and was used lately.
-- *while another hangs*: at the same time another thread waits for an endpoint that accepts and
-  never answers; a checkout every 5 ms as long as that lasts, each after a sleep and so with cold
-  caches: the median, and the slowest. (PyMilvus gets to one checkout, or two.)
-- *loop stall*: the longest time between two ticks of a loop while, on that loop, a connection is
-  opened whose topology takes 2 s to fetch. What was imported and made before is frozen: a full
-  garbage collection of PyMilvus's modules takes 50 ms, and may come in the first opening.
+- *warm*: the connection is open and was used recently.
+- *while another hangs*: meanwhile another thread connects to an endpoint that never replies. A
+  checkout every 5 ms until that times out, each after a sleep and so with cold caches: the median,
+  and the slowest. (PyMilvus makes one or two checkouts in that time.)
+- *loop stall*: the longest time between two turns of an event loop on which a connection is opened
+  whose topology takes 2 s to fetch. Objects that exist before are frozen: a full garbage collection
+  of PyMilvus's modules takes 50 ms, and could fall into the first opening.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 from pymilvus.client import connection_manager as pymilvus  # type: ignore[import-untyped]
 
-from _harness import Figure, Report, main
-from _rpc_checkout_sides import Echo, echo_server, milvus_server, silent_server, slow_topology
+from _harness import Figure, Report, main, quartiles, spread
+from _rpc_checkout_servers import Echo, echo_server, milvus_server, silent_server, slow_topology
 from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
 
-#: Checkouts and calls in a burst: some 5 ms of either.
+#: Checkouts and calls in a burst: about 5 ms each.
 CHECKOUTS, CALLS = 2000, 20
-#: How long the endpoint that hangs is waited for, and how often a warm one is taken meanwhile.
+#: Timeout of the endpoint that hangs, and seconds between two warm checkouts meanwhile.
 HANG, EVERY = 1.5, 0.005
-#: How long the topology takes.
+#: Seconds that a fetch of the topology takes.
 SLOW = 2.0
 VERSION = "/milvus.proto.milvus.MilvusService/GetVersion"
 
@@ -52,19 +52,13 @@ Burst = Callable[[], float]
 
 
 class Client:
-    """Who uses a connection: its user's object, known to the manager by a weak reference."""
-
-
-def quartiles(values: list[float], unit: str) -> Figure:
-    """The median with its quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return Figure(middle, unit, low, high)
+    """The user of a connection, to which the manager holds a weak reference."""
 
 
 def compare(ours: Burst, peer: Burst, rounds: int) -> tuple[Figure, float, float]:
-    """The ratio of the times that both take, and the median time of each."""
+    """Return the ratio of the times of both, and the median time of each."""
     found: list[tuple[float, float]] = []
-    for turn in range(-5, rounds):  # the first ones warm up
+    for turn in range(-5, rounds):  # the first rounds warm up
         if turn % 2:
             one, other = ours(), peer()
         else:
@@ -79,7 +73,7 @@ def compare(ours: Burst, peer: Burst, rounds: int) -> tuple[Figure, float, float
 
 
 def checkouts(manager: Any, config: Any, handler: Any) -> Burst:
-    """Bursts of checkouts by one client, in seconds for each."""
+    """Return a burst of checkouts by one client; it returns the seconds per checkout."""
     client = Client()
 
     def burst() -> float:
@@ -95,7 +89,7 @@ def checkouts(manager: Any, config: Any, handler: Any) -> Burst:
 
 
 def parsing_checkouts(manager: Any, made: Any, uri: str, handler: Any) -> Burst:
-    """The same from the URI on, as the constructor of a client does it."""
+    """Return a burst of checkouts that parse the URI first, as a client's constructor does."""
     client = Client()
 
     def burst() -> float:
@@ -111,7 +105,7 @@ def parsing_checkouts(manager: Any, made: Any, uri: str, handler: Any) -> Burst:
 
 
 def async_checkouts(run: asyncio.Runner, manager: Any, config: Any, handler: Any) -> Burst:
-    """Bursts of checkouts on a loop."""
+    """Return a burst of checkouts on an event loop."""
     client = Client()
 
     async def burst() -> float:
@@ -127,13 +121,13 @@ def async_checkouts(run: asyncio.Runner, manager: Any, config: Any, handler: Any
 
 
 def check(manager: Any, handler: Any, found: Any) -> None:
-    """A side must not win by handing out something else, or by forgetting who has it."""
+    """Check that a checkout returned the shared channel, and that its client is registered."""
     if found is not handler:
-        raise AssertionError(f"{manager!r} has given {found!r}, and not {handler!r}")
+        raise AssertionError(f"{manager!r} returned {found!r} instead of {handler!r}")
     kept = manager._registry if hasattr(manager, "_registry") else manager._book.entries
     (managed,) = kept.values()
     if not managed.clients:
-        raise AssertionError(f"{manager!r} does not know its client")
+        raise AssertionError(f"{manager!r} has not registered its client")
 
 
 def measure_warm(report: Report, uri: str, rounds: int) -> None:
@@ -141,11 +135,11 @@ def measure_warm(report: Report, uri: str, rounds: int) -> None:
     config = ConnectionConfig.from_uri(uri)
     their_config = pymilvus.ConnectionConfig.from_uri(uri)
     with ConnectionManager() as ours:
-        keeper = Client()
-        handler = ours.get_or_create(config, client=keeper)
-        their_handler = theirs.get_or_create(their_config, client=keeper)
+        first_client = Client()
+        handler = ours.get_or_create(config, client=first_client)
+        their_handler = theirs.get_or_create(their_config, client=first_client)
         if not handler.unary_unary(VERSION)(b"") or not their_handler.get_server_version():
-            raise AssertionError("milvus-lite does not tell its version")
+            raise AssertionError("milvus-lite did not return its version")
         ratio, mine, their = compare(
             checkouts(ours, config, handler),
             checkouts(theirs, their_config, their_handler),
@@ -184,13 +178,13 @@ async def _open_async(uri: str) -> tuple[Any, ...]:
     ours, theirs = AsyncConnectionManager(), pymilvus.AsyncConnectionManager()
     config = ConnectionConfig.from_uri(uri)
     their_config = pymilvus.ConnectionConfig.from_uri(uri)
-    keeper = Client()
-    handler = await ours.get_or_create(config, client=keeper)
-    their_handler = await theirs.get_or_create(their_config, client=keeper)
+    first_client = Client()
+    handler = await ours.get_or_create(config, client=first_client)
+    their_handler = await theirs.get_or_create(their_config, client=first_client)
     if not await handler.unary_unary(VERSION)(b""):
-        raise AssertionError("milvus-lite does not tell its version")
+        raise AssertionError("milvus-lite did not return its version")
     if not await their_handler.get_server_version():
-        raise AssertionError("milvus-lite does not tell its version")
+        raise AssertionError("milvus-lite did not return its version")
     return ours, config, handler, theirs, their_config, their_handler
 
 
@@ -208,28 +202,28 @@ def measure_hang(
 
 
 def while_hanging(manager: Any, made: Any, config: Any) -> tuple[float, float]:
-    """The median time of the checkouts made while another endpoint hangs, and the longest."""
-    over = threading.Event()
+    """Return the median and the longest time of a checkout while another endpoint hangs."""
+    timed_out = threading.Event()
     client, other = Client(), Client()
 
-    def wait_in_vain(uri: str) -> None:
+    def connect_until_timeout(uri: str) -> None:
         try:
             manager.get_or_create(made.from_uri(uri), client=other, timeout=HANG)
         except Exception:
-            over.set()  # as it should be
+            timed_out.set()
         else:
-            raise AssertionError("somebody has answered")
+            raise AssertionError("the silent server replied")
 
     times: list[float] = []
     with silent_server() as uri:
-        hanging = threading.Thread(target=wait_in_vain, args=(uri,))
+        hanging = threading.Thread(target=connect_until_timeout, args=(uri,))
         hanging.start()
-        time.sleep(0.1)  # it has begun to connect
-        while not over.is_set():
+        time.sleep(0.1)  # until the thread connects
+        while not timed_out.is_set():
             begin = time.perf_counter()
             manager.get_or_create(config, client=client)
             times.append(time.perf_counter() - begin)
-            over.wait(EVERY)
+            timed_out.wait(EVERY)
         hanging.join()
     return statistics.median(times), max(times)
 
@@ -238,7 +232,7 @@ def while_hanging(manager: Any, made: Any, config: Any) -> tuple[float, float]:
 
 
 async def stall_of(opening: Awaitable[object]) -> float:
-    """The longest time between two ticks of the loop while something is opened."""
+    """Return the longest time between two turns of the loop while a connection is opened."""
     task = asyncio.ensure_future(opening)
     longest, last, begin = 0.0, time.perf_counter(), time.perf_counter()
     while not task.done():
@@ -273,7 +267,7 @@ def measure_stall(report: Report, uri: str, rounds: int) -> None:
         stalls = [asyncio.run(our_stall(topology)) * 1000 for _ in range(rounds)]
         theirs = asyncio.run(their_stall(topology)) * 1000
     gc.unfreeze()
-    report.add("loop_stall_ms", Figure(statistics.median(stalls), "ms", min(stalls), max(stalls)))
+    report.add("loop_stall_ms", spread(stalls, "ms"))
     report.add("pymilvus_loop_stall_ms", Figure(theirs, "ms"))
 
 
@@ -281,7 +275,7 @@ def measure_stall(report: Report, uri: str, rounds: int) -> None:
 
 
 def calls(channel: Any, echo: Echo) -> Burst:
-    """Bursts of unary calls through a generated stub, in seconds for each."""
+    """Return a burst of unary calls through a generated stub; it returns the seconds per call."""
     say, request = echo.stub(channel).Say, echo.text(text="hello")
 
     def burst() -> float:
@@ -295,7 +289,7 @@ def calls(channel: Any, echo: Echo) -> Burst:
 
 
 def async_calls(run: asyncio.Runner, channel: Any, echo: Echo) -> Burst:
-    """The same on a loop."""
+    """Return a burst of unary calls on an event loop."""
     say, request = echo.stub(channel).Say, echo.text(text="hello")
 
     async def burst() -> float:
@@ -312,12 +306,12 @@ def measure_calls(report: Report, echo: Echo, rounds: int) -> None:
     config = ConnectionConfig.from_uri(f"http://{echo.address}")
     with ConnectionManager() as manager, grpc.insecure_channel(echo.address) as bare:
         ours, peer = calls(manager.get_or_create(config), echo), calls(bare, echo)
-        tell_calls(report, "", *compare(ours, peer, rounds))
+        add_calls(report, "", *compare(ours, peer, rounds))
     with asyncio.Runner(debug=False) as run:
         aio_manager, aio_bare = run.run(_open_aio(echo))
         handler = run.run(aio_manager.get_or_create(config))
         ours, peer = async_calls(run, handler, echo), async_calls(run, aio_bare, echo)
-        tell_calls(report, "async_", *compare(ours, peer, rounds))
+        add_calls(report, "async_", *compare(ours, peer, rounds))
         run.run(aio_manager.close())
         run.run(aio_bare.close())
 
@@ -326,14 +320,14 @@ async def _open_aio(echo: Echo) -> tuple[AsyncConnectionManager, Any]:
     return AsyncConnectionManager(), grpc.aio.insecure_channel(echo.address)
 
 
-def tell_calls(report: Report, kind: str, ratio: Figure, ours: float, bare: float) -> None:
+def add_calls(report: Report, kind: str, ratio: Figure, ours: float, bare: float) -> None:
     report.add(f"{kind}call_overhead_vs_bare_channel", ratio)
     report.add(f"{kind}call_us", Figure(ours * 1e6, "us"))
     report.add(f"bare_{kind}call_us", Figure(bare * 1e6, "us"))
 
 
 def measure(report: Report, quick: bool) -> None:
-    logging.disable(logging.CRITICAL)  # PyMilvus tells of the endpoint that hangs
+    logging.disable(logging.CRITICAL)  # PyMilvus logs errors of the endpoint that hangs
     rounds = 150 if quick else 600
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -344,7 +338,7 @@ def measure(report: Report, quick: bool) -> None:
         measure_calls(report, stack.enter_context(echo_server(folder)), rounds)
     report.notes.append(
         f"{rounds} rounds of {CHECKOUTS} checkouts, and of {CALLS} calls; in brackets the "
-        "quartiles, of the stall the least and the most"
+        "quartiles, of the stall the minimum and the maximum"
     )
 
 

@@ -1,49 +1,44 @@
-"""How soon is a caller told when the link is lost under its send?
+"""How soon does a send fail when its connection is lost?
 
-Publishes that a real Mosquitto has and does not confirm; then it is killed. The protocol cannot
-resume here, so nobody will ever know: every caller is told that at once. The peer is aiomqtt, whose
-callers wait for the timeout that they gave, 3 seconds.
+Mosquitto receives publishes and does not confirm them; then it is killed. The MQTT session cannot
+be resumed, so the outcome of each publish is unknown, which our callers get at once. The peer is
+aiomqtt, whose callers wait for their timeout of 3 seconds.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 
-from _harness import Figure, Report, main
+from _harness import Report, main, side_process, spread
 
-# Before what is imported from the tests: they are no package of ours.
+# The tests and tools are not installed: import them from the checkout.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.sessions.mosquitto import Mosquitto
 from tools import servers
 
-SIDE = str(Path(__file__).with_name("_session_sides.py"))
 SENDS = 20
 
 
 def side(name: str, binary: str) -> float:
-    """The median of one side's callers, in milliseconds, with a broker that does not survive it."""
+    """Return the median over one side's callers, in milliseconds; start and kill a broker."""
     with Mosquitto(binary) as broker:
-        command = [sys.executable, SIDE, "lost", name, broker.url(), str(SENDS), str(broker.pid)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return float(json.loads(done.stdout)["ms"])
+        found = side_process("_session_sides.py", "lost", name, broker.url(), SENDS, broker.pid)
+    return found["ms"]
 
 
 def measure(report: Report, quick: bool) -> None:
     binary = servers.find("mosquitto")
     if binary is None:
-        raise SystemExit("Mosquitto is needed: python tools/servers.py install")
+        raise SystemExit("Mosquitto is not installed: run python tools/servers.py install")
     rounds = 3 if quick else 9
     ours, peer = [], []
     for _ in range(rounds):
         ours.append(side("ours", binary))
         peer.append(side("aiomqtt", binary))
-    report.add("resolve_ms_p50", Figure(median(ours), "ms", min(ours), max(ours)))
-    report.add("aiomqtt_resolve_ms_p50", Figure(median(peer), "ms", min(peer), max(peer)))
+    report.add("resolve_ms_p50", spread(ours, "ms"))
+    report.add("aiomqtt_resolve_ms_p50", spread(peer, "ms"))
 
 
 if __name__ == "__main__":

@@ -1,42 +1,35 @@
-"""What does a send cost beside the bare codec and transport, and how many go through in a second?
+"""How much CPU does a send take, compared with the bare codec, and how many are sent per second?
 
-Publishes with QoS 1 to a local Mosquitto, a window of them under way, each confirmed. The bare side
-is a loop over the same codec and the same transport, which promises nothing; the peer is aiomqtt.
+Publishes with QoS 1 to a local Mosquitto, with a window of them in flight, each confirmed. The bare
+side is a loop over the same codec and transport, without guarantees; the peer is aiomqtt.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 
-from _harness import Figure, Report, main
+from _harness import Report, main, side_process, spread
 
-# Before what is imported from the tests: they are no package of ours.
+# The tests and tools are not installed: import them from the checkout.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.sessions.mosquitto import Mosquitto
 from tools import servers
 
-SIDE = str(Path(__file__).with_name("_session_sides.py"))
-#: As many as Mosquitto lets a client have under way.
+#: The publishes that Mosquitto lets a client have in flight.
 WINDOW = 20
 
 
 def side(name: str, url: str, count: int) -> dict[str, float]:
-    """What one side measures in a fresh process."""
-    command = [sys.executable, SIDE, "send", name, url, str(count), str(WINDOW)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    """Run one side in a new process."""
+    return side_process("_session_sides.py", "send", name, url, count, WINDOW)
 
 
 def measure(report: Report, quick: bool) -> None:
     binary = servers.find("mosquitto")
     if binary is None:
-        raise SystemExit("Mosquitto is needed: python tools/servers.py install")
+        raise SystemExit("Mosquitto is not installed: run python tools/servers.py install")
     rounds, count = (3, 5_000) if quick else (7, 20_000)
     costs, speeds, ours, bare = [], [], [], []
     with Mosquitto(binary, "max_queued_messages 0") as broker:
@@ -48,12 +41,10 @@ def measure(report: Report, quick: bool) -> None:
             speeds.append(mine["per_second"] / peer["per_second"])
             ours.append(mine["cpu_us"])
             bare.append(least["cpu_us"])
-    report.add(
-        "cpu_us_per_send_vs_bare_client", Figure(median(costs), "times", min(costs), max(costs))
-    )
-    report.add("sends_vs_aiomqtt", Figure(median(speeds), "times", min(speeds), max(speeds)))
-    report.add("cpu_us_per_send", Figure(median(ours), "µs", min(ours), max(ours)))
-    report.add("bare_cpu_us_per_send", Figure(median(bare), "µs", min(bare), max(bare)))
+    report.add("cpu_us_per_send_vs_bare_client", spread(costs, "times"))
+    report.add("sends_vs_aiomqtt", spread(speeds, "times"))
+    report.add("cpu_us_per_send", spread(ours, "µs"))
+    report.add("bare_cpu_us_per_send", spread(bare, "µs"))
 
 
 if __name__ == "__main__":

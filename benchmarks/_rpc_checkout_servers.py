@@ -1,4 +1,4 @@
-"""The servers that benchmarks/rpc_checkout.py talks to, each real, and gone with its block."""
+"""The real servers of rpc_checkout.py, as context managers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from moored.embedded._ports import choose_port
 
 __all__ = ["Echo", "echo_server", "milvus_server", "silent_server", "slow_topology"]
 
-#: How long a server may take to start.
-PATIENCE = 60.0
+#: Seconds that a server may take to start.
+START_TIMEOUT = 60.0
 
 
 @contextmanager
 def milvus_server(folder: Path) -> Iterator[str]:
-    """milvus-lite in a process of its own; gives its URI."""
+    """Run milvus-lite in its own process; yield its URI."""
     port = choose_port("127.0.0.1")
-    where = ["--data-dir", str(folder / "milvus"), "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--data-dir", str(folder / "milvus"), "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "milvus_lite", "server", *where],
+        [sys.executable, "-m", "milvus_lite", "server", *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -43,7 +43,7 @@ def milvus_server(folder: Path) -> Iterator[str]:
 
 
 def _wait_for(port: int, process: subprocess.Popen[Any]) -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + START_TIMEOUT
     while time.monotonic() < until and process.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port), 1.0).close()
@@ -56,7 +56,7 @@ def _wait_for(port: int, process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def silent_server() -> Iterator[str]:
-    """Accepts connections, by its kernel, and never says a word; gives its URI."""
+    """Listen without ever accepting or replying; yield the URI."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
@@ -67,13 +67,13 @@ class Echo(NamedTuple):
     address: str
     #: Makes a stub over a channel.
     stub: Callable[[Any], Any]
-    #: Makes a request; the answer has the same `text`.
+    #: Makes a request; the reply has the same `text`.
     text: Callable[..., Any]
 
 
 @contextmanager
 def echo_server(folder: Path) -> Iterator[Echo]:
-    """An echo in a process of its own, with stubs that grpcio-tools has made."""
+    """Run an echo server in its own process; yield it with stubs made by grpcio-tools."""
     (folder / "echo.proto").write_text(PROTO)
     tool = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=."]
     subprocess.run([*tool, "--grpc_python_out=.", "echo.proto"], cwd=folder, check=True)
@@ -96,11 +96,11 @@ def echo_server(folder: Path) -> Iterator[Echo]:
 
 @contextmanager
 def slow_topology(uri: str, delay: float) -> Iterator[str]:
-    """An HTTP server that takes its time to tell that this is the primary; gives its URI."""
+    """Run an HTTP server that reports `uri` as the primary after a delay; yield its URI."""
     members = [{"clusterId": "one", "endpoint": uri, "capability": 3}]
     body = json.dumps({"code": 0, "data": {"version": "1", "clusters": members}}).encode()
 
-    class Conversation(BaseHTTPRequestHandler):
+    class TopologyHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             time.sleep(delay)
             self.send_response(200)
@@ -109,9 +109,9 @@ def slow_topology(uri: str, delay: float) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            """Say nothing."""
+            """Log nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Conversation) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), TopologyHandler) as server:
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         serving.start()
         try:
