@@ -136,6 +136,7 @@ async def got(leases: Leases, *, limit: int = 3, ttl: float = 60.0) -> Lease:
     return lease
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_going_on_alone(place: Place, fault: str) -> None:
     async with (
@@ -164,6 +165,7 @@ async def test_going_on_alone(place: Place, fault: str) -> None:
             assert await other.acquire(KEY, limit=2) is None
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("fault", ["refused", "black_holed"])
 async def test_what_was_given_alone_may_be_too_much(place: Place, fault: str) -> None:
     async with connect(place.url, on_unavailable="local", timeout=TIMEOUT) as leases:
@@ -217,6 +219,7 @@ async def _recovered(leases: Leases) -> Lease:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("mode", ["local", "refuse"])
 async def test_a_store_that_is_away_at_the_start(place: Place, mode: str) -> None:
     place.harm("refused")

@@ -19,6 +19,8 @@ from moored.leases.redis import RedisStore
 from moored.leases.redis import open_store as open_redis
 from moored.testing.proxy import FaultProxy
 
+pytestmark = pytest.mark.every_loop
+
 
 @pytest.mark.parametrize("fault", ["stall", "black_hole"])
 async def test_silence_is_noticed_in_time(
