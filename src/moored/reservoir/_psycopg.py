@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import select
 import time
-from collections.abc import Generator, Iterator
 from typing import Any, ClassVar, Literal, get_origin
 
 import psycopg
-from psycopg import pq
+from psycopg import pq, waiting
+from psycopg.abc import PQGen
 from psycopg.waiting import Wait
 
 from ._driver import Connect, Driver, DriverState
@@ -35,6 +35,8 @@ _COPY = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
 #: How often a socket with something to read is read before it is believed to be alive: a farewell
 #: of the server comes before the end of the stream.
 _LOOKS = 3
+#: Seconds between two looks at the time while a thread waits for an answer.
+_INTERVAL = 0.1
 
 
 class PsycopgDriver(Driver):
@@ -72,7 +74,7 @@ class PsycopgDriver(Driver):
                 return True
         return bool(pgconn.status == pq.ConnStatus.BAD)
 
-    def _talk(self, conn: Any, conversation: Iterator[int], what: str, timeout: float) -> Any:
+    def _talk(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> Any:
         """Hold a conversation with the server, for so long at most."""
         raise NotImplementedError
 
@@ -82,7 +84,7 @@ class PsycopgDriver(Driver):
 
     def rollback(self, conn: Any, timeout: float) -> Any:
         """Undo its transaction."""
-        return self._talk(conn, _paced(conn._rollback_gen()), "ROLLBACK", timeout)
+        return self._talk(conn, conn._rollback_gen(), "ROLLBACK", timeout)
 
     def interrupted(self, error: BaseException | None) -> bool:
         """Never: a connection knows whether it is in the middle of something."""
@@ -110,13 +112,9 @@ class ThreadsPsycopg(PsycopgDriver):
 
     kind: ClassVar[Literal["threads"]] = "threads"
 
-    def _talk(self, conn: Any, conversation: Iterator[int], what: str, timeout: float) -> None:
-        ends = time.monotonic() + timeout
-        poll = select.poll()
-        for events in conversation:
-            poll.register(conn.pgconn.socket, events)
-            if not poll.poll(max(0.0, ends - time.monotonic()) * 1000):
-                raise _no_answer(conn, what, timeout)
+    def _talk(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
+        limited = _limited(conn, conversation, what, timeout)
+        waiting.wait(limited, conn.pgconn.socket, interval=_INTERVAL)
 
     def interrupt(self, conn: Any, timeout: float) -> None:
         """Cancel what the server executes, and wait for its end."""
@@ -138,14 +136,17 @@ class AsyncPsycopg(PsycopgDriver):
 
     kind: ClassVar[Literal["asyncio"]] = "asyncio"
 
-    async def _talk(
-        self, conn: Any, conversation: Iterator[int], what: str, timeout: float
-    ) -> None:
+    async def _talk(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
-                for events in conversation:
-                    await _ready(loop, conn.pgconn.socket, events)
+                wanted = next(conversation)
+                while True:
+                    await _ready(loop, conn.pgconn.socket, wanted)
+                    # A claim that all it waits for is ready does no harm.
+                    wanted = conversation.send(wanted)
+        except StopIteration:
+            return
         except TimeoutError:
             raise _no_answer(conn, what, timeout) from None
 
@@ -162,34 +163,34 @@ class AsyncPsycopg(PsycopgDriver):
             raise
 
 
-# -- conversations: generators that yield which events of the socket to wait for -------------------
+# -- conversations: psycopg's kind of generators, which yield what to wait for ---------------------
 #
 # A connection whose server does not answer in time is closed: what it would read next is unknown.
 
 
-def _ask(pgconn: pq.abc.PGconn) -> Iterator[int]:
+def _ask(pgconn: pq.abc.PGconn) -> PQGen[Any]:
     """Ask the empty query."""
     if pgconn.pipeline_status != pq.PipelineStatus.OFF:
         raise psycopg.OperationalError("somebody has left a pipeline open")
     pgconn.send_query(b"")
     while pgconn.flush():
-        yield select.POLLOUT
+        yield Wait.W
     for result in (yield from _results(pgconn)):
         if result.status == pq.ExecStatus.FATAL_ERROR:
             raise psycopg.OperationalError(result.get_error_message())
 
 
-def _finish(pgconn: pq.abc.PGconn) -> Iterator[int]:
+def _finish(pgconn: pq.abc.PGconn) -> PQGen[Any]:
     """Read the rest of an answer; not in a pipeline or a COPY, which end with the connection."""
     if pgconn.pipeline_status == pq.PipelineStatus.OFF:
         yield from _results(pgconn)
 
 
-def _results(pgconn: pq.abc.PGconn) -> Generator[int, None, list[pq.abc.PGresult]]:
+def _results(pgconn: pq.abc.PGconn) -> PQGen[list[pq.abc.PGresult]]:
     found: list[pq.abc.PGresult] = []
     while True:
         while pgconn.is_busy():
-            yield select.POLLIN
+            yield Wait.R
             pgconn.consume_input()
         result = pgconn.get_result()
         if result is None or result.status in _COPY:
@@ -197,14 +198,17 @@ def _results(pgconn: pq.abc.PGconn) -> Generator[int, None, list[pq.abc.PGresult
         found.append(result)
 
 
-def _paced(generator: Generator[int, int, Any]) -> Iterator[int]:
-    """Psycopg's own conversation; a claim that all it waits for is ready does no harm."""
+def _limited(conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> PQGen[Any]:
+    """The same conversation, which fails when it takes too long."""
+    ends = time.monotonic() + timeout
     try:
-        wanted = next(generator)
+        wanted = next(conversation)
         while True:
-            read, write = wanted & Wait.R, wanted & Wait.W
-            yield (select.POLLIN if read else 0) | (select.POLLOUT if write else 0)
-            wanted = generator.send(wanted)
+            ready = yield wanted
+            if time.monotonic() >= ends:
+                raise _no_answer(conn, what, timeout)
+            if ready:
+                wanted = conversation.send(ready)
     except StopIteration:
         return
 
@@ -214,23 +218,23 @@ def _no_answer(conn: Any, what: str, timeout: float) -> Exception:
     return psycopg.OperationalError(f"no answer to a {what} within {timeout:g} s")
 
 
-async def _ready(loop: asyncio.AbstractEventLoop, fd: int, events: int) -> None:
+async def _ready(loop: asyncio.AbstractEventLoop, fd: int, wanted: int) -> None:
     ready = loop.create_future()
 
     def tell() -> None:
         if not ready.done():
             ready.set_result(None)
 
-    if events & select.POLLIN:
+    if wanted & Wait.R:
         loop.add_reader(fd, tell)
-    if events & select.POLLOUT:
+    if wanted & Wait.W:
         loop.add_writer(fd, tell)
     try:
         await ready
     finally:
-        if events & select.POLLIN:
+        if wanted & Wait.R:
             loop.remove_reader(fd)
-        if events & select.POLLOUT:
+        if wanted & Wait.W:
             loop.remove_writer(fd)
 
 
