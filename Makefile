@@ -1,9 +1,9 @@
-# Every target makes what it needs first (a virtual environment, real servers) and says what it does.
+# Every target first prepares what it needs (a virtual environment, real servers) and prints what it does.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-# Tests start hundreds of programs: without byte code on disk each compiles everything anew.
+# Tests start hundreds of programs: without bytecode on disk each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV   ?= .venv
@@ -11,21 +11,21 @@ BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
 
-# Size of the fault, load and schedule tests: tiny in `check`, small in `test`, full in `soak`.
+# Size of the fault, load and simulation tests: tiny in `check`, small in `test`, full in `soak`.
 CHECK_SCALE ?= 0.01
 TEST_SCALE ?= 0.02
 SOAK_SCALE ?= 1
-# A fixed seed gives a fixed order and fixed schedules; `soak` draws a new one and prints it.
+# A fixed seed gives a fixed order and fixed schedules; `soak` uses a new one and prints it.
 TEST_SEED  ?= 20261115
 ifndef SOAK_SEED
 SOAK_SEED  := $(shell $(PYTHON) -c 'import random; print(random.SystemRandom().randrange(2**31))')
 endif
-# More than there are cores: most of the time a test waits for a server.
+# More than a machine of two cores has: tests mostly wait for servers.
 WORKERS    ?= 3
 PORT       ?= 8089
 PYTEST     := $(BIN)/python -m pytest -p no:cacheprovider
-# Python's development mode turns asyncio's debugging on, which takes most of the time of a pure
-# test: in `soak` only. The usual allocator, because there is no C of ours for the other to check.
+# Python's development mode enables asyncio's debug mode, which multiplies the time of pure tests: in
+# `soak` only. With the default allocator, because the package has no C code for the debug hooks to check.
 PYTEST_DEV := PYTHONMALLOC=pymalloc $(BIN)/python -X dev -m pytest -p no:cacheprovider
 
 say = @printf '\033[1m» %s\033[0m\n'
@@ -37,7 +37,7 @@ help: ## List the targets
 		while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 $(VENV)/.made:
-	$(say) "making the virtual environment in $(VENV)"
+	$(say) "creating the virtual environment in $(VENV)"
 	@[ -n "$(PYTHON)" ] || { echo "moored: Python 3.11 or newer is needed: install python3.11 or set PYTHON=…" >&2; exit 2; }
 	@$(PYTHON) tools/make_venv.py $(VENV)
 	@touch $@
@@ -54,16 +54,16 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 
 run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:8089 (or PORT=…)
 	$(say) "starting moored (Ctrl-C stops it)"
-	@# In a terminal, Ctrl-C must reach the service alone: make itself would die of it.
+	@# In a terminal, Ctrl-C must reach only the service: make would exit first.
 	@if [ -t 0 ]; then set -m; $(BIN)/moored serve --port $(PORT); else exec $(BIN)/moored serve --port $(PORT); fi
 
 servers: ## Install the real servers that the tests use (needs root and apt)
 	@$(PYTHON) tools/servers.py install
 
-check: $(VENV)/.dev ## Lint, types and the pure tests, in under a minute: what one runs while working
+check: $(VENV)/.dev ## Lint, types and the pure tests, in under a minute: run it while working
 	@$(MAKE) -j2 --output-sync=target lint pure
 
-# Only the files with the marker, because importing all tests takes longer than running these.
+# Only the files with the marker, because importing all tests takes longer than running the pure ones.
 pure: $(VENV)/.dev
 	$(say) "tests that start no server and no program (seed $(TEST_SEED), scale $(CHECK_SCALE))"
 	@MOORED_SCALE=$(CHECK_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'pure and not soak' -n 2 --dist worksteal --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED) $$(grep -rl 'pytest\.mark\.pure' --include='test_*.py' tests)
@@ -73,7 +73,7 @@ test: $(VENV)/.dev servers ## Lint, types, layers, docs and all tests, at small 
 	$(say) "tests on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
 	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not soak' -n $(WORKERS) --dist worksteal --durations=10 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 
-# Import all tests once, so that the workers need not each compile them with their assertions.
+# Import all tests once, so that the workers do not each compile them.
 collect: $(VENV)/.dev
 	$(say) "compiling the tests"
 	@$(PYTEST) -q --collect-only >$(VENV)/collected || { cat $(VENV)/collected; exit 1; }
@@ -90,7 +90,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, documented public name
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/public_names.py
 
-format: $(VENV)/.dev ## Let ruff mend what it can
+format: $(VENV)/.dev ## Let ruff fix and format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

@@ -1,4 +1,4 @@
-"""Each transaction has its effect once, although the consumer crashes before it can say so.
+"""Apply each transaction once, although the consumer crashes before it acknowledges.
 
 The effect (a running total) and the position are stored in one transaction of the consumer's own
 database. After the crash the consumer passes the stored position as `start=`.
@@ -21,7 +21,7 @@ from moored.postgres import Postgres, Transaction
 
 
 def apply(ledger: sqlite3.Connection, txn: Transaction) -> tuple[int, int]:
-    """The effect and the position, or neither."""
+    """Store the effect and the position in one transaction."""
     amount = sum(change.new["amount"] for change in txn if change.new)
     with ledger:
         ledger.execute("update totals set total = total + ?", (amount,))

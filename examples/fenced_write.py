@@ -1,4 +1,4 @@
-"""Why an exclusive lease has a fence: an owner that fell asleep wakes up, and is refused.
+"""Why an exclusive lease has a fence: a paused owner that continues too late is refused.
 
 The store is in memory; with `redis://…` or `postgresql://…` the two owners may be on different
 machines.
@@ -20,7 +20,7 @@ STORE = "memory://example"
 
 
 class Ledger:
-    """What the lease protects: it remembers the newest fence, and refuses every older one."""
+    """The protected resource: it stores the newest fence, and refuses every older one."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -36,20 +36,20 @@ class Ledger:
 async def main() -> None:
     ledger = Ledger()
     async with connect(STORE, service_name="first") as first, connect(STORE) as second:
-        sleeper = await first.exclusive("ledger", ttl=180).acquire()
-        ledger.write("written by the first owner", fence=sleeper.fence)
+        paused = await first.exclusive("ledger", ttl=180).acquire()
+        ledger.write("written by the first owner", fence=paused.fence)
 
-        # The first owner stops: a debugger, a swapped-out machine, a long collection. Its time
-        # passes; here an operator ends the lease, which comes to the same.
-        await second.revoke(sleeper.id, "ledger")
+        # The first owner is paused, by a debugger, swapping or a garbage collection, and its lease
+        # expires. Here an operator revokes the lease, with the same effect.
+        await second.revoke(paused.id, "ledger")
 
         async with second.exclusive("ledger", ttl=180) as owner:
             ledger.write("written by the second owner", fence=owner.fence)
 
-        # It wakes up, and has not heard yet that it is not the owner any more.
-        assert sleeper.live
+        # The first owner continues, before it has noticed the loss of its lease.
+        assert paused.live
         try:
-            ledger.write("written by a ghost", fence=sleeper.fence)
+            ledger.write("written by an expired owner", fence=paused.fence)
         except FenceRejected as error:
             print(error)
     print(*ledger.lines, sep="\n")

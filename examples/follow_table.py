@@ -1,6 +1,6 @@
 """Follow a table: every committed change, in order, none lost.
 
-It runs on an embedded PostgreSQL of its own; with your own database, pass its URL.
+It starts an embedded PostgreSQL; to follow your own database, pass its URL to `Postgres`.
 
 Expected output:
 
@@ -36,7 +36,7 @@ async def follow(pg: Postgres) -> None:
                     print(f"update of {table}: {row}")
                 case Delete(table, key):
                     print(f"delete from {table}: {key}")
-        await txn.ack()  # only now may PostgreSQL forget it
+        await txn.ack()  # now PostgreSQL may remove the WAL
         seen += 1
         if seen == len(STATEMENTS):
             return

@@ -1,11 +1,11 @@
-"""The four outcomes of a send, each brought about on purpose, on a server within the process.
+"""The four outcomes of a send, each caused on purpose, with a server in this process.
 
 Expected output:
 
     confirmed
-    refused: 463 (no such account)
-    it is safe to send it again: the session of 'alice' is offline/resting: the user disconnected it
-    nobody knows: the link was lost: …
+    rejected: 463 (no such account)
+    safe to send again: the session of 'alice' is offline/resting: the user disconnected it
+    may have been delivered: the link was lost: …
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def words(outcome: Outcome) -> str:
         case Acked():
             return "confirmed"
         case Rejected(code=code, reason=reason):
-            return f"refused: {code} ({reason})"
+            return f"rejected: {code} ({reason})"
         case NotSent(reason=reason):
-            return f"it is safe to send it again: {reason}"
+            return f"safe to send again: {reason}"
         case Unknown(reason=reason):
-            return f"nobody knows: {reason}"
+            return f"may have been delivered: {reason}"
 
 
 async def main() -> None:
@@ -41,9 +41,9 @@ async def main() -> None:
         print(words(await alice.send("bob", b"hello", outcome=True)))
 
         await alice.connect()
-        server.drop_acks = 1  # the server takes it, and its answer is lost with the link
+        server.drop_acks = 1  # the server receives the message; its ack is lost
         sending = asyncio.create_task(alice.send("bob", b"hello", outcome=True))
-        while len(server.received) < 2:  # noqa: ASYNC110 (nobody tells us what a server has seen)
+        while len(server.received) < 2:  # noqa: ASYNC110 (the server has no event for it)
             await asyncio.sleep(0)
         server.cut("alice")
         print(words(await sending))

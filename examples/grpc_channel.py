@@ -1,11 +1,10 @@
-"""A gRPC channel by its address, shared by two clients; the server restarts, and their calls go on.
+"""A gRPC channel that two clients share; their calls wait while the server restarts.
 
-What `rpc.channel` returns *is* a `grpc.Channel`: give it to a generated stub. All callers of the
-process that name the same server share one connection, which is replaced once after a restart,
-however many clients there are. The interceptor repeats failed calls within their own timeout; leave
-it out for calls that must not be carried out twice. For asyncio it is `await rpc.aio.channel(...)`;
-for TLS, `tls=True`, or `tls=grpc.ssl_channel_credentials(...)`. `rpc.ConnectionManager` is the same
-with more options.
+`rpc.channel` returns a `grpc.Channel`, to pass to a generated stub. All callers of the process that
+name the same server share one connection, which is replaced once after a restart, however many
+clients there are. The interceptor retries failed calls within their own timeout; omit it for calls
+that must not be executed twice. With asyncio use `await rpc.aio.channel(...)`; for TLS, `tls=True`
+or `tls=grpc.ssl_channel_credentials(...)`. `rpc.ConnectionManager` has more options.
 
 Expected output:
 
@@ -30,11 +29,11 @@ from moored import rpc
 GREET = "/example.Greeter/Greet"
 
 
-def serve(life: int, port: int = 0) -> tuple[grpc.Server, int]:
-    """A server in this process, which says in which life it is."""
+def serve(number: int, port: int = 0) -> tuple[grpc.Server, int]:
+    """Start a server in this process, whose replies have its number."""
 
     def greet(name: bytes, context: object) -> bytes:
-        return b"hello %s, from server %d" % (name, life)
+        return b"hello %s, from server %d" % (name, number)
 
     methods = {"Greet": grpc.unary_unary_rpc_method_handler(greet)}
     server = grpc.server(ThreadPoolExecutor(4))
@@ -47,7 +46,7 @@ def serve(life: int, port: int = 0) -> tuple[grpc.Server, int]:
 
 
 class Client:
-    """A client with a stub; here it has one method, and no generated code."""
+    """A client with one method, without generated code."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name = name
@@ -61,7 +60,7 @@ class Client:
 
 
 def main() -> None:
-    server, port = serve(life=1)
+    server, port = serve(number=1)
     clients = [Client(name, port) for name in ("alice", "bob")]
     with rpc.ConnectionManager.get_instance() as manager, ThreadPoolExecutor(2) as threads:
         print(*threads.map(Client.call, clients), sep="\n")
@@ -71,7 +70,7 @@ def main() -> None:
         calls = [threads.submit(client.call) for client in clients]
         threading.Event().wait(0.5)
         assert not any(call.done() for call in calls)
-        server, _ = serve(life=2, port=port)
+        server, _ = serve(number=2, port=port)
         print("the server is back")
         print(*(call.result() for call in calls), sep="\n")
 

@@ -1,7 +1,7 @@
-"""A service whose primary moves, in both orders: the news come first, or the failure does.
+"""Follow a primary that moves, whether the topology changes before the server fails or after.
 
-Here a dictionary says who the primary is; in a real service it is whatever you have: a table, etcd,
-Milvus's topology over HTTP, DNS.
+Here a dictionary holds the topology; in a real service it may be a table, etcd, DNS, or Milvus's
+topology over HTTP.
 
 Expected output:
 
@@ -34,7 +34,7 @@ directory = {"primary": "", "replica": ""}
 
 
 def members() -> list[Member]:
-    """Who is there now, and what each can do; it may block, or be async."""
+    """Return the members of the cluster; the function may block, or be async."""
     return [
         Member("one", directory["primary"], Capability.PRIMARY),
         Member("two", directory["replica"], Capability.READABLE),
@@ -42,7 +42,7 @@ def members() -> list[Member]:
 
 
 def strategy(config: ConnectionConfig) -> AsyncGlobalStrategy:
-    """Every 0.1 s, so that this is a short example; it is 300 s unless you say so."""
+    """Refresh the topology every 0.1 s, to keep this example short; the default is 300 s."""
     return AsyncGlobalStrategy(fetch_topology=members, refresh_every=0.1)
 
 
@@ -76,7 +76,7 @@ async def main() -> None:
 
         print("the directory names paris; berlin still runs")
         directory.update(primary=at_paris, replica=at_berlin)
-        # Nobody calls meanwhile: it moves by itself.
+        # The channel moves by itself, without a call.
         await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         await channel.channel_ready()
         print(await hello(channel, timeout=30))

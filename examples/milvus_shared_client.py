@@ -1,13 +1,13 @@
-"""Clients of Milvus that share a connection, and a call that outlives an outage.
+"""Milvus clients that share a connection, and a call that waits for the end of an outage.
 
-The server is Milvus Lite, in this process; the proxy in front of it makes the outage.
+The server is Milvus Lite, in this process; a proxy in front of it causes the outage.
 
 Expected output:
 
     2 clients, 1 connection
     the nearest: 3
     the server cannot be reached for a second
-    written all the same: 1 row, over connection 2
+    1 row written after the outage, over connection 2
     1 client, 1 connection
 """
 
@@ -48,10 +48,10 @@ def main(folder: Path) -> None:
         proxy.refuse()
         proxy.reset()
         threading.Timer(1.0, proxy.heal).start()
-        told = writer.upsert("books", [row(10)], timeout=30)
+        result = writer.upsert("books", [row(10)], timeout=30)
         (line,) = manager.get_stats()["connections"]
         print(
-            f"written all the same: {told['upsert_count']} row, over connection",
+            f"{result['upsert_count']} row written after the outage, over connection",
             line["generation"],
         )
 

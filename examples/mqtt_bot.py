@@ -1,8 +1,8 @@
-"""A bot that survives everything: whatever is published to to-bot/NAME, it says to from-bot/NAME.
+"""An echo bot: it publishes each message on to-bot/NAME to from-bot/NAME.
 
     python examples/mqtt_bot.py mqtt://127.0.0.1:1883
 
-Kill the broker, start it again, cut the network: the bot comes back by itself, and answers.
+Kill and restart the broker, or cut the network: the bot reconnects by itself, and replies.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ async def main(broker: str) -> None:
             match event.data:
                 case ConnectionUpdate(state=state, reason=reason):
                     print(state, "" if state == "online" else reason, flush=True)
-                case Msg(content=words, to=topic):
-                    who = topic.rpartition("/")[2]
+                case Msg(content=content, to=topic):
+                    name = topic.rpartition("/")[2]
                     outcome = await bot.send(
-                        who, words, hold=True, idempotent=True, timeout=3600, outcome=True
+                        name, content, hold=True, idempotent=True, timeout=3600, outcome=True
                     )
-                    print(f"to {who}: {outcome}", flush=True)
+                    print(f"to {name}: {outcome}", flush=True)
 
 
 if __name__ == "__main__":

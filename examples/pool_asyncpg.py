@@ -1,7 +1,7 @@
-"""With asyncpg: a password that changes while the pool runs, as the tokens of a cloud do.
+"""A pool of asyncpg connections whose password changes, as the tokens of a cloud do.
 
-A token is fetched ahead of need and kept until it ends. When the server refuses it before that, a
-new one is fetched and tried, once.
+A token is fetched before it is needed, and cached until it expires. If the server refuses a cached
+token, a new one is fetched and tried once.
 
 Expected output:
 
@@ -9,7 +9,7 @@ Expected output:
     orders: the server refused a token (password authentication failed for user "app"): trying …
     hello from app
     <CachedTokens: good for 15 m 0 s, 2 fetched, 0 failed>
-    refills: 2, failed: 0, let go: {'drained': 1}
+    refills: 2, failed: 0, discarded: {'drained': 1}
 """
 
 import asyncio
@@ -25,7 +25,7 @@ vault = {"app": "monday"}
 
 
 async def fetch_token() -> str:
-    return vault["app"]  # ask a vault or a cloud here; a function that blocks will do too
+    return vault["app"]  # query a vault or a cloud here; the function may also block
 
 
 async def greet(pool: AsyncConnectionPool[asyncpg.Connection]) -> None:
@@ -41,19 +41,19 @@ async def main() -> None:
         async with AsyncConnectionPool[asyncpg.Connection](
             f"postgresql://app@{postgres.host}:{postgres.port}/postgres",
             connect=asyncpg.connect,
-            tokens=tokens,  # each new connection gets the newest as its password
+            tokens=tokens,  # the password of each new connection
             max_size=1,
             name="orders",
         ) as pool:
             await greet(pool)
             await admin.execute("alter role app password 'tuesday'")
             vault["app"] = "tuesday"
-            await pool.drain()  # as if its connection had reached its end
+            await pool.drain()  # as if its connection had expired
             await greet(pool)
             seen = pool.statistics()
         print(tokens)
         failed = sum(seen.refill_failures.values())
-        print(f"refills: {seen.refills}, failed: {failed}, let go: {dict(seen.discards)}")
+        print(f"refills: {seen.refills}, failed: {failed}, discarded: {dict(seen.discards)}")
         await admin.close()
 
 

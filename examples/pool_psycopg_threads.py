@@ -1,7 +1,7 @@
-"""Two threads change the same row: the transaction that loses is done again, as a whole.
+"""Two threads change the same row: the transaction that fails is retried as a whole.
 
-The isolation is serializable here. Aurora DSQL likewise refuses, with SQLSTATE 40001, the commit of
-whoever comes second.
+The isolation level is serializable. Aurora DSQL likewise refuses the second commit, with SQLSTATE
+40001.
 
 Expected output:
 
@@ -31,7 +31,7 @@ def balance(conn: psycopg.Connection) -> int:
 def withdraw(conn: psycopg.Connection) -> None:
     tries.append(left := balance(conn))
     if len(tries) <= 2:
-        both_have_read.wait()  # so that the first two do collide
+        both_have_read.wait()  # so that the first two conflict
     conn.execute("update account set balance = %s", [left - 1])
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     ):
         pool.wait()
         print(f"{pool.statistics().size} ready, {pool.statistics().in_use} in use")
-        with pool.connection() as conn:  # commits at its end
+        with pool.connection() as conn:  # commits at the end of the block
             conn.execute("create table account as select 100 as balance")
 
         threads = [Thread(target=retry_transaction, args=(pool, withdraw)) for _ in range(2)]
@@ -56,7 +56,7 @@ def main() -> None:
         try:
             with pool.connection() as conn:
                 withdraw(conn)
-                raise RuntimeError("changed my mind")
+                raise RuntimeError("cancel the withdrawal")
         except RuntimeError:
             with pool.connection() as conn:
                 print(f"an error rolls back: {balance(conn)} left")

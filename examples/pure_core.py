@@ -1,7 +1,7 @@
-"""A pure core with two shells: a gate that lets so many callers through, and no more.
+"""A pure core with two shells: a gate that limits the rate of callers.
 
 `Gate` decides. `AsyncGate` and `ThreadGate` wait and wake. `refilling` is background work, written
-once: on the user's loop under asyncio, on the library's private loop thread under threads.
+once: it runs on the user's event loop under asyncio, on the library's loop thread under threads.
 
 Expected output:
 
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class Gate(Generic[T]):
-    """Lets `burst` callers through at once and then one per `period`, in the order they came.
+    """Lets `burst` callers through at once and then one per `period`, in order of arrival.
 
-    It does not know what a caller is: the asyncio shell queues futures here, the thread shell
-    events. Every method returns the callers that may pass now.
+    A caller is any object: the asyncio shell queues futures, the thread shell events. Every method
+    returns the callers that may pass now.
     """
 
     def __init__(self, *, burst: int, period: float, now: float) -> None:
@@ -42,12 +42,12 @@ class Gate(Generic[T]):
         self._waiting: deque[T] = deque()
 
     def arrive(self, caller: T, now: float) -> list[T]:
-        """A caller wants to pass."""
+        """Add a caller."""
         self._waiting.append(caller)
         return self._decide(now)
 
     def leave(self, caller: T, now: float) -> list[T]:
-        """A caller has given up; if it had just been let through, it gives its token back."""
+        """Remove a caller that gave up; if it was let through already, return its token."""
         if caller in self._waiting:
             self._waiting.remove(caller)
         else:
@@ -55,11 +55,11 @@ class Gate(Generic[T]):
         return self._decide(now)
 
     def refill(self, now: float) -> list[T]:
-        """Time has passed."""
+        """Add the tokens of the time that has passed."""
         return self._decide(now)
 
     def _decide(self, now: float) -> list[T]:
-        # The one place that looks at everything: tokens, time and who waits.
+        # The one place that looks at the whole state: tokens, time and waiting callers.
         due = int((now - self._filled_at) / self.period)
         self._filled_at += due * self.period
         self._tokens = min(self.burst, self._tokens + due)
@@ -72,13 +72,13 @@ class Gate(Generic[T]):
 
 
 async def refilling(refill: Callable[[], None], period: float) -> None:
-    """Tell a gate again and again that time has passed."""
+    """Call `refill` every `period` seconds."""
     while True:
         await asyncio.sleep(period)
         refill()
 
 
-# The asyncio shell: calls the core from the loop, where nothing can come between
+# The asyncio shell: calls the core on the event loop, so that calls never interleave
 
 
 class AsyncGate:
@@ -117,7 +117,7 @@ class AsyncGate:
                 caller.set_result(None)
 
 
-# The thread shell: one lock around each call of the core, and nothing else within it
+# The thread shell: a lock around each call of the core, and nothing else under it
 
 
 class ThreadGate:
@@ -130,7 +130,7 @@ class ThreadGate:
         self._core: Gate[threading.Event] = Gate(burst=burst, period=period, now=now)
 
     def enter(self, timeout: float | None = None) -> bool:
-        """Wait until this caller may pass; False if that took too long."""
+        """Wait until this caller may pass; return False after the timeout."""
         caller = threading.Event()
         with self._lock:
             passing = self._core.arrive(caller, self._clock.monotonic())
@@ -165,7 +165,7 @@ class ThreadGate:
 
 
 async def with_asyncio() -> None:
-    """Five coroutines, two at once and the rest one by one."""
+    """Let five coroutines pass, two at once and the rest one by one."""
     passed: list[str] = []
 
     async def visit(name: str) -> None:
@@ -178,12 +178,12 @@ async def with_asyncio() -> None:
 
 
 def with_threads() -> None:
-    """Five threads likewise, and one that does not wait for its turn."""
+    """Let five threads pass likewise, and one more time out."""
     begin = Clock.system().monotonic()
     with ThreadGate(burst=2, period=0.01) as gate, ThreadPoolExecutor(5) as pool:
         passed = sum(pool.map(lambda _: gate.enter(), range(5)))
-    hurry = "no faster" if Clock.system().monotonic() - begin >= 3 * 0.01 else "faster"
-    print(f"threads: {passed} passed, {hurry} than allowed")
+    speed = "no faster" if Clock.system().monotonic() - begin >= 3 * 0.01 else "faster"
+    print(f"threads: {passed} passed, {speed} than allowed")
 
     with ThreadGate(burst=1, period=60) as gate:
         gate.enter()

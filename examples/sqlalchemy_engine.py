@@ -1,14 +1,14 @@
-"""An ORM on a reservoir: a connection ends while nobody uses it, and nobody notices.
+"""An ORM on a reservoir: an idle connection expires and is replaced, without any error.
 
-Connections live for three seconds here, so that there is something to see.
+Connections expire after three seconds here.
 
 Expected output:
 
     tea was ordered; 1 of 1, 1 ready, 0 in use, 0 waiting, next expiry in …
-    let go meanwhile: {'guard_on_scan': 1}
+    discarded meanwhile: {'guard_on_scan': 1}
     coffee was ordered, by another connection: True
     ['tea', 'coffee']
-    disposed of: <ConnectionPool 127.0.0.1:…/postgres: new>
+    after dispose(): <ConnectionPool 127.0.0.1:…/postgres: new>
 """
 
 import time
@@ -52,7 +52,7 @@ def main() -> None:
 
         while not pool.statistics().discards:
             time.sleep(0.05)
-        print("let go meanwhile:", dict(pool.statistics().discards))
+        print("discarded meanwhile:", dict(pool.statistics().discards))
 
         second = order("coffee")
         print("coffee was ordered, by another connection:", second != first)
@@ -60,7 +60,7 @@ def main() -> None:
             print(session.scalars(select(Order.article).order_by(Order.id)).all())
 
         engine.dispose()
-        print("disposed of:", reservoir_of(engine))  # the next use opens a new one
+        print("after dispose():", reservoir_of(engine))  # the next use opens a new one
 
 
 if __name__ == "__main__":

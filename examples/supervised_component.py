@@ -1,4 +1,4 @@
-"""A supervised component: it dials, says that it is up, and is restarted when it breaks.
+"""A supervised component: it connects, reports that it has started, and is restarted on failure.
 
 Expected output:
 
@@ -29,7 +29,7 @@ async def listener(ctx: Context) -> None:
 
 
 async def main() -> None:
-    logging.disable()  # the failure is logged with its traceback; here the story is enough
+    logging.disable()  # the failure would be logged with its traceback
     async with Supervisor("root", strategy="rest_for_one") as root:
         await root.start_child(Child("listener", listener))
         await second_link.wait()

@@ -1,4 +1,4 @@
-"""Make a virtual environment; on a bare Debian, install the package that `venv` needs first."""
+"""Create a virtual environment; on Debian, first install the package that `venv` needs."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import venv
 
 
 def has_ensurepip() -> bool:
-    """Debian splits ensurepip into a package of its own; without it a venv has no pip."""
+    """Whether ensurepip is installed, which Debian ships in a separate package."""
     try:
         import ensurepip  # noqa: F401
     except ImportError:
@@ -23,16 +23,16 @@ def main() -> int:
     if not has_ensurepip():
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
             print(
-                f"moored: {sys.executable} cannot make virtual environments; "
+                f"moored: {sys.executable} cannot create virtual environments; "
                 f"install {package} first (as root: apt-get install {package})",
                 file=sys.stderr,
             )
             return 2
-        print(f"installing {package} (Debian keeps venv in a package of its own)", flush=True)
+        print(f"installing {package} (on Debian, venv is a separate package)", flush=True)
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)
         subprocess.run(["apt-get", "install", "-y", "-qq", package], check=True, env=environment)
-        # The running interpreter started without ensurepip: a new one sees it.
+        # In a new process: the running interpreter may not find the new ensurepip.
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
         return 0
     venv.create(target, with_pip=True, symlinks=True)

@@ -1,7 +1,7 @@
-"""Check that every public name is documented: a docstring of its own, and a page of the reference.
+"""Check that every public name has a docstring, and every package a page in docs/reference.
 
-A package's public names are those of its `__all__`; each package has a page in docs/reference that
-documents all of them (automodule), and each name needs a docstring for that.
+A package's public names are those of its `__all__`; its page in docs/reference documents all of
+them (automodule).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import moored
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
-#: Rooms whose users are not programmers: their reference is a page about the command.
+#: Packages without a public API: the reference documents the command instead.
 WITHOUT_API = {"moored.cli"}
-#: Folders within a room: users import from the room.
+#: Internal subpackages: users import from the parent package.
 INTERNAL = {
     *(f"moored.postgres.{each}" for each in ("consume", "decode", "manage", "report", "server")),
     "moored.postgres.stream",
@@ -26,7 +26,7 @@ INTERNAL = {
 
 
 def packages() -> list[str]:
-    """The rooms of the house, and their public modules."""
+    """Return the packages of moored, and their public modules."""
     found = []
     for room in pkgutil.iter_modules(moored.__path__, "moored."):
         found.append(room.name)
@@ -41,12 +41,12 @@ def packages() -> list[str]:
 
 
 def is_data(value: object) -> bool:
-    """Constants and type aliases have no docstring of their own in Python."""
+    """Whether a value is a constant or a type alias, which have no docstring in Python."""
     return not (inspect.isclass(value) or inspect.isroutine(value))
 
 
 def mistakes(package: str, pages: str) -> list[str]:
-    """What is missing in the documentation of one package."""
+    """Return what is missing in the documentation of one package."""
     module = importlib.import_module(package)
     found = []
     names = getattr(module, "__all__", None)

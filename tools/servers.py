@@ -1,8 +1,8 @@
-"""The real servers that the tests use: one list, in one place.
+"""The real servers that the tests use.
 
-`tools/servers.py install` installs what is missing where it may (root and apt), and otherwise says
-which tests cannot run and why. With CI=true a missing server is a failure.
-Tests ask `find()` for a binary, so that there is no second list.
+`tools/servers.py install` installs missing servers if it can (as root, with apt), and otherwise
+prints which tests cannot run and why. With CI=true a missing server is a failure. Tests look up a
+binary with `find()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 
 @dataclass(frozen=True)
 class Server:
-    """One real server: its Debian package, its binary, and what the tests do with it."""
+    """A server: its Debian package, its binary, and what is tested with it."""
 
     name: str
     package: str
@@ -45,7 +45,7 @@ SERVERS = (
 
 
 def find(name: str) -> str | None:
-    """The path of a server's binary, or None where it is not installed."""
+    """Return the path of a server's binary, or None if it is not installed."""
     server = next(s for s in SERVERS if s.name == name)
     if "/" in server.binary:
         return max(glob.glob(server.binary), default=None)
@@ -53,12 +53,12 @@ def find(name: str) -> str | None:
 
 
 def missing() -> list[Server]:
-    """The servers of the list that are not on this machine."""
+    """Return the servers that are not installed."""
     return [s for s in SERVERS if find(s.name) is None]
 
 
 def install(servers: list[Server]) -> None:
-    """Install packages without letting Debian start their daemons: the tests start their own."""
+    """Install packages without starting their daemons: the tests start their own."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     guard = not POLICY.exists()
     if guard:
@@ -75,7 +75,7 @@ def install(servers: list[Server]) -> None:
 
 
 def main() -> int:
-    """Install what is missing, then say what still is."""
+    """Install missing servers, then print those that are still missing."""
     if sys.argv[1:] not in ([], ["install"]):
         print("usage: tools/servers.py [install]", file=sys.stderr)
         return 2

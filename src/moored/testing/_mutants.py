@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ._errors import MutantRejected, MutantSurvived, SimulationFailed
 from ._run import Scenario
@@ -15,15 +16,14 @@ from ._simulate import explore, simulate
 
 __all__ = ["Caught", "Mutant", "assert_caught", "mutant"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ABSENT: Any = object()
 # A mutant that raises one of these is usually written wrongly.
 _MISTAKES = (NameError, ImportError, SyntaxError, TypeError, AttributeError)
 
 
-class Mutant:
+class Mutant(ContextDecorator):
     """A named defect, planted for the duration of a `with` block or of a decorated function."""
 
     def __init__(self, owner: Any, attribute: str, replacement: Any, *, name: str) -> None:
@@ -65,23 +65,17 @@ class Mutant:
         else:
             setattr(self.owner, self.attribute, self._before)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+    def __call__(self, function: F) -> F:
         """Decorate a function or a coroutine function: plant the defect while it runs."""
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def planted_async(*args: P.args, **options: P.kwargs) -> Any:
-                with self:
-                    return await function(*args, **options)
-
-            return cast(Callable[P, R], planted_async)
+        if not inspect.iscoroutinefunction(function):
+            return super().__call__(function)
 
         @functools.wraps(function)
-        def planted(*args: P.args, **options: P.kwargs) -> R:
+        async def planted(*args: Any, **options: Any) -> Any:
             with self:
-                return function(*args, **options)
+                return await function(*args, **options)
 
-        return planted
+        return cast(F, planted)
 
     def __repr__(self) -> str:
         state = "planted in" if self._planted else "for"

@@ -15,7 +15,7 @@ import errno
 import random
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import Context, copy_context
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from ._dial import Dial
@@ -92,16 +92,16 @@ class Network:
 
     def host(self, name: str | None) -> Host:
         """Return the host with this name or address, created on first use."""
+        known = self._find(name)
+        if known is None:
+            assert name is not None
+            known = self._hosts[name] = Host(self.loop, name, _address(len(self._hosts) + 1))
+        return known
+
+    def _find(self, name: str | None) -> Host | None:
         if name in _LOCAL:
             return self._process().host
-        assert name is not None
-        known = self._hosts.get(name) or next(
-            (host for host in self._hosts.values() if host.ip == name), None
-        )
-        if known is None:
-            known = Host(self.loop, name, _address(len(self._hosts) + 1))
-            self._hosts[name] = known
-        return known
+        return next((host for host in self._hosts.values() if name in (host.name, host.ip)), None)
 
     def hosts(self) -> list[Host]:
         """Return all hosts, in the order of their creation."""
@@ -109,13 +109,13 @@ class Network:
 
     def resolve(self, name: str | None) -> Host:
         """Look up a host by name or address; raise `gaierror` for an unknown one."""
-        known = name in _LOCAL or name in self._hosts
-        if not known and all(host.ip != name for host in self._hosts.values()):
+        known = self._find(name)
+        if known is None:
             names = ", ".join(self._hosts)
             raise socket.gaierror(
                 socket.EAI_NONAME, f"no simulated host is called {name!r} (known hosts: {names})"
             )
-        return self.host(name)
+        return known
 
     def addresses(self, name: Any, port: Any) -> list[Any]:
         """Return the result of `getaddrinfo`."""
@@ -232,9 +232,8 @@ class Network:
             if (host.name, port) in self._listeners:
                 raise OSError(errno.EADDRINUSE, f"port {port} of {host.name!r} is in use")
         process = hosts[0].process
-        context = copy_context()
-        context.run(CURRENT.set, process)
-        server = SimServer(self.loop, process, context, factory, [(h.ip, port) for h in hosts])
+        addresses = [(host.ip, port) for host in hosts]
+        server = SimServer(self.loop, process, process.context(), factory, addresses)
         for host in hosts:
             self._listeners[host.name, port] = server
         return server

@@ -93,10 +93,14 @@ class Pipe:
         ):
             in_flight[-1] += item
             return
-        # A later piece never overtakes an earlier one.
-        self._last = max(self._last, network.loop.time() + network.delay(self.path))
         in_flight.append(item)
-        network.loop.call_at(self._last, self._arrive, context=NETWORK)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        loop = self.network.loop
+        # A later piece never overtakes an earlier one.
+        self._last = max(self._last, loop.time() + self.network.delay(self.path))
+        loop.call_at(self._last, self._arrive, context=NETWORK)
 
     def _arrive(self) -> None:
         item = self._in_flight.popleft()
@@ -136,9 +140,7 @@ class Pipe:
         """Deliver the items that a paused path held back."""
         count, self.stalled = self.stalled, 0
         for _ in range(count):
-            now = self.network.loop.time()
-            self._last = max(self._last, now + self.network.delay(self.path))
-            self.network.loop.call_at(self._last, self._arrive, context=NETWORK)
+            self._schedule()
 
     def __repr__(self) -> str:
         state = " broken" if self.broken else " stalled" if self.stalled else ""
