@@ -338,7 +338,7 @@ async def test_no_change_of_a_record_is_lost_between_two_sessions_of_a_profile(
 
 
 async def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="there is no store for nonsense"):
+    with pytest.raises(Exception, match="unknown scheme nonsense"):
         async with Sessions(storage=f"files:{tmp_path}", leases="nonsense://"):
             pass
     async with Sessions(storage=f"files:{tmp_path}") as sessions:
