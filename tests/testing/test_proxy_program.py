@@ -29,7 +29,7 @@ def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def say(process: subprocess.Popen[str], line: str) -> str:
+def send_command(process: subprocess.Popen[str], line: str) -> str:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{line}\n")
@@ -64,21 +64,21 @@ def test_commands_on_standard_input_switch_the_faults(server: socket.socket) -> 
             with behind:
                 client.sendall(b"hello")
                 assert behind.recv(5) == b"hello"
-                assert ": stalling; 1 open, 1 accepted>" in say(process, "stall")
+                assert ": stalling; 1 open, 1 accepted>" in send_command(process, "stall")
                 client.sendall(b"later")
                 behind.settimeout(0.1)
                 with pytest.raises(TimeoutError):
                     behind.recv(5)
                 behind.settimeout(30)
-                assert "forwarding" in say(process, "resume")
+                assert "forwarding" in send_command(process, "resume")
                 assert behind.recv(5) == b"later"
-                assert "refusing" in say(process, "refuse on")
+                assert "refusing" in send_command(process, "refuse on")
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection(place)
-                assert say(process, "reset") == "reset 1 connections\n"
+                assert send_command(process, "reset") == "reset 1 connections\n"
                 with pytest.raises(ConnectionResetError):
                     client.recv(1)
-        say(process, "status")
+        send_command(process, "status")
         assert process.stdout is not None
         assert process.stdout.readline() == (
             "accepted=1 refused=0 limited=0 open=0 resets=1 bytes_up=10 bytes_down=0 "
@@ -107,7 +107,7 @@ def test_a_signal_ends_the_program(server: socket.socket, number: signal.Signals
 def test_quit_ends_the_program(server: socket.socket) -> None:
     with program(name_of(server)) as process:
         address(process)
-        assert say(process, "quit") == "ended\n"
+        assert send_command(process, "quit") == "ended\n"
         assert process.wait(30) == 0
 
 
@@ -117,7 +117,7 @@ def test_do_runs_commands_before_the_first_connection(server: socket.socket) -> 
         with socket.create_connection(address(process), timeout=30) as client:
             client.sendall(b"\0\0\0\x08\0\3\0\0")
             assert b"C53400\0" in client.recv(1000)
-        assert "latency up 0.01 s" in say(process, "status")
+        assert "latency up 0.01 s" in send_command(process, "status")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from ..kernel._errors import MooredError
+from moored.kernel import MooredError
 
 __all__ = [
     "Deadlock",

@@ -12,7 +12,8 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..kernel._clock import Clock
+from moored.kernel import Clock
+
 from ._errors import HostKilled, SimulationError
 from ._tasks import SimTask
 

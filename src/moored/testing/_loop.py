@@ -25,7 +25,8 @@ from contextvars import Context
 from typing import Any, TypeVarTuple, Unpack
 from weakref import WeakValueDictionary
 
-from ..kernel._clock import Clock
+from moored.kernel import Clock
+
 from ._drift import Drift
 from ._errors import Deadlock, Livelock, Stuck, TimeLimit
 from ._hosts import CURRENT

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Literal, Self, TypeVar
 
 from moored.kernel import LoopThread
-from moored.testing._proxy_answer import Answer
-from moored.testing._proxy_connection import ProxyConnection
-from moored.testing._proxy_faults import Cut, Direction, Mode, ProxyStatistics, Rate
-from moored.testing._proxy_listener import ProxyListener
-from moored.testing._proxy_state import ProxyState
+
+from ._proxy_answer import Answer
+from ._proxy_connection import ProxyConnection
+from ._proxy_faults import Cut, Direction, Mode, ProxyStatistics, Rate
+from ._proxy_listener import ProxyListener
+from ._proxy_state import ProxyState
 
 __all__ = ["FaultProxy"]
 

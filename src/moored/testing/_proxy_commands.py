@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moored.testing._proxy import FaultProxy
-from moored.testing._proxy_answer import Answer
-from moored.testing._proxy_faults import Direction
+from ._proxy import FaultProxy
+from ._proxy_answer import Answer
+from ._proxy_faults import Direction
 
 __all__ = ["HELP", "run_command"]
 

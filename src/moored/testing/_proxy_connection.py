@@ -6,9 +6,9 @@ import asyncio
 import socket
 import struct
 
-from moored.testing._proxy_answer import Answer, Caller
-from moored.testing._proxy_flow import ConnectionCut, Flow
-from moored.testing._proxy_state import ProxyState
+from ._proxy_answer import Answer, Caller
+from ._proxy_flow import ConnectionCut, Flow
+from ._proxy_state import ProxyState
 
 __all__ = ["ProxyConnection"]
 

@@ -7,8 +7,9 @@ import socket
 from collections.abc import Callable
 
 from moored.kernel import sleep_until
-from moored.testing._proxy_faults import Cut, Direction
-from moored.testing._proxy_state import ProxyState
+
+from ._proxy_faults import Cut, Direction
+from ._proxy_state import ProxyState
 
 __all__ = ["ConnectionCut", "Flow"]
 

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from moored.testing._proxy_answer import Answer, Caller
-from moored.testing._proxy_faults import Mode, ProxyFaults, ProxyStatistics, Rate
+from ._proxy_answer import Answer, Caller
+from ._proxy_faults import Mode, ProxyFaults, ProxyStatistics, Rate
 
 __all__ = ["ProxyState"]
 

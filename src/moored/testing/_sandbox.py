@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from moored.sessions import Incoming, Msg, Outgoing, Protocol, Session, Sessions
-from moored.testing.demo import Demo, DemoServer
+
+from .demo import Demo, DemoServer
 
 __all__ = ["SessionSandbox", "session_sandbox"]
 

@@ -93,22 +93,22 @@ def _chosen(seeds: int | Iterable[int], first: int) -> Sequence[int]:
     if not isinstance(seeds, int):
         chosen: Sequence[int] = list(seeds)
     else:
-        asked = os.environ.get("MOORED_SIM_SEEDS")
-        count = _number("MOORED_SIM_SEEDS", asked) if asked else seeds
+        requested = os.environ.get("MOORED_SIM_SEEDS")
+        count = _number("MOORED_SIM_SEEDS", requested) if requested else seeds
         chosen = range(first, first + count)
     if not chosen:
         raise SimulationError("no seeds: a simulation without seeds would always pass")
     return chosen
 
 
-def _processes(asked: int | None, seeds: int) -> int:
+def _processes(requested: int | None, seeds: int) -> int:
     if not sys.platform.startswith("linux") or seeds < _MIN_FORKED:
         return 1
-    if asked is None:
+    if requested is None:
         # The workers of pytest-xdist run at the same time: each uses its share of the CPUs.
         sharers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
-        asked = len(os.sched_getaffinity(0)) // sharers
-    return max(1, min(asked, seeds // (_MIN_FORKED // 2)))
+        requested = len(os.sched_getaffinity(0)) // sharers
+    return max(1, min(requested, seeds // (_MIN_FORKED // 2)))
 
 
 def _fail(

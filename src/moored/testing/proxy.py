@@ -16,10 +16,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from moored.testing._proxy import FaultProxy
-from moored.testing._proxy_answer import Answer, Caller, postgres_fatal
-from moored.testing._proxy_commands import HELP, run_command
-from moored.testing._proxy_faults import Direction, ProxyStatistics
+from ._proxy import FaultProxy
+from ._proxy_answer import Answer, Caller, postgres_fatal
+from ._proxy_commands import HELP, run_command
+from ._proxy_faults import Direction, ProxyStatistics
 
 __all__ = [
     "Answer",
