@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from tests.reservoir.support import PATIENCE, eventually_async, through
 from tests.servers import free_port
-from tests.silence import silence
+from tests.silent_server import silent_server
 
 from moored.reservoir import (
     AsyncConnectionPool,
@@ -483,10 +483,10 @@ async def test_a_check_that_always_fails_does_not_hammer_the_server(
 
 
 async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
-    async with silence() as server:
+    async with silent_server() as server:
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         config = ReservoirConfig(max_size=1, connect_timeout=PATIENCE)
         async with AsyncConnectionPool(conninfo, config=config, open=False) as pool:
-            await asyncio.wait_for(server.came.wait(), PATIENCE)
+            await asyncio.wait_for(server.arrived.wait(), PATIENCE)
             await pool.close(timeout=1.0)
             await asyncio.wait_for(server.gone.wait(), 3.0)
