@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from ._proxy import FaultProxy
 from ._proxy_answer import Answer
-from ._proxy_faults import Direction
 
 __all__ = ["HELP", "run_command"]
 
@@ -31,71 +30,46 @@ def run_command(proxy: FaultProxy, line: str, answer: Answer | None = None) -> s
 
     `answer` is sent to connections over the limit.
     """
-    word, *rest = line.split()
-    commands: dict[str, Callable[[list[str]], str | None]] = {
-        "stall": lambda rest: _without_arguments(rest, proxy.stall),
-        "black-hole": lambda rest: _without_arguments(rest, proxy.black_hole),
-        "resume": lambda rest: _without_arguments(rest, proxy.resume),
-        "heal": lambda rest: _without_arguments(rest, proxy.heal),
-        "reset": lambda rest: f"reset {proxy.reset()} connections",
-        "refuse": lambda rest: proxy.refuse(_switch(rest)),
-        "limit": lambda rest: _limit(proxy, rest, answer),
-        "latency": lambda rest: proxy.latency(_number(rest) or 0.0, _direction(rest)),
-        "throttle": lambda rest: proxy.throttle(_number(rest), _direction(rest)),
-        "cut": lambda rest: proxy.cut_after(_whole(_number(rest)), _direction(rest)),
-        "status": lambda rest: _status(proxy),
-        "help": lambda rest: HELP,
-    }
-    if word not in commands:
-        raise ValueError(f"unknown command {word!r}: help lists the commands")
-    return commands[word](rest) or repr(proxy)
+    words: list[Any] = line.split() or [""]
+    match words:
+        case ["stall"]:
+            proxy.stall()
+        case ["black-hole"]:
+            proxy.black_hole()
+        case ["resume"]:
+            proxy.resume()
+        case ["heal"]:
+            proxy.heal()
+        case ["reset"]:
+            return f"reset {proxy.reset()} connections"
+        case ["refuse", "on" | "off" as switch]:
+            proxy.refuse(switch == "on")
+        case ["limit", rate]:
+            proxy.limit(_number(rate), answer=answer)
+        case ["limit", rate, burst]:
+            proxy.limit(_number(rate), _number(burst), answer=answer)
+        case ["latency", seconds, *rest] if len(rest) < 2:
+            proxy.latency(_number(seconds) or 0.0, *rest)
+        case ["throttle", rate, *rest] if len(rest) < 2:
+            proxy.throttle(_number(rate), *rest)
+        case ["cut", size, *rest] if len(rest) < 2:
+            number = _number(size)
+            proxy.cut_after(None if number is None else int(number), *rest)
+        case ["status"]:
+            counts = proxy.statistics()._asdict().items()
+            return f"{proxy!r}\n" + " ".join(f"{name}={value}" for name, value in counts)
+        case ["help"]:
+            return HELP
+        case [word, *_]:
+            usage = [each for each in HELP.splitlines() if each.split()[0] == word]
+            raise ValueError(
+                f"usage: {usage[0]}" if usage else f"unknown command {word!r}: try help"
+            )
+    return repr(proxy)
 
 
-def _without_arguments(rest: list[str], call: Callable[[], None]) -> None:
-    if rest:
-        raise ValueError(f"the command takes no arguments, not {' '.join(rest)!r}")
-    call()
-
-
-def _switch(rest: list[str]) -> bool:
-    if rest not in (["on"], ["off"]):
-        raise ValueError("the command needs on or off")
-    return rest == ["on"]
-
-
-def _limit(proxy: FaultProxy, rest: list[str], answer: Answer | None) -> None:
-    if len(rest) > 2:
-        raise ValueError("the command takes RATE and BURST, or off")
-    burst = _number(rest[1:]) if rest[1:] else None
-    proxy.limit(_number(rest), burst, answer=answer)
-
-
-def _number(rest: list[str]) -> float | None:
-    if not rest:
-        raise ValueError("the command needs a number, or off")
-    if rest[0] == "off":
-        return None
+def _number(word: str) -> float | None:
     try:
-        return float(rest[0])
+        return None if word == "off" else float(word)
     except ValueError:
-        raise ValueError(f"{rest[0]!r} is not a number") from None
-
-
-def _whole(number: float | None) -> int | None:
-    return None if number is None else int(number)
-
-
-def _direction(rest: list[str]) -> Direction | None:
-    match rest[1:]:
-        case []:
-            return None
-        case ["up"]:
-            return "up"
-        case ["down"]:
-            return "down"
-    raise ValueError(f"the direction must be up or down, not {' '.join(rest[1:])!r}")
-
-
-def _status(proxy: FaultProxy) -> str:
-    counts = " ".join(f"{name}={value}" for name, value in proxy.statistics()._asdict().items())
-    return f"{proxy!r}\n{counts}"
+        raise ValueError(f"{word!r} is not a number") from None

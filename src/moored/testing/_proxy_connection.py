@@ -7,7 +7,7 @@ import socket
 import struct
 
 from ._proxy_answer import Answer, Caller
-from ._proxy_flow import ConnectionCut, Flow
+from ._proxy_flow import ClosedByCut, Flow
 from ._proxy_state import ProxyState
 
 __all__ = ["ProxyConnection"]
@@ -67,10 +67,8 @@ class ProxyConnection:
             async with asyncio.TaskGroup() as group:
                 for work in (up.read, up.write, down.read, down.write):
                     group.create_task(work())
-        except* ConnectionCut as cuts:
-            self.reset = (
-                cuts.subgroup(lambda e: isinstance(e, ConnectionCut) and e.resets) is not None
-            )
+        except* ClosedByCut:
+            pass
         except* OSError:
             self.reset = True
 

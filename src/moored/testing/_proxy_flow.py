@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from moored.kernel import sleep_until
 
-from ._proxy_faults import Cut, Direction
+from ._proxy_faults import Direction
 from ._proxy_state import ProxyState
 
-__all__ = ["ConnectionCut", "Flow"]
+__all__ = ["ClosedByCut", "Flow"]
 
 _CHUNK = 65536
 _MOST_PENDING = 4 * 1024 * 1024
@@ -19,13 +19,8 @@ _MOST_PENDING = 4 * 1024 * 1024
 _STEP = 0.05
 
 
-class ConnectionCut(Exception):
-    """The connection has forwarded the bytes that its cut allows."""
-
-    def __init__(self, cut: Cut) -> None:
-        super().__init__(f"cut after {cut.after} bytes")
-        #: Whether the connection is reset instead of closed.
-        self.resets = cut.how == "reset"
+class ClosedByCut(Exception):
+    """The connection has forwarded the bytes that its cut allows, and ends without a reset."""
 
 
 class Flow:
@@ -122,4 +117,4 @@ class Flow:
         self._carried += len(part)
         self._state.add(f"bytes_{self._direction}", len(part))
         if cut is not None and self._carried >= cut.after:
-            raise ConnectionCut(cut)
+            raise ConnectionResetError if cut.how == "reset" else ClosedByCut

@@ -67,7 +67,7 @@ def explore(
     if count > 1:
         results = run_forked(scenario, chosen, options, count)
     else:
-        results = SeedResults.of(scenario, chosen, options)
+        results = SeedResults.of(scenario, chosen, range(len(chosen)), options)
     seconds = time.perf_counter() - begin
     if results.failed is not None:
         _fail(scenario, chosen, results.failed, results.traceback_text, options)

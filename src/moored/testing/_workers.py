@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
@@ -30,24 +31,23 @@ class SeedResults:
     traceback_text: str = ""
 
     @classmethod
-    def of(cls, scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any]) -> Self:
-        """Run the seeds in this process, up to the first that fails."""
+    def of(
+        cls,
+        scenario: Scenario[Any],
+        seeds: Sequence[int],
+        positions: Iterable[int],
+        options: dict[str, Any],
+    ) -> Self:
+        """Run the seeds at these positions, up to the first that fails."""
         results = cls()
-        for position, seed in enumerate(seeds):
-            if not results.run(scenario, position, seed, options):
+        for position in positions:
+            outcome = run_one(scenario, seeds[position], check=False, **options)
+            results.digests[position] = outcome.digest
+            if outcome.error is not None:
+                results.failed = position
+                results.traceback_text = "".join(traceback.format_exception(outcome.error))
                 break
         return results
-
-    def run(
-        self, scenario: Scenario[Any], position: int, seed: int, options: dict[str, Any]
-    ) -> bool:
-        """Run one seed; return whether it passed."""
-        outcome = run_one(scenario, seed, check=False, **options)
-        self.digests[position] = outcome.digest
-        if outcome.error is not None:
-            self.failed = position
-            self.traceback_text = "".join(traceback.format_exception(outcome.error))
-        return outcome.ok
 
     def digest(self) -> int:
         """Return a hash over all schedules, in the order of the seeds."""
@@ -129,13 +129,10 @@ def _work(
 ) -> None:
     # Ctrl-C reaches the whole process group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    results = SeedResults()
-    for position in positions:
-        if position > lowest.value:
-            break
-        if not results.run(scenario, position, seeds[position], options):
-            with lowest.get_lock():
-                lowest.value = min(lowest.value, position)
-            break
+    wanted = takewhile(lambda position: position <= lowest.value, positions)
+    results = SeedResults.of(scenario, seeds, wanted, options)
+    if results.failed is not None:
+        with lowest.get_lock():
+            lowest.value = min(lowest.value, results.failed)
     result.send(results)
     result.close()
