@@ -66,7 +66,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         DynamoConfig.from_url(url)
     for part in (
         "'a' must have 3 to 255",
-        "'/b' has no meaning",
+        "without '/b'",
         "layout='rows' must be 'slots' or 'counter'",
         "create='perhaps'",
         "timeout='0'",

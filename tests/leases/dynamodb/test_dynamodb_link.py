@@ -93,9 +93,9 @@ async def test_conflicts_are_tried_again_for_as_long_as_a_request_may_take() -> 
     [
         (refusal("ResourceNotFoundException"), "aws dynamodb create-table --table-name leases"),
         (refusal("AccessDeniedException"), '"dynamodb:UpdateItem"'),
-        (refusal("UnrecognizedClientException"), "look at the credentials"),
-        (refusal("ExpiredTokenException"), "look at the credentials"),
-        (refusal("InvalidSignatureException"), "look at the credentials"),
+        (refusal("UnrecognizedClientException"), "check the credentials"),
+        (refusal("ExpiredTokenException"), "check the credentials"),
+        (refusal("InvalidSignatureException"), "check the credentials"),
         (refusal("ValidationException", message="the key is wrong"), "the key is wrong"),
         (theirs.NoCredentialsError(), "AWS_ACCESS_KEY_ID"),
         (theirs.PartialCredentialsError(provider="env", cred_var="x"), "AWS_ACCESS_KEY_ID"),
@@ -123,7 +123,7 @@ async def test_a_signature_refused_because_of_the_clock_says_so() -> None:
     # The answer's date is from another year than this machine's clock.
     now = time.monotonic()
     link.time.observe("Sun, 15 Nov 2020 03:13:01 GMT", sent=now, received=now)
-    with pytest.raises(StoreMisconfigured, match=r"clock is wrong by \+\d+ s: set it"):
+    with pytest.raises(StoreMisconfigured, match=r"clock, which is wrong by \+\d+ s"):
         await link.call("get_item")
 
 

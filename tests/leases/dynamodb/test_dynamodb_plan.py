@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moored.leases._dynamodb._plan import Slot, candidates, next_fence, read_order, room
+from moored.leases._dynamodb._plan import Slot, candidates, next_fence, read_order, usable_slots
 
 pytestmark = pytest.mark.pure
 
@@ -27,15 +27,15 @@ def test_room_is_the_most_that_keeps_the_limit(limit: int, live: set[int]) -> No
     def total(allowed: int) -> int:
         return allowed + sum(number >= allowed for number in live)
 
-    allowed = room(limit, live)
+    allowed = usable_slots(limit, live)
     assert 0 <= allowed <= limit
     assert allowed == 0 or total(allowed) <= limit
     assert allowed == limit or total(allowed + 1) > limit
 
 
 def test_without_leases_above_the_limit_all_slots_may_be_used() -> None:
-    assert room(10, range(10)) == 10
-    assert room(10, []) == 10
+    assert usable_slots(10, range(10)) == 10
+    assert usable_slots(10, []) == 10
 
 
 @given(seed=st.integers(0, 10_000))
@@ -53,7 +53,7 @@ def test_a_lowered_limit_holds_for_clients_that_see_different_moments(seed: int)
                 view = occupied(*live)
                 lease = f"lease-{chance.random()}"
                 free = candidates(lease, limit, view, span=range(limit), now_ms=NOW)
-                snapshots.append((room(limit, live), free))
+                snapshots.append((usable_slots(limit, live), free))
             case 1 if snapshots:
                 _, free = snapshots.pop(chance.randrange(len(snapshots)))
                 still_free = [number for number in free if number not in live]

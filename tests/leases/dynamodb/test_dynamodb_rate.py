@@ -157,10 +157,10 @@ async def test_what_is_in_the_table(open_table: Opener) -> None:
 async def test_only_limits_in_use_are_remembered(
     open_table: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_rate, "_HEARD", 5)
+    monkeypatch.setattr(_rate, "_REMEMBERED", 5)
     now = Still()
     store = await stopped(open_table, now)
     for n in range(12):
         await store.take(f"limit-{n}", rate=10.0, burst=1, tokens=1)
         now.at += 1.0
-    assert len(store._rate._heard) <= 6
+    assert len(store._rate._known) <= 6

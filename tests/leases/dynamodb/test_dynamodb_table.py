@@ -82,7 +82,7 @@ async def test_in_aws_a_table_that_vanished_is_told(open_table: Opener) -> None:
     await open_table()
     store = await open_table(create="false")
     await store.link.call("delete_table")
-    with pytest.raises(StoreMisconfigured, match="make the table"):
+    with pytest.raises(StoreMisconfigured, match="create the table"):
         await store.acquire(request())
 
 
@@ -116,7 +116,7 @@ async def test_ttl_of_the_slots_is_no_risk_and_that_of_a_stranger_is_told(
             if enabled:
                 with caplog.at_level(logging.WARNING, "moored.leases"):
                     assert len((await open_table()).warnings) == risks
-    assert "by their attribute 'expires_ms'" in caplog.text
+    assert "for the attribute 'expires_ms'" in caplog.text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

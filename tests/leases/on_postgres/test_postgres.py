@@ -48,7 +48,7 @@ async def test_the_limit_holds_whatever_the_roles_default_is(
 async def test_one_at_a_time_sees_what_the_one_before_it_did(
     store: PostgresStore, postgres_url: str
 ) -> None:
-    given = {"key": "db", "id": "theirs", "limit": 1, "ttl": 60.0, "patience": "0"}
+    given = {"key": "db", "id": "theirs", "limit": 1, "ttl": 60.0, "timeout_ms": "0"}
     holder = {"service_name": "s", "owner": "o", "host": "h", "pid": 1}
     with psycopg.connect(postgres_url, cursor_factory=psycopg.ClientCursor) as other:
         other.execute(store._sql.acquire, {**given, **holder})

@@ -92,7 +92,7 @@ async def test_without_the_word_for_it(nodes: list[RedisServer]) -> None:
 
 async def test_with_the_word_for_it_and_no_cluster(redis_url: str) -> None:
     store = open_redis(f"{redis_url}&cluster=yes", clock=Clock.current())
-    with pytest.raises(StoreMisconfigured, match="no Redis Cluster"):
+    with pytest.raises(StoreMisconfigured, match="not a Redis Cluster"):
         await store.open()
     await store.close()
 

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from tests.leases.redis_server import RedisServer
 
 from moored.leases import FenceRejected, LeaseLost, StoreMisconfigured, StoreUnavailable
-from moored.leases._redis._fence import _beside
+from moored.leases._redis._fence import _fence_key
 from moored.leases.redis import fenced, fenced_set, fenced_set_sync, fenced_sync
 
 
@@ -61,14 +61,14 @@ async def test_a_value_for_a_while(client: Redis) -> None:
     await fenced_set(client, "report", "soon gone", 5, ttl=100.0)
     assert 99_000 < await client.pttl("report") <= 100_000
     # The fence stays: an old owner must not come back with the end of the value.
-    assert await client.pttl(_beside("report")) == -1
+    assert await client.pttl(_fence_key("report")) == -1
 
 
 async def test_a_failed_command_is_told(client: Redis) -> None:
     await client.set("report", "text")
     with pytest.raises(StoreMisconfigured):
         await fenced(client, "report", 5, "RPUSH", "report", "x")
-    with pytest.raises(ValueError, match="no command"):
+    with pytest.raises(ValueError, match="must be a command with a key"):
         await fenced(client, "report", 5, "PING")
 
 
@@ -90,4 +90,4 @@ def test_without_asyncio(redis_server: RedisServer) -> None:
 
 @pytest.mark.parametrize("resource", ["report", "{shop}:report", "a{b}c", "open{"])
 def test_the_fence_lives_in_the_slot_of_its_resource(resource: str) -> None:
-    assert key_slot(_beside(resource).encode()) == key_slot(resource.encode())
+    assert key_slot(_fence_key(resource).encode()) == key_slot(resource.encode())

@@ -1,8 +1,8 @@
 """Many conditional updates in few requests.
 
-`BatchExecuteStatement` takes 25 statements that have nothing to do with each other: each one's
-condition holds or not for itself, each costs what a single update costs. A transaction takes 100,
-but one failed condition cancels all of them, and each costs twice as much.
+`BatchExecuteStatement` takes 25 independent statements: each has its own condition, and costs as
+much as a single update. A transaction takes 100, but one failed condition cancels all of them, and
+each costs twice as much.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from ._table import DynamoTable
 
 __all__ = ["Statement", "update_all"]
 
-#: DynamoDB's own limit.
+#: Statements in one batch: DynamoDB's limit.
 _STATEMENTS = 25
-#: How many batches are under way at once: enough to hide the round trip, few for the table.
+#: Concurrent batches.
 _AT_ONCE = 4
+#: Attempts for a throttled statement.
 _ATTEMPTS = 6
 
 
 class Statement(NamedTuple):
     """One conditional update of one item."""
 
-    #: The item's key: no two statements of a batch may be about the same item.
+    #: The key of the item; DynamoDB refuses batches that update an item twice.
     item: tuple[str, ...]
     text: str
     parameters: tuple[dict[str, str], ...]
 
     def arguments(self) -> dict[str, Any]:
-        """The statement, as a request wants it."""
+        """Return the statement in the form of a request."""
         return {"Statement": self.text, "Parameters": list(self.parameters)}
 
 
 async def update_all(table: DynamoTable, statements: Sequence[Statement]) -> list[bool]:
     """Run all statements; True for each whose condition held, in their order."""
-    answers: list[bool | None] = [None] * len(statements)
-    turns = asyncio.Semaphore(_AT_ONCE)
+    answers = [False] * len(statements)
+    semaphore = asyncio.Semaphore(_AT_ONCE)
 
     async def run(batch: Sequence[int]) -> None:
-        async with turns:
+        async with semaphore:
             held = await _run(table, [statements[n] for n in batch])
         for n, answer in zip(batch, held, strict=True):
             answers[n] = answer
@@ -56,14 +57,14 @@ async def update_all(table: DynamoTable, statements: Sequence[Statement]) -> lis
             for batch in _batches(statements):
                 group.create_task(run(batch))
     except ExceptionGroup as failed:
-        failure = failed.exceptions[0]  # they all say the same: the table cannot be used
+        failure = failed.exceptions[0]  # the errors are alike: the table cannot be used
     if failure is not None:
         raise failure
-    return [bool(answer) for answer in answers]
+    return answers
 
 
 async def _run(table: DynamoTable, statements: Sequence[Statement]) -> list[bool]:
-    """One batch; statements that came at a busy moment are sent again, without the others."""
+    """Run one batch; throttled statements are sent again, without the others."""
     answers = [False] * len(statements)
     left = list(range(len(statements)))
     backoff = Backoff(0.025, 1.0, jitter="full", clock=table.link.clock)
@@ -82,7 +83,7 @@ async def _run(table: DynamoTable, statements: Sequence[Statement]) -> list[bool
 
 
 def _batches(statements: Sequence[Statement]) -> Iterator[list[int]]:
-    """The statements' numbers in batches, with no item twice in one."""
+    """Yield the statements' positions in batches, with no item twice in one."""
     seen: Counter[tuple[str, ...]] = Counter()
     rounds: dict[int, list[int]] = {}
     for n, statement in enumerate(statements):

@@ -1,4 +1,4 @@
-"""How the DynamoDB store is configured: by its URL."""
+"""The configuration of the DynamoDB store, from its URL."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _KNOWN = (
     "connections",
 )
 _TABLE = re.compile(r"[A-Za-z0-9_.-]{3,255}")
-#: What a local server is asked in when no region is named; it does not care.
+#: The region for a local server, which ignores it.
 _LOCAL_REGION = "us-east-1"
 
 
 @dataclass(frozen=True)
 class DynamoConfig:
-    """What a `dynamodb://TABLE` URL says."""
+    """The settings of a `dynamodb://TABLE` URL."""
 
-    #: The table's name; its case counts.
+    #: The table's name, which is case-sensitive.
     table: str
-    #: The region; None leaves it to the environment and the profile.
+    #: The region; None takes it from the environment or the profile.
     region: str | None
-    #: Another server than AWS's own; None for that.
+    #: The URL of a server other than AWS's; None means AWS.
     endpoint_url: str | None
     #: "slots", or "counter" for the schema with a counter item.
     layout: str
-    #: Whether a missing table is made; by default only on a server of this machine.
+    #: Whether a missing table is created; by default only on a local server.
     create: bool
-    #: How long one request may take in all, further attempts included, in seconds.
+    #: Timeout of one request in seconds, including its retries.
     timeout: float
     #: By how many seconds the clocks of two DynamoDB servers may differ.
     skew: float
-    #: How often the counter layout looks for leases that have ended, in seconds.
+    #: Seconds between two sweeps of the counter layout for expired leases.
     sweep_every: float
-    #: How many connections there may be.
+    #: The largest number of connections.
     connections: int
 
     @classmethod
     def from_url(cls, url: str) -> DynamoConfig:
-        """Read a URL; raises one `StoreMisconfigured` that names all its mistakes."""
+        """Parse a URL; raises one `StoreMisconfigured` that lists all mistakes."""
         parsed = parse(url).check(_KNOWN)
         settings = UrlParameters(parsed)
         given = parsed.parameters.get
@@ -68,7 +68,7 @@ class DynamoConfig:
                 "a-z A-Z 0-9 _ . -, as in dynamodb://leases?region=eu-central-1"
             )
         if parsed.path.strip("/"):
-            settings.wrong(f"there is nothing below a table, so {parsed.path!r} has no meaning")
+            settings.wrong(f"the URL must end with the table's name, without {parsed.path!r}")
         if layout not in (SLOTS, COUNTER):
             settings.wrong(f"layout={layout!r} must be {SLOTS!r} or {COUNTER!r}")
         if endpoint is not None and not _is_web(endpoint):
@@ -89,17 +89,17 @@ class DynamoConfig:
 
     @property
     def local(self) -> bool:
-        """Whether the server runs on this machine, for development and tests."""
+        """Whether the server runs on this machine, as in development and tests."""
         return self.endpoint_url is not None and _is_local(self.endpoint_url)
 
     @property
     def place(self) -> str:
-        """The table and the server, as people name them."""
+        """The table and the server, for messages."""
         return f"{self.table} at {self.endpoint_url or self.region or 'AWS'}"
 
 
 def _skew(settings: UrlParameters, given: str | None) -> float:
-    # Nothing at all may be right here (one server), so that `seconds` is too strict.
+    # 0 is allowed here (a single server), which `seconds` refuses.
     return 0.0 if given in ("0", "0.0") else settings.seconds("skew", 0.1)
 
 

@@ -1,12 +1,11 @@
-"""Leases as a counter and one item each, by a schema that other programs share.
+"""The counter layout: a counter item per key and an item per lease, a schema of other programs.
 
-What is given and taken back changes the counter and the lease in one transaction, so they agree.
-Two things would make them drift apart, and are repaired by a `Sweeper`: holders that crash, whose
-leases stay counted until somebody ends them, and the server's own deletion by TTL, which ends
-leases without counting them off.
+An acquire or release changes the counter and the lease in one transaction, so they agree. Two
+things make them differ, and are repaired by a `Sweeper`: a crashed holder's lease stays counted
+after it has expired, and DynamoDB's TTL deletes leases without decrementing the counter.
 
-Prefer the layout with slots where you may choose: it needs no repair, no transactions (which cost
-twice as much, and get in each other's way at the counter), and no scans.
+Prefer the slot layout unless other programs require this one: it needs no repair, no scans, and no
+transactions, which cost twice as much and conflict at the counter.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ from ._time import ServerTime
 
 __all__ = ["CounterStore"]
 
-#: How often a lease is asked for anew because a fence, or an old lease of its id, was in the way.
+#: Attempts of one acquire that is refused for its fence, or for an expired lease of its id.
 _ROUNDS = 20
+#: How many keys' fences are remembered.
 _FENCES = 10_000
 
 
 class CounterStore(DynamoStore):
-    """Leases and rate limits in DynamoDB, with a counter that is kept right.
+    """Leases and rate limits in DynamoDB, in the counter layout.
 
-    It sweeps in the background from its first use on.
+    From its first use on, it sweeps expired leases in the background.
     """
 
     _more_key: ClassVar[dict[str, Any]] = {}
@@ -48,21 +48,21 @@ class CounterStore(DynamoStore):
     ) -> None:
         super().__init__(config, clock=clock, time=time)
         self._sweeper = Sweeper(self._table)
-        # The last fence of each key that this client has seen, so that the next is proposed right.
+        # The last fence of each key that this client has seen, to propose a greater one.
         self._fences: dict[str, int] = {}
 
     async def close(self) -> None:
-        """Stop sweeping, and let go of the connections; leases stay as they are."""
+        """Stop sweeping, and close the connections; leases stay as they are."""
         await self._sweeper.stop()
         await super().close()
 
     async def sweep(self) -> Swept:
-        """End the leases whose time is over, and correct counters that do not agree, now."""
+        """Delete expired leases, and correct counters that do not match their leases, now."""
         await self._table.ready()
         return await self._sweeper.sweep()
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend leases by their ttl from now; False for each that does not live any more."""
+        """Extend leases to their ttl from now; False for each that is not live."""
         await self._ready()
         return await self._time.settled(
             lambda lives: update_all(
@@ -71,7 +71,7 @@ class CounterStore(DynamoStore):
         )
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """End leases; False for each that did not live."""
+        """End leases; False for each that was not live."""
         await self._ready()
         requests = [_shared(request) for request in requests]
         by_key: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ class CounterStore(DynamoStore):
         return list(_once(requests, ended))
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases, of one key or of all: a scan of the whole table, either way."""
+        """Return the live leases of one key, or of all keys; both scan the whole table."""
         await self._ready()
         now = self._time.reached()
         items = await self._sweeper.leases(None if key is None else endpoint_of(key))
@@ -113,7 +113,7 @@ class CounterStore(DynamoStore):
                 self._saw_fence(request.key, fence)
                 return Grant(request.id, fence)
         raise unavailable(
-            self.link.config, f"{request.key!r} was changed by others {_ROUNDS} times in a row"
+            self.link.config, f"other clients changed {request.key!r} {_ROUNDS} times in a row"
         )
 
     async def _add(self, request: Request, fence: int) -> None:
@@ -127,20 +127,20 @@ class CounterStore(DynamoStore):
         await self._table.transact(actions)
 
     async def _may_retry(self, request: Request, counter: Reason) -> bool:
-        """Whether to ask again, after the counter said no."""
+        """Whether to try again, after the counter's condition failed."""
         item = counter.item or {}
         self._saw_fence(request.key, number_of(item, "fence"))
         if number_of(item, "active") < request.limit:
-            return True  # the fence was too small; now it is known
+            return True  # only the fence was too small, and a greater one is known now
         return await self._sweeper.sweep_if_due(request.key)
 
     def _saw_fence(self, key: str, fence: int) -> None:
         if len(self._fences) >= _FENCES:
-            self._fences.clear()  # each is learned again from a refusal
+            self._fences.clear()  # a failed condition returns the fence again
         self._fences[key] = max(fence, self._fences.get(key, 0))
 
     async def _again(self, request: Request, lives: int) -> Grant | None:
-        """The lease of this id once more: it lives on from now, or is ended if its time is over."""
+        """Renew the existing lease of this id; or delete it and return None if it has expired."""
         ends = self._time.end_of(request.ttl)
         try:
             reply = await self._table.call(
@@ -162,7 +162,7 @@ class CounterStore(DynamoStore):
             return None
         return Grant(request.id, number_of(reply["Attributes"], "fence"))
 
-    # -- the rest --------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------
 
     def _renewal(self, request: Request, lives: int) -> Statement:
         key = lease_of(request.key, request.id)["pk"]
@@ -189,12 +189,12 @@ class CounterStore(DynamoStore):
 
 
 def _shared(request: Request) -> Request:
-    """The request under the key that other programs use."""
+    """Return the request with the key that other programs use."""
     return replace(request, key=endpoint_of(request.key))
 
 
 def _once(requests: Sequence[Request], ended: set[tuple[str, str]]) -> Iterator[bool]:
-    """Whether each lease was ended; one that is named twice was ended by the first."""
+    """Yield whether each lease was ended; for one that is listed twice, True once."""
     for request in requests:
         yield (request.key, request.id) in ended
         ended.discard((request.key, request.id))

@@ -1,15 +1,16 @@
-"""The items of the counter layout: names and conditions, without a request.
+"""The items of the counter layout: keys, conditions and transactions, without I/O.
 
 =====================================  =======================================================
-``dsqllease_counter#ENDPOINT``         ``active``, ``updated_ms``; ours: ``grants``, ``fence``
-``dsqllease#ENDPOINT#LEASEID``         ``ttl_epoch``, ``service_name``, ``created_ms``; ours:
-                                       ``expires_ms``, ``lease_key``, ``fence``, ``owner``,
-                                       ``host``, ``pid``
+``dsqllease_counter#ENDPOINT``         ``active``, ``updated_ms``; added by Moored: ``grants``,
+                                       ``fence``
+``dsqllease#ENDPOINT#LEASEID``         ``ttl_epoch``, ``service_name``, ``created_ms``; added by
+                                       Moored: ``expires_ms``, ``lease_key``, ``fence``,
+                                       ``owner``, ``host``, ``pid``
 =====================================  =======================================================
 
-A lease's key is the endpoint, and that of a pool's connections is the host, as in the programs that
-share the schema, with the port only if it is not the usual one (`endpoint_of`). Items that another
-program wrote by the same schema, without what is ours, count too: they end by their `ttl_epoch`.
+The endpoint is the key of a lease. For a pool's connections it is the host, as in the other
+programs that use the schema, with the port only if it is not 5432 (`endpoint_of`). Items of other
+programs, without the attributes that Moored adds, count too: they expire at their `ttl_epoch`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ __all__ = [
 
 COUNTER = "dsqllease_counter#"
 LEASE = "dsqllease#"
-#: How a pool names the leases of its connections: with the address and the port.
-_CONNECTIONS, _USUAL_PORT = "connections:", ":5432"
+#: A pool's key for its connections is this prefix, the host and the port.
+_CONNECTIONS, _DEFAULT_PORT = "connections:", ":5432"
 
-#: A lease that lives: it has not ended at :now, or :now_s where only `ttl_epoch` is known.
+#: The condition of a live lease, by :now in ms, or by :now_s where it has only `ttl_epoch`.
 LIVE = (
     "attribute_exists(#pk) AND (#expires_ms >= :now OR "
     "(attribute_not_exists(#expires_ms) AND #ttl_epoch >= :now_s))"
 )
-#: A lease that has ended, and was not renewed since somebody looked.
+#: The condition of an expired lease that was not renewed since it was read.
 ENDED = (
     "attribute_exists(#pk) AND (#expires_ms < :now OR "
     "(attribute_not_exists(#expires_ms) AND #ttl_epoch < :now_s))"
@@ -52,44 +53,44 @@ ENDED = (
 
 
 def endpoint_of(key: str) -> str:
-    """The name under which all programs count a key: that of connections is the server's alone."""
+    """Return the endpoint of a key: the key itself, or the host for a pool's connections."""
     if not key.startswith(_CONNECTIONS):
         return key
-    return key.removeprefix(_CONNECTIONS).removesuffix(_USUAL_PORT)
+    return key.removeprefix(_CONNECTIONS).removesuffix(_DEFAULT_PORT)
 
 
 def counter_of(key: str) -> dict[str, Any]:
-    """The key of a counter."""
+    """Return the item key of a counter."""
     return {"pk": text(COUNTER + key)}
 
 
 def lease_of(key: str, lease: str) -> dict[str, Any]:
-    """The key of a lease; an id of ours holds nothing that would have to be masked."""
+    """Return the item key of a lease, with "#" in its id escaped."""
     return {"pk": text(f"{LEASE}{key}#{lease.replace('%', '%25').replace('#', '%23')}")}
 
 
 def key_of(item: Item) -> str:
-    """The key that a lease belongs to."""
+    """Return the lease key of an item."""
     if "lease_key" in item:
         return text_of(item, "lease_key")
     return text_of(item, "pk").removeprefix(LEASE).rpartition("#")[0]
 
 
 def id_of(item: Item) -> str:
-    """The id of a lease."""
-    masked = text_of(item, "pk").rpartition("#")[2]
-    return masked.replace("%23", "#").replace("%25", "%")
+    """Return the lease id of an item."""
+    escaped = text_of(item, "pk").rpartition("#")[2]
+    return escaped.replace("%23", "#").replace("%25", "%")
 
 
 def ends_ms(item: Item) -> int:
-    """When a lease ends."""
+    """Return the expiry of a lease, in ms."""
     return number_of(item, "expires_ms", number_of(item, "ttl_epoch") * 1000)
 
 
 def add_lease(
     table: str, request: Request, *, fence: int, ends: int, created: int
 ) -> list[dict[str, Any]]:
-    """The actions that give a lease: one more is active, and the lease is there."""
+    """Return the transaction that grants a lease: increment the counter, put the lease."""
     values = {
         "none": number(0),
         "one": number(1),
@@ -102,8 +103,8 @@ def add_lease(
     )
     condition = "(attribute_not_exists(#active) OR #active < :limit)"
     if request.limit == 1:
-        # Where it is what protects, the fence passes all before it. Elsewhere nobody needs that,
-        # and clients that ask at the same time would only be in each other's way.
+        # Only an exclusive lease needs a growing fence. With other limits the condition would
+        # make concurrent acquires fail for nothing.
         values["fence"] = number(fence)
         update += ", #fence = :fence"
         condition += " AND (attribute_not_exists(#fence) OR #fence < :fence)"
@@ -126,9 +127,9 @@ def add_lease(
 def remove_leases(
     table: str, key: str, leases: Sequence[str], *, condition: str, now_ms: int
 ) -> list[dict[str, Any]]:
-    """The actions that end leases: so many fewer are active, and each of them was there.
+    """Return the transaction that ends leases: decrement the counter, delete the leases.
 
-    Without the condition a lease that somebody else has ended already would be counted off twice.
+    Without the condition, a lease that another client has ended would be subtracted twice.
     """
     counter = expression(
         {"ended": number(len(leases)), "now": number(now_ms)},
@@ -147,5 +148,5 @@ def _times(now_ms: int) -> dict[str, Any]:
 
 
 def _action(kind: str, table: str, **arguments: Any) -> dict[str, Mapping[str, Any]]:
-    back = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
-    return {kind: {"TableName": table, **arguments, **back}}
+    on_failure = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
+    return {kind: {"TableName": table, **arguments, **on_failure}}

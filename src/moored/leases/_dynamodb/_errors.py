@@ -1,7 +1,7 @@
-"""What the driver raises, translated once: unavailable, misconfigured, or an answer.
+"""Translate the errors of DynamoDB and its driver.
 
-Two answers are no failures, but how DynamoDB says no: `ConditionFailed` and `Cancelled`. The stores
-catch them; nobody else ever sees them.
+`ConditionFailed` and `Cancelled` are not failures: DynamoDB reports with them that the condition of
+a write did not hold. The stores catch both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
-from botocore import exceptions as theirs  # type: ignore[import-untyped]
+from botocore import exceptions  # type: ignore[import-untyped]
 
 from .._errors import StoreMisconfigured, StoreUnavailable
 from ._config import DynamoConfig
@@ -26,13 +26,13 @@ __all__ = [
     "code_of",
     "headers_of",
     "is_conflict",
-    "is_worth_another_try",
+    "may_be_retried",
     "misconfigured",
     "translate",
     "unavailable",
 ]
 
-#: What DynamoDB says when the same request may work in a moment.
+#: Error codes of requests that may succeed when they are retried.
 _BUSY = frozenset(
     {
         "InternalServerError",
@@ -53,7 +53,7 @@ _BUSY = frozenset(
 _CONFLICT = frozenset(
     {"TransactionConflict", "TransactionConflictException", "TransactionInProgressException"}
 )
-#: What a statement of a batch may be answered with, when it may work in a moment.
+#: Error codes of batch statements that may succeed when they are retried.
 BUSY_STATEMENT = frozenset(
     {
         "InternalServerError",
@@ -77,18 +77,18 @@ _IDENTITY = frozenset(
     }
 )
 _CREDENTIALS = (
-    theirs.NoCredentialsError,
-    theirs.PartialCredentialsError,
-    theirs.ProfileNotFound,
+    exceptions.NoCredentialsError,
+    exceptions.PartialCredentialsError,
+    exceptions.ProfileNotFound,
 )
-_REGION = (theirs.NoRegionError, theirs.InvalidRegionError)
-# Metadata services and token endpoints are servers too: they may be back in a moment.
-_LINK = (
-    theirs.ConnectionError,
-    theirs.HTTPClientError,
-    theirs.CredentialRetrievalError,
-    theirs.MetadataRetrievalError,
-    theirs.ResponseStreamingError,
+_REGION = (exceptions.NoRegionError, exceptions.InvalidRegionError)
+# Metadata services and token endpoints count as connections: their outages may pass.
+_CONNECTION = (
+    exceptions.ConnectionError,
+    exceptions.HTTPClientError,
+    exceptions.CredentialRetrievalError,
+    exceptions.MetadataRetrievalError,
+    exceptions.ResponseStreamingError,
     aiohttp.ClientError,
     asyncio.TimeoutError,
     OSError,
@@ -96,10 +96,11 @@ _LINK = (
 
 
 class Reason(NamedTuple):
-    """Why one action of a transaction did not happen; "None" when it would have."""
+    """Why one action of a transaction was cancelled."""
 
+    #: DynamoDB's code; "None" if this action did not cause the cancellation.
     code: str
-    #: The item as it is, where the action asked for it.
+    #: The existing item, if the action requested it.
     item: Mapping[str, Any] | None
 
     @property
@@ -109,7 +110,7 @@ class Reason(NamedTuple):
 
 
 class ConditionFailed(Exception):
-    """The condition of a write did not hold; `item` is what is there, None if nothing is."""
+    """The condition of a write did not hold; `item` is the existing item, or None."""
 
     def __init__(self, item: Mapping[str, Any] | None) -> None:
         super().__init__("the condition does not hold")
@@ -117,7 +118,7 @@ class ConditionFailed(Exception):
 
 
 class Cancelled(Exception):
-    """A transaction was not made because of a condition; one reason for each of its actions."""
+    """A condition cancelled a transaction; it has one reason for each of its actions."""
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         super().__init__(f"cancelled: {[reason.code for reason in reasons]}")
@@ -125,83 +126,83 @@ class Cancelled(Exception):
 
 
 class StatementRefused(Exception):
-    """One statement of a batch was answered with an error that has nothing to do with its item."""
+    """A batch statement failed for a reason other than its item, such as permissions."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        # In a batch the codes have no ending, and mean the same.
+        # In a batch, the codes lack the suffix of those of single requests.
         self.code = code if code.endswith(("Exception", "Error")) else f"{code}Exception"
 
 
 def code_of(error: BaseException) -> str:
-    """DynamoDB's code for an error, or the name of what broke on the way there."""
+    """Return DynamoDB's code of an error, or the class name of an error of the driver."""
     if isinstance(error, StatementRefused):
         return error.code
-    if isinstance(error, theirs.ClientError):
+    if isinstance(error, exceptions.ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return type(error).__name__
 
 
 def headers_of(reply: Mapping[str, Any]) -> Mapping[str, str]:
-    """The headers of a response, with names in lower case."""
+    """Return the headers of a response, with names in lower case."""
     headers: Mapping[str, str] = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return headers
 
 
-def is_worth_another_try(error: BaseException) -> bool:
-    """Whether the same request may be answered otherwise in a moment."""
-    if isinstance(error, theirs.ClientError):
+def may_be_retried(error: BaseException) -> bool:
+    """Whether the request may succeed when it is retried."""
+    if isinstance(error, exceptions.ClientError):
         return _is_busy(error)
-    return isinstance(error, _LINK) and not isinstance(error, theirs.SSLError)
+    return isinstance(error, _CONNECTION) and not isinstance(error, exceptions.SSLError)
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Whether nothing but other writes to the same items stood in the way."""
+    """Whether the only cause were concurrent writes to the same items."""
     if code_of(error) in _CONFLICT:
         return True
-    if not isinstance(error, theirs.ClientError):
+    if not isinstance(error, exceptions.ClientError):
         return False
     codes = {reason.code for reason in _reasons(error)} - {"None"}
     return bool(codes) and codes <= _CONFLICT
 
 
 def translate(error: Exception, config: DynamoConfig, *, wall_error: float) -> Exception:
-    """The error to raise instead of the driver's; the same one, if it is not the driver's."""
-    if isinstance(error, theirs.ClientError):
+    """Return the error to raise for one of the driver; other errors are returned unchanged."""
+    if isinstance(error, exceptions.ClientError):
         return _of_server(error, config, wall_error)
     if isinstance(error, StatementRefused):
-        what = f"an update was answered with {error.code}: {_said(error)}"
-        return misconfigured(config, what, _cure(error.code, config, wall_error))
+        what = f"an update failed with {error.code}: {_message(error)}"
+        return misconfigured(config, what, _remedy(error.code, config, wall_error))
     if isinstance(error, _CREDENTIALS):
         return misconfigured(
             config,
-            f"there are no usable AWS credentials ({_said(error)})",
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give this machine "
-            "a role",
+            f"no usable AWS credentials ({_message(error)})",
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or assign a role to "
+            "this machine",
         )
     if isinstance(error, _REGION):
-        cure = "add ?region=… to the URL, or set AWS_REGION"
-        return misconfigured(config, f"the region is not known ({_said(error)})", cure)
-    if is_worth_another_try(error):
-        return unavailable(config, _said(error))
-    if isinstance(error, theirs.BotoCoreError):
-        return misconfigured(config, _said(error), "see the cause")
-    return error  # not the driver's: a mistake in here, which must not look like one out there
+        remedy = "add ?region=… to the URL, or set AWS_REGION"
+        return misconfigured(config, f"the region is not known ({_message(error)})", remedy)
+    if may_be_retried(error):
+        return unavailable(config, _message(error))
+    if isinstance(error, exceptions.BotoCoreError):
+        return misconfigured(config, _message(error), "see the cause")
+    return error  # a defect of this program must not look like a failure of DynamoDB
 
 
 def unavailable(config: DynamoConfig, what: str) -> StoreUnavailable:
-    """The table cannot be used now."""
-    return StoreUnavailable(f"DynamoDB table {config.place} cannot be used now: {what}")
+    """Return the error for a table that cannot be used now."""
+    return StoreUnavailable(f"DynamoDB table {config.place} is unavailable: {what}")
 
 
-def misconfigured(config: DynamoConfig, what: str, cure: str) -> StoreMisconfigured:
-    """The table cannot be used like this."""
+def misconfigured(config: DynamoConfig, what: str, remedy: str) -> StoreMisconfigured:
+    """Return the error for a table that cannot be used without a change."""
     return StoreMisconfigured(
-        f"DynamoDB table {config.place} cannot be used like this: {what}; {cure}"
+        f"DynamoDB table {config.place} cannot be used as configured: {what}; {remedy}"
     )
 
 
-def _of_server(error: theirs.ClientError, config: DynamoConfig, wall_error: float) -> Exception:
+def _of_server(error: exceptions.ClientError, config: DynamoConfig, wall_error: float) -> Exception:
     code = code_of(error)
     if code == "ConditionalCheckFailedException":
         return ConditionFailed(error.response.get("Item"))
@@ -210,40 +211,39 @@ def _of_server(error: theirs.ClientError, config: DynamoConfig, wall_error: floa
         if any(reason.refused for reason in reasons):
             return Cancelled(reasons)
     if _is_busy(error):
-        return unavailable(config, _said(error))
-    return misconfigured(config, _said(error), _cure(code, config, wall_error))
+        return unavailable(config, _message(error))
+    return misconfigured(config, _message(error), _remedy(code, config, wall_error))
 
 
-def _cure(code: str, config: DynamoConfig, wall_error: float) -> str:
+def _remedy(code: str, config: DynamoConfig, wall_error: float) -> str:
     if code == "ResourceNotFoundException":
-        return f"make the table, or let it be made with create=true: {create_command(config)}"
+        return f"create the table, or set create=true in the URL: {create_command(config)}"
     if code in _DENIED:
         return f"allow {policy(config)}"
     if code in _CLOCK and abs(wall_error) > 60:
-        return f"this machine's clock is wrong by {wall_error:+.0f} s: set it"
+        return f"correct this machine's clock, which is wrong by {wall_error:+.0f} s"
     if code in _CLOCK or code in _IDENTITY:
-        return "look at the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, or the machine's role)"
+        return "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, or the machine's role)"
     return "see the cause"
 
 
-def _is_busy(error: theirs.ClientError) -> bool:
+def _is_busy(error: exceptions.ClientError) -> bool:
     code = code_of(error)
     if code == "TransactionCanceledException":
-        # A transaction is worth another try when nothing but others stood in its way.
         codes = {reason.code for reason in _reasons(error)} - {"None"}
         return bool(codes) and codes <= _BUSY | _CONFLICT
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400)
     return code in _BUSY | _CONFLICT or int(status) >= 500
 
 
-def _reasons(error: theirs.ClientError) -> list[Reason]:
+def _reasons(error: exceptions.ClientError) -> list[Reason]:
     found = error.response.get("CancellationReasons") or []
     return [Reason(str(each.get("Code") or "None"), each.get("Item")) for each in found]
 
 
-def _said(error: BaseException) -> str:
-    if isinstance(error, theirs.ClientError):
-        told = error.response.get("Error", {})
-        return f"{told.get('Code', 'error')}: {told.get('Message') or 'no further words'}"
+def _message(error: BaseException) -> str:
+    if isinstance(error, exceptions.ClientError):
+        answer = error.response.get("Error", {})
+        return f"{answer.get('Code', 'error')}: {answer.get('Message') or 'no message'}"
     text = " ".join(str(error).split()).rstrip(".")
     return text or type(error).__name__

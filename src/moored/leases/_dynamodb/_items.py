@@ -1,4 +1,4 @@
-"""DynamoDB's attributes, and the leases that they make up."""
+"""Converting between DynamoDB's attribute values and leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from .._store import Held, Holder
 
 __all__ = [
-    "HOLDER",
     "KEPT",
     "Item",
     "expression",
@@ -25,43 +24,40 @@ __all__ = [
 
 Item = Mapping[str, Any]
 
-#: For how many seconds a slot or a limit that nobody uses is kept, where the server's TTL is on.
+#: Seconds for which unused slots and rate limits are kept, if the table's TTL is enabled.
 KEPT = 7 * 24 * 3600
 
 _NAME = re.compile(r"#(\w+)")
 
-#: The attributes that say who holds a lease, for people.
-HOLDER = ("service_name", "owner", "host", "pid")
-
 
 def text(value: str) -> dict[str, str]:
-    """A text, as DynamoDB wants it."""
+    """Return a string as an attribute value."""
     return {"S": value}
 
 
 def number(value: int) -> dict[str, str]:
-    """A number, as DynamoDB wants it."""
+    """Return an integer as an attribute value."""
     return {"N": str(value)}
 
 
 def text_of(item: Item, name: str) -> str:
-    """A text; empty where there is none."""
+    """Return a string attribute; empty if there is none."""
     return str(item.get(name, {}).get("S", ""))
 
 
 def number_of(item: Item, name: str, default: int = 0) -> int:
-    """A whole number, or the default where there is none."""
+    """Return an integer attribute, or the default if there is none."""
     value = item.get(name, {}).get("N")
     return default if value is None else int(float(value) if "." in value else value)
 
 
 def millis(seconds: float) -> int:
-    """Milliseconds, never fewer than the seconds are."""
+    """Convert seconds to milliseconds, rounded up."""
     return math.ceil(seconds * 1000)
 
 
 def expression(values: Mapping[str, Any] | None = None, **parts: str) -> dict[str, Any]:
-    """The arguments of a request with expressions.
+    """Return the request arguments for expressions such as `Update` and `Condition`.
 
     Attributes are written as #name, because DynamoDB reserves hundreds of words.
     """
@@ -74,7 +70,7 @@ def expression(values: Mapping[str, Any] | None = None, **parts: str) -> dict[st
 
 
 def holder_values(holder: Holder) -> dict[str, dict[str, str]]:
-    """Who holds a lease, as attributes."""
+    """Return the attributes of a lease's holder."""
     return {
         "service_name": text(holder.service_name),
         "owner": text(holder.owner),
@@ -83,8 +79,8 @@ def holder_values(holder: Holder) -> dict[str, dict[str, str]]:
     }
 
 
-def held(key: str, known: str, item: Item, *, ends: float, latest: float) -> Held:
-    """A live lease from its item; `ends` is when, and `latest` what time it is at most."""
+def held(key: str, lease_id: str, item: Item, *, ends: float, latest: float) -> Held:
+    """Return the live lease of an item that expires at `ends`; it is at most `latest` now."""
     holder = Holder(
         service_name=text_of(item, "service_name"),
         owner=text_of(item, "owner"),
@@ -93,7 +89,7 @@ def held(key: str, known: str, item: Item, *, ends: float, latest: float) -> Hel
     )
     return Held(
         key=key,
-        id=known,
+        id=lease_id,
         fence=number_of(item, "fence"),
         holder=holder,
         created_at=number_of(item, "created_ms") / 1000,

@@ -1,5 +1,5 @@
-"""The way to DynamoDB: each request within its time, tried again where that helps, timed by the
-server's date, with every error translated. Nothing else here touches the driver."""
+"""Requests to DynamoDB, with timeouts, retries and translated errors. Each response's date goes to
+`ServerTime`. Only this module calls the driver."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from aiobotocore.session import get_session  # type: ignore[import-untyped]
 from moored.kernel import Backoff, Clock
 
 from ._config import DynamoConfig
-from ._errors import headers_of, is_conflict, is_worth_another_try, translate, unavailable
+from ._errors import headers_of, is_conflict, may_be_retried, translate, unavailable
 from ._time import ServerTime
 
 __all__ = ["DynamoLink", "Reply"]
 
 Reply = Mapping[str, Any]
 
-# What the driver knows of DynamoDB is read here, once, and not by each client in its event loop.
+# The driver's description of DynamoDB is read once, at import, and not in an event loop.
 _DESCRIPTIONS = get_session().get_component("data_loader")
 _DESCRIPTIONS.load_data("endpoints")
 _DESCRIPTIONS.load_service_model("dynamodb", "service-2")
 
-#: Enough for a busy moment of the table; a longer one is an outage, and is told as such.
+#: Attempts of one request; after them the table counts as unavailable.
 _ATTEMPTS = 6
 
 
 class DynamoLink:
-    """Requests to one table's server.
+    """Sends requests to the server of one table.
 
-    A request takes at most the configured time, further attempts and waits included. It is tried
-    again after a lost connection, throttling or a conflict with another transaction, so whoever
-    writes must bear that a write happened twice.
+    The timeout of a request includes its retries. It is retried after a lost connection,
+    throttling or a transaction conflict, so every write must tolerate being executed twice.
     """
 
     def __init__(
@@ -45,54 +44,54 @@ class DynamoLink:
     ) -> None:
         self.config = config
         self.clock = clock
-        #: The server's time, from all responses so far.
+        #: The server's clock, from the dates of all responses so far.
         self.time = time or ServerTime(clock, skew=config.skew)
-        #: How many requests were sent, by operation, further attempts included.
+        #: Requests sent, by operation, including retries.
         self.requests: Counter[str] = Counter()
-        #: How many requests were sent again.
+        #: Retries.
         self.retries = 0
         self._resources = AsyncExitStack()
         self._client: Any = None
-        self._dialing = asyncio.Lock()
+        self._connecting = asyncio.Lock()
 
     async def call(self, operation: str, **arguments: Any) -> Reply:
-        """Send a request about the table, and return its answer."""
+        """Send a request for the table, and return the response."""
         return await self.send(operation, TableName=self.config.table, **arguments)
 
     async def send(self, operation: str, **arguments: Any) -> Reply:
-        """Send a request, and return its answer; raises only what `translate` makes of errors."""
-        trouble: list[BaseException] = []
+        """Send a request, and return the response; the driver's errors are translated."""
+        failures: list[BaseException] = []
         try:
             async with asyncio.timeout(self.config.timeout):
-                return await self._persist(operation, arguments, trouble)
+                return await self._retry(operation, arguments, failures)
         except TimeoutError as error:
-            what = f"{operation} was not answered within {self.config.timeout:g} s"
-            if trouble:
-                what += f", after {len(trouble)} failed attempts, the last: {trouble[-1]}"
+            what = f"no answer to {operation} within {self.config.timeout:g} s"
+            if failures:
+                what += f", after {len(failures)} failed attempts, the last: {failures[-1]}"
             raise unavailable(self.config, what) from error
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._client = None
         await self._resources.aclose()
 
-    async def _persist(
-        self, operation: str, arguments: Mapping[str, Any], trouble: list[BaseException]
+    async def _retry(
+        self, operation: str, arguments: Mapping[str, Any], failures: list[BaseException]
     ) -> Reply:
         backoff = Backoff(0.025, 1.0, jitter="full", clock=self.clock)
         while True:
             try:
                 return await self._attempt(operation, arguments)
             except Exception as error:
-                trouble.append(error)
-                # A conflict means that others get on: it ends when they are done, or with the time.
-                enough = len(trouble) >= _ATTEMPTS and not is_conflict(error)
-                if enough or not is_worth_another_try(error):
+                failures.append(error)
+                # A conflict means that other transactions succeed: retry until the timeout.
+                enough = len(failures) >= _ATTEMPTS and not is_conflict(error)
+                if enough or not may_be_retried(error):
                     wall_error = self.time.wall_error()
-                    ours = translate(error, self.config, wall_error=wall_error)
-                    if ours is error:
+                    translated = translate(error, self.config, wall_error=wall_error)
+                    if translated is error:
                         raise
-                    raise ours from error
+                    raise translated from error
             self.retries += 1
             await asyncio.sleep(backoff.fail())
 
@@ -116,18 +115,18 @@ class DynamoLink:
 
     async def _connected(self) -> Any:
         if self._client is None:
-            async with self._dialing:
+            async with self._connecting:
                 if self._client is None:
                     client = self._new_client()
                     self._client = await self._resources.enter_async_context(client)
         return self._client
 
     def _new_client(self) -> Any:
-        """A client that tries once: trying again is decided here, where all attempts are timed."""
+        """Return a client of the driver that does not retry: `_retry` does."""
         options: dict[str, Any] = {}
         if self.config.local and "AWS_ACCESS_KEY_ID" not in os.environ:
-            # A local server wants credentials and does not look at them; AWS's would be searched
-            # for in the network first.
+            # A local server needs any credentials; without these, the driver would search the
+            # network for real ones.
             options = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
         session = get_session()
         session.register_component("data_loader", _DESCRIPTIONS)
@@ -136,14 +135,14 @@ class DynamoLink:
             region_name=self.config.region,
             endpoint_url=self.config.endpoint_url,
             config=AioConfig(
-                # Half, so that a connection that has gone dead leaves time for a new one.
+                # Half of the timeout, so that after a dead connection a new one can be tried.
                 connect_timeout=self.config.timeout / 2,
                 read_timeout=self.config.timeout / 2,
                 max_pool_connections=self.config.connections,
                 retries={"total_max_attempts": 1, "mode": "standard"},
-                # None lets the environment decide; nobody means its proxy for this machine.
+                # None takes the proxy from the environment, which is not meant for a local server.
                 proxies={} if self.config.local else None,
-                # The server looks at the parameters too, and costs less doing it.
+                # The server validates the parameters, too.
                 parameter_validation=False,
                 tcp_keepalive=True,
                 user_agent_extra="moored",

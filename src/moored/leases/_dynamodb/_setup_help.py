@@ -1,4 +1,4 @@
-"""What a person types to make a table, and to be allowed to use it."""
+"""The commands for an operator: create the table, and allow its use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._config import SLOTS, DynamoConfig
 
 __all__ = ["ACTIONS", "create_command", "policy"]
 
-#: What the store does to its table, by layout. `CreateTable` is needed only with create=true.
+#: The permissions that the store needs, by layout. `CreateTable` is needed only with create=true.
 ACTIONS = {
     "slots": (
         "DescribeTable",
@@ -32,7 +32,7 @@ ACTIONS = {
 
 
 def create_command(config: DynamoConfig) -> str:
-    """The command that makes the table."""
+    """Return the AWS command line that creates the table."""
     attributes, keys = "AttributeName=pk,AttributeType=S", "AttributeName=pk,KeyType=HASH"
     if config.layout == SLOTS:
         attributes += " AttributeName=slot,AttributeType=N"
@@ -46,7 +46,7 @@ def create_command(config: DynamoConfig) -> str:
 
 
 def policy(config: DynamoConfig) -> str:
-    """The statement of an IAM policy that allows what the store does."""
+    """Return the statement of an IAM policy that allows the store's requests."""
     actions = [f"dynamodb:{action}" for action in ACTIONS[config.layout]]
     if config.create:
         actions.append("dynamodb:CreateTable")

@@ -1,4 +1,4 @@
-"""Where the leases of this client are: a hint that saves reading, and that may be wrong."""
+"""The slots of this client's leases: hints that save reads, and may be wrong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .._store import Request
 
 __all__ = ["SlotHints"]
 
-#: How many hints there may be before those of leases that have ended are looked for.
+#: Hints of expired leases are removed when there are this many hints, or more.
 _TIDY_AT = 1000
 
 
 class SlotHints:
-    """The slot of each lease that this client asked for, until it ends.
+    """The slot of each lease that this client requested, until the lease must have expired.
 
-    A place is noted before the slot is written, so that it is known also when the answer is lost.
+    A hint is added before the slot is written, so that it exists even if the response is lost.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -24,18 +24,18 @@ class SlotHints:
         self._tidy_at = _TIDY_AT
 
     def note(self, request: Request, slot: int) -> None:
-        """The lease is, or may be, in this slot, for its ttl from now."""
+        """Record that the lease may be in this slot, for its ttl from now."""
         until = self._clock.monotonic() + 2 * request.ttl
         self._known[request.key, request.id] = slot, until
         if len(self._known) >= self._tidy_at:
             self._tidy()
 
     def forget(self, request: Request) -> None:
-        """The lease is not there."""
+        """Remove the hint of a lease."""
         self._known.pop((request.key, request.id), None)
 
     def of(self, request: Request) -> int | None:
-        """The slot of a lease, None where it is not known."""
+        """Return the slot of a lease, or None if it is not known."""
         found = self._known.get((request.key, request.id))
         return None if found is None else found[0]
 
@@ -44,5 +44,5 @@ class SlotHints:
 
     def _tidy(self) -> None:
         now = self._clock.monotonic()
-        self._known = {lease: place for lease, place in self._known.items() if place[1] > now}
+        self._known = {lease: hint for lease, hint in self._known.items() if hint[1] > now}
         self._tidy_at = max(_TIDY_AT, 2 * len(self._known))

@@ -1,4 +1,4 @@
-"""Reading the slots of a key: all of a small one, as little as possible of a large one."""
+"""Reading the slots of a key: all of a small key, as few as possible of a large one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from ._table import DynamoTable
 
 __all__ = ["SLOT", "SlotReader", "SlotView"]
 
-#: What the key of a slot begins with.
+#: The prefix of the item key of a slot.
 SLOT = "moored_slot#"
 
-#: Keys with at most so many slots are read whole; of larger ones, so many are read at first.
+#: A key with at most this many slots is read at once; of a larger one, this many are read first.
 PAGE = 256
-#: For how many seconds per slot that was read in vain a large key is taken to be full, because
-#: reading it is what costs: 10,000 slots are some 400 read units.
+#: A large key that was found full is not read again for this many seconds per slot that was read:
+#: reading 10,000 slots costs some 400 read units.
 FULL_FOR = 0.0005
 
 _LAST = 2**31
 
 
 class SlotView(NamedTuple):
-    """What was read of a key: slots, and the free ones in the order to try them."""
+    """The slots of a key that were read."""
 
     slots: dict[int, Slot]
+    #: The free slots, in the order in which to try them.
     free: list[int]
-    #: The slot that the lease has already.
+    #: The slot that already holds the requested lease.
     mine: int | None
 
 
@@ -39,19 +40,19 @@ class SlotReader:
     def __init__(self, table: DynamoTable) -> None:
         self._table = table
         self._time = table.link.time
-        # Large keys that were found full: up to which limit, and until when that is believed.
+        # Large keys that were found full: for which limit, and until when to assume so.
         self._full: dict[str, tuple[int, float]] = {}
 
     async def look(self, request: Request) -> SlotView:
-        """Read as much of a key as it takes to find a free slot, or to know that there is none."""
-        if self._believed_full(request):
+        """Read slots of a key until a free one is found, or all were read."""
+        if self._assumed_full(request):
             return SlotView({}, [], None)
         if request.limit <= PAGE or await self._anything_above(request):
             slots = _slots([page async for page, _ in self._read(request.key, 0, _LAST)])
             return self._view(request, slots, range(request.limit))
         seen = 0
         for first, last in read_order(request.id, request.limit):
-            page_size = None if seen else PAGE  # the hope to be done with little has gone
+            page_size = None if seen else PAGE  # after a page without free slots, read large pages
             async for page, span in self._read(request.key, first, last, page_size=page_size):
                 view = self._view(request, _slots([page]), span)
                 if view.free or view.mine is not None:
@@ -61,13 +62,13 @@ class SlotReader:
         return SlotView({}, [], None)
 
     async def leases(self, key: str) -> dict[str, int]:
-        """The slot of each lease that lives in a key."""
+        """Return the slot of each live lease of a key."""
         now = self._time.reached()
         slots = _slots([page async for page, _ in self._read(key, 0, _LAST)])
         return {slot.id: slot.number for slot in slots.values() if slot.live(now)}
 
-    def doubt(self, key: str) -> None:
-        """Something was given back: the key is not believed to be full any more."""
+    def forget_full(self, key: str) -> None:
+        """Read the key again at the next `look`: one of its leases was released."""
         self._full.pop(key, None)
 
     def _view(self, request: Request, slots: dict[int, Slot], span: Sequence[int]) -> SlotView:
@@ -76,15 +77,15 @@ class SlotReader:
         free = candidates(request.id, request.limit, slots, span=span, now_ms=now)
         return SlotView(slots, free, mine[0] if mine else None)
 
-    def _believed_full(self, request: Request) -> bool:
+    def _assumed_full(self, request: Request) -> bool:
         limit, until = self._full.get(request.key, (0, 0.0))
         if self._time.monotonic() < until:
             return request.limit <= limit
-        self.doubt(request.key)
+        self.forget_full(request.key)
         return False
 
     async def _anything_above(self, request: Request) -> bool:
-        """Whether leases live above the limit, because it was a larger one before."""
+        """Whether leases are live in slots above the limit, which was lowered."""
         now = self._time.reached()
         pages = self._read(request.key, request.limit, _LAST)
         return any(slot.live(now) for slot in _slots([page async for page, _ in pages]).values())
@@ -92,7 +93,7 @@ class SlotReader:
     async def _read(
         self, key: str, first: int, last: int, *, page_size: int | None = None
     ) -> AsyncIterator[tuple[list[Item], range]]:
-        """The items of a range of slots, page by page, each with the slots that it covers."""
+        """Yield the items of a range of slots, page by page, each with the slots it covers."""
         wanted = expression(
             {"pk": text(SLOT + key), "first": number(first), "last": number(last)},
             KeyCondition="#pk = :pk AND #slot BETWEEN :first AND :last",

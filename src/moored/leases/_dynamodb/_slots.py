@@ -1,4 +1,4 @@
-"""Leases as slots: an item for each lease that may live, so that nothing needs to be counted.
+"""The slot layout: an item for each lease that the limit allows, so that no counter is needed.
 
 ========================  ========  ============================================================
 item                      slot      attributes
@@ -8,9 +8,9 @@ item                      slot      attributes
 ``moored_rate#KEY``     0         ``full_at``, ``ttl_epoch``
 ========================  ========  ============================================================
 
-To acquire is to read the slots of the key (one consistent query), and to write one that is free,
-on condition that it still is. To release is to set its end to 0: the item stays, and its fence with
-it. Who crashes leaves a slot behind that is free once its time is over; nobody has to repair it.
+An acquire reads the slots of the key (one consistent query) and writes a free one, on condition
+that it is still free. A release sets `expires_ms` to 0; the item stays, with its fence. The slot of
+a crashed holder is free when its lease expires, without any repair.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from ._time import ServerTime
 
 __all__ = ["SlotStore"]
 
-#: How many slots are tried, and how often the key is read again, when others are faster.
+#: Slots that an acquire tries after each read, and reads that it makes, while other clients take
+#: the free slots first.
 _TRIES = 4
 _ROUNDS = 10
 
 
 class SlotStore(DynamoStore):
-    """Leases and rate limits in DynamoDB, without a counter."""
+    """Leases and rate limits in DynamoDB, in the slot layout."""
 
     _more_key: ClassVar[dict[str, Any]] = {"slot": number(0)}
 
@@ -64,7 +65,7 @@ class SlotStore(DynamoStore):
         self._slots = SlotReader(self._table)
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend leases by their ttl from now; False for each that does not live any more."""
+        """Extend leases to their ttl from now; False for each that is not live."""
         await self._table.ready()
         answers = await self._time.settled(
             lambda lives: self._update(requests, partial(self._renewal, lives))
@@ -75,16 +76,16 @@ class SlotStore(DynamoStore):
         return answers
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """End leases; False for each that did not live."""
+        """End leases; False for each that was not live."""
         await self._table.ready()
         answers = await self._update(requests, partial(self._ending, self._time.reached()))
         for request in requests:
             self._hints.forget(request)
-            self._slots.doubt(request.key)
+            self._slots.forget_full(request.key)
         return answers
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases, of one key (one query) or of all (a scan of the whole table)."""
+        """Return the live leases of one key (a query), or of all keys (a scan of the table)."""
         await self._table.ready()
         values = {"now": number(self._time.reached())}
         if key is not None:
@@ -120,7 +121,7 @@ class SlotStore(DynamoStore):
     async def _occupy(
         self, request: Request, slot: int, view: SlotView, lives: int
     ) -> Grant | None:
-        """Write a slot that was free, on condition that it still is."""
+        """Write a lease into a slot, on condition that the slot is still free."""
         fence = next_fence(request.limit, slot, view.slots, self._time.reached())
         values = {
             "fence": number(fence),
@@ -146,14 +147,14 @@ class SlotStore(DynamoStore):
             )
         except ConditionFailed as failed:
             if failed.item and text_of(failed.item, "id") == request.id:
-                # Written by an earlier attempt whose answer was lost, or by who asks for the same.
+                # Written by an attempt whose response was lost, or by a concurrent request.
                 return await self._again(request, slot, lives)
             self._hints.forget(request)
             return None
         return Grant(request.id, fence)
 
     async def _again(self, request: Request, slot: int, lives: int) -> Grant | None:
-        """The lease in this slot once more, if it is this one's: it lives on from now."""
+        """Renew the lease in this slot if it is the requested one."""
         try:
             reply = await self._table.call(
                 "update_item",
@@ -181,7 +182,7 @@ class SlotStore(DynamoStore):
     async def _update(
         self, requests: Sequence[Request], statement: Callable[[Request, int], Statement]
     ) -> list[bool]:
-        """Run a statement on the slot of each lease; False where it has none, or not any more."""
+        """Run a statement on the slot of each lease; False for each that has no slot."""
         slots = await self._find(requests)
         found = {n: slot for n, slot in enumerate(slots) if slot is not None}
         statements = [statement(requests[n], slot) for n, slot in found.items()]
@@ -191,10 +192,10 @@ class SlotStore(DynamoStore):
         return answers
 
     async def _find(self, requests: Sequence[Request]) -> list[int | None]:
-        """The slot of each lease: from memory, or by reading the key."""
-        strange = {request.key for request in requests if self._hints.of(request) is None}
-        pages = [self._slots.leases(key) for key in strange]
-        read = dict(zip(strange, await asyncio.gather(*pages), strict=True))
+        """Return the slot of each lease, from the hints or by reading its key."""
+        unknown = {request.key for request in requests if self._hints.of(request) is None}
+        pages = [self._slots.leases(key) for key in unknown]
+        read = dict(zip(unknown, await asyncio.gather(*pages), strict=True))
         return [
             known if (known := self._hints.of(r)) is not None else read.get(r.key, {}).get(r.id)
             for r in requests
@@ -226,7 +227,7 @@ class SlotStore(DynamoStore):
         )
 
     def _kept(self, ttl: float) -> int:
-        """When the server may delete the item, far behind the last time that it means anything."""
+        """Return the `ttl_epoch` of an item, long after the time at which it is last needed."""
         return int(self._time.latest() + ttl) + KEPT
 
     def _held(self, item: Item) -> Held:

@@ -1,4 +1,4 @@
-"""What both layouts of DynamoDB share: the way to the table, its rate limits, and the end."""
+"""The base of both layouts: the table, the rate limits, opening and closing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _RATE = "moored_rate#"
 
 
 class DynamoStore:
-    """A table of leases and rate limits; a layout adds what a lease is, in items."""
+    """A table of leases and rate limits; subclasses define how leases are stored."""
 
-    #: What the key of an item has besides `pk`, where it is not a lease's.
+    #: The key attributes of a rate limit's item besides `pk`.
     _more_key: ClassVar[dict[str, Any]]
 
     def __init__(
@@ -37,24 +37,24 @@ class DynamoStore:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What about the table puts leases at risk; empty before it answered."""
+        """Settings of the table that put leases at risk; empty before `open`."""
         return self._table.warnings
 
     async def open(self) -> None:
-        """Reach the table, and make it where it is missing and may be made."""
+        """Check the table, and create it if it is missing and `create` allows it."""
         await self._ready()
 
     async def close(self) -> None:
-        """Let go of the connections; leases stay as they are."""
+        """Close the connections; leases stay as they are."""
         await self.link.close()
 
     async def acquire(self, request: Request) -> Grant | None:
-        """Give a lease if fewer than the limit live, else None."""
+        """Grant a lease if fewer than the limit are live, else return None."""
         await self._ready()
         return await self._time.settled(lambda lives: self._acquire(request, lives))
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
-        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
+        """Take up to `tokens` from a limit of `rate` per second with this burst."""
         return await self._rate.take(key, rate=rate, burst=burst, tokens=tokens)
 
     async def _ready(self) -> None:

@@ -1,12 +1,12 @@
-"""What keeps the counter layout right: ended leases are counted off, and counters are checked.
+"""The sweeper of the counter layout: it deletes expired leases and corrects counters.
 
-A sweep is one scan of the table. Each lease whose time is over is deleted and counted off in one
-transaction, on condition that it is still there and was not renewed. Where a counter still does not
-say how many leases there are (the server deleted some by TTL, or a person did), it is corrected, on
-condition that nothing was given or taken back since it was read.
+A sweep is one scan of the table. Each expired lease is deleted, and the counter decremented, in one
+transaction, on condition that the lease still exists and was not renewed. If a counter then differs
+from the number of leases (DynamoDB's TTL or an operator deleted some), it is corrected, on
+condition that no lease was granted or ended since the counter was read.
 
-Of all clients of a table one sweeps regularly: who finds that it was done recently leaves it be.
-Who is refused a lease looks for himself, when something may have ended since he last looked.
+Only one client of a table sweeps regularly: a client skips its turn if another one swept recently.
+An acquire that is refused sweeps, too, if a lease may have expired since the last sweep.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ __all__ = ["Sweeper", "Swept"]
 
 log = logging.getLogger("moored.leases")
 
-#: The item that says when the table was last swept.
-_TURN = {"pk": text("moored_sweep")}
-#: A transaction takes 100 actions, and one is the counter's.
+#: The item with the time of the last regular sweep.
+_LAST_SWEEP = {"pk": text("moored_sweep")}
+#: Leases in one transaction: DynamoDB allows 100 actions, and one is the counter's.
 _AT_ONCE = 99
-#: How often leases are removed anew because some of them were gone, or the counter was wrong.
+#: Attempts of one removal while leases disappear, or the counter is wrong.
 _ROUNDS = 10
 
 
 class Swept(NamedTuple):
-    """What a sweep did."""
+    """The result of a sweep."""
 
-    #: How many leases were ended because their time was over.
+    #: Expired leases that were deleted.
     ended: int
-    #: How many counters were wrong, and are right now.
+    #: Counters that were corrected.
     corrected: int
 
 
 class Sweeper:
-    """Ends leases, and corrects counters; `start` does it regularly."""
+    """Deletes leases and corrects counters; `start` runs it regularly."""
 
     def __init__(self, table: DynamoTable) -> None:
         self._table = table
@@ -65,14 +65,14 @@ class Sweeper:
         self._supervisor: Supervisor | None = None
         self._stopped = False
         self._one = asyncio.Lock()
-        # When a look is worth it: the next end that was seen, and the last look.
+        # The earliest expiry of each key, and the time of the last sweep, by this client.
         self._next_end: dict[str, int] = {}
         self._swept_at = -float("inf")
-        #: How many leases were ended, and counters corrected, in all.
+        #: The sums of all sweeps of this client.
         self.total = Swept(0, 0)
 
     async def start(self) -> None:
-        """Sweep in the background, from now until `stop`; once."""
+        """Start the regular sweeps, which run until `stop`; later calls do nothing."""
         if self._supervisor is None and not self._stopped:
             self._supervisor = Supervisor(
                 "dynamodb-sweeper",
@@ -83,26 +83,26 @@ class Sweeper:
             await self._supervisor.start()
 
     async def stop(self) -> None:
-        """End the background sweeps."""
+        """Stop the regular sweeps."""
         self._stopped = True
         if self._supervisor is not None:
             await self._supervisor.stop()
 
     async def sweep(self) -> Swept:
-        """End all leases whose time is over, and correct the counters that are then wrong."""
+        """Delete all expired leases, and correct counters that are then wrong."""
         async with self._one:
             return await self._sweep()
 
     async def sweep_if_due(self, key: str) -> bool:
-        """Sweep for one who was refused, if something may have ended; True if he may ask again.
+        """Sweep after a refused acquire, if a lease may have expired; True to try again.
 
-        Holders renew early, so that the next end that was seen is mostly still far away, and a
-        full key costs no scan for each refusal.
+        Holders renew early, so the earliest expiry is mostly still ahead, and most refusals need
+        no scan.
         """
         before = self._swept_at
         async with self._one:
             if self._swept_at != before:
-                return True  # another who was refused has just done it
+                return True  # another refused acquire has just swept
             ended = self._next_end.get(key, 0) < self._time.reached()
             if not ended and self._time.monotonic() - before < self._every:
                 return False
@@ -110,21 +110,21 @@ class Sweeper:
             return swept.ended + swept.corrected > 0
 
     async def leases(self, key: str | None = None) -> list[Item]:
-        """All lease items, of one key or of all, ended ones included."""
+        """Return all lease items of one key, or of all keys, including expired ones."""
         wanted = expression(
             {"prefix": text(LEASE if key is None else f"{LEASE}{key}#")},
             Filter="begins_with(#pk, :prefix)",
         )
         found = await self._table.collect("scan", ConsistentRead=True, **wanted)
-        # A key may begin with another one and a "#".
+        # A key may begin with another key and a "#".
         return [item for item in found if key is None or key_of(item) == key]
 
     async def end(self, key: str, leases: Sequence[str]) -> set[str]:
-        """End leases if their time is over; returns those that were ended."""
+        """Delete those of the leases that have expired; returns their ids."""
         return await self.remove(key, leases, condition=ENDED)
 
     async def remove(self, key: str, leases: Sequence[str], *, condition: str) -> set[str]:
-        """Delete leases and count them off, each on this condition; returns those that held it."""
+        """Delete the leases that meet the condition, and decrement the counter; returns ids."""
         distinct = list(dict.fromkeys(leases))
         removed: set[str] = set()
         for start in range(0, len(distinct), _AT_ONCE):
@@ -144,13 +144,13 @@ class Sweeper:
                 counter, *others = cancelled.reasons
                 left = [n for n, reason in enumerate(others) if not reason.refused]
                 if len(left) == len(leases) and counter.refused:
-                    # The counter says that fewer live than are to be ended: it is wrong.
+                    # The counter is lower than the number of leases to delete: it is wrong.
                     await self._correct(key)
                 leases = [leases[n] for n in left]
             else:
                 return set(leases)
         raise unavailable(
-            self._table.config, f"{key!r} was changed by others {_ROUNDS} times in a row"
+            self._table.config, f"other clients changed {key!r} {_ROUNDS} times in a row"
         )
 
     async def _sweep(self) -> Swept:
@@ -174,37 +174,37 @@ class Sweeper:
         }
 
     async def _correct(self, key: str) -> int:
-        """Make a counter say how many leases there are; 1 if it did not, else 0."""
+        """Set a counter to the number of its leases; returns 1 if it was wrong, else 0."""
         reply = await self._table.call("get_item", Key=counter_of(key), ConsistentRead=True)
         counter: Item = reply.get("Item", {})
-        said, there = number_of(counter, "active"), len(await self.leases(key))
-        if said == there:
+        counted, existing = number_of(counter, "active"), len(await self.leases(key))
+        if counted == existing:
             return 0
-        # Each grant moves one number and each return the other, so if neither moved, nothing
-        # happened since the counter was read, and the scan saw what belongs to it.
-        parts = ("active", "grants", "updated_ms")
+        # Each grant increments `grants`, and each removal changes the others. If all are
+        # unchanged, the scan saw exactly the leases that the counter should count.
+        names = ("active", "grants", "updated_ms")
         unchanged = " AND ".join(
-            f"#{part} = :old_{part}" if part in counter else f"attribute_not_exists(#{part})"
-            for part in parts
+            f"#{name} = :old_{name}" if name in counter else f"attribute_not_exists(#{name})"
+            for name in names
         )
-        old = {f"old_{part}": counter[part] for part in parts if part in counter}
+        old = {f"old_{name}": counter[name] for name in names if name in counter}
         try:
             await self._table.call(
                 "update_item",
                 Key=counter_of(key),
                 **expression(
-                    {**old, "there": number(there), "now": number(self._time.reached())},
-                    Update="SET #active = :there, #updated_ms = :now",
+                    {**old, "existing": number(existing), "now": number(self._time.reached())},
+                    Update="SET #active = :existing, #updated_ms = :now",
                     Condition=unchanged,
                 ),
             )
         except ConditionFailed:
             return 0
-        log.warning("the counter of %r said %d, and %d leases live: corrected", key, said, there)
+        log.warning("corrected the counter of %r from %d to %d leases", key, counted, existing)
         return 1
 
     def _note(self, leases: Sequence[Item], now: int) -> None:
-        """Remember when the next lease of each key ends, unless it is renewed."""
+        """Remember the earliest expiry of each key."""
         self._swept_at = self._time.monotonic()
         self._next_end = {}
         for item in leases:
@@ -213,12 +213,12 @@ class Sweeper:
                 self._next_end[key_of(item)] = min(known, ends)
 
     async def _claim(self) -> bool:
-        """Whether it is this client's turn: nobody has swept for half of the time between."""
+        """Whether this client should sweep: no client has for half of the interval."""
         now = self._time.reached()
         try:
             await self._table.call(
                 "update_item",
-                Key=_TURN,
+                Key=_LAST_SWEEP,
                 **expression(
                     {"now": number(now), "before": number(now - round(self._every * 500))},
                     Update="SET #swept_ms = :now",
@@ -230,7 +230,7 @@ class Sweeper:
         return True
 
     async def _everything(self) -> list[Item]:
-        """All counters and leases; what else is in the table is of no interest."""
+        """Return the items of all counters and leases."""
         wanted = expression(
             {"counter": text(COUNTER), "lease": text(LEASE)},
             Filter="begins_with(#pk, :lease) OR begins_with(#pk, :counter)",
@@ -241,25 +241,25 @@ class Sweeper:
         context.started()
         random = self._table.link.clock.random
         while True:
-            # Spread, so that clients that were started together do not come together.
+            # Spread, so that clients that were started together do not sweep together.
             await asyncio.sleep(self._every * random.uniform(0.75, 1.25))
             try:
                 if await self._claim():
                     await self.sweep()
                     context.healthy()
             except (StoreUnavailable, StoreMisconfigured) as error:
-                log.warning("the sweep of %s did not happen: %s", self._table.config.place, error)
+                log.warning("could not sweep %s: %s", self._table.config.place, error)
 
     def __repr__(self) -> str:
         return f"<Sweeper: {self.total.ended} ended, {self.total.corrected} corrected>"
 
 
 def _disagreeing(items: Sequence[Item], leases: Sequence[Item]) -> list[str]:
-    """The keys whose counter does not say how many leases were seen in the same scan."""
-    there = Counter(key_of(item) for item in leases)
-    said = {
+    """Return the keys whose counter differs from the number of their leases in the scan."""
+    existing = Counter(key_of(item) for item in leases)
+    counted = {
         text_of(item, "pk").removeprefix(COUNTER): number_of(item, "active")
         for item in items
         if text_of(item, "pk").startswith(COUNTER)
     }
-    return [key for key in sorted({*there, *said}) if said.get(key, 0) != there[key]]
+    return [key for key in sorted({*existing, *counted}) if counted.get(key, 0) != existing[key]]

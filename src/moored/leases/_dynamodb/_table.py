@@ -1,4 +1,4 @@
-"""The table: looked at once before its first use, and made where that is allowed."""
+"""The DynamoDB table: checked before its first use, and created where that is allowed."""
 
 from __future__ import annotations
 
@@ -28,53 +28,50 @@ log = logging.getLogger("moored.leases")
 
 T = TypeVar("T")
 
-#: AWS makes a table in some 5 to 20 s.
-_MADE_WITHIN = 60.0
-_LOOK_EVERY = 0.2
+#: Seconds to wait for a new table; AWS takes some 5 to 20 s.
+_CREATED_WITHIN = 60.0
+_POLL_EVERY = 0.2
 
 
 class DynamoTable:
-    """The table of a store, and requests to it once it is known to be the right one.
+    """Requests to the table of a store, after a check of its keys.
 
-    A server may be away when a store is opened, so that each request looks whether the table has
-    been looked at, and the first that gets through does it.
+    DynamoDB may be unavailable when a store is opened, so the first request that succeeds does the
+    check.
     """
 
     def __init__(self, link: DynamoLink) -> None:
         self.link = link
         self.config = link.config
-        #: What about the table puts leases at risk; known once it answered.
+        #: Settings of the table that put leases at risk; set by the check.
         self.warnings: tuple[str, ...] = ()
         self._ready = False
-        self._looking = asyncio.Lock()
+        self._checking = asyncio.Lock()
 
     async def ready(self) -> None:
-        """Look at the table, once; make it where it is missing and may be made."""
+        """Check the table, once; create it if it is missing and `create` allows it."""
         if self._ready:
             return
-        async with self._looking:
+        async with self._checking:
             if not self._ready:
-                await self._check(await self._found())
-                await self._see_ttl()
+                await self._check(await self._described())
+                await self._check_ttl()
                 self._ready = True
 
     async def call(self, operation: str, **arguments: Any) -> Reply:
-        """Send a request about the table."""
+        """Send a request for the table."""
         return await self._use(lambda: self.link.call(operation, **arguments))
 
-    async def send(self, operation: str, **arguments: Any) -> Reply:
-        """Send a request that names its tables itself."""
-        return await self._use(lambda: self.link.send(operation, **arguments))
-
     async def transact(self, actions: Sequence[Mapping[str, Any]]) -> None:
-        """Do all of several actions, or none."""
-        # The token makes a further attempt after a lost answer the same transaction.
+        """Run a transaction."""
+        # With the token, a retry after a lost response is the same transaction.
         token = str(uuid.UUID(int=self.link.clock.random.getrandbits(128), version=4))
-        await self.send("transact_write_items", TransactItems=actions, ClientRequestToken=token)
+        arguments = {"TransactItems": actions, "ClientRequestToken": token}
+        await self._use(lambda: self.link.send("transact_write_items", **arguments))
 
     async def execute(self, statements: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Run statements that have nothing to do with each other; what became of each: nothing,
-        or the code of why it was not done, for its item's sake or because the table is busy."""
+        """Run a batch of independent statements; returns "" for each that was executed, else its
+        error code: a failed condition, or one of `BUSY_STATEMENT`."""
 
         async def send() -> list[str]:
             reply = await self.link.send("batch_execute_statement", Statements=statements)
@@ -90,18 +87,18 @@ class DynamoTable:
         raise translate(refused, self.config, wall_error=self.link.time.wall_error()) from refused
 
     async def pages(self, operation: str, **arguments: Any) -> AsyncIterator[Reply]:
-        """The answers to a query or a scan, page by page."""
+        """Yield the responses to a query or a scan, page by page."""
         while True:
             reply = await self.call(operation, **arguments)
             yield reply
             if not reply.get("LastEvaluatedKey"):
                 return
-            # A limit is for the first page, where a caller hopes to be done.
+            # A limit applies only to the first page, where most callers stop.
             arguments.pop("Limit", None)
             arguments["ExclusiveStartKey"] = reply["LastEvaluatedKey"]
 
     async def collect(self, operation: str, **arguments: Any) -> list[Item]:
-        """All items that a query or a scan finds."""
+        """Return all items of a query or a scan."""
         pages = [page async for page in self.pages(operation, **arguments)]
         return [item for page in pages for item in page.get("Items", [])]
 
@@ -112,41 +109,41 @@ class DynamoTable:
         except StoreMisconfigured as error:
             if not (self.config.create and _is_missing(error)):
                 raise
-        # A local server that was restarted has forgotten its tables.
+        # A local server loses its tables when it is restarted.
         self._ready = False
         await self.ready()
         return await send()
 
-    async def _found(self) -> Reply:
+    async def _described(self) -> Reply:
         try:
             return await self.link.call("describe_table")
         except StoreMisconfigured as error:
             if not (self.config.create and _is_missing(error)):
                 raise
-        await self._make()
+        await self._create()
         return await self.link.call("describe_table")
 
-    async def _make(self) -> None:
+    async def _create(self) -> None:
         try:
             await self.link.call("create_table", **_schema(self.config))
-            log.info("DynamoDB table %s was made", self.config.place)
+            log.info("created DynamoDB table %s", self.config.place)
         except StoreMisconfigured as error:
-            # Another process was faster, and made the same one.
+            # Another process has created the table meanwhile.
             if code_of(error.__cause__ or error) != "ResourceInUseException":
                 raise
 
     async def _check(self, table: Reply) -> None:
         wanted = _schema(self.config)
-        for _ in range(round(_MADE_WITHIN / _LOOK_EVERY)):
+        for _ in range(round(_CREATED_WITHIN / _POLL_EVERY)):
             state = table["Table"]
             if not _same(state.get("KeySchema", []), wanted["KeySchema"]):
                 raise self._wrong_keys(state)
             if state.get("TableStatus") in ("ACTIVE", "UPDATING"):
                 return
-            await asyncio.sleep(_LOOK_EVERY)
+            await asyncio.sleep(_POLL_EVERY)
             table = await self.link.call("describe_table")
         status = table["Table"].get("TableStatus")
-        raise unavailable(self.config, f"it is still {status} after {_MADE_WITHIN:g} s")
+        raise unavailable(self.config, f"it is still {status} after {_CREATED_WITHIN:g} s")
 
     def _wrong_keys(self, state: Reply) -> StoreMisconfigured:
         keys = [each.get("AttributeName") for each in state.get("KeySchema", [])]
@@ -154,15 +151,14 @@ class DynamoTable:
         return misconfigured(
             self.config,
             f"its key is {keys}, and layout={self.config.layout} needs {wanted}",
-            f"use a table of its own: {create_command(self.config)}",
+            f"use another table: {create_command(self.config)}",
         )
 
-    async def _see_ttl(self) -> None:
+    async def _check_ttl(self) -> None:
         reply = await self.link.call("describe_time_to_live")
         state = reply.get("TimeToLiveDescription", {})
-        on = state.get("TimeToLiveStatus") in ("ENABLED", "ENABLING")
-        # The attribute by which the server deletes items, None when it deletes none.
-        attribute = state.get("AttributeName") if on else None
+        enabled = state.get("TimeToLiveStatus") in ("ENABLED", "ENABLING")
+        attribute = state.get("AttributeName") if enabled else None
         self.warnings = tuple(_risks(self.config, attribute))
         for warning in self.warnings:
             log.warning("DynamoDB table %s: %s", self.config.place, warning)
@@ -194,12 +190,12 @@ def _risks(config: DynamoConfig, attribute: str | None) -> list[str]:
         return []
     if attribute != "ttl_epoch":
         return [
-            f"the server deletes items by their attribute {attribute!r}, which is not the store's; "
-            "leases without it are kept"
+            f"DynamoDB's TTL is enabled for the attribute {attribute!r}, which is not the store's; "
+            "it deletes no leases"
         ]
     if config.layout == SLOTS:
         return []
     return [
-        "the server deletes ended leases by ttl_epoch, without counting them off; the sweeper "
-        "corrects the counter afterwards, but turn it off: it is not needed"
+        "DynamoDB's TTL deletes expired leases by ttl_epoch without decrementing the counter; the "
+        "sweeper corrects the counter, but disable the TTL: it is not needed"
     ]

@@ -1,16 +1,15 @@
 """The server's time, as far as a client can know it.
 
-DynamoDB has no clock in its expressions, so what is compared there must come from the client. This
-machine's wall clock decides nothing: every response carries a `Date`, which is the server's time
-cut to the second, and which was written between sending the request and receiving the answer. So
-each response gives two bounds for the distance between the server's clock and this machine's
-monotonic one, and all responses together give narrower ones: a second wide at first, about a round
-trip wide after some tens of requests.
+DynamoDB's expressions have no clock, so the times that they compare must come from the client. This
+machine's wall clock is not trusted. Every response has a `Date`: the server's time, truncated to
+the second, at a moment between sending the request and receiving the response. So each response
+gives two bounds for the difference between the server's clock and this machine's monotonic clock,
+and all responses together give narrower ones: a second wide at first, about a round trip wide after
+some tens of requests.
 
-Whoever needs the time takes the bound that is safe for him: a lease is written to end late (by
-`latest`), and counts as ended late (by `earliest`). So it is never given away before its holder's
-own deadline, whatever the wall clocks of the machines say; it may only be given away later, by as
-much as the bounds are apart.
+Each use takes the bound that is safe: the expiry of a lease is computed from `latest`, and compared
+with `earliest`. So a lease is never granted to another holder before its holder's own deadline,
+however wrong the wall clocks are; it may only be granted later, by the width of the bounds.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ __all__ = ["ServerTime"]
 
 T = TypeVar("T")
 
-#: How much faster or slower the two clocks may run: several times what oscillators do.
+#: The largest drift between the two clocks, in seconds per second: several times that of real ones.
 _DRIFT = 200e-6
-#: How wrong the wall clock is taken to be while the server has not said its time.
+#: The assumed error of the wall clock, in seconds, before the first response.
 _UNKNOWN = 1.0
-#: How often something is done again because the time was wrong.
+#: Attempts of one write while its responses show that the bounds were wrong.
 _CORRECTIONS = 3
 
 
 class ServerTime:
     """Bounds for the time of the server, in seconds since 1970.
 
-    `skew` is by how much the clocks of two servers behind one name may differ.
+    `skew` is by how many seconds the clocks of two servers behind one name may differ.
     """
 
     def __init__(self, clock: Clock, *, skew: float = 0.0) -> None:
@@ -48,20 +47,20 @@ class ServerTime:
         self._low = 0.0
         self._high = 0.0
         self._at: float | None = None
-        #: How often a response has shown that the bounds were wrong: one of the clocks jumped.
+        #: Responses that contradicted the bounds: one of the clocks was changed.
         self.corrections = 0
 
     def monotonic(self) -> float:
-        """This machine's own time, to say when a request was sent and answered."""
+        """Return the monotonic time, for `sent` and `received`."""
         return self._clock.monotonic()
 
     def observe(self, date: str | None, *, sent: float, received: float) -> None:
-        """A request that was sent and answered at these monotonic times carried this date."""
-        said = _seconds(date)
-        if said is None:
+        """Narrow the bounds by the date of a response; the other times are monotonic."""
+        server = _seconds(date)
+        if server is None:
             return
-        low = said - self._skew - received
-        high = said + 1.0 + self._skew - sent
+        low = server - self._skew - received
+        high = server + 1.0 + self._skew - sent
         known_low, known_high = self._bounds(received)
         if low > known_high or high < known_low:
             self.corrections += 1
@@ -72,39 +71,40 @@ class ServerTime:
         self._at = received
 
     def earliest(self) -> float:
-        """A time that the server's clock has certainly reached."""
+        """Return a time that the server's clock has certainly reached."""
         now = self._clock.monotonic()
         return now + self._bounds(now)[0]
 
     def latest(self) -> float:
-        """A time that the server's clock has certainly not passed."""
+        """Return a time that the server's clock has certainly not passed."""
         now = self._clock.monotonic()
         return now + self._bounds(now)[1]
 
     def reached(self) -> int:
-        """The `earliest` time in milliseconds: what ends before this has certainly ended."""
+        """Return `earliest` in milliseconds: a lease that expires before it has expired."""
         return int(self.earliest() * 1000)
 
     def end_of(self, ttl: float) -> int:
-        """The millisecond at which what is written now, to live so long, may end."""
+        """Return the expiry, in milliseconds, of a lease that is written now with this ttl."""
         return math.ceil((self.latest() + ttl) * 1000)
 
     def likely(self) -> float:
-        """The wall clock's time, moved into the bounds: right to the millisecond where the
-        machine's clock is kept by a time service, and within the bounds where it is not."""
+        """Return the wall clock's time, moved into the bounds: exact if the machine's clock is
+        synchronized, and within the bounds if it is not."""
         now = self._clock.monotonic()
         low, high = self._bounds(now)
         return min(max(self._clock.wall(), now + low), now + high)
 
     def wall_error(self) -> float:
-        """By how many seconds this machine's wall clock is certainly wrong, 0.0 if maybe not."""
+        """Return by how many seconds, at least, this machine's wall clock is wrong."""
         return self._clock.wall() - self.likely()
 
     async def settled(self, attempt: Callable[[int], Awaitable[T]]) -> T:
-        """Do what writes a time; again, if its own answers show that the time was wrong.
+        """Run a write; again, if its own responses show that the bounds were wrong.
 
-        The attempt is given the millisecond by which a lease of its own must not have ended to live
-        on. It stays the same when it is repeated: what it wrote by the wrong time may have ended.
+        `attempt` gets the time in milliseconds that the expiry of an existing lease must not be
+        before. A repetition does not get a later time: the lease that the first attempt wrote by
+        wrong bounds may expire before that.
         """
         lives = self.reached()
         for _ in range(_CORRECTIONS):
@@ -129,8 +129,8 @@ def _seconds(date: str | None) -> float | None:
     if date is None:
         return None
     try:
-        said = parsedate_to_datetime(date)
+        parsed = parsedate_to_datetime(date)
     except ValueError:
         return None
-    # A date whose zone is not told is in UTC, as all dates of HTTP are.
-    return (said if said.tzinfo else said.replace(tzinfo=UTC)).timestamp()
+    # A date without a zone is in UTC, as all dates of HTTP are.
+    return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()

@@ -1,16 +1,16 @@
-"""Leases in Postgres: the rooms behind `moored.leases.postgres`.
+"""Leases in Postgres: the modules behind `moored.leases.postgres`.
 
 ::
 
-    PostgresStore     what a lease is, in rows
-    Layout            which tables are there, and who may use them
-    PostgresLink      statements and their rows, within their time
-    Statements        what the server does in one transaction, and one round trip
+    PostgresStore     the `Store` methods, as statements
+    Layout            which tables exist, and whether the role may use them
+    PostgresLink      connections; runs statements with a timeout
+    Statements        the SQL; each call is one transaction and one round trip
 
 Invariants:
 
-- one at a time counts and gives leases of a key, and sees what those before it gave;
-- a renewal and a gift of the same lease never both succeed;
-- no lock outlives one message, so a client that is stopped keeps nobody waiting;
-- a late answer reaches nobody: its connection is cut off.
+- acquires of one key run one after the other, and each sees the leases that earlier ones granted;
+- a lease is never both renewed for its holder and granted to another;
+- no lock outlives one message, so a suspended client blocks no other client;
+- a late response is never read: its connection is closed.
 """

@@ -1,4 +1,4 @@
-"""How the Postgres store is configured: by its URL."""
+"""The configuration of the Postgres store, from its URL."""
 
 from __future__ import annotations
 
@@ -17,66 +17,67 @@ from .._url_parameters import UrlParameters
 
 __all__ = ["PostgresConfig"]
 
-_OURS = ("schema", "timeout", "connections")
+_OWN_PARAMETERS = ("schema", "timeout", "connections")
 
 
 @dataclass(frozen=True)
 class PostgresConfig:
-    """What a `postgresql://` URL says; parameters that are not ours are libpq's."""
+    """The settings of a `postgresql://` URL; other parameters are passed to libpq."""
 
-    #: The server and the database, as people name them.
+    #: The host and the database, for messages.
     place: str
     #: The schema that holds the tables.
     schema: str
-    #: How long one call may take in all, in seconds; then the store counts as unavailable.
+    #: Timeout of one call in seconds, including the wait for a connection.
     timeout: float
-    #: How many connections there may be; further calls wait for one, within their time.
+    #: The largest number of connections; further calls wait for one, within their timeout.
     connections: int
-    #: What libpq needs to connect: a secret.
+    #: The connection string for libpq, which may contain a password.
     conninfo: str = field(repr=False)
 
     @classmethod
     def from_url(cls, url: str) -> PostgresConfig:
-        """Read a URL; raises one `StoreMisconfigured` that names all its mistakes."""
+        """Parse a URL; raises one `StoreMisconfigured` that lists all mistakes."""
         parsed = parse(url)
         settings = UrlParameters(parsed)
         schema = settings.text("schema", "moored")
         timeout = settings.seconds("timeout", 5.0)
         connections = settings.count("connections", 2)
         settings.done()
-        theirs = _libpq(url, parsed)
+        libpq = _libpq(url, parsed)
         return cls(
-            place=f"{theirs.get('host') or 'localhost'}/{theirs.get('dbname') or ''}",
+            place=f"{libpq.get('host') or 'localhost'}/{libpq.get('dbname') or ''}",
             schema=schema,
             timeout=timeout,
             connections=connections,
-            conninfo=make_conninfo("", **{**_defaults(timeout), **theirs}),
+            conninfo=make_conninfo("", **{**_defaults(timeout), **libpq}),
         )
 
 
 def _libpq(url: str, parsed: StoreUrl) -> dict[str, str | int | None]:
-    """The URL without our parameters, as libpq reads it."""
+    """Return the parameters of the URL for libpq, without those of the store."""
     head, _, query = url.partition("?")
-    rest = [(n, v) for n, v in parse_qsl(query, keep_blank_values=True) if n not in _OURS]
+    pairs = parse_qsl(query, keep_blank_values=True)
+    rest = [(name, value) for name, value in pairs if name not in _OWN_PARAMETERS]
     try:
         return dict(conninfo_to_dict(f"{head}?{urlencode(rest)}" if rest else head))
     except psycopg.Error as error:
-        said = SECRETS.hide(str(error).strip())
         raise StoreMisconfigured(
-            f"{parsed.text}: {said}; ours are {', '.join(_OURS)}, the others are libpq's"
+            f"{parsed.text}: {SECRETS.hide(str(error).strip())}; the store's own parameters are "
+            f"{', '.join(_OWN_PARAMETERS)}, the others must be libpq's"
         ) from None
 
 
 def _defaults(timeout: float) -> dict[str, str | int | None]:
-    """What libpq should do unless the URL says otherwise.
+    """Return the libpq parameters that the URL may override.
 
-    A dead peer is noticed by the call's own time limit; these let the kernel notice it too, so that
-    an idle connection to a machine that is gone does not stay for hours.
+    The timeout of a call detects a dead peer; the keepalives close idle connections to one, which
+    would otherwise stay open for hours.
     """
     return {
         "application_name": "moored leases",
         "client_encoding": "utf8",
-        # Half of the whole, so that the second of two hosts has its turn.
+        # Half of the timeout, so that the second of two hosts is tried, too.
         "connect_timeout": max(2, math.ceil(timeout / 2)),
         "keepalives_idle": 15,
         "keepalives_interval": 5,

@@ -1,4 +1,4 @@
-"""Where the errors of Postgres and its driver become ours, with one mapping."""
+"""Translate the errors of Postgres and psycopg."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from .._errors import LeaseError, StoreMisconfigured, StoreUnavailable
 
 __all__ = ["is_stale_primary", "translate"]
 
-#: The server says by these that it cannot now, and may be able to later: connections lost, refused
-#: or being ended, resources, conflicts with others, timeouts, and a server that became a standby.
-_LATER = ("08", "25006", "40", "53", "55", "57", "58")
+#: SQLSTATEs, or classes of them, that may pass: connections lost or refused, shutdown, resources,
+#: serialization conflicts, timeouts, and a primary that became a standby (25006).
+_TRANSIENT = ("08", "25006", "40", "53", "55", "57", "58")
 
-#: Without a state there is only the text of a refused connection; these are no passing troubles.
-_CURES = {
+#: A refused connection has no SQLSTATE, only a message. These messages do not pass without a
+#: change; each with what to do.
+_REMEDIES = {
     "authentication failed": "correct the user or password in the URL",
     "no password supplied": "give the password in the URL, or in a pgpass file",
     "no pg_hba.conf entry": "let the server accept this user from here",
@@ -29,23 +30,23 @@ _CURES = {
 
 
 def translate(error: Exception, place: str) -> LeaseError:
-    """What an error of the driver means here."""
-    said = _first_line(error)
+    """Return the `StoreUnavailable` or `StoreMisconfigured` for an error of the driver."""
+    message = _first_line(error)
     state = getattr(error, "sqlstate", None)
+    remedy = next((what for text, what in _REMEDIES.items() if text in str(error)), None)
     if state is not None:
-        if state.startswith(_LATER):
-            return StoreUnavailable(f"Postgres at {place} cannot be used now: {said} ({state})")
-        return StoreMisconfigured(f"Postgres at {place} cannot be used like this: {said} ({state})")
-    cure = next((cure for word, cure in _CURES.items() if word in str(error)), None)
-    if cure is not None:
-        return StoreMisconfigured(f"Postgres at {place} cannot be used like this: {said}; {cure}")
-    if isinstance(error, (psycopg.OperationalError, OSError)):
-        return StoreUnavailable(f"Postgres at {place} cannot be used now: {said}")
-    return StoreMisconfigured(f"Postgres at {place} cannot be used like this: {said}")
+        message, transient = f"{message} ({state})", state.startswith(_TRANSIENT)
+    elif remedy is not None:
+        message, transient = f"{message}; {remedy}", False
+    else:
+        transient = isinstance(error, (psycopg.OperationalError, OSError))
+    if transient:
+        return StoreUnavailable(f"Postgres at {place} is unavailable: {message}")
+    return StoreMisconfigured(f"Postgres at {place} cannot be used as configured: {message}")
 
 
 def is_stale_primary(error: psycopg.Error) -> bool:
-    """Whether the server was demoted: its connections must be made anew, to find the new one."""
+    """Whether the server became a standby; new connections may reach the new primary."""
     return error.sqlstate == "25006"
 
 

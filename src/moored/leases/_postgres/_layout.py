@@ -1,13 +1,10 @@
-"""What is there of the layout, what this role may do with it, and the words for what it may not."""
+"""Which tables of the store exist, and whether the role may use or create them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .._errors import StoreMisconfigured
-from ._config import PostgresConfig
 from ._sql import TABLES, ddl, grants
 
 __all__ = ["Layout"]
@@ -15,49 +12,38 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The tables of one schema, as one role sees them."""
+    """The tables of one schema and the privileges of one role on them.
+
+    The fields after `schema` are the columns of `Statements.layout`.
+    """
 
     place: str
     schema: str
-    role: str
     has_schema: bool
     may_use_schema: bool
-    tables: frozenset[str]
+    tables: list[str]
     may_use_tables: bool
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Any, ...]], config: PostgresConfig) -> Layout:
-        """What the server answered to the question of the layout."""
-        ((has_schema, may_use_schema, tables, may_use_tables, role),) = rows
-        return cls(
-            place=config.place,
-            schema=config.schema,
-            role=role,
-            has_schema=has_schema,
-            may_use_schema=may_use_schema,
-            tables=frozenset(tables),
-            may_use_tables=may_use_tables,
-        )
+    role: str
 
     @property
-    def is_missing(self) -> bool:
-        """Whether anything must be made."""
-        return not self.tables.issuperset(TABLES)
+    def is_complete(self) -> bool:
+        """Whether all tables exist."""
+        return set(self.tables).issuperset(TABLES)
 
     def check(self) -> None:
-        """Raise `StoreMisconfigured` if the role may not use what is there."""
+        """Raise `StoreMisconfigured` if the role may not use the tables."""
         if self.may_use_schema and self.may_use_tables:
             return
         raise StoreMisconfigured(
-            f"{self.role} may not use the tables in schema {self.schema} of {self.place}; "
+            f"role {self.role} may not use the tables in schema {self.schema} of {self.place}; "
             f"their owner must run:\n{grants(self.role, self.schema)}"
         )
 
     def refused(self, error: Exception) -> StoreMisconfigured:
-        """The error for a role that may not make what is missing."""
-        missing = ", ".join(sorted(set(TABLES) - self.tables))
+        """Return the error for a role that may not create the missing tables."""
+        missing = ", ".join(sorted(set(TABLES).difference(self.tables)))
         return StoreMisconfigured(
-            f"{self.role} may not make what is missing in schema {self.schema} of {self.place} "
-            f"({missing}): {error}\nSomebody who may must run:\n"
+            f"role {self.role} may not create the missing tables in schema {self.schema} of "
+            f"{self.place} ({missing}): {error}\nA role that may create them must run:\n"
             f"{ddl(self.schema)}\n{grants(self.role, self.schema)}"
         )

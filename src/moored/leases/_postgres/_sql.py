@@ -1,9 +1,9 @@
-"""The tables of the Postgres store, and what is said to them.
+"""The tables of the Postgres store, and its statements.
 
-Each call is one message of several statements, which Postgres runs as one transaction and each
-with a view of its own. So the count that follows a lock sees what the lock waited for, in a single
-round trip, with no state left in the session: it works through PgBouncer's transaction pooling, and
-a client that is stopped or cut off never holds a lock.
+Each call is one message with several statements. Postgres runs them as one transaction, each with a
+snapshot of its own. So the count after a lock sees what the lock waited for, in one round trip, and
+no state is left in the session: this works with PgBouncer's transaction pooling, and a client that
+is suspended or disconnected never holds a lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from psycopg import sql
 
 __all__ = ["TABLES", "Statements", "ddl", "grants"]
 
-#: How long an idle key's fence is kept; after that the clock alone makes the next one greater.
+#: How long the fence of an unused key is kept; after that the server's clock makes the next one
+#: greater.
 _FENCE_KEPT = "7 days"
 
 TABLES = ("leases", "fences", "rates", "guards")
@@ -50,21 +51,21 @@ create table if not exists {schema}.guards (
     fence bigint not null
 );"""
 
-_SETTLE = """
+_TRANSACTION_SETTINGS = """
 set transaction isolation level read committed;
-select set_config('statement_timeout', %(patience)s, true);
+select set_config('statement_timeout', %(timeout_ms)s, true);
 """
 
 _MICROS = "(extract(epoch from clock_timestamp()) * 1000000)::bigint"
 
-# One at a time for each key. The dead are deleted first, which waits for a renewal that is under
-# way; then whoever is left counts, whether or not its time is over meanwhile.
+# The lock lets one acquire of a key run at a time. Expired leases are deleted first, which waits
+# for renewals in flight; then every row that is left counts, even if it expires meanwhile.
 #
-# A lease with more than its own ttl left was given before the clock went back; it gets the ttl from
-# now, which is at least what it had. Without this it would be stuck for as long as the step.
+# A lease with more than its own ttl left was granted before the server's clock was set back. Its
+# expiry is set to its ttl from now; otherwise it would stay for as long as the clock was set back.
 #
-# A fence is the time, or one more than the last one, whichever is greater. So it grows even when
-# the last one is gone: by a failover, a restore, or because it was idle for long.
+# A fence is the time in microseconds, or the last fence plus one if that is greater. So it grows
+# even if the last fence was lost: by a failover, a restore, or because the key was unused for long.
 _ACQUIRE = """
 select pg_advisory_xact_lock(hashtextextended({lock} || %(key)s, 0));
 delete from {schema}.leases where (key, id) in (
@@ -98,8 +99,8 @@ with mine as (
 select fence from mine union all select fence from given;
 """
 
-# Rows are locked in one order by everyone, so that two who want the same ones never wait for each
-# other. A row that an acquirer deletes meanwhile is not found any more: it is lost.
+# Rows are locked in the same order by every statement, so that two of them cannot deadlock. A lease
+# that an acquire deletes meanwhile is not found, and so not renewed.
 _RENEW = """
 with asked as (
     select distinct on (key, id) key, id, ttl
@@ -131,12 +132,12 @@ with asked as (
 select key, id from ended where lived;
 """
 
-# The number kept is the microsecond at which the limit is full again. It lies between now (full)
-# and `depth` ahead (empty). Further ahead than that, the clock went back, or the limit was made
-# smaller: it is then empty as of now, which never gives too much and does not wait for ever.
-# For that, now must be read while the row is locked: the time at which somebody began to wait for
-# it is older than what others did meanwhile, and they would be taken for a clock that went back.
-# Costs are rounded up and compared as whole numbers, so that rounding never gives a token away.
+# `full_at` is the microsecond at which the limit is full again. It lies between now (full) and
+# `depth` ahead (empty). If it is further ahead, the clock was set back or the limit was lowered:
+# the limit then counts as empty now, which never grants too much and does not block for long.
+# Therefore `now` must be read while the row is locked: a time from before the wait for the lock is
+# older than changes by other clients meanwhile, which would look like a clock that was set back.
+# Costs are rounded up and compared as integers, so that rounding never grants an extra token.
 _TAKE = """
 with ask as materialized (
     select {micros} as begun, %(rate)s::float8 as rate, %(burst)s::bigint as burst,
@@ -170,7 +171,7 @@ where expires > clock_timestamp() and (%(key)s::text is null or key = %(key)s)
 order by key, created, id;
 """
 
-# A thousand at a time, and never one that somebody else has in hand.
+# At most 1000 rows of each table, and none that another transaction has locked.
 _SWEEP = """
 delete from {schema}.leases where (key, id) in (
     select key, id from {schema}.leases
@@ -187,8 +188,8 @@ delete from {schema}.rates where key in (
 );
 """
 
-# What is there, and what this role may do with it. The catalog is asked, because it answers also to
-# a role that may not use the schema.
+# Which tables exist, and the role's privileges on them. It reads the catalog, which a role may do
+# without privileges on the schema.
 _LAYOUT = """
 select n.oid is not null,
     coalesce(has_schema_privilege(n.oid, 'usage'), false),
@@ -214,24 +215,24 @@ _GUARDED = "select fence from {schema}.guards where resource = %(resource)s"
 
 
 def ddl(schema: str = "moored") -> str:
-    """What makes the store's layout: for those who do not let a service make tables."""
-    made = sql.SQL("create schema if not exists {schema};\n" + _DDL)
-    return made.format(schema=sql.Identifier(schema)).as_string(None)
+    """Return the statements that create the store's tables, to run them by hand."""
+    text = sql.SQL("create schema if not exists {schema};\n" + _DDL)
+    return text.format(schema=sql.Identifier(schema)).as_string(None)
 
 
 def grants(role: str, schema: str = "moored") -> str:
-    """What a role needs to use a layout that another one made."""
+    """Return the statements that let a role use tables that another role created."""
     text = sql.SQL(
         "grant usage on schema {schema} to {role};\n"
         "grant select, insert, update, delete on {tables} to {role};"
     )
     tables = sql.SQL(", ").join(sql.Identifier(schema, table) for table in TABLES)
-    made = text.format(schema=sql.Identifier(schema), role=sql.Identifier(role), tables=tables)
-    return made.as_string(None)
+    filled = text.format(schema=sql.Identifier(schema), role=sql.Identifier(role), tables=tables)
+    return filled.as_string(None)
 
 
 class Statements:
-    """Everything that is said to the tables of one schema, ready to be sent."""
+    """The statements for the tables of one schema, ready to be sent."""
 
     def __init__(self, schema: str) -> None:
         self.schema = schema
@@ -250,17 +251,17 @@ class Statements:
         self.held = self._call(_HELD)
         self.sweep = self._call(_SWEEP)
         self.layout = self._call(_LAYOUT)
-        self.guard = self._made(_GUARD)
-        self.guarded = self._made(_GUARDED)
+        self.guard = self._filled(_GUARD)
+        self.guarded = self._filled(_GUARDED)
 
-    def make_layout(self, *, with_schema: bool) -> bytes:
-        """Make what is missing; many may do so at the same time."""
+    def create_layout(self, *, with_schema: bool) -> bytes:
+        """Create what is missing; several clients may run this at the same time."""
         lock = "select pg_advisory_xact_lock(hashtextextended({lock}, 0));\n"
         schema = "create schema if not exists {schema};\n" if with_schema else ""
         return self._call(lock + schema + _DDL)
 
     def _call(self, text: LiteralString) -> bytes:
-        return self._made(_SETTLE + text)
+        return self._filled(_TRANSACTION_SETTINGS + text)
 
-    def _made(self, text: LiteralString) -> bytes:
+    def _filled(self, text: LiteralString) -> bytes:
         return sql.SQL(text).format(**self._parts).as_bytes(None)

@@ -1,14 +1,14 @@
-"""Leases in Redis: the rooms behind `moored.leases.redis`.
+"""Leases in Redis: the modules behind `moored.leases.redis`.
 
 ::
 
-    RedisStore        what a lease is, in names and values
-    RedisLink         scripts and their answers, within their time
-    Script            what the server does without being interrupted
+    RedisStore        the `Store` methods, as script calls
+    RedisLink         connections; runs scripts with a timeout
+    Script            a Lua script, which the server runs atomically
 
 Invariants:
 
-- what is counted and what is given is one script, by the server's own time;
-- a fence is greater than every earlier one of its key, also when the server lost the last one;
-- a late answer reaches nobody: its connection is closed.
+- counting and granting are one script, by the server's clock;
+- a fence is greater than every earlier fence of its key, even if the server lost the last one;
+- a late response is never read: its connection is closed.
 """

@@ -1,4 +1,4 @@
-"""How the Redis store is configured: by its URL."""
+"""The configuration of the Redis store, from its URL."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _KNOWN = ("prefix", "timeout", "connections", "cluster", "db", "ssl_check_hostna
 
 @dataclass(frozen=True)
 class RedisConfig:
-    """What a `redis://`, `rediss://` or `unix://` URL says."""
+    """The settings of a `redis://`, `rediss://` or `unix://` URL."""
 
-    #: The server, as people name it.
+    #: The host and port, or the socket, for messages.
     place: str
-    #: What every name in Redis begins with, so that several clusters can share a server.
+    #: The prefix of every Redis key, so that several deployments can share a server.
     prefix: str
-    #: How long one call may take in all, in seconds; then the store counts as unavailable.
+    #: Timeout of one call in seconds, including the wait for a connection.
     timeout: float
-    #: How many connections there may be; further calls wait for one, within their time.
+    #: The largest number of connections; further calls wait for one, within their timeout.
     connections: int
     #: Whether the server is a node of a Redis Cluster.
     cluster: bool
-    #: What the driver needs to connect: secrets among it.
+    #: The driver's connection arguments, which may contain a password.
     dial: Mapping[str, Any] = field(repr=False)
 
     @classmethod
     def from_url(cls, url: str) -> RedisConfig:
-        """Read a URL; raises one `StoreMisconfigured` that names all its mistakes."""
+        """Parse a URL; raises one `StoreMisconfigured` that lists all mistakes."""
         parsed = parse(url).check(_KNOWN)
         settings = UrlParameters(parsed)
         prefix = settings.text("prefix", "moored")
         if "{" in prefix or "}" in prefix:
-            settings.wrong(f"prefix={prefix!r} must not hold braces: they say where a key lives")
+            settings.wrong(f"prefix={prefix!r} must not contain braces: they mark hash tags")
         config = cls(
             place=_place(parsed),
             prefix=prefix,
@@ -53,14 +53,14 @@ class RedisConfig:
             dial=_dial(parsed, settings),
         )
         if config.cluster and config.dial.get("db"):
-            settings.wrong("a Redis Cluster has database 0 alone")
+            settings.wrong("a Redis Cluster has only database 0")
         if config.cluster and "unix_socket_path" in config.dial:
-            settings.wrong("a Redis Cluster is not reached by a socket")
+            settings.wrong("a Redis Cluster cannot be used over a Unix socket")
         settings.done()
         return config
 
     def client(self) -> Redis | RedisCluster:
-        """A client that tries once: trying again is decided by those who know the call."""
+        """Return a client that does not retry: the lease client decides about retries."""
         options = {
             "decode_responses": True,
             "protocol": 2,
@@ -88,7 +88,7 @@ def _dial(url: StoreUrl, settings: UrlParameters) -> dict[str, Any]:
     dial["db"] = settings.count("db", _database(url, settings), least=0)
     if url.scheme == "unix":
         if not url.path:
-            settings.wrong("the path of the socket is missing: unix:///run/redis.sock")
+            settings.wrong("the socket path is missing: write unix:///run/redis.sock")
         return {**dial, "unix_socket_path": url.path}
     dial.update(host=url.host or "localhost", port=url.port or 6379)
     tls = {name: value for name, value in url.parameters.items() if name in _TLS}
@@ -96,7 +96,7 @@ def _dial(url: StoreUrl, settings: UrlParameters) -> dict[str, Any]:
         check = settings.flag("ssl_check_hostname", True)
         return {**dial, **tls, "ssl": True, "ssl_check_hostname": check}
     if tls:
-        settings.wrong(f"{', '.join(tls)}: only rediss:// uses TLS")
+        settings.wrong(f"{', '.join(tls)}: TLS needs rediss://")
     return dial
 
 

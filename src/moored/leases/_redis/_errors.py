@@ -1,4 +1,4 @@
-"""Where the errors of Redis and its driver become ours, with one mapping."""
+"""Translate the errors of Redis and its driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from redis import exceptions as theirs
+from redis import exceptions
 
 from moored.kernel import SECRETS
 
@@ -14,8 +14,8 @@ from .._errors import LeaseError, StoreMisconfigured, StoreUnavailable
 
 __all__ = ["is_stale_primary", "translate", "translated"]
 
-#: The server says by these that it cannot now, and may be able to later.
-_LATER = (
+#: Error codes of the server that may pass.
+_TRANSIENT = (
     "BUSY",
     "CLUSTERDOWN",
     "LOADING",
@@ -28,69 +28,72 @@ _LATER = (
     "UNBLOCKED",
 )
 
-#: Errors whose cure is known, by a word that the server says, and what to do about them.
-_CURES = {
+#: Parts of error messages, each with what to do.
+_REMEDIES = {
     "NOAUTH": "give the user and password in the URL: redis://USER:PASSWORD@HOST",
     "Authentication required": "give the user and password in the URL: redis://USER:PASSWORD@HOST",
     "WRONGPASS": "correct the user or password in the URL",
     "invalid username-password": "correct the user or password in the URL",
     "NOPERM": "give the user the commands and keys that the how-to for Redis lists",
     "no permissions": "give the user the commands and keys that the how-to for Redis lists",
-    "WRONGTYPE": "something else uses these names: choose another prefix= in the URL",
-    "wrong kind of value": "something else uses these names: choose another prefix= in the URL",
+    "WRONGTYPE": "another program uses these keys: choose another prefix= in the URL",
+    "wrong kind of value": "another program uses these keys: choose another prefix= in the URL",
     "MOVED": "this is a node of a Redis Cluster: add cluster=yes to the URL",
     "Cluster mode is not enabled": (
-        "this is no Redis Cluster, or the user may not look at it (+cluster|slots): "
-        "leave cluster=yes out of the URL, or give the right"
+        "either this is not a Redis Cluster: remove cluster=yes from the URL; or the user may not "
+        "run CLUSTER SLOTS: grant +cluster|slots"
     ),
     "DB index is out of range": "choose a database that the server has",
-    "unknown command": "scripts (EVALSHA, EVAL) and TIME must be allowed, in Redis 5 or newer",
-    "CERTIFICATE_VERIFY_FAILED": "name the authority with ssl_ca_certs= in the URL",
+    "unknown command": "allow scripts (EVALSHA, EVAL) and TIME, in Redis 5 or newer",
+    "CERTIFICATE_VERIFY_FAILED": "set the certificate authority with ssl_ca_certs= in the URL",
 }
 
 
 @contextmanager
 def translated(place: str) -> Iterator[None]:
-    """Turns whatever Redis or its driver raises within the block into an error of ours."""
+    """Translate what Redis or its driver raises in the block."""
     try:
         yield
-    except (theirs.RedisError, theirs.RedisClusterException, OSError, EOFError) as error:
+    except (exceptions.RedisError, exceptions.RedisClusterException, OSError, EOFError) as error:
         raise translate(error, place) from error
 
 
 def translate(error: Exception, place: str) -> LeaseError:
-    """What an error of the driver means here."""
-    said = SECRETS.hide(str(error).strip().rstrip(".")) or type(error).__name__
-    # The driver takes the code off the text of the errors that it has a class for.
-    code = getattr(error, "status_code", None) or ""
-    whole = said if not isinstance(code, str) or said.startswith(code) else f"{code} {said}"
-    if _may_work_later(error, whole):
-        return StoreUnavailable(f"Redis at {place} cannot be used now: {whole}")
-    cure = next((cure for word, cure in _CURES.items() if word in whole), "see the cause")
-    return StoreMisconfigured(f"Redis at {place} cannot be used like this: {whole}; {cure}")
+    """Return the `StoreUnavailable` or `StoreMisconfigured` for an error of the driver."""
+    message = SECRETS.hide(str(error).strip().rstrip(".")) or type(error).__name__
+    # For errors with a class of their own, the driver removes the code from the message.
+    code = getattr(error, "status_code", None)
+    if isinstance(code, str) and not message.startswith(code):
+        message = f"{code} {message}"
+    if _is_transient(error, message):
+        return StoreUnavailable(f"Redis at {place} is unavailable: {message}")
+    remedy = next((what for text, what in _REMEDIES.items() if text in message), "see the cause")
+    return StoreMisconfigured(f"Redis at {place} cannot be used as configured: {message}; {remedy}")
 
 
 def is_stale_primary(error: BaseException) -> bool:
-    """Whether the server was demoted: its connections must be made anew, to find the new one."""
-    return isinstance(error, theirs.ReadOnlyError) or "READONLY" in str(error)
+    """Whether the server became a replica; new connections may reach the new primary."""
+    return isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error)
 
 
-def _may_work_later(error: Exception, text: str) -> bool:
+def _is_transient(error: Exception, text: str) -> bool:
     if _has_cause(error, ssl.SSLCertVerificationError):
         return False
     match error:
-        case theirs.AuthenticationError() | theirs.AuthorizationError():
+        case exceptions.AuthenticationError() | exceptions.AuthorizationError():
             return False
-        case theirs.ConnectionError() | theirs.TimeoutError() | OSError() | EOFError():
+        case exceptions.ConnectionError() | exceptions.TimeoutError() | OSError() | EOFError():
             return "DB index is out of range" not in text
-        case theirs.ClusterDownError() | theirs.TryAgainError() | theirs.SlotNotCoveredError():
+        case exceptions.ClusterDownError() | exceptions.SlotNotCoveredError():
             return True
-        case theirs.ReadOnlyError() | theirs.OutOfMemoryError():
+        case exceptions.TryAgainError() | exceptions.ReadOnlyError():
             return True
-        case theirs.RedisClusterException():
+        case exceptions.OutOfMemoryError():
+            return True
+        case exceptions.RedisClusterException():
             return "Cluster mode is not enabled" not in text
-    # A script's error carries the error of the command within it, after a dash in older servers.
-    return any(text.startswith(code) or f"-{code} " in text for code in _LATER)
+    # The error of a script contains that of its command; older servers put a dash before the code.
+    return any(text.startswith(code) or f"-{code} " in text for code in _TRANSIENT)
 
 
 def _has_cause(error: BaseException | None, kind: type[BaseException]) -> bool:

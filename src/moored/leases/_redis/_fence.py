@@ -1,7 +1,7 @@
-"""Writes to Redis under a fence: an owner that has been replaced is refused.
+"""Fenced writes to Redis: commands of an owner that was replaced are rejected.
 
-The newest fence that a resource has seen is kept beside it, and compared and raised in the same
-script that writes. So there is no moment between the check and the write.
+The newest fence of a resource is stored in a key beside it. One script compares it, updates it and
+runs the command, so nothing can happen between the check and the write.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ SyncClient = redis.Redis | redis.RedisCluster
 
 
 async def fenced(client: AsyncClient, resource: str, fence: int, *command: Any) -> Any:
-    """Run one command unless a newer fence than this one was seen for the resource.
+    """Run one command and return its result; raises `FenceRejected` if the resource has seen a
+    newer fence.
 
-    `resource` names what is protected, and is usually the key that the command writes. In a Redis
-    Cluster both must be in one slot, as a key and itself are. Returns what the command returns;
-    raises `FenceRejected` when an owner with a newer fence has been here.
+    `resource` names what is protected, usually the key that the command writes. In a Redis Cluster
+    both must be in the same hash slot.
     """
-    line = _line(resource, fence, command)
+    arguments = _eval_arguments(resource, fence, command)
     with translated(_PLACE):
-        answer = await client.execute_command("EVAL", FENCED.text, *line)
-    return _result(resource, fence, answer)
+        reply = await client.execute_command("EVAL", FENCED.text, *arguments)
+    return _result(resource, fence, reply)
 
 
 async def fenced_set(
     client: AsyncClient, key: str, value: Any, fence: int, *, ttl: float | None = None
 ) -> None:
-    """Set a key, for `ttl` seconds if given, unless a newer fence was seen for it."""
+    """Set a key, for `ttl` seconds if given; raises `FenceRejected` if it has a newer fence."""
     await fenced(client, key, fence, *_set(key, value, ttl))
 
 
 def fenced_sync(client: SyncClient, resource: str, fence: int, *command: Any) -> Any:
     """The same as `fenced`, for a client without asyncio."""
-    line = _line(resource, fence, command)
+    arguments = _eval_arguments(resource, fence, command)
     with translated(_PLACE):
         send: Callable[..., Any] = client.execute_command
-        answer = send("EVAL", FENCED.text, *line)
-    return _result(resource, fence, answer)
+        reply = send("EVAL", FENCED.text, *arguments)
+    return _result(resource, fence, reply)
 
 
 def fenced_set_sync(
@@ -63,22 +63,24 @@ def _set(key: str, value: Any, ttl: float | None) -> tuple[Any, ...]:
     return ("SET", key, value) if ttl is None else ("SET", key, value, "PX", round(ttl * 1000))
 
 
-def _line(resource: str, fence: int, command: tuple[Any, ...]) -> tuple[Any, ...]:
+def _eval_arguments(resource: str, fence: int, command: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(command) < 2:
-        raise ValueError(f"fenced: {command!r} is no command with a key; give its parts one by one")
-    return (2, _beside(resource), command[1], fence, *command)
+        raise ValueError(
+            f"fenced: {command!r} must be a command with a key, each word an argument of its own"
+        )
+    return (2, _fence_key(resource), command[1], fence, *command)
 
 
-def _beside(resource: str) -> str:
-    """Where the fence of a resource is kept: in the same slot of a Redis Cluster."""
+def _fence_key(resource: str) -> str:
+    """Return the key of a resource's fence, in the resource's hash slot of a Redis Cluster."""
     _, opened, rest = resource.partition("{")
     tag, closed, _ = rest.partition("}")
     slot = tag if opened and closed and tag else resource
     return f"moored:fence:{{{slot}}}:{resource}"
 
 
-def _result(resource: str, fence: int, answer: Any) -> Any:
-    done, *result = answer
+def _result(resource: str, fence: int, reply: Any) -> Any:
+    done, *result = reply
     if not done:
         raise FenceRejected(resource, fence=fence, seen=int(result[0]))
     return result[0] if result else None

@@ -1,4 +1,4 @@
-"""The way to Redis: few connections, each call within its time, every error translated."""
+"""Connections to Redis: runs scripts with a timeout, and translates errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from redis import exceptions as theirs
+from redis import exceptions
 from redis.asyncio import Redis
 
 from .._errors import StoreUnavailable
@@ -31,25 +31,25 @@ class Call(NamedTuple):
 class RedisLink:
     """Runs scripts on a server.
 
-    A call takes at most the configured time, waiting for a free connection included. The driver
-    closes a connection whose answer was not waited for, so a late answer reaches nobody.
+    The timeout of a call includes the wait for a free connection. The driver closes a connection
+    whose response was not read, so a late response is never taken for another one.
     """
 
     def __init__(self, config: RedisConfig) -> None:
         self.config = config
-        #: What about the server's own configuration puts leases at risk; known once it answered.
+        #: Server settings that put leases at risk; set after the first call.
         self.warnings: tuple[str, ...] = ()
         self._client = config.client()
         self._slots = asyncio.Semaphore(config.connections)
-        self._looked = False
+        self._checked = False
 
-    async def reach(self) -> None:
+    async def check(self) -> None:
         """Raise if the server cannot be used."""
-        async with self._turn():
+        async with self._call():
             pass
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         with translated(self.config.place):
             await self._client.aclose()
 
@@ -57,95 +57,95 @@ class RedisLink:
         """Run a script several times, in one round trip; in a cluster, in one for each key."""
         if not calls:
             return []
-        async with self._turn():
-            answers = await self._send("EVALSHA", script.sha, calls)
-            # A server forgets its scripts when it restarts; sent whole, it learns them again.
-            missing = [n for n, a in enumerate(answers) if isinstance(a, theirs.NoScriptError)]
+        async with self._call():
+            replies = await self._send("EVALSHA", script.sha, calls)
+            # A server loses its scripts when it restarts; EVAL loads them again.
+            missing = [n for n, r in enumerate(replies) if isinstance(r, exceptions.NoScriptError)]
             if missing:
                 again = await self._send("EVAL", script.text, [calls[n] for n in missing])
-                for n, answer in zip(missing, again, strict=True):
-                    answers[n] = answer
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    raise answer
-            return answers
+                for n, reply in zip(missing, again, strict=True):
+                    replies[n] = reply
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+            return replies
 
-    async def names(self, pattern: str) -> list[str]:
-        """The names that match a pattern, each once, in order."""
-        async with self._turn(), self._slots:
+    async def scan(self, pattern: str) -> list[str]:
+        """Return the Redis keys that match a pattern, sorted and distinct."""
+        async with self._call(), self._slots:
             return sorted({name async for name in self._client.scan_iter(pattern, count=1000)})
 
     async def _send(self, command: str, script: str, calls: Sequence[Call]) -> list[Any]:
-        """What the server answers to each call; errors are among the answers."""
-        lines = [(command, script, len(c.keys), *c.keys, *c.arguments) for c in calls]
-        if len(lines) == 1:
-            return [await self._answer(lines[0])]
+        """Return the server's reply to each call; errors are returned, not raised."""
+        commands = [(command, script, len(c.keys), *c.keys, *c.arguments) for c in calls]
+        if len(commands) == 1:
+            return [await self._reply(commands[0])]
         if isinstance(self._client, Redis):
             async with self._slots:
                 pipeline = self._client.pipeline(transaction=False)
-                for line in lines:
-                    pipeline.execute_command(*line)
+                for each in commands:
+                    pipeline.execute_command(*each)
                 return list(await pipeline.execute(raise_on_error=False))
-        return await asyncio.gather(*(self._answer(line) for line in lines))
+        return await asyncio.gather(*(self._reply(each) for each in commands))
 
-    async def _answer(self, line: tuple[Any, ...]) -> Any:
+    async def _reply(self, command: tuple[Any, ...]) -> Any:
         try:
             async with self._slots:
-                return await self._client.execute_command(*line)
-        except (theirs.RedisError, theirs.RedisClusterException, OSError) as error:
+                return await self._client.execute_command(*command)
+        except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
             return error
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """A call: within its time, with errors translated."""
-        limit = self.config.timeout
+    async def _call(self) -> AsyncIterator[None]:
+        """Apply the timeout to a block, and translate its errors."""
+        timeout = self.config.timeout
         with translated(self.config.place):
             try:
-                async with asyncio.timeout(limit):
-                    await self._look()
+                async with asyncio.timeout(timeout):
+                    await self._check_settings()
                     yield
             except TimeoutError as error:
                 raise StoreUnavailable(
-                    f"Redis at {self.config.place} gave no answer within {limit:g} s"
+                    f"Redis at {self.config.place} did not answer within {timeout:g} s"
                 ) from error
-            except theirs.ResponseError as error:
+            except exceptions.ResponseError as error:
                 if is_stale_primary(error):
-                    await self._forget_connections()
+                    await self._close_idle()
                 raise
 
-    async def _forget_connections(self) -> None:
-        # The name may lead to the new primary now; an open connection never will.
+    async def _close_idle(self) -> None:
+        # The host name may resolve to the new primary now, for new connections.
         if isinstance(self._client, Redis):
             await self._client.connection_pool.disconnect(inuse_connections=False)
 
-    async def _look(self) -> None:
-        """Once, when the server answers: see whether it keeps what it is given."""
-        if self._looked:
+    async def _check_settings(self) -> None:
+        """Once the server answers, warn about settings that put leases at risk."""
+        if self._checked:
             return
         async with self._slots:
             try:
-                known = await self._client.execute_command("INFO")
-            except theirs.NoPermissionError:
-                known = {}
+                info = await self._client.execute_command("INFO")
+            except exceptions.NoPermissionError:
+                info = {}
                 await self._client.execute_command("PING")
-        self._looked = True
-        self.warnings = _risks(_settings(known))
+        self._checked = True
+        self.warnings = _risks(_of_one_server(info))
         for warning in self.warnings:
             log.warning("Redis at %s: %s", self.config.place, warning)
 
 
-def _settings(known: Any) -> dict[str, Any]:
-    """The server's settings; a cluster answers for several servers."""
-    if isinstance(known, dict) and "maxmemory" not in known:
-        known = next((each for each in known.values() if isinstance(each, dict)), known)
-    return known if isinstance(known, dict) else {}
+def _of_one_server(info: Any) -> dict[str, Any]:
+    """Return the INFO of one server; a cluster returns one for each of its servers."""
+    if isinstance(info, dict) and "maxmemory" not in info:
+        info = next((each for each in info.values() if isinstance(each, dict)), info)
+    return info if isinstance(info, dict) else {}
 
 
-def _risks(known: dict[str, Any]) -> tuple[str, ...]:
-    policy = known.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction" or not known.get("maxmemory"):
+def _risks(info: dict[str, Any]) -> tuple[str, ...]:
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy == "noeviction" or not info.get("maxmemory"):
         return ()
     return (
-        f"maxmemory-policy is {policy}, so leases may be evicted when memory is short, and then "
-        "more of them live than the limit; set it to noeviction",
+        f"maxmemory-policy is {policy}, so leases may be evicted when memory is short, and the "
+        "limit would be exceeded; set it to noeviction",
     )

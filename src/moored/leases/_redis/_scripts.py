@@ -1,7 +1,7 @@
-"""What Redis does by itself, without being interrupted: one script per thing that a store does.
+"""The Lua scripts of the Redis store, one for each `Store` method; Redis runs them atomically.
 
-All times are whole microseconds of the server's own clock. A Lua number is a double: it holds such
-a time exactly, but `..` writes only 14 digits of it, so numbers are written with `%.0f`.
+All times are integer microseconds of the server's clock. A Lua number is a double: it holds such a
+time exactly, but `..` formats only 14 digits of it, so numbers are formatted with `%.0f`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ __all__ = ["ACQUIRE", "FENCED", "HELD", "RELEASE", "RENEW", "TAKE", "Script"]
 
 
 class Script:
-    """A script, and the name by which a server that has seen it knows it."""
+    """A Lua script, and its SHA-1, by which EVALSHA runs it."""
 
-    __slots__ = ("name", "sha", "text")
+    __slots__ = ("sha", "text")
 
-    def __init__(self, name: str, *parts: str) -> None:
-        self.name = name
+    def __init__(self, *parts: str) -> None:
         self.text = "".join(parts)
-        # Redis names scripts by their SHA-1: a name, not a protection.
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-
-    def __repr__(self) -> str:
-        return f"<Script {self.name} {self.sha[:8]}>"
 
 
 _CLOCK = """
@@ -34,8 +29,8 @@ end
 local now = clock()
 """
 
-# KEYS: live (sorted set: id -> end), who (hash: id -> fence, creation, ttl and holder).
-# The server forgets both by itself when the last lease has been over for a minute.
+# KEYS: live (sorted set: id -> expiry), who (hash: id -> fence, creation, ttl and holder).
+# Redis expires both a minute after the last lease has expired.
 _LEASES = """
 local live, who = KEYS[1], KEYS[2]
 local function forget_dead()
@@ -53,15 +48,15 @@ local function keep_until(last)
 end
 """
 
-# KEYS: live, who, fence. ARGV: id, limit, ttl, holder, for how long an idle fence is kept in ms.
+# KEYS: live, who, fence. ARGV: id, limit, ttl, holder, expiry of the fence key in ms.
+# Returns the fence, or false.
 #
-# A fence is the time, or one more than the last one, whichever is greater. So it grows even when
-# the last one is gone: by a failover, a restore, an eviction, or because it was idle for long.
+# A fence is the time in microseconds, or the last fence plus one if that is greater. So it grows
+# even if the last fence was lost: by a failover, a restore, an eviction or its expiry.
 #
-# A lease with more than its own ttl left was given before the clock went back; it gets the ttl
-# from now, which is at least what it had. Without this it would be stuck for as long as the step.
+# A lease with more than its own ttl left was granted before the server's clock was set back. Its
+# expiry is set to its ttl from now; otherwise it would stay for as long as the clock was set back.
 ACQUIRE = Script(
-    "acquire",
     _CLOCK,
     _LEASES,
     """
@@ -96,9 +91,8 @@ return string.format('%.0f', fence)
 """,
 )
 
-# KEYS: live, who. ARGV: id, ttl, id, ttl, … Answers 1 or 0 for each.
+# KEYS: live, who. ARGV: id, ttl, id, ttl, … Returns 1 or 0 for each lease.
 RENEW = Script(
-    "renew",
     _CLOCK,
     _LEASES,
     """
@@ -119,9 +113,8 @@ return answers
 """,
 )
 
-# KEYS: live, who. ARGV: ids. Answers 1 or 0 for each.
+# KEYS: live, who. ARGV: ids. Returns 1 or 0 for each lease.
 RELEASE = Script(
-    "release",
     _CLOCK,
     _LEASES,
     """
@@ -135,9 +128,8 @@ return answers
 """,
 )
 
-# KEYS: live, who. Answers id, what is known of it, microseconds left, and so on.
+# KEYS: live, who. Returns id, value in `who`, microseconds left, for each lease.
 HELD = Script(
-    "held",
     _CLOCK,
     """
 local found = redis.call('ZRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf',
@@ -152,14 +144,13 @@ return answers
 """,
 )
 
-# KEYS: rate. ARGV: rate, burst, tokens. Answers the tokens and the wait for the next one.
+# KEYS: rate. ARGV: rate, burst, tokens. Returns the tokens, and the wait for the next one.
 #
-# The number kept is the time at which the limit is full again. It lies between now (full) and
-# `depth` ahead (empty). Further ahead than that, the clock went back, or the limit was made
-# smaller: it is then empty as of now, which never gives too much and does not wait for ever.
-# Costs are rounded up and compared as whole numbers, so that rounding never gives a token away.
+# The value is the time at which the limit is full again. It lies between now (full) and `depth`
+# ahead (empty). If it is further ahead, the clock was set back or the limit was lowered: the limit
+# then counts as empty now, which never grants too much and does not block for long.
+# Costs are rounded up and compared as integers, so that rounding never grants an extra token.
 TAKE = Script(
-    "take",
     _CLOCK,
     """
 local rate, burst, tokens = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -179,9 +170,8 @@ return {granted, math.max(0, ends + cost(1) - depth - now)}
 """,
 )
 
-# KEYS: the newest fence seen, the key that is written. ARGV: fence, command and its arguments.
+# KEYS: the key of the newest fence, the key that is written. ARGV: fence, command, its arguments.
 FENCED = Script(
-    "fenced",
     """
 local seen = tonumber(redis.call('GET', KEYS[1])) or 0
 if tonumber(ARGV[1]) < seen then

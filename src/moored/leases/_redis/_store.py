@@ -1,16 +1,16 @@
-"""Leases in Redis: per key a sorted set of the live ones, by when they end.
+"""The Redis store: for each key a sorted set of the live leases, by their expiry.
 
 =======================  ===========  =========================================================
-name                     type         what it holds
+Redis key                type         contents
 =======================  ===========  =========================================================
-``PREFIX:{KEY}:live``    sorted set   id → the microsecond at which the lease ends
+``PREFIX:{KEY}:live``    sorted set   id → the microsecond at which the lease expires
 ``PREFIX:{KEY}:who``     hash         id → fence, creation, ttl and holder
-``PREFIX:{KEY}:fence``   string       the last fence that was given
+``PREFIX:{KEY}:fence``   string       the last fence that was granted
 ``PREFIX:{KEY}:rate``    string       the microsecond at which the rate limit is full again
 =======================  ===========  =========================================================
 
-The braces put all names of one key into one slot of a Redis Cluster. Every name has an expiry that
-lies behind the last moment at which it means anything, so nothing is left behind.
+The braces put all Redis keys of one lease key into one hash slot of a Redis Cluster. Every Redis
+key expires after the last moment at which it is needed, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from .._store import Grant, Held, Holder, Request, Taken
@@ -29,14 +30,15 @@ from ._scripts import ACQUIRE, HELD, RELEASE, RENEW, TAKE, Script
 __all__ = ["RedisStore"]
 
 _SECOND = 1_000_000
-#: How long an idle key's fence is kept; after that the clock alone makes the next one greater.
+#: How long the fence of an unused key is kept; after that the server's clock makes the next one
+#: greater.
 _FENCE_KEPT_MS = 7 * 24 * 3600 * 1000
-#: How many leases one script call takes: a script keeps the whole server busy while it runs.
+#: Leases in one script call: the server does nothing else while a script runs.
 _BATCH = 500
 
 
 class RedisStore:
-    """Leases and rate limits in Redis, by the server's own time."""
+    """Leases and rate limits in Redis, by the server's clock."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._link = RedisLink(config)
@@ -44,19 +46,19 @@ class RedisStore:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What about the server's own configuration puts leases at risk; empty before `open`."""
+        """Server settings that put leases at risk; empty before `open`."""
         return self._link.warnings
 
     async def open(self) -> None:
-        """Reach the server, and look whether it is configured to keep what it is given."""
-        await self._link.reach()
+        """Connect, and warn about server settings that put leases at risk."""
+        await self._link.check()
 
     async def close(self) -> None:
-        """Let go of the connections; leases stay as they are."""
+        """Close the connections; leases stay as they are."""
         await self._link.close()
 
     async def acquire(self, request: Request) -> Grant | None:
-        """Give a lease if fewer than the limit live, else None."""
+        """Grant a lease if fewer than the limit are live, else return None."""
         keys = self._names(request.key, "live", "who", "fence")
         ttl = _micros(request.ttl)
         arguments = (request.id, request.limit, ttl, _packed(request.holder), _FENCE_KEPT_MS)
@@ -64,21 +66,21 @@ class RedisStore:
         return None if fence is None else Grant(request.id, int(fence))
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend leases by their ttl from now; False for each that does not live any more."""
+        """Extend leases to their ttl from now; False for each that is not live."""
         return await self._each(RENEW, requests, lambda r: (r.id, _micros(r.ttl)))
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """End leases; False for each that did not live."""
+        """End leases; False for each that was not live."""
         return await self._each(RELEASE, requests, lambda r: (r.id,))
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
-        """Take up to `tokens` from a limit of `rate` per second with at most `burst` at once."""
+        """Take up to `tokens` from a limit of `rate` per second with this burst."""
         call = Call(self._names(key, "rate"), (repr(float(rate)), burst, tokens))
         ((granted, wait),) = await self._link.run(TAKE, [call])
         return Taken(int(granted), int(wait) / _SECOND)
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
-        """The live leases, of one key or of all."""
+        """Return the live leases of one key, or of all keys."""
         keys = [key] if key is not None else await self._keys()
         calls = [Call(self._names(each, "live", "who")) for each in keys]
         found = await self._link.run(HELD, calls)
@@ -94,7 +96,7 @@ class RedisStore:
         requests: Sequence[Request],
         arguments: Callable[[Request], tuple[Any, ...]],
     ) -> list[bool]:
-        """Run a script over requests of any keys, and put its answers back into their order."""
+        """Run a script over requests of any keys; returns its replies in the requests' order."""
         groups = list(_grouped(requests))
         calls = [
             Call(
@@ -110,9 +112,9 @@ class RedisStore:
         return answers
 
     async def _keys(self) -> list[str]:
-        """The keys that have leases."""
+        """Return the keys that have leases."""
         before, after = f"{self._prefix}:{{", "}:live"
-        names = await self._link.names(f"{_literal(before)}*{after}")
+        names = await self._link.scan(f"{_literal(before)}*{after}")
         return [name[len(before) : -len(after)] for name in names]
 
     def _names(self, key: str, *parts: str) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ class RedisStore:
 
 
 def _grouped(requests: Sequence[Request]) -> Iterator[list[int]]:
-    """The positions of requests with the same key, in groups that are not too large."""
+    """Yield the positions of requests with the same key, in groups of at most `_BATCH`."""
     keys: dict[str, list[int]] = {}
     for n, request in enumerate(requests):
         keys.setdefault(request.key, []).append(n)
@@ -137,16 +139,15 @@ def _micros(seconds: float) -> int:
 
 
 def _packed(holder: Holder) -> str:
-    known = [holder.service_name, holder.owner, holder.host, holder.pid]
-    return json.dumps(known, ensure_ascii=False)
+    return json.dumps(astuple(holder), ensure_ascii=False)
 
 
-def _held(key: str, lease: str, known: str, left: str) -> Held:
-    # Who holds it is for people: a lease without it, by whatever hand, still counts.
+def _held(key: str, lease_id: str, known: str, left: str) -> Held:
+    # The hash entry is for operators: a lease whose entry was deleted by hand still counts.
     fence, created, _, holder = known.split(" ", 3) if known else ("0", "0", "0", '["","","",0]')
     return Held(
         key=key,
-        id=lease,
+        id=lease_id,
         fence=int(fence),
         holder=Holder(*json.loads(holder)),
         created_at=int(created) / _SECOND,
@@ -155,5 +156,5 @@ def _held(key: str, lease: str, known: str, left: str) -> Held:
 
 
 def _literal(text: str) -> str:
-    """The text as a pattern that matches itself alone."""
+    """Escape a string for use in a SCAN pattern."""
     return re.sub(r"([\\*?\[\]^])", r"\\\1", text)
