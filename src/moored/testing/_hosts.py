@@ -86,7 +86,7 @@ class Process:
         loop.restricted += 1
         self.frozen = [task for task in loop.tasks() if task.process is self]
         for server in list(self.servers):
-            server.killed()
+            server.stop_listening()
         for transport in list(self.transports):
             transport.killed()
         for future in list(self.awaited):
@@ -136,7 +136,7 @@ class Host:
         return task
 
     async def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this host and wait for it; raise `HostKilled` if that is killed."""
+        """Run a coroutine on this host and wait for it; raise `HostKilled` if the host dies."""
         process = self.process
         task = self.start(coro)
         outcome: asyncio.Future[T] = self.loop.create_future()

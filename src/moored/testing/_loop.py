@@ -145,18 +145,6 @@ class SimLoop(LoopIO, asyncio.BaseEventLoop):
             heapq.heapify(self._timers)
             self._cancelled_timers = 0
 
-    def call_soon(
-        self,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: Context | None = None,
-    ) -> asyncio.Handle:
-        """Schedule a callback, without the checks of asyncio's debug mode."""
-        self._check_closed()
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
-
     # Tasks
 
     def number(self) -> int:

@@ -146,7 +146,7 @@ def _main(loop: SimLoop, scenario: Scenario[T]) -> tuple[T | None, BaseException
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        return None, _without_machinery(error)
+        return None, _without_loop_frames(error)
 
 
 def _with_unretrieved(
@@ -156,26 +156,25 @@ def _with_unretrieved(
     texts = [_context_text(context) for context in loop.unhandled] + unraisable
     if not texts:
         return error
-    many = counted(len(texts), "exception")
-    traceback_text = f"{many} never retrieved:\n" + "\n".join(texts)
+    message = f"{counted(len(texts), 'exception')} never retrieved:\n" + "\n".join(texts)
     if error is not None:
-        error.add_note(traceback_text)
+        error.add_note(message)
         return error
-    unretrieved = Unretrieved(traceback_text)
+    unretrieved = Unretrieved(message)
     causes = (context.get("exception") for context in loop.unhandled)
     unretrieved.__cause__ = next((cause for cause in causes if cause is not None), None)
     return unretrieved
 
 
-def _without_machinery(error: BaseException) -> BaseException:
+def _without_loop_frames(error: BaseException) -> BaseException:
     """Remove the frames of the event loop from the start of the traceback."""
     frames = error.__traceback__
-    while frames is not None and _is_machinery(frames.tb_frame.f_globals.get("__name__", "")):
+    while frames is not None and _is_loop_module(frames.tb_frame.f_globals.get("__name__", "")):
         frames = frames.tb_next
     return error.with_traceback(frames)
 
 
-def _is_machinery(module: str) -> bool:
+def _is_loop_module(module: str) -> bool:
     return module.startswith("asyncio.") or module in (__name__, SimLoop.__module__)
 
 

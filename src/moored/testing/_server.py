@@ -140,7 +140,7 @@ class SimServer(asyncio.AbstractServer):
         """Stop accepting; open connections are kept."""
         if not self._open:
             return
-        self.killed()
+        self.stop_listening()
         if self._forever is not None:
             self._forever.cancel()
         self._wake_waiters()
@@ -169,8 +169,8 @@ class SimServer(asyncio.AbstractServer):
         self._waiters.append(waiter)
         await waiter
 
-    def killed(self) -> None:
-        """Stop listening, without waking any waiter."""
+    def stop_listening(self) -> None:
+        """Refuse new connections, without waking any waiter."""
         self._open = self._serving = False
         self.process.servers.pop(self, None)
         self._loop.network.unlisten(self)
