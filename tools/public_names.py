@@ -22,6 +22,7 @@ INTERNAL = {
     *(f"moored.postgres.{each}" for each in ("consume", "decode", "manage", "report", "server")),
     "moored.postgres.stream",
     *("moored.rpc.calls", "moored.rpc.topology"),
+    *(f"moored.sessions.{each}" for each in ("events", "link", "sending", "storage", "transport")),
 }
 
 

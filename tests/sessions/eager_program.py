@@ -11,7 +11,7 @@ from tests.kernel.eager_program import play
 
 from moored.leases import Leases, MemoryStore, Policy
 from moored.sessions import Acked, Incoming, Sessions, Text
-from moored.sessions._credentials import RECORD as CREDENTIALS
+from moored.sessions.link._credentials import RECORD as CREDENTIALS
 from moored.testing import session_sandbox
 from moored.testing.demo import Demo, DemoServer
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from moored.sessions._transport import Transport
+from moored.sessions.transport._transport import Transport
 
 __all__ = ["Ear", "Echo", "Raises", "tcp_server", "websocket_server"]
 

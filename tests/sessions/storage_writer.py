@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.sessions.storages import make
 
-from moored.sessions._storage import Storage
-from moored.sessions._storage_files import FileStorage
+from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._storage import Storage
 
 __all__ = ["LONG", "PLACE", "value_of"]
 

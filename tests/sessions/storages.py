@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from moored.sessions import StorageError
-from moored.sessions._seal import Seal
-from moored.sessions._sealed_storage import Sealed
-from moored.sessions._storage import Storage, open_storage
-from moored.sessions._storage_files import FileStorage
-from moored.sessions._storage_memory import MemoryStorage
-from moored.sessions._storage_sqlite import SqliteStorage
+from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._seal import Seal
+from moored.sessions.storage._sealed import Sealed
+from moored.sessions.storage._sqlite import SqliteStorage
+from moored.sessions.storage._storage import Storage, open_storage
 
 __all__ = ["KEY", "KINDS", "KINDS_ON_DISK", "Full", "make"]
 

@@ -20,8 +20,8 @@ from moored.sessions import (
     SessionError,
     Unknown,
 )
-from moored.sessions._acks import AckTable, Parked
 from moored.sessions._protocol import Outgoing
+from moored.sessions.sending._acks import AckTable, Parked
 
 pytestmark = pytest.mark.pure
 

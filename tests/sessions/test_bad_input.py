@@ -34,8 +34,8 @@ from moored.sessions import (
     Tcp,
     Unknown,
 )
-from moored.sessions._transport import Receiver, Transport
 from moored.sessions.mqtt import Mqtt
+from moored.sessions.transport._transport import Receiver, Transport
 from moored.testing import scaled
 from moored.testing.demo import Demo, DemoServer
 

@@ -44,10 +44,10 @@ from moored.sessions import (
     Tcp,
     Unknown,
 )
-from moored.sessions._closing_links import ClosingLinks
-from moored.sessions._link import Link
-from moored.sessions._transport import Transport
+from moored.sessions.link._closing_links import ClosingLinks
+from moored.sessions.link._link import Link
 from moored.sessions.mqtt import Mqtt
+from moored.sessions.transport._transport import Transport
 from moored.testing import FaultProxy
 from moored.testing.demo import Demo, DemoServer
 

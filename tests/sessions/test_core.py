@@ -8,7 +8,7 @@ import pytest
 
 from moored.kernel import Backoff, Clock, Machine, Recorder
 from moored.sessions import CloseClass
-from moored.sessions._core import CHART, PROVEN, RESTARTS, DialNow, Idle, SessionCore, Wait
+from moored.sessions.link._core import CHART, PROVEN, RESTARTS, DialNow, Idle, SessionCore, Wait
 
 pytestmark = pytest.mark.pure
 

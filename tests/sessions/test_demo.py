@@ -34,7 +34,7 @@ from moored.sessions._protocol import (
     Refused,
     Unhandled,
 )
-from moored.sessions._transport import Transport
+from moored.sessions.transport._transport import Transport
 from moored.testing import Sim, scaled, simulate
 from moored.testing.demo import MAX_FRAME, Demo, DemoDialogue, DemoMemory, DemoServer
 from moored.testing.demo._frames import PIECE, DemoFrames, content_of, encode, wire_form

@@ -33,13 +33,12 @@ from moored.sessions import (
     Session,
     Sessions,
     Text,
-    _connection,
-    _core,
-    _senders,
     _sessions,
 )
-from moored.sessions._sink import MOMENT
+from moored.sessions.events._sink import MOMENT
+from moored.sessions.link import _connection, _core
 from moored.sessions.mqtt import Mqtt
+from moored.sessions.sending import _senders
 from moored.testing import FaultProxy, Sim
 from moored.testing.demo import MAX_FRAME, Demo, DemoServer
 

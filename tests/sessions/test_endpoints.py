@@ -18,9 +18,9 @@ import pytest
 from tests.postgres.certificates import Authority
 from tests.sessions.ears import Ear, Echo, Raises, tcp_server, websocket_server
 
-from moored.sessions import _stream, _tcp_dial
-from moored.sessions._endpoints import InMemory, Tcp, WebSocket
-from moored.sessions._transport import Endpoint, Receiver, Transport
+from moored.sessions.transport import _stream, _tcp_dial
+from moored.sessions.transport._endpoints import InMemory, Tcp, WebSocket
+from moored.sessions.transport._transport import Endpoint, Receiver, Transport
 from moored.testing import FaultProxy, Sim, run_one, scaled, simulate
 
 KINDS = ["memory", "tcp", "tls", "websocket", "wss"]

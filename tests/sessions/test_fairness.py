@@ -21,7 +21,7 @@ from moored.sessions import (
     StepFailed,
     Submitted,
 )
-from moored.sessions import _sends as sending
+from moored.sessions.sending import _sends as sending
 from moored.testing import Sim, run_one
 from moored.testing.demo import MAX_FRAME, Demo, DemoServer
 

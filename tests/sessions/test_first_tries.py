@@ -29,7 +29,7 @@ from moored.sessions import (
     Unknown,
     open_storage,
 )
-from moored.sessions._credentials import RECORD as CREDENTIALS
+from moored.sessions.link._credentials import RECORD as CREDENTIALS
 from moored.sessions.mqtt import Message, Mqtt
 from moored.testing.demo import Demo, DemoServer
 

@@ -23,11 +23,11 @@ from moored.sessions import (
     SessionStopped,
     StorageError,
     Text,
-    _link,
 )
-from moored.sessions._closing_links import ClosingLinks
-from moored.sessions._link import Link
-from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.link import _link
+from moored.sessions.link._closing_links import ClosingLinks
+from moored.sessions.link._link import Link
+from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import Sim, run_one
 from moored.testing.demo import Demo, DemoServer
 
@@ -168,7 +168,7 @@ async def test_waiting_for_room_ends_with_its_timeout(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
-    monkeypatch.setattr("moored.sessions._sends.LIMIT", 0)
+    monkeypatch.setattr("moored.sessions.sending._sends.LIMIT", 0)
     with pytest.raises(NotConnected, match=r"no room for a send within 0\.01 s"):
         await alice.online(0.01)
     for wrong in (0, -1.0):

@@ -11,8 +11,8 @@ import pytest
 from tests.sessions.support import until
 
 from moored.sessions import EventStream, Incoming, Session, Sessions, Text
-from moored.sessions._event_queue import MOST_LATE, EventQueue, QueuedEvent
-from moored.sessions._sink import MOMENT, Sink
+from moored.sessions.events._event_queue import MOST_LATE, EventQueue, QueuedEvent
+from moored.sessions.events._sink import MOMENT, Sink
 from moored.testing import Sim, simulate
 from moored.testing.demo import Demo, DemoServer
 from moored.testing.demo._protocol import DemoDialogue

@@ -27,7 +27,7 @@ from moored.sessions import (
     Unknown,
 )
 from moored.sessions._sessions import CLOSING
-from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import Sim
 from moored.testing.demo import Demo, DemoServer
 

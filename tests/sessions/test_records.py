@@ -12,10 +12,10 @@ import pytest
 
 from moored.kernel import QueueFull
 from moored.sessions._errors import CorruptRecord, StorageError
-from moored.sessions._records import Corruption, Records
-from moored.sessions._sealed_storage import Sealed
-from moored.sessions._storage import Namespace, open_storage
-from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._records import Corruption, Records
+from moored.sessions.storage._sealed import Sealed
+from moored.sessions.storage._storage import Namespace, open_storage
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.pure

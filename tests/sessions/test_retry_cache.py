@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moored.sessions._protocol import Outgoing
-from moored.sessions._retry_cache import MemoryRetryCache, RetryCache
+from moored.sessions.sending._retry_cache import MemoryRetryCache, RetryCache
 from moored.testing import Sim, simulate
 
 pytestmark = pytest.mark.pure

@@ -27,13 +27,13 @@ from moored.sessions import (
     StorageError,
     Text,
 )
-from moored.sessions._acks import SLACK, AckTable, Parked
-from moored.sessions._event_queue import EventQueue
-from moored.sessions._keepalive import Keepalive, KeepaliveStep
-from moored.sessions._sink import Sink
-from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.events._event_queue import EventQueue
+from moored.sessions.events._sink import Sink
+from moored.sessions.link._keepalive import Keepalive, KeepaliveStep
 from moored.sessions.mqtt import Message, Mqtt
 from moored.sessions.mqtt._dialogue import MqttDialogue
+from moored.sessions.sending._acks import SLACK, AckTable, Parked
+from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import session_sandbox
 from moored.testing.demo import Demo, DemoServer
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sessions.storages import KEY
 
-from moored.sessions import _seal
 from moored.sessions._errors import CorruptRecord, StorageError
-from moored.sessions._seal import Seal
-from moored.sessions._sealed_storage import MARKER, Sealed
-from moored.sessions._storage import open_storage
-from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.storage import _seal
+from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._seal import Seal
+from moored.sessions.storage._sealed import MARKER, Sealed
+from moored.sessions.storage._storage import open_storage
 from moored.testing import scaled
 
 NAMES = ("alice", "session", "bob")

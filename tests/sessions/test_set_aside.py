@@ -9,7 +9,7 @@ import pytest
 from tests.sessions.support import until
 
 from moored.sessions import Acked, Incoming, NotSent, Sessions, SetAside, Text
-from moored.sessions._transport import Receiver, Transport
+from moored.sessions.transport._transport import Receiver, Transport
 from moored.testing import Sim, run_one
 from moored.testing.demo import Demo, DemoServer
 

@@ -27,13 +27,13 @@ from moored.sessions import (
     Tcp,
     Unknown,
 )
-from moored.sessions._acks import AckTable
-from moored.sessions._event_queue import EventQueue
-from moored.sessions._link import Link
-from moored.sessions._senders import Senders
-from moored.sessions._sends import Sends
-from moored.sessions._sink import Sink
-from moored.sessions._transport import Receiver, Transport
+from moored.sessions.events._event_queue import EventQueue
+from moored.sessions.events._sink import Sink
+from moored.sessions.link._link import Link
+from moored.sessions.sending._acks import AckTable
+from moored.sessions.sending._senders import Senders
+from moored.sessions.sending._sends import Sends
+from moored.sessions.transport._transport import Receiver, Transport
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 from moored.testing.demo import Demo, DemoServer
 from moored.testing.demo._world import Denied

@@ -21,9 +21,9 @@ from moored.sessions import (
     Tcp,
     Unknown,
 )
-from moored.sessions._link import Link
-from moored.sessions._storage_memory import MemoryStorage
-from moored.sessions._transport import Receiver, Transport
+from moored.sessions.link._link import Link
+from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.transport._transport import Receiver, Transport
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 from moored.testing.demo import Demo, DemoServer
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.sessions.storages import KEY, KINDS, KINDS_ON_DISK, make
 
 from moored.sessions._errors import StorageError
-from moored.sessions._file_names import from_file_name, is_cut, to_file_name
-from moored.sessions._sealed_storage import Sealed
-from moored.sessions._storage import Namespace, Storage, open_storage
-from moored.sessions._storage_files import FileStorage
-from moored.sessions._storage_memory import MemoryStorage
-from moored.sessions._storage_sqlite import SqliteStorage
+from moored.sessions.storage._file_names import from_file_name, is_cut, to_file_name
+from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._sealed import Sealed
+from moored.sessions.storage._sqlite import SqliteStorage
+from moored.sessions.storage._storage import Namespace, Storage, open_storage
 from moored.testing import scaled
 
 HARD_NAMES = [

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moored.sessions._errors import CorruptRecord, StorageError
-from moored.sessions._records import Corruption, Records
-from moored.sessions._storage import Storage, open_storage
-from moored.sessions._storage_files import FileStorage
-from moored.sessions._storage_sqlite import SqliteStorage
+from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._records import Corruption, Records
+from moored.sessions.storage._sqlite import SqliteStorage
+from moored.sessions.storage._storage import Storage, open_storage
 from moored.testing import scaled
 
 # -- SQLite --------------------------------------------------------------------------------------
@@ -120,6 +121,21 @@ async def test_several_storages_on_one_database(tmp_path: Path) -> None:
     )
     for storage in storages:
         assert len(await storage.list_profiles()) == 6
+        await storage.close()
+
+
+async def test_a_new_database_that_another_process_is_writing_to_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "accounts.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("begin immediate")
+        storage = SqliteStorage(path, patience=30.0)
+        opening = asyncio.create_task(storage.open())
+        done, _ = await asyncio.wait({opening}, timeout=0.2)
+        assert not done
+        other.execute("commit")
+        await opening
         await storage.close()
 
 

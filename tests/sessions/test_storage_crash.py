@@ -16,8 +16,8 @@ import pytest
 from tests.sessions.storage_writer import LONG, PLACE, value_of
 from tests.sessions.storages import make
 
-from moored.sessions._storage_files import FileStorage
-from moored.sessions._storage_sqlite import SqliteStorage
+from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._sqlite import SqliteStorage
 from moored.testing import base_seed, scaled
 
 PROGRAM = Path(__file__).parent / "storage_writer.py"

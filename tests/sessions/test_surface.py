@@ -38,11 +38,11 @@ from moored.sessions import (
     Tcp,
     Text,
     Unknown,
-    _senders,
 )
-from moored.sessions._link import EVENTS
-from moored.sessions._storage_memory import MemoryStorage
+from moored.sessions.link._link import EVENTS
 from moored.sessions.mqtt import Mqtt
+from moored.sessions.sending import _senders
+from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import session_sandbox
 from moored.testing.demo import Demo, DemoServer
 from moored.testing.demo._frames import encode
@@ -534,7 +534,7 @@ async def test_with_a_new_lease_only_credentials_that_are_stored_are_read_again(
 
 def test_every_event_is_in_the_docs() -> None:
     found = {"messages_upsert", *EVENTS.values()}
-    for path in (ROOT / "src/moored/sessions").glob("_*.py"):
+    for path in (ROOT / "src/moored/sessions").rglob("_*.py"):
         found.update(re.findall(r'(?:emit|Incoming)\(\s*"(\w+)"', path.read_text()))
     assert {"connection_update", "events_dropped", "sender_crashed"} <= found
     page = (ROOT / "docs/topics/sessions.md").read_text()

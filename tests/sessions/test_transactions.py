@@ -11,10 +11,10 @@ import pytest
 from tests.sessions.storages import KINDS, make
 
 from moored.sessions import Records, StorageError
-from moored.sessions._storage import Changes, Storage
-from moored.sessions._storage_files import FileStorage
-from moored.sessions._storage_memory import MemoryStorage
-from moored.sessions._storage_sqlite import SqliteStorage
+from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._sqlite import SqliteStorage
+from moored.sessions.storage._storage import Changes, Storage
 
 pytestmark = pytest.mark.pure
 

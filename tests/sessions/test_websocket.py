@@ -24,9 +24,9 @@ from moored.sessions import (
     Ready,
     Sessions,
 )
-from moored.sessions._endpoints import WebSocket
 from moored.sessions._protocol import DialogueEvent
-from moored.sessions._websocket import WebSocketClosed, WebSocketRefused
+from moored.sessions.transport._endpoints import WebSocket
+from moored.sessions.transport._websocket import WebSocketClosed, WebSocketRefused
 from moored.testing import FaultProxy, Sim, run_one, scaled, simulate
 
 

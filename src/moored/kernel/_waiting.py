@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
 
 async def all_of(*awaitables: Awaitable[T]) -> list[T]:
     """Wait for all of these; the first one that fails cancels the others, and is raised."""
+    if len(awaitables) == 1:
+        return [await awaitables[0]]
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
@@ -34,11 +36,13 @@ async def all_of(*awaitables: Awaitable[T]) -> list[T]:
         await _end(tasks)
 
 
-async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def _end(tasks: list[asyncio.Future[Any]]) -> None:
     if left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()
         await asyncio.wait(left)
+    # The traceback of an error that is raised now must not keep the tasks, and all that they hold.
+    tasks.clear()
 
 
 async def uncancelled(

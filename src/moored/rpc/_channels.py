@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class Channels:
 
     async def ready(self, channel: Any) -> None:
         """Wait until it is connected, and of a pool, all; what is no channel of gRPC's is."""
-        await _all([self._ready(lane) for lane in lanes_of(channel)])
+        await all_of(*(self._ready(lane) for lane in lanes_of(channel)))
 
     async def _ready(self, channel: Any) -> None:
         if channel is None or isinstance(channel, self.other):
@@ -62,7 +62,7 @@ class Channels:
 
     async def probe(self, channel: Any) -> bool:
         """Whether the server answers over it."""
-        return all(await _all([self._answers(lane) for lane in lanes_of(channel)]))
+        return all(await all_of(*(self._answers(lane) for lane in lanes_of(channel))))
 
     async def _answers(self, channel: Any) -> bool:
         raise NotImplementedError
@@ -118,11 +118,3 @@ async def _ask_aio(channel: grpc.aio.Channel) -> bool:
     except grpc.RpcError as error:
         return error.code() not in _SILENT
     return answer == _SERVING
-
-
-async def _all(waits: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait for all of them; for one alone without a task, which would keep its error's frames.
-
-    In those is a call, and a closed channel of asyncio goes on connecting as long as it is kept.
-    """
-    return [await waits[0]] if len(waits) == 1 else await all_of(*waits)

@@ -32,7 +32,6 @@ from ._content import (
     SetAside,
     Text,
 )
-from ._endpoints import InMemory, Tcp, WebSocket
 from ._errors import (
     AlreadyRunning,
     CorruptRecord,
@@ -47,19 +46,6 @@ from ._errors import (
     StepFailed,
     StorageError,
     Unsupported,
-)
-from ._event_stream import EventStream
-from ._outcomes import (
-    Acked,
-    NotSent,
-    Outcome,
-    Rejected,
-    SendFailed,
-    SendNotSent,
-    SendRejected,
-    SendUnknown,
-    Submitted,
-    Unknown,
 )
 from ._protocol import (
     Accepted,
@@ -85,13 +71,26 @@ from ._protocol import (
     StartTls,
     Unhandled,
 )
-from ._records import Corruption, Records
-from ._retry_cache import MemoryRetryCache, RetryCache
-from ._retrying import retrying
 from ._session import Session
 from ._session_via import SessionVia
 from ._sessions import Sessions
-from ._storage import Namespace, Storage, open_storage
+from .events import EventStream, retrying
+from .sending import (
+    Acked,
+    MemoryRetryCache,
+    NotSent,
+    Outcome,
+    Rejected,
+    RetryCache,
+    SendFailed,
+    SendNotSent,
+    SendRejected,
+    SendUnknown,
+    Submitted,
+    Unknown,
+)
+from .storage import Corruption, Namespace, Records, Storage, open_storage
+from .transport import InMemory, Tcp, WebSocket
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # What users call

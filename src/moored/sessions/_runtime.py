@@ -13,26 +13,20 @@ from typing import TYPE_CHECKING, Any
 from moored.kernel import Backoff, Clock, Machine, Recorder, Supervisor, counted, describe
 from moored.leases import Lease
 
-from ._closing_links import ClosingLinks
 from ._content import ConnectionUpdate, Incoming, SenderCrash
-from ._core import CHART, SessionCore
 from ._counts import SessionCounts
-from ._credentials import Credentials, CredentialsProvider
 from ._errors import SessionError, SessionStopped
-from ._event_queue import EventQueue
-from ._inbound_steps import InboundSteps
 from ._logs import log_change, log_end, log_sender
-from ._offline_server import OfflineServer
 from ._protocol import CloseClass, InboundStep, Protocol, Step
-from ._records import Records
-from ._sends import Sends
 from ._session import Session
-from ._sink import Sink
+from .events import EventQueue, InboundSteps, Sink
+from .link import CHART, ClosingLinks, Credentials, CredentialsProvider, OfflineServer, SessionCore
+from .sending import Sends
+from .storage import Records
 
 if TYPE_CHECKING:
-    from ._connection import Connection
-    from ._link import Link
     from ._sessions import Sessions
+    from .link import Connection, Link
 
 __all__ = ["SessionRuntime"]
 

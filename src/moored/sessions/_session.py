@@ -15,14 +15,13 @@ from moored.kernel import counted, duration
 from ._checks import check_handler, check_loop, check_timeout
 from ._content import Incoming, Media, Poll, Text
 from ._errors import NotConnected, SessionStopped, Unsupported
-from ._event_stream import EventStream
-from ._outcomes import Acked, Outcome, Submitted, error_of
 from ._protocol import Feature, Notice, Protocol
-from ._sink import Handler
+from .events import EventStream, Handler
+from .sending import Acked, Outcome, Submitted, error_of
 
 if TYPE_CHECKING:
-    from ._records import Records
     from ._runtime import SessionRuntime
+    from .storage import Records
 
 __all__ = ["AnyHow", "How", "Session", "WaitingHow"]
 

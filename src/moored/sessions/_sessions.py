@@ -35,19 +35,17 @@ from moored.leases import LeaseRefused, Leases
 from moored.leases import connect as connect_leases
 
 from ._checks import check_drain, check_loop, check_protocol, check_steps, check_texts
-from ._connection import Connection
 from ._content import Incoming
-from ._credentials import CredentialsProvider
 from ._errors import AlreadyRunning, SessionError, SessionStopped
 from ._leasing import Leasing
 from ._protocol import InboundStep, Protocol, Step
-from ._records import Corruption, Records
-from ._retry_cache import MemoryRetryCache, RetryCache
 from ._runtime import SessionRuntime
 from ._session import Session
 from ._session_via import SessionVia
-from ._sink import Handler
-from ._storage import Keys, Storage, open_storage
+from .events import Handler
+from .link import Connection, CredentialsProvider
+from .sending import MemoryRetryCache, RetryCache
+from .storage import Corruption, Keys, Records, Storage, open_storage
 
 __all__ = ["Sessions"]
 

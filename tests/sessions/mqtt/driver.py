@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from moored.sessions._protocol import Closing, DialogueEvent, Greeting, Happening, Outgoing, Ready
-from moored.sessions._transport import Transport
 from moored.sessions.mqtt import Mqtt, MqttMemory
+from moored.sessions.transport._transport import Transport
 
 __all__ = ["Driver", "outgoing"]
 

@@ -13,10 +13,10 @@ from tests.postgres.certificates import Authority
 from tests.sessions.mqtt.peers import connack, hear
 
 from moored.sessions import mqtt
-from moored.sessions._endpoints import Tcp, WebSocket
 from moored.sessions._errors import SessionError
 from moored.sessions._protocol import Feature
 from moored.sessions.mqtt import Mqtt, MqttMemory, Will
+from moored.sessions.transport._endpoints import Tcp, WebSocket
 
 SECRET = "pässwörd"
 

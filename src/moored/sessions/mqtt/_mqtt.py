@@ -13,9 +13,9 @@ from typing import Any
 from moored.kernel import describe, refuse
 
 from .._content import Msg, Text
-from .._endpoints import Tcp, WebSocket, default_tls
 from .._errors import SessionError
 from .._protocol import Feature, Outgoing, Protocol
+from ..transport import Tcp, WebSocket, default_tls
 from . import _packets as packets
 from ._codec import text_field
 from ._dialogue import MqttDialogue

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from moored.sessions import ProtocolError
-from moored.sessions._transport import Transport
+from moored.sessions.transport import Transport
 
 from ._frames import DemoFrames, Frame, bytes_of, count_of, encode, text_of
 from ._world import DemoAccount, Denied

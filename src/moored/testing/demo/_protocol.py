@@ -36,7 +36,7 @@ from moored.sessions import (
     Unhandled,
 )
 from moored.sessions._protocol import DialogueEvent
-from moored.sessions._transport import Endpoint
+from moored.sessions.transport import Endpoint
 
 from ._frames import (
     MAX_FRAME,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from moored.sessions import InMemory, Tcp
-from moored.sessions._stream import Stream, read_buffer
-from moored.sessions._transport import Endpoint, Receiver, Transport
+from moored.sessions.transport import Endpoint, Receiver, Stream, Transport, read_buffer
 
 from ._frames import Frame, text_from, wire_form
 from ._link import ServerLink

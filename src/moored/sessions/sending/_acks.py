@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from moored.kernel import duration
 
-from ._errors import LinkLost, SenderCrashed, SessionError
+from .._errors import LinkLost, SenderCrashed, SessionError
+from .._protocol import Outgoing
 from ._outcomes import Acked, NotSent, Outcome, Rejected, Unknown
-from ._protocol import Outgoing
 
 __all__ = ["AckTable", "Parked"]
 

@@ -17,7 +17,7 @@ from websockets.protocol import State
 from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
-from ._link import Link
+from ..link import Link
 from ._stream import Layer
 from ._transport import Receiver
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from moored.kernel import Backoff, BackoffExhausted, Chart, Machine
 
-from ._protocol import CloseClass
+from .._protocol import CloseClass
 
 __all__ = ["CHART", "DialNow", "Idle", "SessionCore", "Wait"]
 

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from moored.kernel import counted
 
-from ._errors import CorruptRecord, StorageError
+from .._errors import CorruptRecord, StorageError
 from ._storage import Keys
 
 __all__ = ["Names", "Seal"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from moored.kernel import KeyedWorkers, QueueFull
 
+from .._errors import NotConnected, StepFailed
+from .._protocol import Outgoing, Step
 from ._acks import Parked
-from ._errors import NotConnected, StepFailed
-from ._protocol import Outgoing, Step
 
 if TYPE_CHECKING:
-    from ._runtime import SessionRuntime
+    from .._runtime import SessionRuntime
 
 __all__ = ["LIMIT", "Senders"]
 

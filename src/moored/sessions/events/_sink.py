@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from moored.kernel import awaited, describe, start_task
 
-from ._content import Incoming, SetAside
+from .._content import Incoming, SetAside
 from ._event_queue import Done, EventQueue, QueuedEvent
 from ._event_stream import Leaving
 

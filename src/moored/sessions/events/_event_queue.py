@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from ._content import Incoming
+from .._content import Incoming
 
 __all__ = ["Done", "EventQueue", "QueuedEvent"]
 

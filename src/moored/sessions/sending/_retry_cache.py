@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from moored.kernel import Clock, refuse
 
-from ._protocol import Outgoing
+from .._protocol import Outgoing
 
 __all__ = ["MemoryRetryCache", "RetryCache"]
 

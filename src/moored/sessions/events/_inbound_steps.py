@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from moored.kernel import awaited
 
-from ._content import Incoming
-from ._protocol import InboundStep
+from .._content import Incoming
+from .._protocol import InboundStep
 
 if TYPE_CHECKING:
-    from ._session import Session
+    from .._session import Session
 
 __all__ = ["InboundSteps"]
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moored.kernel import Context, describe, start_task
 from moored.leases import LeaseRefused, StoreUnavailable
 
-from ._core import DialNow, Wait
-from ._errors import (
+from .._errors import (
     LinkLost,
     NotConnected,
     ProtocolError,
@@ -23,12 +22,13 @@ from ._errors import (
     SessionError,
     StorageError,
 )
+from .._protocol import CloseClass
+from ._core import DialNow, Wait
 from ._link import MOST_ANSWERS, Link
-from ._protocol import CloseClass
 from ._queries import Queries
 
 if TYPE_CHECKING:
-    from ._runtime import SessionRuntime
+    from .._runtime import SessionRuntime
 
 __all__ = ["Connection"]
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from ._errors import StorageError
+from .._errors import StorageError
 
 __all__ = ["Changes", "Keys", "Namespace", "Storage", "open_storage"]
 
@@ -126,7 +126,7 @@ def open_storage(
     """
     # Here, because the adapters import this module.
     from ._seal import Seal
-    from ._sealed_storage import Sealed
+    from ._sealed import Sealed
 
     inner = where if isinstance(where, Storage) else _adapter(where)
     if isinstance(where, Storage) and key is None:
@@ -137,9 +137,9 @@ def open_storage(
 
 
 def _adapter(where: str | os.PathLike[str]) -> Storage:
-    from ._storage_files import FileStorage
-    from ._storage_memory import MemoryStorage
-    from ._storage_sqlite import SqliteStorage
+    from ._files import FileStorage
+    from ._memory import MemoryStorage
+    from ._sqlite import SqliteStorage
 
     if not isinstance(where, str):
         path = Path(where)

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from moored.kernel import extra
 
-from ._memory_transport import memory_pair
+from ._memory import memory_pair
 from ._stream import Dialler, Stream
 from ._tcp_dial import cannot_connect, dial_stream
 from ._tls import TlsLink, default_tls

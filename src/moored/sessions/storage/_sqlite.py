@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from ._errors import StorageError
+from .._errors import StorageError
 from ._storage import Changes
-from ._storage_thread import Job, ThreadStorage, settle
+from ._thread import Job, ThreadStorage, settle
 
 __all__ = ["SqliteStorage"]
 
@@ -205,7 +206,7 @@ class SqliteStorage(ThreadStorage):
                 f"{self.path} was written by a newer version of Moored (layout {layout}, "
                 f"this one knows {LAYOUT}): use that version"
             )
-        execute("pragma journal_mode = wal")
+        self._use_wal()
         execute("pragma synchronous = full")
         if layout < LAYOUT:
             # In one transaction: of two processes that make it at once, one waits for the other.
@@ -213,6 +214,18 @@ class SqliteStorage(ThreadStorage):
                 f"begin immediate; {_TABLES} pragma application_id = {APPLICATION}; "
                 f"pragma user_version = {LAYOUT}; commit;"
             )
+
+    def _use_wal(self) -> None:
+        # SQLite refuses this switch at once, whatever the timeout, while another process makes it.
+        ends = time.monotonic() + self.patience
+        while True:
+            try:
+                self._database.execute("pragma journal_mode = wal")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > ends:
+                    raise
+            time.sleep(0.01)
 
     def _let_go(self) -> None:
         if hasattr(self, "_database"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ._errors import SessionError
+from .._errors import SessionError
 
 __all__ = [
     "Acked",

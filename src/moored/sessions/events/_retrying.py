@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from moored.kernel import Backoff, awaited, counted, describe, refuse
 
-from ._content import Incoming
+from .._content import Incoming
 from ._sink import Handler
 
 __all__ = ["DeadLetter", "retrying"]

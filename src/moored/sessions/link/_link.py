@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from moored.kernel import describe
 
-from ._acks import Parked
-from ._content import Bounce, Incoming
-from ._errors import LinkLost, ProtocolError, SessionError, StepFailed
-from ._event_queue import Done
-from ._keepalive import Keepalive, KeepaliveStep
-from ._protocol import (
+from .._content import Bounce, Incoming
+from .._errors import LinkLost, ProtocolError, SessionError, StepFailed
+from .._protocol import (
     Accepted,
     Answered,
     Bounced,
@@ -39,13 +36,14 @@ from ._protocol import (
     StartTls,
     Unhandled,
 )
-from ._stream import Stream
-from ._transport import Transport
-from ._window import Window
+from ..events import Done
+from ..sending import Parked, Window
+from ..transport import Stream, Transport
+from ._keepalive import Keepalive, KeepaliveStep
 
 if TYPE_CHECKING:
+    from .._runtime import SessionRuntime
     from ._connection import Connection
-    from ._runtime import SessionRuntime
 
 __all__ = ["Link"]
 

@@ -8,15 +8,15 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._checks import check_loop, check_texts, check_timeout
+from .._errors import NotConnected, SessionError, SessionStopped
+from .._protocol import Outgoing, Step
 from ._acks import AckTable, Parked
-from ._checks import check_loop, check_texts, check_timeout
-from ._errors import NotConnected, SessionError, SessionStopped
 from ._outcomes import Acked, NotSent, Outcome, Rejected, Unknown
-from ._protocol import Outgoing, Step
 from ._senders import LIMIT, Senders
 
 if TYPE_CHECKING:
-    from ._runtime import SessionRuntime
+    from .._runtime import SessionRuntime
 
 __all__ = ["Sends"]
 

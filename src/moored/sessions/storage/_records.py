@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from moored.kernel import KeyedWorkers
 
-from ._errors import CorruptRecord, StorageError
+from .._errors import CorruptRecord, StorageError
 from ._storage import Changes, Storage
 
 __all__ = ["Change", "ChangeMany", "Corruption", "Records"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moored.kernel import in_thread
 
-from ._errors import CorruptRecord, StorageError
+from .._errors import CorruptRecord, StorageError
 from ._seal import Names, Seal
 from ._storage import Changes, Storage
 

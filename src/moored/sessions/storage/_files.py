@@ -20,10 +20,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ._errors import StorageError
+from .._errors import StorageError
 from ._file_names import from_file_name, is_cut, to_file_name
 from ._storage import Changes
-from ._storage_thread import Job, ThreadStorage, settle
+from ._thread import Job, ThreadStorage, settle
 
 __all__ = ["FileStorage"]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ._acks import Parked
+from .._errors import NotConnected, SessionError
+from .._protocol import Notice, Outgoing
+from ..sending import Parked
 from ._core import DialNow
-from ._errors import NotConnected, SessionError
-from ._protocol import Notice, Outgoing
 
 if TYPE_CHECKING:
-    from ._runtime import SessionRuntime
+    from .._runtime import SessionRuntime
 
 __all__ = ["OfflineServer"]
 

@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ._errors import StorageError
+from .._errors import StorageError
 from ._storage import Storage
 
 __all__ = ["Job", "StorageThread", "ThreadStorage", "settle"]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from moored.kernel import awaited, describe, start_task
 from moored.leases import Lease
 
-from ._errors import SessionError, StorageError
-from ._logs import log_forgetful, log_not_kept
+from .._errors import SessionError, StorageError
+from .._logs import log_forgetful, log_not_kept
 
 if TYPE_CHECKING:
-    from ._runtime import SessionRuntime
+    from .._runtime import SessionRuntime
 
 __all__ = ["Credentials", "CredentialsProvider"]
 

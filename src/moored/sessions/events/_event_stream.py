@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ._content import Incoming
+from .._content import Incoming
 
 if TYPE_CHECKING:
     from ._sink import Sink

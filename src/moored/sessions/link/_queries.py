@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ._errors import QueryFailed
+from .._errors import QueryFailed
 
 __all__ = ["Queries"]
 
