@@ -274,7 +274,7 @@ async def test_a_slot_that_another_reads_is_waited_for(
             changes = pg.changes(tables=["orders"])
             event = await asyncio.wait_for(failure(pg), LIMIT)
             assert str(old.info.backend_pid) in event.detail
-            assert "another connection reads from the slot" in event.detail
+            assert "another connection reads from the replication slot" in event.detail
             old.pgconn.finish()
             await sql.execute("insert into orders values (1, 'x')")
             assert ids(await following(changes)) == [1]

@@ -207,7 +207,7 @@ async def test_the_environment_counts_too(
     tls.admit("hostssl all all all scram-sha-256")
     monkeypatch.setenv("PGSSLMODE", "verify-full")
     monkeypatch.setenv("PGSSLROOTCERT", str(trust.theirs.root))
-    assert "certificate cannot be trusted" in await refused(make(url))
+    assert "certificate cannot be verified" in await refused(make(url))
     monkeypatch.setenv("PGSSLROOTCERT", str(trust.ours.root))
     async with make(url) as pg:
         await pg.wait_until_active(LIMIT)
@@ -218,7 +218,7 @@ async def test_the_environment_counts_too(
 
 # -- a certificate that is not trusted -----------------------------------------------------------
 
-CHECK = "check sslrootcert, and that the host name in the URL is the one in the certificate"
+CHECK = "check sslrootcert, and that the certificate is for the host name in the URL"
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ async def test_a_server_without_tls(
 ) -> None:
     tls.switch("off")
     text = await refused(make(f"{url}?sslmode={mode}&sslrootcert={trust.ours.root}"))
-    assert "the server does not speak TLS" in text
-    assert "set sslmode=disable, or prefer, in the URL; or switch ssl on at the server" in text
+    assert "the server does not support TLS" in text
+    assert "set sslmode=disable or sslmode=prefer in the URL, or enable ssl on the server" in text
 
 
 @pytest.mark.parametrize("mode", ["", "?sslmode=allow", "?sslmode=prefer"])
@@ -283,7 +283,7 @@ async def test_a_server_that_takes_encrypted_connections_only(
 ) -> None:
     tls.admit("hostssl all all all scram-sha-256")
     text = await refused(make(f"{url}?sslmode=disable"))
-    assert "the server takes encrypted connections only" in text
+    assert "the server accepts only encrypted connections" in text
     assert "set sslmode=require in the URL" in text
 
 
@@ -336,7 +336,7 @@ async def test_a_client_without_a_certificate(
 ) -> None:
     tls.admit("hostssl all all all scram-sha-256 clientcert=verify-ca")
     text = await refused(make(f"{url}?sslmode={mode}"))
-    assert "the server lets in only who shows a certificate that it trusts" in text
+    assert "the server requires a client certificate that it trusts" in text
     assert "set sslcert and sslkey in the URL" in text
 
 
@@ -353,7 +353,7 @@ async def test_a_key_that_is_missing_or_open_to_everybody(
 ) -> None:
     signed = trust.ours.sign("open")
     signed.key.chmod(0o644)
-    assert "the key must be readable by this user alone" in await refused(make(shown(signed)))
+    assert "only this user may have permission to read the key" in await refused(make(shown(signed)))
     signed.key.unlink()
     assert "set sslcert and sslkey in the URL" in await refused(make(shown(signed)))
 

@@ -505,7 +505,7 @@ async def test_a_server_without_a_slot_left(make: MakePostgres, sql: Sql) -> Non
     try:
         async with make() as pg:
             said = await event(pg, "connection_error")
-            assert "the server has no replication slot left" in said
+            assert "all replication slots of the server are in use" in said
             assert "raise max_replication_slots" in said
             await sql.execute("select pg_drop_replication_slot(%s)", (names.pop(),))
             await pg.wait_until_active(LIMIT)

@@ -189,7 +189,7 @@ def test_an_unreachable_database_is_one_line_and_exit_code_2() -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"moored: cannot reach PostgreSQL at 127.0.0.1:{port}/orders within ")
-    assert "nobody listens at the server's address" in line
+    assert "the server's address refuses connections" in line
     assert "Connection refused" in line
     assert "Start it, or correct DATABASE_URL;" in line
     assert "Traceback" not in ended.stdout
@@ -201,7 +201,7 @@ def test_a_database_that_cannot_be_followed_is_its_text_and_exit_code_2() -> Non
         ended = moored("serve", "--port", "0", "--database-url", server.url)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("moored: the server does not write what logical replication needs ")
+    assert line.startswith("moored: wal_level of the server is not logical ")
     assert line.endswith(
         "set wal_level = logical in postgresql.conf (on RDS: "
         "rds.logical_replication = 1) and restart the server"
@@ -219,7 +219,9 @@ def test_a_revoked_privilege_is_waited_for() -> None:
             service.wait_active()
             conn.execute("alter role follower noreplication")
             conn.execute("select pg_terminate_backend(pid) from pg_stat_replication")
-            service.wait_for("no stream after .*: this user may not replicate .*: run ALTER ROLE")
+            service.wait_for(
+                "no stream after .*: this user lacks the REPLICATION privilege .*: run ALTER ROLE"
+            )
             until(lambda: service.health()[0] == 202, "the loss is shown")
             conn.execute("alter role follower replication")
             service.wait_active()

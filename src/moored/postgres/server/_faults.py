@@ -1,7 +1,8 @@
-"""What an error means: one table for everything that a server, libpq or the system can say.
+"""Classify errors: one table for the errors of the server, of libpq and of the operating system.
 
-libpq keeps the SQLSTATE of an error while connecting to itself, so most rules also know the words.
-The first rule that fits is taken; the order is from the particular to the general.
+libpq does not report the SQLSTATE of an error that occurs while connecting, so most rules also
+match the message text. The first rule that matches applies: specific rules come before general
+ones.
 """
 
 from __future__ import annotations
@@ -23,45 +24,45 @@ __all__ = ["FAULTS", "Diagnosis", "Fault", "FaultVerdict", "diagnose"]
 
 
 class FaultVerdict(Enum):
-    """What to do about an error."""
+    """How the manager reacts to an error."""
 
-    #: It may go away by itself: try again, with a backoff.
+    #: It may be temporary: retry, with a backoff.
     RETRY = "retry"
-    #: It does not go away before somebody changes something: stop, and say what. Once it
-    #: was active it may pass all the same (a password that is being changed): try again.
+    #: An operator must change something: stop, and report what. After the manager was active once,
+    #: it is retried instead, because it may be temporary (a password that is being changed).
     FATAL = "fatal"
-    #: The slot can never be read again: drop it, reset everything, and begin anew.
+    #: The slot can never be read again: drop it, create a new one, and reset all consumers.
     DROP_SLOT = "drop slot and restart"
 
 
 class Fault(NamedTuple):
-    """One line of the table."""
+    """One rule of the table."""
 
     type: str
     verdict: FaultVerdict
     #: What happened, and what to do about it.
     happened: str
     remedy: str
-    #: It fits an error with one of these SQLSTATEs …
+    #: The rule matches an error with one of these SQLSTATEs …
     states: tuple[str, ...] = ()
-    #: … or one without a SQLSTATE that says one of these words, in small letters.
+    #: … or an error without a SQLSTATE whose message contains one of these phrases (lower case).
     words: tuple[str, ...] = ()
-    #: Whether the words are needed with the SQLSTATE too, because that one says too little.
+    #: Whether an error with a SQLSTATE must contain a phrase, too: the SQLSTATE is too general.
     both: bool = False
     errnos: tuple[int, ...] = ()
 
-    def fits(self, state: str | None, text: str, number: int | None) -> bool:
-        """Whether it is this."""
+    def matches(self, state: str | None, text: str, number: int | None) -> bool:
+        """Return whether the rule matches an error's SQLSTATE, lower-case text and errno."""
         if self.errnos and number in self.errnos:
             return True
-        said = any(words in text for words in self.words)
+        worded = any(words in text for words in self.words)
         if self.states and state is not None:
-            return state in self.states and (said or not self.both)
-        return said
+            return state in self.states and (worded or not self.both)
+        return worded
 
 
 class Diagnosis(NamedTuple):
-    """An error, understood."""
+    """An error's type, how to react to it, and its text for users."""
 
     type: str
     verdict: FaultVerdict
@@ -80,8 +81,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "database_slot_exceeded_max_size",
         _DROP,
-        "the replication slot needed more log than the server may keep for it",
-        "a new slot is made and consumers get a Reset; raise max_slot_wal_keep_size, or consume "
+        "the replication slot needed more WAL than max_slot_wal_keep_size allows",
+        "a new slot is created and consumers get a Reset; raise max_slot_wal_keep_size, or consume "
         "faster",
         ("55000",),
         ("exceeded the maximum reserved size",),
@@ -91,7 +92,7 @@ FAULTS: tuple[Fault, ...] = (
         "database_slot_invalidated",
         _DROP,
         "the server has invalidated the replication slot",
-        "a new slot is made and consumers get a Reset; the server's log says why it did so",
+        "a new slot is created and consumers get a Reset; the server's log has the reason",
         ("55000", "42704"),
         (
             "replication slot has been invalidated",
@@ -104,7 +105,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "wal_level_is_not_logical",
         _FATAL,
-        "the server does not write what logical replication needs",
+        "wal_level of the server is not logical",
         "set wal_level = logical in postgresql.conf (on RDS: rds.logical_replication = 1) and "
         "restart the server",
         ("55000",),
@@ -114,7 +115,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "insufficient_privileges",
         _FATAL,
-        "this user may not replicate",
+        "this user lacks the REPLICATION privilege",
         "run ALTER ROLE … WITH REPLICATION (on RDS: GRANT rds_replication TO …)",
         ("42501",),
         ("wal sender", "walsender", "replication role", "replication attribute"),
@@ -124,24 +125,24 @@ FAULTS: tuple[Fault, ...] = (
         "insufficient_privileges",
         _FATAL,
         "this user lacks a privilege",
-        "grant it; the server's own words say which",
+        "grant the privilege that the server's message names",
         ("42501",),
         ("permission denied", "must be owner", "must be superuser"),
     ),
     Fault(
         "invalid_username_or_password",
         _FATAL,
-        "the server does not accept the user name or the password",
-        "check both in the URL; a password with special characters must be percent-encoded",
+        "the server rejects the user name or the password",
+        "check both in the URL; special characters of a password must be percent-encoded",
         ("28P01",),
         ("password authentication failed", "no password supplied"),
     ),
     Fault(
         "client_certificate_required",
         _FATAL,
-        "the server lets in only who shows a certificate that it trusts",
-        "set sslcert and sslkey in the URL, to a certificate that the server's ssl_ca_file has "
-        "signed; the key must be readable by this user alone",
+        "the server requires a client certificate that it trusts",
+        "set sslcert and sslkey in the URL, to a certificate that is signed by a CA of the "
+        "server's ssl_ca_file; only this user may have permission to read the key",
         (),
         (
             "requires a valid client certificate",
@@ -156,8 +157,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ssl_connection_required",
         _FATAL,
-        "the server takes encrypted connections only",
-        "set sslmode=require in the URL, or leave sslmode out",
+        "the server accepts only encrypted connections",
+        "set sslmode=require in the URL, or remove sslmode from it",
         ("28000",),
         ("no encryption", "ssl off", "connection is insecure"),
         both=True,
@@ -165,15 +166,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "authorization_failure",
         _FATAL,
-        "the server does not let this user in from here",
-        "check pg_hba.conf for this user, database and address",
+        "the server does not permit this user to log in from this address",
+        "check pg_hba.conf for this user, database and address, and that the role has LOGIN",
         ("28000",),
         ("no pg_hba.conf entry", "is not permitted to log in", 'fatal:  role "'),
     ),
     Fault(
         "endpoint_not_found",
         _FATAL,
-        "the provider knows no such endpoint",
+        "the provider has no such endpoint",
         "check the host name in the URL",
         (),
         ("endpoint could not be found", "endpoint id is not specified"),
@@ -197,16 +198,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "branch_does_not_exist",
         _RETRY,
-        "the provider's branch does not exist, or not yet",
-        "check the host name if this does not go away",
+        "the provider's branch does not exist (yet)",
+        "if this persists, check the host name in the URL",
         (),
         ("branch does not exist", "branch not found"),
     ),
     Fault(
         "database_not_accepting_connections",
         _RETRY,
-        "the database takes no connections for now",
-        "if that was not meant to last, run ALTER DATABASE … ALLOW_CONNECTIONS true",
+        "the database does not accept connections",
+        "if this persists, run ALTER DATABASE … ALLOW_CONNECTIONS true",
         ("55000",),
         ("not currently accepting connections",),
         both=True,
@@ -214,25 +215,25 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "database_does_not_exist",
         _FATAL,
-        "there is no such database",
-        "check the name after the last slash of the URL, or create it",
+        "the database does not exist",
+        "check the database name in the URL, or create the database",
         ("3D000",),
         ('fatal:  database "',),
     ),
     Fault(
         "replication_slot_in_use",
         _RETRY,
-        "another connection reads from the slot",
-        "an old connection of this service may not be gone yet; if it stays, look for the pid in "
-        "pg_replication_slots.active_pid",
+        "another connection reads from the replication slot",
+        "it may be an old connection of this service that the server has not closed yet; if this "
+        "persists, find its pid in pg_replication_slots.active_pid",
         ("55006",),
         ("is active for pid",),
     ),
     Fault(
         "insufficient_resources",
         _RETRY,
-        "the server has no replication slot left",
-        "raise max_replication_slots, or drop slots that nobody reads (pg_replication_slots)",
+        "all replication slots of the server are in use",
+        "raise max_replication_slots, or drop unused slots (pg_replication_slots)",
         ("53400",),
         ("all replication slots are in use",),
         both=True,
@@ -240,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "insufficient_resources",
         _RETRY,
-        "this user, or this database, has no connection left",
+        "the connection limit of this role or this database is reached",
         "raise its CONNECTION LIMIT (ALTER ROLE, ALTER DATABASE), or use fewer connections",
         ("53300",),
         ("too many connections for role", "too many connections for database"),
@@ -249,7 +250,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "insufficient_resources",
         _RETRY,
-        "the server has no connection left",
+        "the connection limit of the server is reached",
         "raise max_connections or max_wal_senders, or use fewer connections",
         ("53300", "53400"),
         (
@@ -261,18 +262,18 @@ FAULTS: tuple[Fault, ...] = (
             "rate exceeded",
         ),
     ),
-    Fault("disk_full", _RETRY, "the server's disk is full", "free some space there", ("53100",)),
+    Fault("disk_full", _RETRY, "the server's disk is full", "free disk space there", ("53100",)),
     Fault(
         "duplicate_slot_file",
         _RETRY,
-        "the server has a left-over file of the slot",
-        "if it stays, restart the server",
+        "the server has a left-over file of the replication slot",
+        "if this persists, restart the server",
         ("58P02",),
     ),
     Fault(
         "database_server_shutting_down",
         _RETRY,
-        "the server shuts down, or somebody ended this connection there",
+        "the server is shutting down, or an administrator has terminated this connection",
         "",
         ("57P01", "57P02"),
         ("terminating connection due to administrator command", "is shutting down"),
@@ -280,7 +281,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "database_server_unavailable",
         _RETRY,
-        "the server is starting, or recovering",
+        "the server is starting up or in recovery",
         "",
         ("57P03",),
         ("the database system is starting up", "is in recovery mode", "not yet accepting"),
@@ -288,8 +289,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "pooler_login_failed",
         _RETRY,
-        "the pooler got no connection to the server behind it",
-        "look at the pooler's log: the server may be away, or the pooler's pool too small",
+        "the pooler has no connection to the server",
+        "check the pooler's log: the server may be down, or the pooler's pool too small",
         (),
         (
             "server login has been failing",
@@ -301,7 +302,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "compute_node_unreachable",
         _RETRY,
-        "the provider's compute node does not answer",
+        "the provider's compute node cannot be reached",
         "",
         (),
         ("couldn't connect to compute node", "failed to connect to the compute"),
@@ -309,9 +310,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "syntax_error",
         _FATAL,
-        "the server does not understand the commands of replication",
-        "the URL leads to a pooler, or the connection is not one for replication: set "
-        "replication_url to the server itself",
+        "the server does not accept replication commands",
+        "the URL leads to a pooler: set replication_url to the server itself",
         ("42601",),
         ('at or near "create_replication_slot"', 'at or near "identify_system"'),
     ),
@@ -319,7 +319,7 @@ FAULTS: tuple[Fault, ...] = (
         "missing_slot",
         _RETRY,
         "the replication slot does not exist",
-        "it is made anew when the connection is set up again, and consumers get a Reset",
+        "a new slot is created with the next connection, and consumers get a Reset",
         ("42704",),
         ("replication slot",),
         both=True,
@@ -328,7 +328,8 @@ FAULTS: tuple[Fault, ...] = (
         "missing_publication",
         _RETRY,
         "the publication does not exist",
-        "it is made anew, with the slot, when the connection is set up again",
+        "publication and slot are created again with the next connection, and consumers get a "
+        "Reset",
         ("42704",),
         ("publication",),
         both=True,
@@ -336,15 +337,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "query_canceled",
         _RETRY,
-        "a command took longer than the server allows",
-        "raise statement_timeout for this user",
+        "the server canceled a command",
+        "if it was a timeout, raise statement_timeout for this user",
         ("57014",),
     ),
     Fault(
         "nxdomain",
         _RETRY,  # names of containers and services come and go with them
-        "the host name is not known",
-        "check it in the URL, if this does not go away",
+        "the host name cannot be resolved",
+        "if this persists, check the host name in the URL",
         (),
         (
             "could not translate host name",
@@ -356,7 +357,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "nxdomain_temporary",
         _RETRY,
-        "the host name could not be looked up right now",
+        "the host name cannot be resolved at the moment",
         "",
         (),
         ("temporary failure in name resolution",),
@@ -364,16 +365,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ssl_not_available",
         _FATAL,
-        "the server does not speak TLS",
-        "set sslmode=disable, or prefer, in the URL; or switch ssl on at the server",
+        "the server does not support TLS",
+        "set sslmode=disable or sslmode=prefer in the URL, or enable ssl on the server",
         (),
         ("server does not support ssl",),
     ),
     Fault(
         "ssl_connection_failed",
         _FATAL,
-        "the server's certificate cannot be trusted",
-        "check sslrootcert, and that the host name in the URL is the one in the certificate",
+        "the server's certificate cannot be verified",
+        "check sslrootcert, and that the certificate is for the host name in the URL",
         (),
         (
             "certificate verify failed",
@@ -385,8 +386,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "invalid_url",
         _FATAL,
-        "the URL says something that the driver does not know",
-        "check the parameters after the question mark, and the port",
+        "the URL has a parameter with an invalid value",
+        "check the port, and the parameters after the question mark",
         (),
         (
             "invalid sslmode value",
@@ -403,7 +404,7 @@ FAULTS: tuple[Fault, ...] = (
         "connection_timeout",
         _RETRY,
         "the server does not answer",
-        "check the host, the port and the firewalls between, if this does not go away",
+        "if this persists, check the host, the port and firewalls",
         (),
         (
             "timeout expired",
@@ -417,8 +418,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "connection_refused",
         _RETRY,
-        "nobody listens at the server's address",
-        "check the host and the port, if this does not go away",
+        "the server's address refuses connections",
+        "if this persists, check that the server runs, the host and the port",
         (),
         ("connection refused",),
         errnos=(errno.ECONNREFUSED,),
@@ -426,7 +427,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "pooler_without_replication",
         _FATAL,
-        "a pooler stands before the server, and does not pass replication on",
+        "the URL leads to a pooler, which does not support replication",
         "set replication_url to the server itself; database_url may lead to the pooler",
         ("08P01",),
         ("unsupported startup parameter: replication", "replication connections are not"),
@@ -435,7 +436,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "server_connection_crashed",
         _RETRY,
-        "the server, or a pooler before it, ended the connection in a way it should not",
+        "the server, or a pooler, reported a protocol violation and ended the connection",
         "",
         ("08P01",),
     ),
@@ -462,53 +463,50 @@ FAULTS: tuple[Fault, ...] = (
     ),
 )
 
-_SILENT = next(fault for fault in FAULTS if fault.type == "connection_timeout")
+_TIMEOUT = next(fault for fault in FAULTS if fault.type == "connection_timeout")
 
 
 def diagnose(error: BaseException) -> Diagnosis:
-    """What an error means, and what to do about it."""
-    said = _first_line(error)
+    """Classify an error: its type, how to react to it, and what to do about it."""
+    text = _first_line(error)
     if isinstance(error, ConfigurationError):
-        return Diagnosis("config_error", FaultVerdict.FATAL, said, "")
+        return Diagnosis("config_error", _FATAL, text, "")
     if isinstance(error, SlotLost):
-        return Diagnosis("irrecoverable_slot", FaultVerdict.DROP_SLOT, said, "a new slot is made")
+        return Diagnosis("irrecoverable_slot", _DROP, text, "a new slot is created")
     if isinstance(error, StateError):
-        return Diagnosis("state_error", FaultVerdict.RETRY, said, "")
+        return Diagnosis("state_error", _RETRY, text, "")
     if isinstance(error, DecodeError):
-        return Diagnosis("protocol_error", FaultVerdict.RETRY, said, "")
-    for link in _chain(error):
-        state = getattr(link, "sqlstate", None)
-        text = _whole_text(link).lower()
+        return Diagnosis("protocol_error", _RETRY, text, "")
+    for cause in _chain(error):
+        state, number = getattr(cause, "sqlstate", None), getattr(cause, "errno", None)
+        whole = _whole_text(cause).lower()
         for fault in FAULTS:
-            if fault.fits(state, text, getattr(link, "errno", None)):
-                return _of(fault, link)
+            if fault.matches(state, whole, number):
+                happened = f"{fault.happened} ({_first_line(cause)})"
+                return Diagnosis(fault.type, fault.verdict, happened, fault.remedy)
     if isinstance(error, StreamEnded):
-        return Diagnosis("connection_closed", FaultVerdict.RETRY, said, "")
+        return Diagnosis("connection_closed", _RETRY, text, "")
     if isinstance(error, TimeoutError):
-        return Diagnosis(_SILENT.type, _SILENT.verdict, _SILENT.happened, _SILENT.remedy)
-    return Diagnosis("unknown", FaultVerdict.RETRY, said or type(error).__name__, "")
-
-
-def _of(fault: Fault, error: BaseException) -> Diagnosis:
-    return Diagnosis(
-        fault.type, fault.verdict, f"{fault.happened} ({_first_line(error)})", fault.remedy
-    )
+        return Diagnosis(_TIMEOUT.type, _RETRY, _TIMEOUT.happened, _TIMEOUT.remedy)
+    return Diagnosis("unknown", _RETRY, text, "")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__
+    """Yield the error and its explicit causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of the error's text without secrets; its class name if it has none."""
     line = str(error).strip().partition("\n")[0].rstrip(".")
     return SECRETS.hide(line.removeprefix("connection failed: ")) or type(error).__name__
 
 
 def _whole_text(error: BaseException) -> str:
-    """The error's words, with the detail that only the diagnostics hold."""
+    """Return the error's text, with its DETAIL, which str() may leave out."""
     text = str(error)
     if isinstance(error, psycopg.Error) and error.diag.message_detail:
         text += "\n" + error.diag.message_detail
