@@ -179,8 +179,14 @@ def storm(
     seconds: float,
     seed: int,
     hold: float = 0.6,
+    pause: tuple[float, float] = (0.02, 0.2),
+    kills: int = 0,
 ) -> None:
-    """Processes that acquire and release, with one killed and replaced every few moments."""
+    """Run processes that acquire and release leases; kill and replace one at random intervals.
+
+    With `kills`, each kill waits for an acquire, and on a slow machine the storm lasts until so
+    many processes were killed.
+    """
     chance = random.Random(seed)
     numbers = itertools.count(seed)
 
@@ -189,9 +195,11 @@ def storm(
 
     for _ in range(workers):
         start()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(chance.uniform(0.02, 0.2))
+    end, acquired = time.monotonic() + seconds, 0
+    while time.monotonic() < end or fleet.killed < kills:
+        time.sleep(chance.uniform(*pause))
+        if kills:
+            acquired = len(fleet.wait_for("acquired", acquired + 1))
         fleet.kill(chance.choice(fleet.pids))
         start()
 

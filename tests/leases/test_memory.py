@@ -90,3 +90,15 @@ if child == 0:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_a_refused_acquire_and_an_empty_limit_yield_to_the_event_loop() -> None:
+    store = MemoryStore()
+    for refuse in (
+        lambda: store.acquire(request("key", "id", limit=0)),
+        lambda: store.take("key", rate=1.0, burst=1, tokens=1),
+    ):
+        turn = asyncio.create_task(asyncio.sleep(0))
+        for _ in range(3):
+            await refuse()
+        assert turn.done()

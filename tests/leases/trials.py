@@ -1,4 +1,4 @@
-"""What many processes must show of any networked store; a subclass gives its URL.
+"""Tests of a networked store with many processes; a subclass defines its URL.
 
 ::
 
@@ -25,38 +25,46 @@ LIMIT = 10
 
 
 class FleetTrials:
-    """The trials; a subclass gives `url`, and may change the numbers."""
+    """The tests; a subclass defines `url`, and may change the numbers."""
 
-    #: Seconds that a lease lives: several times what a crowded store takes to answer.
+    #: The ttl of leases: several times the response time of a busy store.
     ttl = 1.5
-    #: Tokens per second, and at once.
+    #: Seconds between two kills, from and to, and the least number of kills.
+    pause = (0.02, 0.2)
+    kills = 30
+    #: Tokens per second, and the burst.
     rate = 100.0
     burst = 40
 
     @pytest.fixture
     def url(self) -> str:
-        raise NotImplementedError("a subclass gives this fixture")
+        raise NotImplementedError("a subclass defines this fixture")
 
-    def test_never_over_the_limit_and_none_stuck(self, url: str, tmp_path: Path) -> None:
+    def test_the_limit_holds_while_processes_are_killed(self, url: str, tmp_path: Path) -> None:
         with Fleet(url, tmp_path, ttl=self.ttl) as fleet:
-            storm(fleet, limit=LIMIT, seconds=scaled(30, least=4), seed=base_seed())
+            storm(
+                fleet,
+                limit=LIMIT,
+                seconds=scaled(30, least=4),
+                seed=base_seed(),
+                pause=self.pause,
+                kills=self.kills,
+            )
             fleet.kill_all()
             seen = fleet.events()
             assert overfull(beliefs(seen), LIMIT) is None
             happened = counts(seen)
             assert happened["crashed"] == 0, seen
-            # It was a storm: leases were renewed, given back, and lost with their holders.
-            assert fleet.killed > 30
-            assert happened["acquired"] > 30
-            assert happened["released"] > 10
+            # Leases were released, and lost with their holders.
+            assert happened["released"] > self.kills // 3
             assert fleet.refill(LIMIT) < 3 * self.ttl
 
-    def test_exactly_the_limit_wins(self, url: str, tmp_path: Path) -> None:
+    def test_simultaneous_acquires_get_exactly_the_limit(self, url: str, tmp_path: Path) -> None:
         with Fleet(url, tmp_path, ttl=self.ttl) as fleet:
             assert one_shot(fleet, workers=20, limit=LIMIT) == LIMIT
 
     @pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (1, 10), (3, 5)])
-    def test_no_window_holds_more_than_it_may(
+    def test_no_window_exceeds_the_rate_limit(
         self, url: str, tmp_path: Path, tokens: int, batch: int
     ) -> None:
         seconds = scaled(20, least=2)
@@ -74,7 +82,7 @@ class FleetTrials:
 def takers(
     fleet: Fleet, rate: float, burst: int, *, processes: int = 4, tokens: int = 1, batch: int = 1
 ) -> int:
-    """Processes that use a rate limit as fast as they may; returns when all of them did."""
+    """Start processes that take tokens as fast as they can; returns the time when all run."""
     for _ in range(processes):
         fleet.spawn("take", rate=rate, burst=burst, tokens=tokens, batch=batch)
     fleet.wait_for("ready", processes)
