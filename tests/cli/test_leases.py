@@ -106,15 +106,15 @@ def test_release_refuses_unknown_and_ambiguous_ids(
     line = refused(capsys, "release", *store, "zz")
     assert line == "moored: no live lease has an id that begins with 'zz'"
     line = refused(capsys, "release", *store, "")
-    assert line == "moored: 2 leases have ids that begin with '': write more of it"
-    assert "name the leases by their ids" in refused(capsys, "release", *store)
-    assert "--all goes with --key" in refused(capsys, "release", *store, "--all")
-    assert "--all goes with --key" in refused(capsys, "release", *store, "x", "--key", "a", "--all")
+    assert line == "moored: 2 leases have ids that begin with '': give more characters"
+    assert "give the ids of the leases" in refused(capsys, "release", *store)
+    assert "--all requires --key" in refused(capsys, "release", *store, "--all")
+    assert "--all requires --key" in refused(capsys, "release", *store, "x", "--key", "a", "--all")
     assert len(holder.held()) == 2
 
 
 def test_a_store_that_is_none(bare: Path, capsys: Output) -> None:
-    assert "within the process" in refused(capsys, "list", "--store", "memory://")
+    assert "only in the process" in refused(capsys, "list", "--store", "memory://")
     assert "unknown scheme mongodb://" in refused(capsys, "list", "--store", "mongodb://x")
     assert "--store" in refused(capsys, "list")
 

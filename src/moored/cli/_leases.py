@@ -1,4 +1,4 @@
-"""`moored leases`: the leases of a store, read from the store itself, without a service."""
+"""`moored leases`: list and release the leases of a store, without a running service."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["app"]
 
 T = TypeVar("T")
 
-#: Enough of an id to name a lease among thousands, and short enough to type.
+#: Characters of an id that are shown: unique among thousands of leases, and short enough to type.
 SHORT = 12
 
 app = typer.Typer(
     name="leases",
-    help="Show who holds what in a store of leases, and free what nobody should hold.",
+    help="List the leases of a store and their holders, and release leases.",
     no_args_is_help=True,
 )
 
@@ -43,15 +43,15 @@ StoreUrl = Annotated[
 Key = Annotated[str | None, typer.Option("--key", help="Only the leases of this key.")]
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID]...", help="Ids of leases, or their beginnings, as `list` shows."),
+    typer.Argument(metavar="[ID]...", help="Ids of leases, or prefixes of ids, as `list` shows."),
 ]
 All = Annotated[bool, typer.Option("--all", help="All leases of the key that --key names.")]
 
 
 @app.command("list")
 def list_(store: StoreUrl, key: Key = None, as_json: Json = False) -> int:
-    """Show the live leases of a store: who holds them, since when, and when they end."""
-    found = _asking(store, lambda leases: leases.held(key))
+    """List the live leases of a store, with their holders, age and expiry."""
+    found = _with_client(store, lambda leases: leases.held(key))
     held = sorted(found, key=lambda each: (each.key, each.created_at))
     show([_plain(each) for each in held], as_json, lambda out: _show(out, held))
     return 0
@@ -59,17 +59,16 @@ def list_(store: StoreUrl, key: Key = None, as_json: Json = False) -> int:
 
 @app.command()
 def release(store: StoreUrl, ids: Ids = None, key: Key = None, everything: All = False) -> int:
-    """End leases, whoever holds them.
+    """Release leases of any holder.
 
-    A holder that is alive learns of it at its next renewal (within a minute, by default); until
-    then there may be one too many. A holder that is dead needs none of this: its leases end by
-    themselves.
+    A running holder is notified at its next renewal (within a minute, by default); until then the
+    limit may be exceeded. The leases of a dead holder need no release: they expire.
     """
     if everything and (ids or key is None):
-        raise typer.BadParameter("--all goes with --key, and without ids")
+        raise typer.BadParameter("--all requires --key, and takes no ids")
     if not everything and not ids:
-        raise typer.BadParameter("name the leases by their ids, or use --key KEY --all")
-    ended = _asking(store, lambda leases: _release(leases, ids, key))
+        raise typer.BadParameter("give the ids of the leases, or use --key KEY --all")
+    ended = _with_client(store, lambda leases: _release(leases, ids, key))
     for each in ended:
         typer.echo(f"released {_words(each)}")
     typer.echo(counted(len(ended), "lease") + " released")
@@ -78,36 +77,38 @@ def release(store: StoreUrl, ids: Ids = None, key: Key = None, everything: All =
 
 async def _release(leases: Leases, ids: Sequence[str] | None, key: str | None) -> list[Held]:
     held = await leases.held(key)
-    chosen = held if ids is None else [_find(held, beginning) for beginning in ids]
+    chosen = held if ids is None else [_find(held, prefix) for prefix in ids]
     return [each for each in chosen if await leases.revoke(each.id, each.key)]
 
 
-def _find(held: Sequence[Held], beginning: str) -> Held:
-    found = [each for each in held if each.id.startswith(beginning)]
+def _find(held: Sequence[Held], prefix: str) -> Held:
+    found = [each for each in held if each.id.startswith(prefix)]
     if not found:
-        raise CommandFailed(f"no live lease has an id that begins with {beginning!r}")
+        raise CommandFailed(f"no live lease has an id that begins with {prefix!r}")
     if len(found) > 1:
         raise CommandFailed(
-            f"{len(found)} leases have ids that begin with {beginning!r}: write more of it"
+            f"{len(found)} leases have ids that begin with {prefix!r}: give more characters"
         )
     return found[0]
 
 
-def _asking(store: str, ask: Callable[[Leases], Awaitable[T]]) -> T:
+def _with_client(store: str, work: Callable[[Leases], Awaitable[T]]) -> T:
     if store.startswith("memory:"):
-        raise CommandFailed("memory:// is within the process that holds the leases: ask that one")
-    # What goes wrong is one line on stderr, not a line and a log.
+        raise CommandFailed(
+            "the leases of memory:// exist only in the process that holds them, not in this command"
+        )
+    # An error is printed once, as a line on stderr, and not logged besides.
     logging.getLogger("moored").addHandler(logging.NullHandler())
 
-    async def asked() -> T:
+    async def run() -> T:
         leases = connect(
             store, service_name="moored leases", on_unavailable="refuse", clock=Clock.current()
         )
         async with leases:
-            return await ask(leases)
+            return await work(leases)
 
     try:
-        return asyncio.run(asked())
+        return asyncio.run(run())
     except LeaseError as error:
         raise CommandFailed(str(error)) from error
 
