@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """A dialogue over a transport, and all that it has said."""
+    """A dialogue over a transport; collects the events that it returns."""
 
     transport: Transport
 
@@ -93,8 +93,8 @@ class Client:
                 self._news.clear()
                 await self._news.wait()
 
-    async def settled(self) -> list[DialogueEvent]:
-        """What has come, when nothing more comes."""
+    async def events_until_pong(self) -> list[DialogueEvent]:
+        """Send a ping, and return the events that arrived before its answer."""
         self.transport.write(self.dialogue.ping())
         events: list[DialogueEvent] = []
         async with asyncio.timeout(30):
@@ -135,7 +135,7 @@ async def join(server: DemoServer, profile: str, **options: Any) -> Client:
 # -- logging in ------------------------------------------------------------------------------------
 
 
-async def test_everybody_is_let_in_by_a_server_that_does_not_care(server: DemoServer) -> None:
+async def test_login_without_pairing_needs_no_credentials(server: DemoServer) -> None:
     client = await Client(Demo(server), "alice").connect()
     assert await client.next(Ready) == Ready(False, None)
     assert server.online == ["alice"]
@@ -145,7 +145,7 @@ async def test_everybody_is_let_in_by_a_server_that_does_not_care(server: DemoSe
     assert client.protocol.features == frozenset(Feature) - {Feature.SUBSCRIPTIONS}
 
 
-async def test_pairing_gives_credentials_and_wants_a_new_link() -> None:
+async def test_pairing_returns_credentials_and_requires_a_new_link() -> None:
     server = DemoServer(pairing=True, window=5)
     protocol = Demo(server)
     client = await Client(protocol, "alice").connect()
@@ -163,12 +163,12 @@ async def test_pairing_gives_credentials_and_wants_a_new_link() -> None:
 
     wrong = await Client(protocol, "alice", credentials=b"wrong").connect()
     assert (await wrong.next(Closing)).kind is CloseClass.AUTHENTICATION
-    assert server.online == ["alice"], "who fails does not throw anybody out"
+    assert server.online == ["alice"], "a failed login must not evict the account's link"
     stranger = await Client(protocol, "bob", credentials=b"x").connect()
     assert (await stranger.next(Closing)).kind is CloseClass.AUTHENTICATION
 
 
-async def test_pairing_by_typing_the_code() -> None:
+async def test_pairing_by_entering_the_code() -> None:
     server = DemoServer(pairing=True)
     client = await Client(Demo(server), "alice").connect()
     step = await client.next(LoginStep)
@@ -181,8 +181,8 @@ async def test_pairing_by_typing_the_code() -> None:
     assert server.waiting == []
 
 
-async def test_ways_to_be_sent_away(server: DemoServer) -> None:
-    async def sent_away(act: Any, *args: Any, **options: Any) -> Closing:
+async def test_server_close_has_the_class_and_code_of_its_cause(server: DemoServer) -> None:
+    async def closing_after(act: Any, *args: Any, **options: Any) -> Closing:
         client = await join(server, "alice")
         act(*args, **options)
         closing = await client.next(Closing)
@@ -193,25 +193,28 @@ async def test_ways_to_be_sent_away(server: DemoServer) -> None:
     def kind_and_code(closing: Closing) -> tuple[CloseClass, object]:
         return closing.kind, closing.code
 
-    assert kind_and_code(await sent_away(server.restart, "alice")) == (CloseClass.RESTART, 515)
-    assert kind_and_code(await sent_away(server.take_over, "alice")) == (CloseClass.TAKEOVER, 440)
-    closing = await sent_away(server.hang_up, "alice", retry_after=7.5)
+    assert kind_and_code(await closing_after(server.restart, "alice")) == (CloseClass.RESTART, 515)
+    assert kind_and_code(await closing_after(server.take_over, "alice")) == (
+        CloseClass.TAKEOVER,
+        440,
+    )
+    closing = await closing_after(server.hang_up, "alice", retry_after=7.5)
     assert (closing.kind, closing.retry_after) == (CloseClass.TRANSIENT, 7.5)
-    assert kind_and_code(await sent_away(server.ban, "alice")) == (CloseClass.BANNED, 403)
+    assert kind_and_code(await closing_after(server.ban, "alice")) == (CloseClass.BANNED, 403)
     client = await Client(Demo(server), "alice").connect()
     assert (await client.next(Closing)).kind is CloseClass.BANNED
     server.ban("alice", False)
-    closing = await sent_away(server.revoke, "alice")
+    closing = await closing_after(server.revoke, "alice")
     assert kind_and_code(closing) == (CloseClass.AUTHENTICATION, 401)
 
 
-async def test_an_old_version_is_sent_away(server: DemoServer) -> None:
+async def test_outdated_version_is_refused(server: DemoServer) -> None:
     server.minimum_version = 2
     client = await Client(Demo(server), "alice").connect()
     assert (await client.next(Closing)).kind is CloseClass.OUTDATED
 
 
-async def test_a_second_link_takes_over(server: DemoServer) -> None:
+async def test_second_link_of_an_account_takes_over(server: DemoServer) -> None:
     first, second = await join(server, "alice"), await join(server, "alice")
     assert (await first.next(Closing)).kind is CloseClass.TAKEOVER
     assert await first.end is None
@@ -220,7 +223,7 @@ async def test_a_second_link_takes_over(server: DemoServer) -> None:
     await second.next(Confirmed)
 
 
-async def test_a_cut_is_a_reset(server: DemoServer) -> None:
+async def test_cut_resets_the_link(server: DemoServer) -> None:
     client = await join(server, "alice")
     assert server.cut("alice") == 1
     assert isinstance(await client.end, ConnectionResetError)
@@ -230,7 +233,7 @@ async def test_a_cut_is_a_reset(server: DemoServer) -> None:
         await Client(Demo(server), "alice").connect()
 
 
-async def test_pings_go_both_ways_and_a_deaf_server_answers_none(server: DemoServer) -> None:
+async def test_both_sides_answer_pings_and_a_deaf_server_answers_none(server: DemoServer) -> None:
     client = await join(server, "alice")
     client.transport.write(client.dialogue.ping())
     await client.next(Ignored)
@@ -248,35 +251,35 @@ async def test_pings_go_both_ways_and_a_deaf_server_answers_none(server: DemoSer
 # -- sending ---------------------------------------------------------------------------------------
 
 
-async def test_acks_plain_refused_partial_duplicate_and_lost(server: DemoServer) -> None:
+async def test_acks_may_be_plain_refused_partial_duplicate_or_lost(server: DemoServer) -> None:
     client = await join(server, "alice")
     client.send("1", "bob", Text("hello"))
-    assert await client.settled() == [Confirmed("1")]
+    assert await client.events_until_pong() == [Confirmed("1")]
 
     server.reject("eve", 486, "busy")
     client.send("2", "eve", b"x")
-    assert await client.settled() == [Refused("2", 486, "busy")]
+    assert await client.events_until_pong() == [Refused("2", 486, "busy")]
     server.reject("eve", None)
     client.send("3", "eve", b"x")
-    assert await client.settled() == [Confirmed("3")]
+    assert await client.events_until_pong() == [Confirmed("3")]
 
     server.partial_acks = server.duplicate_acks = True
     client.send("4", "bob", b"x")
-    assert await client.settled() == [Confirmed("4")] * 4
+    assert await client.events_until_pong() == [Confirmed("4")] * 4
     server.partial_acks = server.duplicate_acks = False
 
     server.drop_acks = 1
     client.send("5", "bob", b"x")
     client.send("6", "bob", b"x")
-    assert await client.settled() == [Confirmed("6")]
+    assert await client.events_until_pong() == [Confirmed("6")]
     server.say("alice", {"k": "ack", "id": "5"})
-    assert await client.settled() == [Confirmed("5")], "a late ack"
+    assert await client.events_until_pong() == [Confirmed("5")], "a late ack"
     assert [each.id for each in server.received] == ["1", "3", "4", "5", "6"]
     assert (server.refused_sends, server.dropped_acks) == (1, 1)
     assert server.received[0].content == {"type": "text", "text": "hello"}
 
 
-async def test_the_ack_of_a_poll_carries_a_secret(server: DemoServer) -> None:
+async def test_ack_of_a_poll_carries_a_secret(server: DemoServer) -> None:
     client = await join(server, "alice")
     client.send("1", "bob", Poll("Tea?", ("yes", "no")))
     first = await client.next(Confirmed)
@@ -286,21 +289,21 @@ async def test_the_ack_of_a_poll_carries_a_secret(server: DemoServer) -> None:
     assert server.received[0].duplicates == 1
 
 
-async def test_cumulative_acks(server: DemoServer) -> None:
+async def test_cumulative_ack_confirms_a_count_of_writes(server: DemoServer) -> None:
     client = await join(server, "alice", cumulative=True)
     for number in range(5):
         client.transport.write(
             client.dialogue.write(Outgoing(str(number), "bob", b"x"))
             + client.dialogue.write(Outgoing(f"{number}+", "bob", b"x"))
         )
-    assert await client.settled() == [ConfirmedUpTo(2)] * 5
+    assert await client.events_until_pong() == [ConfirmedUpTo(2)] * 5
 
     server.reject("eve", 486)
     server.drop_acks = 1
     client.send("a", "bob", b"x")
     client.send("b", "eve", b"x")
     client.send("c", "bob", b"x")
-    events = await client.settled()
+    events = await client.events_until_pong()
     assert events == [Refused("b", 486), ConfirmedUpTo(2), ConfirmedUpTo(1)]
 
     server.say("alice", {"k": "upto", "more": 1})
@@ -335,11 +338,13 @@ async def delayed(sim: Sim) -> list[DialogueEvent]:
     return plain.events
 
 
-def test_delays_mix_acks_but_never_counts() -> None:
+def test_delays_reorder_plain_acks_but_not_cumulative_ones() -> None:
     simulate(delayed, scaled(100, least=8))
 
 
-async def test_what_is_too_long_or_no_json_fails_before_it_is_written(server: DemoServer) -> None:
+async def test_oversized_or_unserializable_content_fails_before_it_is_written(
+    server: DemoServer,
+) -> None:
     client = await join(server, "alice", resume=True)
     with pytest.raises(StepFailed, match="a frame has"):
         client.send("1", "bob", bytes(MAX_FRAME))
@@ -357,7 +362,7 @@ async def test_what_is_too_long_or_no_json_fails_before_it_is_written(server: De
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
-async def test_what_is_unconfirmed_is_sent_again_and_taken_once(
+async def test_unconfirmed_sends_are_written_again_and_received_once(
     server: DemoServer, cumulative: bool
 ) -> None:
     bob = await join(server, "bob")
@@ -366,7 +371,7 @@ async def test_what_is_unconfirmed_is_sent_again_and_taken_once(
     server.drop_acks = math.inf
     for number in range(3):
         client.send(str(number), "bob", Text(str(number)))
-    await client.settled()
+    await client.events_until_pong()
     server.drop_acks = 0
     server.cut("alice")
     await client.end
@@ -379,7 +384,7 @@ async def test_what_is_unconfirmed_is_sent_again_and_taken_once(
     for id, data in again.dialogue.resend("012"):
         again.transport.write(data)
         assert id in "012"
-    events = await again.settled()
+    events = await again.events_until_pong()
     if cumulative:
         assert sum(event.count for event in events if isinstance(event, ConfirmedUpTo)) == 3
     else:
@@ -392,15 +397,15 @@ async def test_what_is_unconfirmed_is_sent_again_and_taken_once(
     ]
     heard = [await bob.message() for _ in range(3)]
     assert [msg.id for msg, _ in heard] == ["0", "1", "2"]
-    assert await bob.settled() == []
+    assert await bob.events_until_pong() == []
 
 
-async def test_a_server_that_has_forgotten_says_so(server: DemoServer) -> None:
+async def test_server_that_lost_its_state_reports_no_resumption(server: DemoServer) -> None:
     protocol = Demo(server, resume=True)
     client = await Client(protocol, "alice").log_in()
     server.drop_acks = 1
     client.send("1", "bob", b"x")
-    await client.settled()
+    await client.events_until_pong()
     server.forget()
     server.cut()
     again = Client(protocol, "alice", memory=client.memory)
@@ -414,14 +419,14 @@ async def test_without_resumption_a_repeated_send_arrives_twice(server: DemoServ
     assert list(alice.dialogue.resend("1")) == []
     alice.send("1", "bob", b"x")
     alice.send("1", "bob", b"x")
-    assert await alice.settled() == [Confirmed("1"), Confirmed("1")]
+    assert await alice.events_until_pong() == [Confirmed("1"), Confirmed("1")]
     first, second = (await bob.message())[0], (await bob.message())[0]
     assert (first.id, first.duplicate) == ("1", False)
     assert (second.id, second.duplicate) == ("1", True)
     assert server.received[0].duplicates == 1
 
 
-async def test_the_memory_of_a_resumption_is_bounded() -> None:
+async def test_resumption_memory_is_bounded() -> None:
     memory = DemoMemory()
     for number in range(10_500):
         memory.written(str(number), b"x")
@@ -432,14 +437,14 @@ async def test_the_memory_of_a_resumption_is_bounded() -> None:
 # -- receiving -------------------------------------------------------------------------------------
 
 
-async def test_mail_waits_and_comes_again_until_it_is_acknowledged(server: DemoServer) -> None:
+async def test_mail_is_redelivered_until_it_is_acknowledged(server: DemoServer) -> None:
     alice = await join(server, "alice")
     bob = await join(server, "bob")
     bob.transport.close()
     await bob.end
     for number in range(3):
         alice.send(str(number), "bob", Text(str(number)))
-    assert len(await alice.settled()) == 3
+    assert len(await alice.events_until_pong()) == 3
     server.deliver("bob", b"from the server", id="s")
     assert server.mail("bob") == 4
 
@@ -447,7 +452,7 @@ async def test_mail_waits_and_comes_again_until_it_is_acknowledged(server: DemoS
     first, token = await bob.message()
     assert first == Msg("text", Text("0"), "0", "alice")
     bob.transport.write(bob.dialogue.acknowledge(token))
-    await bob.settled()
+    await bob.events_until_pong()
     assert await alice.happening() == Receipt(("0",), "delivered", "bob")
     server.cut("bob")
 
@@ -459,12 +464,12 @@ async def test_mail_waits_and_comes_again_until_it_is_acknowledged(server: DemoS
     assert server.mail("nobody") == 0
 
 
-async def test_nobody_keeps_mail_for_a_stranger() -> None:
+async def test_no_mail_is_kept_for_unknown_recipients() -> None:
     server = DemoServer(history=10)
     alice = await join(server, "alice")
     for number in range(100):
         alice.send(str(number), f"stranger {number}", b"x")
-    assert len(await alice.settled()) == 100
+    assert len(await alice.events_until_pong()) == 100
     assert len(server.world.accounts) == 1
     assert len(server.received) == 10
     server.strict = True
@@ -472,7 +477,7 @@ async def test_nobody_keeps_mail_for_a_stranger() -> None:
     assert (await alice.next(Refused)).code == 404
 
 
-async def test_presence_and_read_markers(server: DemoServer) -> None:
+async def test_presence_and_read_markers_reach_the_other_client(server: DemoServer) -> None:
     alice, bob = await join(server, "alice"), await join(server, "bob")
     assert (await alice.ask("watch", who="bob")).code is None
     assert (await alice.ask("watch", who="nobody")).code == 404
@@ -484,7 +489,7 @@ async def test_presence_and_read_markers(server: DemoServer) -> None:
     assert await alice.happening() == Presence("bob", "unavailable")
 
 
-async def test_groups(server: DemoServer) -> None:
+async def test_group_messages_reach_members_only(server: DemoServer) -> None:
     alice, bob = await join(server, "alice"), await join(server, "bob")
     carol = await join(server, "carol")
     group = (await alice.ask("group_create", name="tea", members=["bob"])).value
@@ -504,7 +509,7 @@ async def test_groups(server: DemoServer) -> None:
     assert (await bob.ask("group_info", group=group)).code == 404
 
 
-async def test_media(server: DemoServer) -> None:
+async def test_uploaded_media_can_be_downloaded_by_its_recipient(server: DemoServer) -> None:
     alice, bob = await join(server, "alice"), await join(server, "bob")
     picture = random.Random(1).randbytes(10_000)
     up = await alice.ask("upload", data=base64.b64encode(picture).decode())
@@ -518,7 +523,7 @@ async def test_media(server: DemoServer) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE, 300_000])
-async def test_media_go_up_and_down_in_pieces(server: DemoServer, size: int) -> None:
+async def test_media_are_uploaded_and_downloaded_in_pieces(server: DemoServer, size: int) -> None:
     client = await join(server, "alice")
 
     class Session:
@@ -537,7 +542,7 @@ async def test_media_go_up_and_down_in_pieces(server: DemoServer, size: int) -> 
         client.dialogue.query("q", {"do": "upload", "data": "x" * MAX_FRAME})
 
 
-async def test_queries(server: DemoServer) -> None:
+async def test_queries_are_answered_or_refused_with_a_code(server: DemoServer) -> None:
     client = await join(server, "alice")
     assert await client.ask("echo", value=[1, {"a": None}]) == Answered("q", [1, {"a": None}])
     assert (await client.ask("devices", of="bob")).value == ["bob/1"]
@@ -549,7 +554,7 @@ async def test_queries(server: DemoServer) -> None:
 # -- over sockets, and in the simulation -----------------------------------------------------------
 
 
-async def test_it_serves_over_tcp() -> None:
+async def test_server_listens_on_tcp_and_in_memory() -> None:
     async with DemoServer() as server:
         assert str(server.endpoint) == "demo server"
         endpoint = await server.serve()
@@ -565,7 +570,7 @@ async def test_it_serves_over_tcp() -> None:
     await local.end
 
 
-async def test_a_server_that_takes_no_links_hangs_up() -> None:
+async def test_refusing_server_closes_new_tcp_links() -> None:
     async with DemoServer() as server:
         await server.serve()
         server.refusing = True
@@ -574,8 +579,8 @@ async def test_a_server_that_takes_no_links_hangs_up() -> None:
         assert client.events == []
 
 
-async def killed(sim: Sim) -> None:
-    """The server's host is killed and runs again; what it kept was kept elsewhere."""
+async def kill_and_restart_the_host(sim: Sim) -> None:
+    """Kill the server's host and restart it; the server object keeps its state."""
     server = DemoServer(rng=random.Random(sim.seed))
     listening = asyncio.Event()
 
@@ -600,12 +605,12 @@ async def killed(sim: Sim) -> None:
     assert [each.id for each in server.received] == ["1", "2"]
 
 
-def test_the_host_of_a_server_may_be_killed() -> None:
-    simulate(killed, 20)
+def test_client_can_log_in_again_after_the_servers_host_was_killed() -> None:
+    simulate(kill_and_restart_the_host, 20)
 
 
-async def day(sim: Sim) -> None:
-    """Links are cut again and again; each send is taken once, in order."""
+async def cut_links_repeatedly(sim: Sim) -> None:
+    """Cut links at random moments; each send must be received once, in order."""
     server = DemoServer(rng=random.Random(sim.seed))
     listening = asyncio.Event()
 
@@ -640,8 +645,8 @@ async def day(sim: Sim) -> None:
     assert [each.id for each in server.received] == [str(number) for number in range(written)]
 
 
-def test_exactly_once_whatever_happens_to_the_links() -> None:
-    simulate(day, scaled(200, least=8))
+def test_each_send_is_received_once_and_in_order_however_links_are_cut() -> None:
+    simulate(cut_links_repeatedly, scaled(200, least=8))
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -685,8 +690,8 @@ def _framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def listen(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[DialogueEvent], str]:
-    """What a dialogue says, and how it ended."""
+def feed_all(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[DialogueEvent], str]:
+    """Return the events of a dialogue, and the text of its error or an empty string."""
     events: list[DialogueEvent] = []
     try:
         for piece in pieces:
@@ -703,7 +708,7 @@ def listen(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[DialogueEv
 
 
 @given(wire, st.lists(st.integers(0, 200), max_size=10), st.booleans(), st.booleans())
-def test_a_client_survives_whatever_a_server_says(
+def test_client_survives_arbitrary_bytes_from_the_server(
     data: bytes, cuts: list[int], resume: bool, cumulative: bool
 ) -> None:
     def dialogue() -> DemoDialogue:
@@ -714,18 +719,20 @@ def test_a_client_survives_whatever_a_server_says(
         fresh.write(Outgoing("1", "bob", b"x"))
         return fresh
 
-    whole = listen(dialogue(), [data])
+    whole = feed_all(dialogue(), [data])
     places = sorted({0, *cuts, len(data)} & set(range(len(data) + 1)))
     pieces = [data[a:b] for a, b in pairwise(places)]
-    assert repr(listen(dialogue(), pieces)) == repr(whole), "how bytes are cut makes no difference"
+    assert repr(feed_all(dialogue(), pieces)) == repr(whole), (
+        "the result must not depend on how the bytes are split"
+    )
     protocol = Demo(DemoServer())
     for event in whole[0]:
         if isinstance(event, Happening):
             protocol.interpret(protocol.route(event.frame), event.frame)
 
 
-class Sponge:
-    """A transport that keeps nothing."""
+class DiscardingTransport:
+    """A transport that checks the frames and discards them."""
 
     keeps_bounds = False
     pending = 0
@@ -741,9 +748,9 @@ class Sponge:
 
 
 @given(wire, st.booleans())
-def test_a_server_survives_whatever_a_client_says(data: bytes, greeted: bool) -> None:
+def test_server_survives_arbitrary_bytes_from_a_client(data: bytes, greeted: bool) -> None:
     server = DemoServer()
-    transport = Sponge()
+    transport = DiscardingTransport()
     link = server.accept(transport)
     if greeted:
         link.received(encode({"k": "hello", "v": 1, "profile": "alice"}))
@@ -756,7 +763,7 @@ def test_a_server_survives_whatever_a_client_says(data: bytes, greeted: bool) ->
     assert server.online == []
 
 
-def test_a_frame_that_is_too_long_is_refused_by_its_length_alone() -> None:
+def test_oversized_frame_is_refused_by_its_length_prefix() -> None:
     frames = DemoFrames()
     with pytest.raises(ProtocolError, match=f"is longer than {MAX_FRAME}"):
         list(frames.feed((MAX_FRAME + 1).to_bytes(4, "big")))
@@ -781,12 +788,12 @@ def test_a_frame_that_is_too_long_is_refused_by_its_length_alone() -> None:
         b'"\\ud800"',
     ],
 )
-def test_what_is_no_frame(body: bytes) -> None:
+def test_malformed_frame_is_a_protocol_error(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="a frame is not"):
         list(DemoFrames().feed(_framed(body)))
 
 
-async def test_what_is_nested_too_deeply_ends_one_link_only(server: DemoServer) -> None:
+async def test_deeply_nested_frame_ends_only_its_own_link(server: DemoServer) -> None:
     alice, bob = await join(server, "alice"), await join(server, "bob")
     for depth in range(100, 1000, 9):
         nested = b"[" * depth + b"]" * depth
@@ -799,7 +806,7 @@ async def test_what_is_nested_too_deeply_ends_one_link_only(server: DemoServer) 
     assert await bob.ask("echo", value=1) == Answered("q", 1)
 
 
-def test_nothing_is_accepted_before_the_welcome_nor_twice() -> None:
+def test_frame_before_the_welcome_or_second_welcome_is_a_protocol_error() -> None:
     dialogue = DemoDialogue("alice", None, None)
     with pytest.raises(ProtocolError, match="before its welcome"):
         list(dialogue.feed(encode({"k": "ack", "id": "1"})))
@@ -819,13 +826,13 @@ contents = st.one_of(
 
 
 @given(contents)
-def test_contents_come_out_as_they_went_in(content: Any) -> None:
+def test_content_survives_encoding_and_decoding(content: Any) -> None:
     body = json.loads(json.dumps(wire_form(content)))
     assert content_of(body)[1] == content
 
 
 @given(json_values)
-def test_contents_of_others_may_be_anything(value: Any) -> None:
+def test_content_from_other_clients_may_be_any_json(value: Any) -> None:
     kind, _ = content_of({"type": "media", "kind": "x", "location": "y", "size": value})
     assert kind == "media"
     content_of(value)

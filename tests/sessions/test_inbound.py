@@ -1,4 +1,4 @@
-"""What waits with an acknowledgement, and what becomes of it when its link or its session ends."""
+"""Queued inbound messages that need an acknowledgement, when their link or session ends."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from moored.testing import Sim, simulate
 from moored.testing.demo import Demo, DemoServer
 from moored.testing.demo._protocol import DemoDialogue
 
-#: Three times what a session has for its end.
+#: Three times the limit for the end of a session.
 AT_MOST = 3 * MOMENT
 
 
-# -- the pure part ---------------------------------------------------------------------------------
+# -- the event queue, which has no I/O ------------------------------------------------------------
 
 
-class Box:
-    """Numbers that wait; those below 100 are to be acknowledged."""
+class NumberQueue:
+    """An event queue of numbers; those below 100 need an acknowledgement."""
 
     def __init__(self, *numbers: int, returns: bool = True) -> None:
         self.waiting = EventQueue("alice", 5, returns=returns, outlives=returns)
@@ -44,8 +44,8 @@ class Box:
         return found
 
 
-def test_what_waits_ends_with_its_link_if_the_server_sends_it_again() -> None:
-    box = Box(1, 100, 2)
+def test_queued_messages_are_discarded_with_their_link_if_the_server_sends_them_again() -> None:
+    box = NumberQueue(1, 100, 2)
     assert box.waiting.take() is not None
     box.add(3, 101)
     box.waiting.link_lost()
@@ -56,21 +56,21 @@ def test_what_waits_ends_with_its_link_if_the_server_sends_it_again() -> None:
     assert (box.waiting.returned, box.waiting.dropped, box.waiting.owed) == (2, 0, 0)
 
 
-def test_what_the_server_has_forgotten_is_there_again_in_its_order_and_for_good() -> None:
-    box = Box(1, 2, 100, 3)
+def test_messages_that_the_server_has_forgotten_are_restored_in_order_and_kept() -> None:
+    box = NumberQueue(1, 2, 100, 3)
     assert box.waiting.take() is not None
     box.waiting.link_lost()
     box.waiting.link_ready(again=False)
     box.add(4)
-    # Nobody has another copy of these: the next link that is lost takes them from nobody.
+    # No server has a copy of these: losing the next link must not discard them.
     box.waiting.link_lost()
     box.waiting.link_ready(again=True)
     assert box.rest() == [2, 3, 100]
     assert box.waiting.returned == 1
 
 
-def test_what_was_put_aside_is_given_out_at_a_stop_if_no_other_session_gets_it() -> None:
-    box = Box(1, 2, 100)
+def test_messages_set_aside_are_delivered_at_a_stop_if_no_other_session_gets_them() -> None:
+    box = NumberQueue(1, 2, 100)
     box.waiting.outlives = False
     box.waiting.link_lost()
     box.waiting.refuse()
@@ -78,16 +78,16 @@ def test_what_was_put_aside_is_given_out_at_a_stop_if_no_other_session_gets_it()
     assert box.waiting.returned == 0
 
 
-def test_what_never_comes_again_stays() -> None:
-    box = Box(1, 2, 100, returns=False)
+def test_messages_that_the_server_never_repeats_stay_queued() -> None:
+    box = NumberQueue(1, 2, 100, returns=False)
     box.waiting.link_lost()
     box.waiting.link_ready(again=False)
     box.waiting.refuse()
     assert box.rest() == [1, 2, 100]
 
 
-def test_links_that_never_were_ready_pile_up_no_more_than_may_wait() -> None:
-    box = Box(1, 2)
+def test_links_that_never_became_ready_set_aside_no_more_than_the_limit() -> None:
+    box = NumberQueue(1, 2)
     for _ in range(10):
         box.waiting.link_lost()
         box.add(3, 4)
@@ -96,12 +96,12 @@ def test_links_that_never_were_ready_pile_up_no_more_than_may_wait() -> None:
     assert box.waiting._aside is not None
     assert len(box.waiting._aside) == box.waiting.limit
     box.waiting.link_ready(again=False)
-    # The server has forgotten all of it: what only such a link had brought is not lost either.
+    # The server has forgotten them all: messages of links that never became ready are kept too.
     assert box.rest() == [1, 2, 3, 4, 3]
 
 
-def test_what_comes_back_to_a_full_place_makes_no_room_for_more() -> None:
-    box = Box(1, 2, 3, 4, 5)
+def test_message_put_back_to_a_full_queue_does_not_raise_its_limit() -> None:
+    box = NumberQueue(1, 2, 3, 4, 5)
     taken, era = box.waiting.take(), box.waiting.era
     assert taken is not None
     box.add(6)
@@ -125,10 +125,10 @@ def test_what_comes_back_to_a_full_place_makes_no_room_for_more() -> None:
         (["refuse"], [], 2),
     ],
 )
-def test_what_comes_back_unfinished_goes_the_way_of_the_others(
+def test_message_put_back_unhandled_follows_the_rules_of_queued_messages(
     links: list[str], rest: list[int], returned: int
 ) -> None:
-    box = Box(1, 2)
+    box = NumberQueue(1, 2)
     waiting = box.waiting
     taken, era = waiting.take(), waiting.era
     assert taken is not None
@@ -147,8 +147,8 @@ def test_what_comes_back_unfinished_goes_the_way_of_the_others(
     assert waiting.owed == 0
 
 
-class Letters:
-    """Letters that wait, each with a key, and the links over which they were acknowledged."""
+class LetterQueue:
+    """An event queue of letters, each its own key; records the link of each acknowledgement."""
 
     def __init__(self) -> None:
         self.waiting = EventQueue("alice", 5, returns=True, outlives=True)
@@ -168,7 +168,7 @@ class Letters:
         return there
 
     def cut(self, *, again: bool | None = True) -> None:
-        """The link is gone, and the next one says whether all comes again, or does not live."""
+        """Lose the link; the next one is ready with `again`, or there is none if it is None."""
         self.link = 0
         self.waiting.link_lost()
         if again is not None:
@@ -184,7 +184,7 @@ class Letters:
         return taken
 
     def finish(self) -> str:
-        """Handle everything else."""
+        """Handle every queued letter, and return them."""
         found = ""
         while (taken := self.waiting.take()) is not None:
             found += taken.event.data
@@ -192,8 +192,8 @@ class Letters:
         return found
 
 
-def test_what_is_finished_after_its_link_is_not_begun_again() -> None:
-    box = Letters()
+def test_message_handled_after_its_link_was_lost_is_not_delivered_again() -> None:
+    box = LetterQueue()
     box.come("ab", again=False)
     in_hand = box.take()
     box.cut()
@@ -203,14 +203,14 @@ def test_what_is_finished_after_its_link_is_not_begun_again() -> None:
     assert box.acknowledged == [("a", 2)]
     assert box.finish() == "bc"
     assert box.acknowledged == [("a", 2), ("b", 2), ("c", 2)]
-    # Once, and for this copy: whoever calls another one the same must wait for its turn.
+    # Only that copy is settled: a new message with the same key is delivered.
     box.come("a", again=False)
     assert box.finish() == "a"
     assert box.waiting.owed == 0
 
 
-def test_what_is_finished_behind_its_copy_settles_that() -> None:
-    box = Letters()
+def test_handling_a_message_late_acknowledges_its_queued_copy() -> None:
+    box = LetterQueue()
     box.come("ab", again=False)
     in_hand = box.take()
     for link in (2, 3):
@@ -223,8 +223,8 @@ def test_what_is_finished_behind_its_copy_settles_that() -> None:
     assert box.waiting.owed == 0
 
 
-def test_what_is_finished_between_two_links_settles_the_copy_of_the_next() -> None:
-    box = Letters()
+def test_handling_a_message_between_links_acknowledges_its_copy_on_the_next() -> None:
+    box = LetterQueue()
     box.come("ab", again=False)
     in_hand = box.take()
     box.cut()
@@ -238,8 +238,8 @@ def test_what_is_finished_between_two_links_settles_the_copy_of_the_next() -> No
 
 
 @pytest.mark.parametrize("finished_first", [True, False])
-def test_a_copy_that_the_server_has_forgotten_is_not_given_out_either(finished_first: bool) -> None:
-    box = Letters()
+def test_forgotten_copy_of_a_handled_message_is_not_delivered(finished_first: bool) -> None:
+    box = LetterQueue()
     box.come("ab", again=False)
     in_hand = box.take()
     box.cut()
@@ -255,21 +255,21 @@ def test_a_copy_that_the_server_has_forgotten_is_not_given_out_either(finished_f
     assert box.waiting.owed == 0
 
 
-def test_a_new_message_is_never_taken_for_an_old_one() -> None:
-    box = Letters()
+def test_new_message_with_a_reused_key_is_delivered() -> None:
+    box = LetterQueue()
     box.come("a", again=False)
     in_hand = box.take()
     box.cut()
     box.waiting.handled(in_hand)
-    # The server has lost the old one: this only looks like it, and so does its copy.
+    # The server has lost the old message: this new one only has the same key.
     box.come("a", again=False)
     box.cut()
     box.come("a")
     assert box.finish() == "a"
 
 
-def test_what_is_finished_late_is_remembered_within_limits() -> None:
-    box = Letters()
+def test_number_of_remembered_late_messages_is_bounded() -> None:
+    box = LetterQueue()
     for number in range(100):
         box.come(chr(number + 100), again=False)
         in_hand = box.take()
@@ -278,8 +278,8 @@ def test_what_is_finished_late_is_remembered_within_limits() -> None:
     assert box.waiting._late == [chr(number + 100) for number in range(100 - MOST_LATE, 100)]
 
 
-async def test_a_loop_whose_place_was_taken_settles_nothing_that_only_looks_alike() -> None:
-    box = Letters()
+async def test_replaced_event_loop_consumer_settles_no_message_with_the_same_key() -> None:
+    box = LetterQueue()
     sink = Sink(box.waiting)
     first, second = EventStream(sink), EventStream(sink)
     box.come("a", again=False)
@@ -289,18 +289,18 @@ async def test_a_loop_whose_place_was_taken_settles_nothing_that_only_looks_alik
     assert (await anext(second)).data == "a"
     waits = asyncio.ensure_future(anext(second))
     await until(lambda: box.acknowledged == [("a", 2)])
-    # The first one has not noticed any of that, and now it is done, too.
+    # The first stream only now finishes its event.
     with pytest.raises(StopAsyncIteration):
         await anext(first)
-    # Another message by now, whose first copy was lost with its link.
+    # A different message with the same key, whose first copy was lost with its link.
     box.cut()
     assert sink.put(Incoming("letter", "a", "alice"), partial(box._done, "a", 3), "a", again=True)
     assert (await asyncio.wait_for(waits, 30)).data == "a"
     await second.aclose()
 
 
-async def test_a_handler_whose_place_was_taken_settles_nothing_that_only_looks_alike() -> None:
-    box, heard, may_go_on = Letters(), list[str](), asyncio.Event()
+async def test_replaced_handler_settles_no_message_with_the_same_key() -> None:
+    box, heard, may_go_on = LetterQueue(), list[str](), asyncio.Event()
     sink = Sink(box.waiting)
 
     async def stubborn(event: Incoming) -> None:
@@ -318,7 +318,7 @@ async def test_a_handler_whose_place_was_taken_settles_nothing_that_only_looks_a
     sink.attach(None)
     await until(lambda: heard[1:])
     box.cut()
-    # Another message by now, whose first copy was lost with its link.
+    # A different message with the same key, whose first copy was lost with its link.
     box.come("a")
     may_go_on.set()
     await until(lambda: heard[2:])
@@ -327,8 +327,8 @@ async def test_a_handler_whose_place_was_taken_settles_nothing_that_only_looks_a
     assert box.finish() == "a"
 
 
-def test_what_comes_back_from_a_link_that_never_was_ready_is_forgotten_with_it() -> None:
-    box = Box()
+def test_message_put_back_from_a_link_that_never_became_ready_is_kept() -> None:
+    box = NumberQueue()
     waiting = box.waiting
     waiting.link_lost()
     box.add(1)
@@ -337,14 +337,14 @@ def test_what_comes_back_from_a_link_that_never_was_ready_is_forgotten_with_it()
     waiting.link_lost()
     waiting.put_back(taken, era)
     waiting.link_ready(again=False)
-    # Nobody has another copy of it: no other link takes it away.
+    # No server has a copy of it: losing another link must not discard it.
     waiting.link_lost()
     waiting.link_ready(again=True)
     assert box.rest() == [1]
 
 
-def test_what_comes_back_between_links_is_the_first_again() -> None:
-    box = Box(1, 2, 3)
+def test_message_put_back_between_links_is_first_again() -> None:
+    box = NumberQueue(1, 2, 3)
     taken, era = box.waiting.take(), box.waiting.era
     assert taken is not None
     box.waiting.link_lost()
@@ -353,7 +353,7 @@ def test_what_comes_back_between_links_is_the_first_again() -> None:
     assert box.rest() == [1, 2, 3]
 
 
-async def test_a_sink_that_refuses_says_that_it_has_room_and_acknowledges_nothing() -> None:
+async def test_finished_sink_accepts_messages_without_acknowledging_them() -> None:
     sink, told = Sink(EventQueue("alice", 1, returns=True, outlives=True)), list[bool]()
     await sink.finish()
     for number in range(3):
@@ -364,8 +364,8 @@ async def test_a_sink_that_refuses_says_that_it_has_room_and_acknowledges_nothin
 # -- the end of a session --------------------------------------------------------------------------
 
 
-class Hung:
-    """Begins something, and comes back from it when it is told to."""
+class BlockedHandler:
+    """A handler that blocks on each message until `go_on` is set."""
 
     def __init__(self) -> None:
         self.begun: list[Any] = []
@@ -378,7 +378,7 @@ class Hung:
 
 
 async def in_hand(sessions: Sessions, server: DemoServer, hung: Any, count: int = 3) -> Session:
-    """A session whose handler has the first of some messages in hand."""
+    """Return a session whose handler is blocked on the first of `count` messages."""
     alice = await sessions.connect("alice", Demo(server), on_event=hung)
     for number in range(count):
         server.deliver("alice", Text(str(number)))
@@ -386,10 +386,10 @@ async def in_hand(sessions: Sessions, server: DemoServer, hung: Any, count: int 
     return alice
 
 
-async def test_a_stop_waits_for_what_is_in_hand_and_acknowledges_it(
+async def test_stop_waits_for_the_running_handler_and_acknowledges_its_message(
     sessions: Sessions, server: DemoServer
 ) -> None:
-    hung = Hung()
+    hung = BlockedHandler()
     alice = await in_hand(sessions, server, hung)
     stopping = asyncio.create_task(alice.stop())
     await until(lambda: alice.status()["events_returned"] == 2)
@@ -406,7 +406,7 @@ async def test_a_stop_waits_for_what_is_in_hand_and_acknowledges_it(
 
 @pytest.mark.parametrize("first", [0.5, 4.5, 1000.0])
 @pytest.mark.parametrize("how", ["stop", "close"])
-def test_a_handler_that_hangs_has_one_moment_and_no_more(first: float, how: str) -> None:
+def test_hung_handler_delays_the_end_by_one_limit_only(first: float, how: str) -> None:
     async def scenario(sim: Sim) -> None:
         server = DemoServer()
 
@@ -429,10 +429,10 @@ def test_a_handler_that_hangs_has_one_moment_and_no_more(first: float, how: str)
     simulate(scenario, seeds=1)
 
 
-async def test_a_stop_whose_caller_has_gone_ends_the_session_all_the_same(
+async def test_cancelled_stop_still_ends_the_session(
     sessions: Sessions, server: DemoServer
 ) -> None:
-    hung = Hung()
+    hung = BlockedHandler()
     alice = await in_hand(sessions, server, hung)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -442,7 +442,7 @@ async def test_a_stop_whose_caller_has_gone_ends_the_session_all_the_same(
     await until(lambda: server.mail("alice") == 2)
 
 
-async def test_a_handler_and_a_loop_that_stop_their_own_session_do_not_wait_for_themselves(
+async def test_handler_and_event_loop_can_stop_their_own_session(
     sessions: Sessions, server: DemoServer
 ) -> None:
     begun = time.monotonic()
@@ -464,10 +464,10 @@ async def test_a_handler_and_a_loop_that_stop_their_own_session_do_not_wait_for_
     assert time.monotonic() - begun < MOMENT
 
 
-async def test_a_disconnect_does_not_wait_and_nothing_happens_twice(
+async def test_disconnect_does_not_wait_for_the_handler_and_no_message_is_handled_twice(
     sessions: Sessions, server: DemoServer
 ) -> None:
-    hung = Hung()
+    hung = BlockedHandler()
     alice = await in_hand(sessions, server, hung)
     await alice.disconnect()
     assert alice.state == "offline/resting"
@@ -477,17 +477,17 @@ async def test_a_disconnect_does_not_wait_and_nothing_happens_twice(
     assert hung.begun == [Text(each) for each in ("0", "1", "2")]
 
 
-async def test_after_a_lost_lease_nothing_is_acknowledged(
+async def test_nothing_is_acknowledged_after_the_lease_is_lost(
     sessions: Sessions, server: DemoServer
 ) -> None:
-    hung = Hung()
+    hung = BlockedHandler()
     alice = await in_hand(sessions, server, hung)
     server.refusing = True
     alice._runtime.fenced()
     await until(lambda: not server.online)
     hung.go_on.set()
     await until(lambda: alice._runtime.sink._consumer is None)
-    assert hung.begun == [Text("0")], "more was begun, and another may have it"
+    assert hung.begun == [Text("0")], "handled more messages, which the next owner may have too"
     assert server.mail("alice") == 3
     server.refusing = False
     await until(lambda: server.mail("alice") == 0)
@@ -497,7 +497,7 @@ async def test_after_a_lost_lease_nothing_is_acknowledged(
 
 
 class Defective(DemoDialogue):
-    """Cannot say what it is asked to say, the first time."""
+    """A dialogue whose method `_at` raises the first time it is called."""
 
     __slots__ = ("_at", "_failed")
     _at: str
@@ -522,7 +522,7 @@ class Defective(DemoDialogue):
 
 
 class DefectiveDemo(Demo):
-    """A protocol with a defect."""
+    """A protocol whose dialogue raises once in the method `at`."""
 
     def __init__(self, server: DemoServer, at: str, **how: Any) -> None:
         super().__init__(server, **how)
@@ -535,7 +535,7 @@ class DefectiveDemo(Demo):
         return dialogue
 
 
-async def test_a_defect_in_an_acknowledgement_restarts_the_connection(
+async def test_exception_in_acknowledge_restarts_the_connection(
     sessions: Sessions, server: DemoServer
 ) -> None:
     events: list[str] = []
@@ -547,12 +547,12 @@ async def test_a_defect_in_an_acknowledgement_restarts_the_connection(
     await until(lambda: server.mail("alice") == 0)
     assert protocol.failed == ["acknowledge"]
     assert alice.status()["crashes"] == 1
-    # It was handled, and only its acknowledgement has failed.
+    # The message was handled; only its acknowledgement has failed.
     assert events.count("messages_upsert") == 1
     assert "session_crashed" in events
 
 
-async def test_a_defect_in_a_ping_restarts_the_connection(
+async def test_exception_in_ping_restarts_the_connection(
     sessions: Sessions, server: DemoServer
 ) -> None:
     protocol = DefectiveDemo(server, "ping", keepalive=0.02)
@@ -562,7 +562,7 @@ async def test_a_defect_in_a_ping_restarts_the_connection(
     assert alice.generation > 1
 
 
-async def test_a_defect_in_a_goodbye_ends_the_link_all_the_same(
+async def test_exception_in_goodbye_still_ends_the_link(
     sessions: Sessions, server: DemoServer
 ) -> None:
     protocol = DefectiveDemo(server, "goodbye")

@@ -1,4 +1,4 @@
-"""What a user of a session meets besides its sends: arguments, types, the sandbox, the log."""
+"""A session's interface besides its sends: arguments, types, the sandbox, logs, credentials."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), 0, -1.0, None, "3"])
-async def test_what_is_no_timeout_is_refused_before_anything_is_written(
+async def test_invalid_timeout_is_refused_before_anything_is_written(
     sessions: Sessions, server: DemoServer, timeout: Any
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -65,19 +65,19 @@ async def test_what_is_no_timeout_is_refused_before_anything_is_written(
         await alice.send("bob", b"hello", timeout=timeout, wait=False)
     with pytest.raises(wrong, match="timeout"):
         await alice.query({"do": "echo"}, timeout)
-    await alice.query({"do": "echo"})  # behind all that was written
+    await alice.query({"do": "echo"})  # answered after everything written before it
     assert server.received == []
     assert alice.status()["sending"] == 0
-    # And those that come after it end in their time.
+    # Later sends still time out.
     server.drop_acks = 1
     outcome = await alice.send("bob", b"hello", timeout=0.02, outcome=True)
     assert isinstance(outcome, Unknown)
 
 
-# -- many sends to one --------------------------------------------------------------------------
+# -- many sends to one recipient ------------------------------------------------------------
 
 
-async def test_one_recipient_may_have_as_many_sends_as_the_session(
+async def test_one_recipient_can_use_the_whole_send_limit_of_the_session(
     sessions: Sessions, server: DemoServer
 ) -> None:
     gate = asyncio.Event()
@@ -93,7 +93,7 @@ async def test_one_recipient_may_have_as_many_sends_as_the_session(
     assert {type(each) for each in await asyncio.gather(*sends)} == {Acked}
 
 
-async def test_too_many_for_one_recipient_are_not_sent_and_it_says_what_can_be_done(
+async def test_sends_above_the_limit_of_one_recipient_are_not_sent_and_the_error_says_what_to_do(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_senders, "LIMIT", 3)
@@ -106,7 +106,7 @@ async def test_too_many_for_one_recipient_are_not_sent_and_it_says_what_can_be_d
     alice = await sessions.connect("alice", Demo(server), steps=[("wait", wait)])
     first = asyncio.create_task(alice.send("very-secret", b""))
     await until(lambda: alice.status()["sending"] == 1)
-    # Their time is over, and they still wait for the step before them.
+    # They have timed out, but still queue behind the step of the first send.
     for _ in range(3):
         await alice.send("very-secret", b"", timeout=0.001, outcome=True)
     outcome = await alice.send("very-secret", b"", outcome=True)
@@ -131,7 +131,9 @@ async def _greet(session: Session) -> str:
     return session.state
 
 
-async def test_what_is_typed_is_what_there_is(sessions: Sessions, server: DemoServer) -> None:
+async def test_send_returns_what_its_overloads_declare(
+    sessions: Sessions, server: DemoServer
+) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.reject("eve", 463)
     outcome = await alice.send_text("eve", "hello", outcome=True)
@@ -139,7 +141,7 @@ async def test_what_is_typed_is_what_there_is(sessions: Sessions, server: DemoSe
     assert await _greet(alice) == "online"
 
 
-async def test_a_name_for_a_session_is_taken_wherever_a_session_is(
+async def test_session_via_is_accepted_wherever_a_session_is(
     sessions: Sessions, server: DemoServer
 ) -> None:
     via = sessions.via("alice")
@@ -152,31 +154,31 @@ async def test_a_name_for_a_session_is_taken_wherever_a_session_is(
         assert sessions.whereis("alice") is None
 
 
-# -- what is told and not answered --------------------------------------------------------------
+# -- notices: queries without an answer -----------------------------------------------------------
 
 
 class OnlyPresence(Demo):
     features = frozenset((Feature.PRESENCE, Feature.READ_MARKERS))
 
 
-async def test_a_presence_needs_no_answer_and_no_queries(
+async def test_set_presence_waits_for_no_answer_and_needs_no_query_feature(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", OnlyPresence(server))
     bob = await sessions.connect("bob", Demo(server))
     events = collect(bob)
     await bob.query({"do": "watch", "who": "alice"})
-    server.delay = 3600  # it answers nothing any more
+    server.delay = 3600  # from here on, it answers nothing
     await asyncio.wait_for(alice.set_presence("writing", to="bob"), 30)
     await until(lambda: any(getattr(each.data, "state", "") == "writing" for each in events))
     server.delay = 0
-    await alice.mark_read("bob", "1")  # and this one is a question
+    await alice.mark_read("bob", "1")  # this call does wait for an answer
     await alice.disconnect()
     with pytest.raises(NotConnected):
         await alice.set_presence("available")
 
 
-async def test_a_notice_that_the_server_does_not_like_changes_nothing(
+async def test_notice_that_the_server_rejects_changes_nothing(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -185,16 +187,18 @@ async def test_a_notice_that_the_server_does_not_like_changes_nothing(
     assert alice.generation == 1
 
 
-async def test_a_server_that_takes_no_notice_does_not_fill_the_memory(sessions: Sessions) -> None:
-    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_notices_to_a_server_that_does_not_read_fail_when_the_send_buffer_is_full(
+    sessions: Sessions,
+) -> None:
+    async def never_reads(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(4)
         welcome = {"k": "welcome", "resumed": False, "token": "", "window": None}
         writer.write(encode(welcome))
-        await over.wait()
+        await finished.wait()
         writer.transport.abort()
 
-    over = asyncio.Event()
-    listening = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    finished = asyncio.Event()
+    listening = await asyncio.start_server(never_reads, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", port)))
 
@@ -204,14 +208,14 @@ async def test_a_server_that_takes_no_notice_does_not_fill_the_memory(sessions: 
 
     with pytest.raises(QueryFailed, match="send buffer is full"):
         await flood()
-    over.set()
+    finished.set()
     listening.close()
 
 
 # -- without a server ---------------------------------------------------------------------------
 
 
-async def test_a_session_without_a_server_is_online_and_says_so() -> None:
+async def test_offline_session_reports_that_it_is_online() -> None:
     events: list[Incoming] = []
     async with session_sandbox(on_event=events.append) as sandbox:
         bot = sandbox.session
@@ -223,7 +227,7 @@ async def test_a_session_without_a_server_is_online_and_says_so() -> None:
     assert events[-1].data.state == "stopped"
 
 
-async def test_a_session_without_a_server_is_online_when_its_start_returns(
+async def test_offline_session_is_online_when_start_returns(
     server: DemoServer,
 ) -> None:
     class Silent(MemoryStorage):
@@ -238,7 +242,7 @@ async def test_a_session_without_a_server_is_online_when_its_start_returns(
     assert server.accepted_links == 0
 
 
-async def test_a_session_without_a_server_can_be_disconnected_connected_and_stopped(
+async def test_offline_session_can_be_disconnected_connected_and_stopped(
     server: DemoServer,
 ) -> None:
     async with session_sandbox(protocol=Demo(server)) as sandbox:
@@ -267,7 +271,7 @@ async def test_a_session_without_a_server_can_be_disconnected_connected_and_stop
         assert server.accepted_links == 0
 
 
-async def test_a_held_send_waits_for_the_link_that_there_would_be() -> None:
+async def test_held_send_of_an_offline_session_waits_for_connect() -> None:
     async with session_sandbox() as sandbox:
         bot = sandbox.session
         await bot.disconnect()
@@ -290,7 +294,7 @@ async def test_a_held_send_waits_for_the_link_that_there_would_be() -> None:
         (Demo(DemoServer()), "ann", b"x" * 300_000),
     ],
 )
-async def test_what_cannot_be_written_is_not_sent_without_a_server_either(
+async def test_offline_session_refuses_content_that_its_protocol_cannot_encode(
     protocol: Demo | Mqtt, recipient: str, content: Any
 ) -> None:
     async with session_sandbox(protocol=protocol) as sandbox:
@@ -302,7 +306,7 @@ async def test_what_cannot_be_written_is_not_sent_without_a_server_either(
         assert await sandbox.session.send("ann", "words")
 
 
-async def test_what_a_step_would_have_changed_is_not_looked_at(
+async def test_offline_session_runs_no_steps_and_checks_no_content_that_they_would_change(
     sessions: Sessions, server: DemoServer
 ) -> None:
     def as_json(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -313,7 +317,7 @@ async def test_what_a_step_would_have_changed_is_not_looked_at(
     assert await bot.send("ann", {"temperature": 20})
 
 
-async def test_a_hook_of_the_sandbox_that_raises_fails_the_send() -> None:
+async def test_exception_in_the_sandbox_hook_fails_the_send() -> None:
     class Broken(Demo):
         def sandbox_extra(self, outgoing: Outgoing) -> Any:
             raise LookupError("a defect")
@@ -330,7 +334,7 @@ def _poison(outgoing: Outgoing, session: Any) -> Outgoing:
     raise LookupError(f"no key for {outgoing.recipient}")
 
 
-async def test_a_crash_of_a_sender_is_an_event_and_is_logged_without_its_words(
+async def test_sender_crash_is_an_event_and_its_log_line_omits_the_error_text(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     alice = await sessions.connect("alice", Demo(server), steps=[("poison", _poison)])
@@ -340,7 +344,7 @@ async def test_a_crash_of_a_sender_is_an_event_and_is_logged_without_its_words(
     assert events[-1] == Incoming("sender_crashed", SenderCrash("LookupError", 1), "alice")
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert "sessions/alice: a sender has crashed with 1 send: LookupError" in line
-    assert "in _poison" in line  # where it was
+    assert "in _poison" in line  # the place in the code
     assert "very-secret" not in caplog.text
     for _ in range(100):
         await alice.send("very-secret", b"", outcome=True)
@@ -359,7 +363,7 @@ def lines(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
     ]
 
 
-async def test_the_log_tells_of_a_loss_and_of_the_return(
+async def test_lost_link_and_reconnect_are_logged(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -376,7 +380,7 @@ async def test_the_log_tells_of_a_loss_and_of_the_return(
     assert "very-secret" not in caplog.text
 
 
-async def test_attempts_that_fail_alike_are_one_line(
+async def test_equal_failed_attempts_share_one_log_line(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -389,7 +393,7 @@ async def test_attempts_that_fail_alike_are_one_line(
     assert len(lines(caplog, "INFO")) <= 4
 
 
-async def test_the_log_warns_of_an_account_that_is_refused(
+async def test_refused_account_is_logged_as_a_warning(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -400,7 +404,7 @@ async def test_the_log_warns_of_an_account_that_is_refused(
     assert line.endswith("; it stays so until connect()")
 
 
-async def test_the_log_warns_of_an_account_that_is_given_up(
+async def test_session_that_crashes_too_often_is_logged_as_a_warning(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -417,7 +421,7 @@ async def test_the_log_warns_of_an_account_that_is_given_up(
     assert not any("very-secret" in logging.Formatter().format(each) for each in ours)
 
 
-async def test_a_session_that_is_stopped_on_purpose_is_no_warning(
+async def test_deliberate_stop_is_not_logged_as_a_warning(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -428,7 +432,7 @@ async def test_a_session_that_is_stopped_on_purpose_is_no_warning(
     assert lines(caplog, "INFO")[-1] == "sessions/alice is stopped: it was stopped"
 
 
-async def test_a_reason_of_a_server_is_one_short_line(
+async def test_close_reason_of_the_server_is_logged_as_one_short_line(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -441,7 +445,7 @@ async def test_a_reason_of_a_server_is_one_short_line(
     assert len(line) < 500
 
 
-async def test_a_crash_is_recorded_without_its_words(
+async def test_session_crash_is_recorded_without_the_error_text(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -456,7 +460,7 @@ async def test_a_crash_is_recorded_without_its_words(
     assert "very-secret" not in str(alice.status())
 
 
-async def test_what_is_logged_of_events_says_which_account(
+async def test_warnings_about_events_name_the_account(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(event: Incoming) -> None:
@@ -483,7 +487,7 @@ async def pair(sessions: Sessions, server: DemoServer, profile: str) -> None:
     await session.online(30)
 
 
-async def test_credentials_that_will_be_forgotten_are_warned_of_once(
+async def test_credentials_in_a_volatile_storage_are_warned_about_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = DemoServer(pairing=True)
@@ -494,7 +498,7 @@ async def test_credentials_that_will_be_forgotten_are_warned_of_once(
     assert line.startswith("sessions/alice was given credentials, and the storage forgets them")
 
 
-async def test_credentials_that_are_kept_are_not_warned_of(
+async def test_credentials_in_a_durable_storage_cause_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = DemoServer(pairing=True)
@@ -503,8 +507,8 @@ async def test_credentials_that_are_kept_are_not_warned_of(
     assert lines(caplog, "WARNING") == []
 
 
-@pytest.mark.parametrize("full", [True, False], ids=["not kept", "kept"])
-async def test_with_a_new_lease_only_credentials_that_are_stored_are_read_again(full: bool) -> None:
+@pytest.mark.parametrize("full", [True, False], ids=["not stored", "stored"])
+async def test_new_lease_reloads_credentials_only_if_they_were_stored(full: bool) -> None:
     server, storage = DemoServer(pairing=True), Full()
     storage.full = full
     async with (
@@ -517,7 +521,7 @@ async def test_with_a_new_lease_only_credentials_that_are_stored_are_read_again(
         await until(lambda: alice._runtime.credentials.saving is None)
         storage.full = False
         if not full:
-            # Somebody else has had the account, and has others.
+            # Another process has owned the account and stored other credentials.
             await storage.put("alice", "creds", "creds", server.add("alice"))
         lease = alice._runtime.lease
         assert lease is not None
