@@ -314,8 +314,8 @@ class Server:
         self.publication = True
         return []
 
-    def check_publication(self, session: Session, values: Any) -> list[Any]:
-        return [("1",)] if self.publication else []
+    def check_existing(self, session: Session, values: Any) -> list[Any]:
+        return [("t" if self.publication else "f", "f" if self.slot is None else "t")]
 
     def tables(self, session: Session, values: Any) -> list[Any]:
         return []
@@ -484,7 +484,7 @@ _ANSWERS: Sequence[tuple[str, Callable[[Server, Session, Any], Any]]] = (
     ("pg_advisory_lock", Server.lock),
     ("CREATE PUBLICATION", Server.create_publication),
     ("pg_publication_tables", Server.tables),
-    ("FROM pg_catalog.pg_publication WHERE", Server.check_publication),
+    ("FROM pg_catalog.pg_publication WHERE", Server.check_existing),
     ("DROP PUBLICATION", Server.drop_publication),
     ("CREATE_REPLICATION_SLOT", Server.create_slot),
     ("pg_drop_replication_slot", Server.drop_slot),

@@ -179,7 +179,7 @@ def test_a_mistake_in_the_configuration_is_fatal_in_its_own_words() -> None:
 
 
 def test_a_slot_that_is_lost_is_made_anew() -> None:
-    assert diagnose(SlotLost("the slot has lost the log")).verdict is DROP
+    assert diagnose(SlotLost("the slot has lost WAL")).verdict is DROP
 
 
 def test_the_cause_counts_where_a_wrapper_says_nothing() -> None:

@@ -143,9 +143,9 @@ async def _waits_for_ever(self: Manager) -> None:
     """Every part is waited for until it has ended, however long that takes."""
     self._timers.cancel_all()
     self._clear_conditions("it stops")
-    for life in list(self._parts._supervisor._lives.values()):
-        life.child = replace(life.child, shutdown=math.inf)
-        await self._parts.stop(life.name)
+    for runner in list(self._parts._supervisor._runners.values()):
+        runner.child = replace(runner.child, shutdown=math.inf)
+        await self._parts.stop(runner.name)
 
 
 async def _tells_before_it_keeps(self: Hub, told: int) -> None:

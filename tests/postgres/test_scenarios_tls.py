@@ -353,7 +353,9 @@ async def test_a_key_that_is_missing_or_open_to_everybody(
 ) -> None:
     signed = trust.ours.sign("open")
     signed.key.chmod(0o644)
-    assert "only this user may have permission to read the key" in await refused(make(shown(signed)))
+    assert "only this user may have permission to read the key" in await refused(
+        make(shown(signed))
+    )
     signed.key.unlink()
     assert "set sslcert and sslkey in the URL" in await refused(make(shown(signed)))
 

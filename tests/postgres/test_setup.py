@@ -34,7 +34,7 @@ def options_of(slot: str, publication: str) -> Settings:
 
 OPTIONS = options_of("moored_slot_default", "moored_publication_default")
 #: `ORDER` has the steps in the order in which they run, without these two.
-OURS_ALONE = ("check_publication", "identify_again")
+OURS_ALONE = ("check_existing", "identify_again")
 ORDER = [
     "connected", "identify_system", "query_pg_info", "acquire_lock", "create_publication",
     "drop_slot", "create_slot", "query_slot_flushed_lsn", "set_display_setting", "ready_to_stream",
@@ -67,8 +67,8 @@ def everything_new(version: int = 180004) -> Script:
         Step.IDENTIFY_SYSTEM: [IDENTIFIED],
         Step.QUERY_PG_INFO: [info(version)],
         Step.ACQUIRE_LOCK: [LOCKED],
+        Step.CHECK_EXISTING: [[("f", "f")]],
         Step.CREATE_PUBLICATION: [[]],
-        Step.CHECK_PUBLICATION: [[("1",)]],
         Step.DROP_SLOT: ["42704"],
         Step.CREATE_SLOT: [CREATED],
         Step.QUERY_SLOT_FLUSHED_LSN: [STANDS],
@@ -79,9 +79,8 @@ def everything_new(version: int = 180004) -> Script:
 
 def everything_there(version: int = 180004) -> Script:
     return everything_new(version) | {
-        Step.CREATE_PUBLICATION: ["42710"],
+        Step.CHECK_EXISTING: [[("t", "t")]],
         Step.DROP_SLOT: [[("",)]],
-        Step.CREATE_SLOT: ["42710"],
     }
 
 
@@ -113,9 +112,13 @@ PUBLISH = (
     'CREATE PUBLICATION "moored_publication_default" WITH (publish_generated_columns = stored)',
 )
 CHECK = (
-    "check_publication",
-    "SELECT 1 FROM pg_catalog.pg_publication WHERE pubname = 'moored_publication_default'",
+    "check_existing",
+    "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_publication "
+    "WHERE pubname = 'moored_publication_default' AND NOT pg_is_in_recovery()), "
+    "EXISTS (SELECT 1 FROM pg_catalog.pg_replication_slots "
+    "WHERE slot_name = 'moored_slot_default' AND NOT temporary)",
 )
+CHECK_MANUAL = (CHECK[0], CHECK[1].replace(" AND NOT pg_is_in_recovery()", ""))
 DROP = (
     "drop_slot",
     "SELECT pg_drop_replication_slot(slot_name) FROM pg_catalog.pg_replication_slots "
@@ -147,10 +150,10 @@ DISPLAY = [("identify_again", "IDENTIFY_SYSTEM")] + [
 ]
 
 
-def test_the_first_time() -> None:
-    """The publication is new, so a slot that is older could not be read: it is dropped."""
+def test_a_missing_publication_and_slot_are_created() -> None:
+    """With a new publication an older slot could not be read, so it would be dropped."""
     setup, sent = go(OPTIONS, everything_new())
-    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, DROP, CREATE, *DISPLAY]
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, PUBLISH, DROP, CREATE, *DISPLAY]
     found = setup.findings
     assert (found.system_id, found.timeline_id) == ("7300000000000000001", 4)
     assert str(found.wal_position) == "0/2345678"
@@ -159,44 +162,43 @@ def test_the_first_time() -> None:
     assert str(found.confirmed) == "0/1600000"
 
 
-def test_every_other_time() -> None:
+def test_an_existing_publication_and_slot_are_not_created_again() -> None:
     setup, sent = go(OPTIONS, everything_there())
-    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, CHECK, CREATE, FLUSHED, *DISPLAY]
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, FLUSHED, *DISPLAY]
     found = setup.findings
     assert (found.publication_created, found.slot_created) == (False, False)
     assert found.confirmed == Lsn.parse("0/1234567")
     assert (found.timeline_id, found.wal_position) == (4, Lsn.parse("0/2345678"))
 
 
-def test_a_new_publication_and_an_old_slot() -> None:
-    script = everything_there() | {Step.CREATE_PUBLICATION: [[]], Step.CREATE_SLOT: [CREATED]}
-    setup, sent = go(OPTIONS, script)
-    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, DROP, CREATE, *DISPLAY]
+def test_with_a_new_publication_an_existing_slot_is_created_again() -> None:
+    setup, sent = go(OPTIONS, everything_new() | {Step.CHECK_EXISTING: [[("f", "t")]]})
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, PUBLISH, DROP, CREATE, *DISPLAY]
     assert setup.findings.slot_created
 
 
-def test_a_slot_that_shall_be_made_anew() -> None:
-    script = everything_there() | {Step.CREATE_SLOT: [CREATED]}
-    _, sent = go(replace(OPTIONS, recreate_slot=True), script)
-    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, CHECK, DROP, CREATE, *DISPLAY]
+def test_recreate_slot_drops_and_creates_an_existing_slot() -> None:
+    _, sent = go(replace(OPTIONS, recreate_slot=True), everything_there())
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, DROP, CREATE, *DISPLAY]
 
 
-def test_a_publication_that_somebody_else_makes() -> None:
+def test_a_manual_publication_is_only_checked() -> None:
     _, sent = go(replace(OPTIONS, manual_publication=True), everything_there())
-    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, CREATE, FLUSHED, *DISPLAY]
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK_MANUAL, FLUSHED, *DISPLAY]
 
 
-def test_a_user_who_may_not_create_publications() -> None:
-    script = everything_there() | {Step.CREATE_PUBLICATION: ["42501"]}
-    _, sent = go(OPTIONS, script)
-    assert sent == [IDENTIFY, QUERY, LOCK, PUBLISH, CHECK, CREATE, FLUSHED, *DISPLAY]
+def test_a_publication_or_slot_that_is_created_after_the_check_is_used() -> None:
+    script = everything_new() | {Step.CREATE_PUBLICATION: ["42710"], Step.CREATE_SLOT: ["42710"]}
+    setup, sent = go(OPTIONS, script)
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, PUBLISH, CREATE, FLUSHED, *DISPLAY]
+    found = setup.findings
+    assert (found.publication_created, found.slot_created) == (False, False)
 
 
-def test_a_lock_that_somebody_else_has() -> None:
-    """The server's statement timeout ends the wait, not the wish."""
+def test_the_lock_is_requested_again_after_a_statement_timeout() -> None:
     script = everything_there() | {Step.ACQUIRE_LOCK: ["57014", "57014", LOCKED]}
     setup, sent = go(OPTIONS, script)
-    assert sent == [IDENTIFY, QUERY, LOCK, LOCK, LOCK, PUBLISH, CHECK, CREATE, FLUSHED, *DISPLAY]
+    assert sent == [IDENTIFY, QUERY, LOCK, LOCK, LOCK, CHECK, FLUSHED, *DISPLAY]
     assert setup.lock_timeouts == 2
 
 
@@ -229,8 +231,8 @@ def test_every_combination_of_options(version: int, there: bool) -> None:
         wanted: dict[str, Any] = dict(zip(FLAGS, chosen, strict=True))
         options = replace(OPTIONS, **wanted)
         script = everything_there(version) if there else everything_new(version)
-        if options.recreate_slot:
-            script |= {Step.CREATE_SLOT: [CREATED]}
+        if options.manual_publication and not there:
+            script |= {Step.CHECK_EXISTING: [[("t", "f")]]}
         setup, sent = go(options, script)
         steps = [step for step, _ in itertools.groupby(step for step, _ in sent)]
         steps = [step for step in steps if step not in OURS_ALONE]
@@ -242,15 +244,17 @@ def check_combination(
     options: Settings, version: int, there: bool, sent: dict[str, str], start: str
 ) -> None:
     """By what each option is for, not by how the setup decides."""
-    published = not options.manual_publication
+    published = not options.manual_publication and not there
     generated = " WITH (publish_generated_columns = stored)" if version >= 180000 else ""
     assert sent.get("create_publication") == (
         f'CREATE PUBLICATION "moored_publication_default"{generated}' if published else None
     )
-    assert ("drop_slot" in sent) is (options.recreate_slot or (published and not there))
+    assert ("drop_slot" in sent) is (options.recreate_slot or published)
     assert ("query_slot_flushed_lsn" in sent) is (there and not options.recreate_slot)
     begin = 'CREATE_REPLICATION_SLOT "moored_slot_default"'
-    if options.temporary_slot:
+    if there and not options.recreate_slot:
+        assert "create_slot" not in sent
+    elif options.temporary_slot:
         assert sent["create_slot"] == f"{begin} TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT"
     elif version >= 170000 and options.failover_slot:
         assert sent["create_slot"] == (
@@ -317,17 +321,17 @@ def test_an_error_without_a_state_is_the_end() -> None:
         Setup(OPTIONS).refused(None, Refused("cut off"))
 
 
-def test_a_publication_that_nobody_made() -> None:
-    script = everything_new() | {Step.CREATE_PUBLICATION: ["42501"], Step.CHECK_PUBLICATION: [[]]}
-    for ours in (True, False):
-        with pytest.raises(ConfigurationError, match="does not exist, and is not made here"):
-            go(replace(OPTIONS, manual_publication=not ours), script)
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_missing_publication_that_may_not_be_created_is_an_error(manual: bool) -> None:
+    script = everything_new() | {Step.CREATE_PUBLICATION: ["42501"]}
+    with pytest.raises(ConfigurationError, match="does not exist, and may not be created here"):
+        go(replace(OPTIONS, manual_publication=manual), script)
 
 
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (("0/12", "lost"), "has lost the log"), ((None, "lost"), "has lost the log"),
+        (("0/12", "lost"), "has lost WAL"), ((None, "lost"), "has lost WAL"),
         ((None, "reserved"), "was never completed"),
     ],
 )  # fmt: skip
@@ -361,18 +365,24 @@ def test_a_slot_that_can(status: str | None) -> None:
         (Step.IDENTIFY_SYSTEM, [("7", "3", "nowhere", "shop")]),
         (Step.QUERY_PG_INFO, []),
         (Step.QUERY_PG_INFO, [("eighteen", 1, "0")]),
-        (Step.CREATE_SLOT, []),
-        (Step.CREATE_SLOT, [("slot", "somewhere")]),
+        (Step.CHECK_EXISTING, []),
+        (Step.CHECK_EXISTING, [("t",)]),
         (Step.QUERY_SLOT_FLUSHED_LSN, []),
         (Step.QUERY_SLOT_FLUSHED_LSN, [("0/0",)]),
         (Step.QUERY_SLOT_FLUSHED_LSN, [("0-0", "reserved", *OURS)]),
         (Step.IDENTIFY_AGAIN, []),
     ],
 )
-def test_an_answer_that_is_none(step: Step, rows: list[tuple[Any, ...]]) -> None:
+def test_an_invalid_answer_is_an_error(step: Step, rows: list[tuple[Any, ...]]) -> None:
     script = everything_there() | {step: [rows]}
     with pytest.raises(DecodeError):
         go(OPTIONS, script)
+
+
+@pytest.mark.parametrize("rows", [[], [("slot", "somewhere")]], ids=["none", "no_lsn"])
+def test_an_invalid_answer_to_create_slot_is_an_error(rows: list[tuple[Any, ...]]) -> None:
+    with pytest.raises(DecodeError):
+        go(OPTIONS, everything_new() | {Step.CREATE_SLOT: [rows]})
 
 
 # -- for real ------------------------------------------------------------------------------------
@@ -470,8 +480,10 @@ async def test_up_to_streaming_and_on_after_a_break(
     async with dialled(postgres_url) as link:
         setup, steps = await set_up(link, options)
         assert steps == [
-            "identify_again" if step == "query_slot_flushed_lsn" else step for step in ORDER[1:9]
-        ]
+            "identify_system", "query_pg_info", "acquire_lock", "check_existing",
+            "create_publication", "drop_slot", "create_slot", "identify_again",
+            "set_display_setting",
+        ]  # fmt: skip
         found = setup.findings
         assert (found.version // 10000, found.publication_created, found.slot_created) == (
             18, True, True,
@@ -490,10 +502,10 @@ async def test_up_to_streaming_and_on_after_a_break(
     run(postgres_url, "insert into t values (4, 'd')")
     async with dialled(postgres_url) as link:
         setup, steps = await set_up(link, options)
-        steps.remove("identify_again")
         assert steps == [
-            "check_publication" if step == "drop_slot" else step for step in ORDER[1:9]
-        ]
+            "identify_system", "query_pg_info", "acquire_lock", "check_existing",
+            "query_slot_flushed_lsn", "identify_again", "set_display_setting",
+        ]  # fmt: skip
         assert not setup.findings.slot_created
         assert setup.findings.confirmed == positions.flushed + 1
         await link.stream(setup.start_command())
@@ -567,7 +579,7 @@ async def test_waiting_for_the_lock_through_a_statement_timeout(
                 setup.refused(error.sqlstate, error)
             if setup.lock_timeouts == 2 and not holder.closed:
                 await holder.close()
-        assert setup.step is Step.CREATE_PUBLICATION
+        assert setup.step is Step.CHECK_EXISTING
         assert setup.lock_timeouts >= 2
 
 
@@ -585,7 +597,7 @@ async def test_a_user_who_may_replicate_but_not_create(
         run(postgres_url, f"create publication {names.publication}")
         async with dialled(postgres_url, **user) as link:
             setup, steps = await set_up(link, names)
-            assert steps[3:6] == ["create_publication", "check_publication", "create_slot"]
+            assert steps[3:5] == ["check_existing", "create_slot"]
             await link.stream(setup.start_command())
     finally:
         run(postgres_url, f"drop role {role}")

@@ -1,12 +1,13 @@
-"""How a connection becomes one that can stream: which command comes next, what an answer means.
+"""Prepare a replication connection for streaming: the commands to send, and what answers mean.
 
-The steps, in this order::
+The steps, in this order; those that are not necessary are skipped::
 
-    connected → identify_system → query_pg_info → acquire_lock → create_publication → drop_slot
-    → create_slot → query_slot_flushed_lsn → identify_again → set_display_setting
-    → ready_to_stream → start_streaming → streaming
+    connected → identify_system → query_pg_info → acquire_lock → check_existing
+    → create_publication → drop_slot → create_slot → query_slot_flushed_lsn → identify_again
+    → set_display_setting → ready_to_stream → start_streaming → streaming
 
-It does no I/O: `command()` says what to send, `answered()` and `refused()` take what came back.
+`Setup` does no I/O: `command()` returns the command to send, `answered()` and `refused()` take the
+server's answer.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from .._settings import Settings
 
 __all__ = ["Findings", "Setup", "Step", "quoted"]
 
-#: From this version on the server can say which generated columns to publish, …
+#: The first version that has `publish_generated_columns`, …
 GENERATED_COLUMNS = 180000
-#: … a slot can be kept in step on a standby, …
+#: … failover slots, …
 FAILOVER_SLOTS = 170000
-#: … and the protocol knows large transactions in parts, and binary values.
-STREAMING_AND_BINARY = 140000
+#: … and the options `binary` and `messages` of pgoutput.
+BINARY_AND_MESSAGES = 140000
 
-#: How values are written as text, the same whatever the database is set to.
+#: The text format of values, independent of the settings of the database.
 DISPLAY = (
     "SET client_encoding = 'UTF8'",
     "SET bytea_output = 'hex'",
@@ -38,19 +39,19 @@ DISPLAY = (
     "SET extra_float_digits = 1",
     "SET IntervalStyle = 'postgres'",
 )
-#: Whether a slot is one that we can have made.
+#: Whether this stream can have created a slot: it is in this database, and for pgoutput.
 _OURS = "coalesce(database = current_database() AND plugin = 'pgoutput', false)"
 
 
 class Step(Enum):
-    """What the connection is doing."""
+    """A step of the setup, in the order in which they run."""
 
     CONNECTED = "connected"
     IDENTIFY_SYSTEM = "identify_system"
     QUERY_PG_INFO = "query_pg_info"
     ACQUIRE_LOCK = "acquire_lock"
+    CHECK_EXISTING = "check_existing"
     CREATE_PUBLICATION = "create_publication"
-    CHECK_PUBLICATION = "check_publication"
     DROP_SLOT = "drop_slot"
     CREATE_SLOT = "create_slot"
     QUERY_SLOT_FLUSHED_LSN = "query_slot_flushed_lsn"
@@ -63,19 +64,19 @@ class Step(Enum):
 
 @dataclass
 class Findings:
-    """What the setup has found out."""
+    """What the server has answered during the setup."""
 
     system_id: str = ""
     timeline_id: int = 0
     wal_position: Lsn = field(default_factory=lambda: Lsn(0))
     version: int = 0
     backend_pid: int = 0
-    #: Seconds after which the server drops a silent client; 0 for never.
+    #: Seconds after which the server drops a client that sends nothing; 0 for never.
     wal_sender_timeout: float = 0.0
-    #: Whether the publication, or the slot, did not exist before.
+    #: Whether this setup has created the publication, and the slot.
     publication_created: bool = False
     slot_created: bool = False
-    #: Everything before this place is safe, and is not sent again.
+    #: The slot's confirmed LSN: transactions that end before it are not sent again.
     confirmed: Lsn = field(default_factory=lambda: Lsn(0))
 
 
@@ -83,27 +84,28 @@ Row = Sequence[Any]
 
 
 class Setup:
-    """The way from a new connection to a stream."""
+    """The setup of one connection: its current step, and what the server has answered."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.findings = Findings()
         self.step = Step.CONNECTED
-        #: How often the wait for the lock was cut short by the server's statement timeout.
+        #: How often the server's statement timeout has ended the wait for the lock.
         self.lock_timeouts = 0
         self._display = 0
+        self._publication_exists = False
+        self._slot_exists = False
         self._advance()
 
-    # -- what to send --------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------
 
     def command(self) -> str | None:
-        """What to send now; None when nothing is left to do but to begin streaming."""
-        settings = self._settings
-        name, publication = literal(settings.slot_name), literal(settings.publication_name)
+        """Return the command to send now; None when the connection is ready to stream."""
+        name = literal(self._settings.slot_name)
         match self.step:
             case Step.IDENTIFY_SYSTEM | Step.IDENTIFY_AGAIN:
-                # The lock may have been waited for while a standby was promoted: connections
-                # survive that. Who made a publication, or found one, is one no more.
+                # A standby may have been promoted during the wait for the lock, and connections
+                # survive that. At the second time it is a primary: see _check_existing().
                 return "IDENTIFY_SYSTEM"
             case Step.QUERY_PG_INFO:
                 return (
@@ -112,15 +114,15 @@ class Setup:
                 )
             case Step.ACQUIRE_LOCK:
                 return f"SELECT pg_advisory_lock(hashtext({name}))"
+            case Step.CHECK_EXISTING:
+                return self._check_existing()
             case Step.CREATE_PUBLICATION:
                 generated = " WITH (publish_generated_columns = stored)"
                 known = self.findings.version >= GENERATED_COLUMNS
-                wanted = quoted(self._settings.publication_name)
-                return f"CREATE PUBLICATION {wanted}{generated if known else ''}"
-            case Step.CHECK_PUBLICATION:
-                return f"SELECT 1 FROM pg_catalog.pg_publication WHERE pubname = {publication}"
+                publication = quoted(self._settings.publication_name)
+                return f"CREATE PUBLICATION {publication}{generated if known else ''}"
             case Step.DROP_SLOT:
-                # Names of slots are of the whole server: one of another database is not ours.
+                # Slot names are unique in the whole server: it may belong to another database.
                 return (
                     "SELECT pg_drop_replication_slot(slot_name) FROM pg_catalog."
                     f"pg_replication_slots WHERE slot_name = {name} AND {_OURS}"
@@ -137,6 +139,19 @@ class Setup:
                 return DISPLAY[self._display]
         return None
 
+    def _check_existing(self) -> str:
+        """Query what exists: failing to create it would leave an ERROR in the server's log."""
+        publication, slot = self._settings.publication_name, self._settings.slot_name
+        # On a standby, CREATE PUBLICATION must be tried: its error shows that it is a standby.
+        primary = "" if self._settings.manual_publication else " AND NOT pg_is_in_recovery()"
+        return (
+            "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_publication "
+            f"WHERE pubname = {literal(publication)}{primary}), "
+            "EXISTS (SELECT 1 FROM pg_catalog.pg_replication_slots "
+            # A temporary slot of the last connection may vanish at any moment.
+            f"WHERE slot_name = {literal(slot)} AND NOT temporary)"
+        )
+
     def _create_slot(self) -> str:
         settings = self._settings
         temporary = " TEMPORARY" if settings.temporary_slot else ""
@@ -147,33 +162,33 @@ class Setup:
 
     @property
     def waits(self) -> bool:
-        """Whether the command waits for somebody else, for as long as that takes."""
+        """Whether the command may wait for other sessions, without a time limit."""
         return self.step in (Step.ACQUIRE_LOCK, Step.DROP_SLOT, Step.CREATE_SLOT)
 
     def start_command(self) -> str:
-        """What begins the stream: from where the slot stands, whatever that is."""
+        """Return the command that starts the stream at the slot's confirmed LSN."""
         settings = self._settings
-        modern = self.findings.version >= STREAMING_AND_BINARY
-        given = [
-            # Large transactions come whole, after their commit: the server keeps them meanwhile.
+        modern = self.findings.version >= BINARY_AND_MESSAGES
+        options = [
+            # Version 1: the server sends a large transaction after its commit, not in parts.
             ("proto_version", "1"),
             ("publication_names", quoted(settings.publication_name)),
         ]
         if settings.binary and modern:
-            given.append(("binary", "true"))
+            options.append(("binary", "true"))
         if settings.messages and modern:
-            given.append(("messages", "true"))
-        listed = ", ".join(f"{name} {literal(value)}" for name, value in given)
+            options.append(("messages", "true"))
+        listed = ", ".join(f"{name} {literal(value)}" for name, value in options)
         return f"START_REPLICATION SLOT {quoted(settings.slot_name)} LOGICAL 0/0 ({listed})"
 
-    # -- what came back ------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------
 
     def answered(self, rows: Sequence[Row]) -> None:
-        """The command succeeded, with these rows."""
+        """Take the rows of a command that succeeded, and go to the next step."""
         try:
             self._answered(rows)
         except ValueError as error:
-            raise DecodeError(f"the answer to {self.step.value} says {error}") from error
+            raise DecodeError(f"the answer to {self.step.value} is invalid: {error}") from error
 
     def _answered(self, rows: Sequence[Row]) -> None:
         found = self.findings
@@ -186,10 +201,13 @@ class Setup:
                 row = _one(rows, 3)
                 found.version, found.backend_pid = int(row[0]), int(row[1])
                 found.wal_sender_timeout = int(row[2] or 0) / 1000
+            case Step.CHECK_EXISTING:
+                exist = [value in (True, "t") for value in _one(rows, 2)]
+                self._publication_exists, self._slot_exists = exist
+                if self._settings.manual_publication and not self._publication_exists:
+                    raise self._no_publication()
             case Step.CREATE_PUBLICATION:
                 found.publication_created = True
-            case Step.CHECK_PUBLICATION:
-                self._check_publication(rows)
             case Step.CREATE_SLOT:
                 found.slot_created = True
                 found.confirmed = Lsn.parse(str(_one(rows, 2)[1]))
@@ -201,46 +219,41 @@ class Setup:
         self._advance()
 
     def refused(self, sqlstate: str | None, error: Exception) -> None:
-        """The command failed; raises the error again unless the next step is known all the same."""
+        """Take the error of a command that failed; raise it unless the setup can continue."""
         match self.step, sqlstate:
-            case Step.ACQUIRE_LOCK, "57014":  # a statement timeout: the lock is still wanted
+            case Step.ACQUIRE_LOCK, "57014":  # a statement timeout: request the lock again
                 self.lock_timeouts += 1
-                return
-            case Step.CREATE_PUBLICATION, "42710" | "42501":  # it exists, or is not ours to create
-                self.step = Step.CHECK_PUBLICATION
-                return
-            case Step.DROP_SLOT, "42704":  # there was none
+            case Step.CREATE_PUBLICATION, "42501":
+                raise self._no_publication() from error
+            # It was created, or dropped, since it was checked.
+            case (Step.CREATE_PUBLICATION | Step.CREATE_SLOT, "42710") | (Step.DROP_SLOT, "42704"):
                 self._advance()
-                return
-            case Step.CREATE_SLOT, "42710":  # it exists: go on where it stands
-                self.step = Step.QUERY_SLOT_FLUSHED_LSN
-                return
-        raise error
+            case _:
+                raise error
 
-    def _check_publication(self, rows: Sequence[Row]) -> None:
+    def _no_publication(self) -> ConfigurationError:
         name = self._settings.publication_name
-        if not rows:
-            raise ConfigurationError(
-                f"the publication {name} does not exist, and is not made here: run "
-                f"CREATE PUBLICATION {quoted(name)} as the database's owner; or GRANT CREATE ON "
-                "DATABASE to this user, and leave manual_publication off"
-            )
+        return ConfigurationError(
+            f"the publication {name} does not exist, and may not be created here: run "
+            f"CREATE PUBLICATION {quoted(name)} as the database's owner; or GRANT CREATE ON "
+            "DATABASE to this user, without manual_publication"
+        )
 
     def _check_slot(self, rows: Sequence[Row]) -> None:
         slot = self._settings.slot_name
-        confirmed, wal_status, ours, what = _one(rows, 4)
+        confirmed, wal_status, ours, kind = _one(rows, 4)
         if ours not in (True, "t"):
             raise ConfigurationError(
-                f"the slot {slot} is there, and is another one ({what}): the names of slots are of "
-                "the whole server, so choose another stream_id, or drop that slot"
+                f"the slot {slot} exists and does not belong to this stream ({kind}): slot names "
+                "are unique in the whole server, so choose another stream_id, or drop that slot"
             )
         if wal_status == "lost":
-            raise SlotLost(f"the slot {slot} has lost the log that it needs")
+            raise SlotLost(f"the slot {slot} has lost WAL that it needs")
         if confirmed is None:
-            raise SlotLost(f"the slot {slot} was never completed")
+            raise SlotLost(f"the creation of the slot {slot} was never completed")
         self.findings.confirmed = Lsn.parse(str(confirmed))
 
-    # -- which step is next --------------------------------------------------------------------
+    # -- the next step -------------------------------------------------------------------------
 
     def _advance(self) -> None:
         order = list(Step)
@@ -252,33 +265,33 @@ class Setup:
     def _wanted(self, step: Step) -> bool:
         match step:
             case Step.CREATE_PUBLICATION:
-                return not self._settings.manual_publication
-            case Step.CHECK_PUBLICATION:  # one that was made just now is as it should be
-                return self._settings.manual_publication
+                return not self._publication_exists
             case Step.DROP_SLOT:
-                # A slot that is older than its publication cannot be read: at the places before
-                # it, the publication does not exist.
+                # A slot that is older than its publication cannot be read: at earlier LSNs, the
+                # publication does not exist.
                 return self._settings.recreate_slot or self.findings.publication_created
+            case Step.CREATE_SLOT:
+                return not self._slot_exists or self._wanted(Step.DROP_SLOT)
             case Step.QUERY_SLOT_FLUSHED_LSN:
                 return not self.findings.slot_created
         return True
 
 
 class SlotLost(PostgresError):
-    """The slot cannot be read any more: it must be made anew, and history with it."""
+    """The slot can never be read again: it must be dropped and created again."""
 
 
 def quoted(name: str) -> str:
-    """A name as SQL has it."""
+    """Quote an SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def literal(text: str) -> str:
-    """A text as SQL has it; the replication protocol takes no parameters."""
+    """Quote an SQL string; the replication protocol has no parameters."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def _one(rows: Sequence[Row], columns: int) -> Row:
     if len(rows) != 1 or len(rows[0]) < columns:
-        raise DecodeError(f"one row of {columns} columns was expected, and {rows!r} came")
+        raise DecodeError(f"expected one row of {columns} columns, got {rows!r}")
     return rows[0]
