@@ -1,7 +1,8 @@
-"""What gRPC's channels know and do not offer: whether they are connected, and how to end calls.
+"""Whether a channel is connected, and how to end its calls with UNAVAILABLE.
 
-Both use gRPC's private attributes. Where those are missing (a channel of the user's own, another
-version of grpcio), a channel counts as not connected, and its calls end as `close()` ends them.
+gRPC offers neither, so both use its private attributes. Where those are missing (a user's own
+channel class, another version of grpcio), a channel counts as not connected, and its calls end as
+`close()` ends them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import grpc.aio  # type: ignore[import-untyped]
 from grpc._cython import cygrpc  # type: ignore[import-untyped]
 
 from ._channel_pool import lanes_of
+from .calls._kinds import KINDS
 
 __all__ = ["cut", "cut_async", "has_connection", "is_connected", "make_cuttable"]
 
-#: How long calls that are cut may take to end, which needs no answer from the server.
+#: Seconds in which aborted calls end; the server is not involved.
 CUT_TIMEOUT = 1.0
 
 
@@ -43,14 +45,14 @@ def _is_ready(channel: Any) -> bool:
 
 
 def _core_of(channel: Any) -> Any:
-    """The channel of gRPC's core, under any number of interceptors."""
+    """Return the `cygrpc` channel below any number of interceptors."""
     while not hasattr(channel, "check_connectivity_state"):
         channel = channel._channel
     return channel
 
 
 def cut(channel: Any, why: str) -> None:
-    """Close a channel of threads; its calls end with UNAVAILABLE."""
+    """Close a `grpc.Channel`; calls in flight end with UNAVAILABLE."""
     for lane in lanes_of(channel):
         try:
             _core_of(lane).close(cygrpc.StatusCode.unavailable, why)
@@ -60,78 +62,97 @@ def cut(channel: Any, why: str) -> None:
 
 
 def make_cuttable(channel: Any) -> None:
-    """Have a channel of asyncio keep its calls, so that `cut_async` can end them."""
+    """Let a `grpc.aio.Channel` make its calls so that `cut_async` can end them."""
     for lane in lanes_of(channel):
-        if hasattr(lane, "_channel") and not isinstance(lane._channel, _CuttableCore):
-            lane._channel = _CuttableCore(lane._channel)
+        if isinstance(core := getattr(lane, "_channel", None), cygrpc.AioChannel):
+            intercepted = any(getattr(lane, f"_{kind}_interceptors", True) for kind in KINDS)
+            lane._channel = _CuttableCore(core, intercepted)
 
 
 async def cut_async(channel: Any, why: str) -> None:
-    """Close a channel of asyncio; its calls end with UNAVAILABLE.
+    """Close a `grpc.aio.Channel`; calls in flight end with UNAVAILABLE.
 
-    `close()` alone would cancel them: gRPC raises `asyncio.CancelledError` in whoever reads them,
-    as if somebody had cancelled that task.
+    `close()` alone would cancel them: gRPC raises `asyncio.CancelledError` in the task that reads
+    such a call, as if that task had been cancelled.
     """
-    cores = [getattr(lane, "_channel", None) for lane in lanes_of(channel)]
-    calls = [call for core in cores for call in list(getattr(core, "calls", ()))]
-    ending = [asyncio.ensure_future(call.cut(why)) for call in calls if not call.done()]
-    if ending:
-        await asyncio.wait(ending, timeout=CUT_TIMEOUT)
-        # What interceptors still have to do with such a call would be cancelled, too.
+    calls = [call for lane in lanes_of(channel) for call in _calls_of(lane) if not call.done()]
+    if calls:
+        await asyncio.wait(
+            [asyncio.ensure_future(call.cut(why)) for call in calls], timeout=CUT_TIMEOUT
+        )
+        # An interceptor may still have work to do for its call, which `close()` would cancel too.
         await channel.close(CUT_TIMEOUT)
     else:
         await channel.close()
 
 
-class _CuttableCore:
-    """The core of a channel of asyncio, with its calls, also those that interceptors make."""
+def _calls_of(lane: Any) -> list[_CuttableCall]:
+    calls = {
+        getattr(call, "_cython_call", None) for call in list(getattr(lane, "_active_calls", ()))
+    }
+    calls.update(getattr(getattr(lane, "_channel", None), "calls", ()))
+    return [call for call in calls if isinstance(call, _CuttableCall)]
 
-    def __init__(self, core: Any) -> None:
+
+class _CuttableCore:
+    """A proxy for a `cygrpc.AioChannel` that makes cuttable calls.
+
+    The channel itself lists its calls, but not those that its interceptors make: these are listed
+    here. Calls without interceptors are not slowed down by it.
+    """
+
+    def __init__(self, core: Any, intercepted: bool) -> None:
         self._core = core
+        self._intercepted = intercepted
         self.calls: weakref.WeakSet[_CuttableCall] = weakref.WeakSet()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def call(self, *given: Any, **named: Any) -> _CuttableCall:
-        call = _CuttableCall(self._core.call(*given, **named))
-        self.calls.add(call)
+    def call(self, method: bytes, deadline: Any, credentials: Any, *rest: Any) -> Any:
+        core = self._core
+        if core.closed():
+            return core.call(method, deadline, credentials, *rest)  # raises
+        inner = None if credentials is None else credentials._credentials
+        try:
+            call = _CuttableCall(core, deadline, method, inner, *rest)
+        except TypeError:  # another version of grpcio
+            return core.call(method, deadline, credentials, *rest)
+        if self._intercepted:
+            self.calls.add(call)
         return call
 
 
-class _CuttableCall:
-    """The core of a call of asyncio; one that was cut was not cancelled by its owner."""
+class _CuttableCall(cygrpc._AioCall):  # type: ignore[misc]
+    """A call that can be ended with UNAVAILABLE, and then does not count as cancelled."""
 
-    __slots__ = ("__weakref__", "_core", "_cut")
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self._cut: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
+    _cut: Any = None
 
     async def cut(self, why: str) -> None:
         """End the call with UNAVAILABLE, and wait until it has ended."""
         self._cut = cygrpc.AioRpcStatus(cygrpc.StatusCode.unavailable, why, (), why)
-        self._core.cancel(why)
-        await self._core.status()
+        self.cancel(why)
+        await super().status()
 
     @property
     def _initial_metadata(self) -> Any:
-        found = self._core._initial_metadata
+        found = super()._initial_metadata
         return found if self._cut is None else found or ()
 
     @property
     def _status(self) -> Any:
-        return self._core._status if self._cut is None else self._cut
+        return super()._status if self._cut is None else self._cut
 
     def is_locally_cancelled(self) -> bool:
-        return self._cut is None and bool(self._core.is_locally_cancelled())
+        return self._cut is None and bool(super().is_locally_cancelled())
 
     def cancelled(self) -> bool:
-        return self._cut is None and bool(self._core.cancelled())
+        return self._cut is None and bool(super().cancelled())
 
-    async def status(self) -> Any:
-        status = await self._core.status()
+    def status(self) -> Any:
+        # Every call asks this when it ends, so it costs no further coroutine then.
+        return super().status() if self._cut is None and self.done() else self._final_status()
+
+    async def _final_status(self) -> Any:
+        status = await super().status()
         return status if self._cut is None else self._cut
