@@ -1,4 +1,4 @@
-"""Leases as their holders see them, in virtual time."""
+"""The client and its leases, in virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from collections.abc import Callable
 import pytest
 from tests.leases.virtual import ScriptedStore, client, in_virtual_time
 
-from moored.leases import Lease, LeaseError, LeaseLost, Leases, Policy, StoreMisconfigured
+from moored.leases import (
+    Lease,
+    LeaseError,
+    LeaseLost,
+    Leases,
+    Policy,
+    StoreMisconfigured,
+    connect,
+)
 from moored.testing import Sim, run_one
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
@@ -24,7 +32,7 @@ def is_over(lease: Lease) -> bool:
 
 
 @in_virtual_time
-async def test_a_lease_and_what_it_says(sim: Sim) -> None:
+async def test_a_lease_has_its_documented_properties(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         lease = await leases.acquire("db", limit=2, owner="pool-1")
         assert lease is not None
@@ -42,7 +50,7 @@ async def test_a_lease_and_what_it_says(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_none_when_all_are_taken(sim: Sim) -> None:
+async def test_acquire_returns_none_when_the_limit_is_reached(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         assert await leases.acquire("db", limit=1) is not None
         assert await leases.acquire("db", limit=1) is None
@@ -110,7 +118,7 @@ async def test_a_released_lease_cannot_be_renewed(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_closing_gives_everything_back_in_batches(sim: Sim) -> None:
+async def test_close_releases_all_leases_in_batches(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, batch=10) as leases:
         for _ in range(25):
@@ -120,7 +128,7 @@ async def test_closing_gives_everything_back_in_batches(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_who_holds_a_lease_when_the_client_closes_is_told(sim: Sim) -> None:
+async def test_close_notifies_the_holders(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         lease = await leases.acquire("db", limit=1)
         assert lease is not None
@@ -133,11 +141,11 @@ async def test_who_holds_a_lease_when_the_client_closes_is_told(sim: Sim) -> Non
         await leases.acquire("db", limit=1)
 
 
-# -- being told ----------------------------------------------------------------------------------
+# -- losses --------------------------------------------------------------------------------------
 
 
 @in_virtual_time
-async def test_told_at_the_deadline_by_callback_and_by_await(sim: Sim) -> None:
+async def test_a_holder_is_notified_at_the_deadline(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         lease = await leases.acquire("db", limit=1)
@@ -162,7 +170,7 @@ async def test_told_at_the_deadline_by_callback_and_by_await(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_told_when_the_store_does_not_know_it_any_more(sim: Sim) -> None:
+async def test_a_holder_is_notified_when_the_store_lost_its_lease(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         lease = await leases.acquire("db", limit=1)
@@ -179,7 +187,7 @@ async def test_told_when_the_store_does_not_know_it_any_more(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_renewal_by_hand_tells_at_once(sim: Sim) -> None:
+async def test_a_manual_renewal_notifies_at_once(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         lease = await leases.acquire("db", limit=1)
         assert lease is not None
@@ -190,7 +198,7 @@ async def test_a_renewal_by_hand_tells_at_once(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_late_listener_is_told_at_once(sim: Sim) -> None:
+async def test_a_callback_added_after_the_loss_is_called_at_once(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         lease = await leases.acquire("db", limit=1)
@@ -205,7 +213,7 @@ async def test_a_late_listener_is_told_at_once(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_callback_that_fails_keeps_nobody_from_being_told(sim: Sim) -> None:
+async def test_a_failing_callback_does_not_stop_the_others(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         told = []
@@ -238,7 +246,7 @@ async def test_a_released_lease_is_not_lost(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_coroutine_function_is_no_callback(sim: Sim) -> None:
+async def test_a_coroutine_function_is_refused_as_a_callback(sim: Sim) -> None:
     async def callback(error: LeaseLost) -> None:
         raise AssertionError
 
@@ -250,7 +258,7 @@ async def test_a_coroutine_function_is_no_callback(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_lease_is_over_by_the_clock_before_anybody_could_be_told(sim: Sim) -> None:
+async def test_an_expired_lease_is_not_live_before_its_holder_is_notified(sim: Sim) -> None:
     store = ScriptedStore()
     host = sim.host("worker")
     box = []
@@ -296,7 +304,7 @@ async def test_an_acquire_whose_answer_is_lost_is_undone(sim: Sim) -> None:
 
 @in_virtual_time
 async def test_an_acquire_that_arrives_after_its_release_is_undone(sim: Sim) -> None:
-    """It waits in a buffer on the way until the outage is over, and overtakes nothing."""
+    """The network delays the acquire until after the outage, and its release arrives first."""
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         store.hangs = "before"
@@ -345,7 +353,7 @@ async def test_a_release_that_is_not_answered_is_repeated(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_doubt_that_cannot_be_settled_is_left_to_time(sim: Sim) -> None:
+async def test_a_lease_in_doubt_that_cannot_be_settled_is_left_to_expire(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         store.hangs = "after"
@@ -363,7 +371,7 @@ async def test_a_doubt_that_cannot_be_settled_is_left_to_time(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_what_is_stored_with_a_lease(sim: Sim) -> None:
+async def test_the_holder_is_stored_with_a_lease(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         await leases.acquire("db", limit=1)
         await leases.acquire("db/users", limit=1, owner="importer")
@@ -376,7 +384,7 @@ async def test_what_is_stored_with_a_lease(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_repr_tells_the_state(sim: Sim) -> None:
+async def test_repr_shows_the_state(sim: Sim) -> None:
     store = ScriptedStore()
     leases = client(store)
     assert repr(leases) == "<Leases the store: new, 0 leases>"
@@ -395,7 +403,7 @@ async def test_repr_tells_the_state(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_it_is_opened_once(sim: Sim) -> None:
+async def test_a_client_can_be_opened_once(sim: Sim) -> None:
     leases = client(ScriptedStore())
     async with leases:
         with pytest.raises(LeaseError, match="was opened before"):
@@ -404,7 +412,7 @@ async def test_it_is_opened_once(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_misconfigured_store_is_no_outage(sim: Sim) -> None:
+async def test_a_misconfigured_store_does_not_count_as_an_outage(sim: Sim) -> None:
     store = ScriptedStore()
     store.error = StoreMisconfigured("no such table")
     with pytest.raises(StoreMisconfigured):
@@ -419,8 +427,8 @@ async def test_a_misconfigured_store_is_no_outage(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_store_with_a_defect_is_told_at_the_deadline(sim: Sim) -> None:
-    """An error that no adapter should raise stops nothing: holders are told all the same."""
+async def test_a_defective_store_loses_leases_at_their_deadline(sim: Sim) -> None:
+    """An error that no adapter should raise does not stop the keeper: holders are notified."""
     store = ScriptedStore()
     async with client(store) as leases:
         lease = await leases.acquire("db", limit=1)
@@ -447,20 +455,20 @@ async def test_a_store_with_a_defect_is_told_at_the_deadline(sim: Sim) -> None:
         ({"key": "\ud800"}, "without lone surrogates"),
     ],
 )
-async def test_mistakes_in_a_request(wrong: dict[str, object], words: str) -> None:
+async def test_mistakes_in_acquire_are_refused(wrong: dict[str, object], words: str) -> None:
     good: dict[str, object] = {"key": "db", "limit": 1, "ttl": 180.0}
     async with client(ScriptedStore()) as leases:
         with pytest.raises(ValueError, match=words):
             await leases.acquire(**{**good, **wrong})  # type: ignore[arg-type]
 
 
-async def test_a_margin_that_eats_the_life() -> None:
+async def test_a_margin_of_half_the_ttl_is_refused() -> None:
     async with client(ScriptedStore(), margin=10.0) as leases:
         with pytest.raises(ValueError, match="ttl=15 must be more than twice the margin of 10 s"):
             await leases.acquire("db", limit=1, ttl=15.0)
 
 
-def test_all_mistakes_in_the_policy_at_once() -> None:
+def test_one_error_lists_all_mistakes_in_the_policy() -> None:
     with pytest.raises(ValueError, match="leases: ") as caught:
         Policy(
             on_unavailable="panic",  # type: ignore[arg-type]
@@ -495,7 +503,7 @@ async def _inside(store: ScriptedStore) -> list[str]:
     return [known for room in store._keys.values() for known in room.live]
 
 
-def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     @in_virtual_time
     async def scenario(sim: Sim) -> None:
         store = ScriptedStore()
@@ -515,7 +523,7 @@ def test_the_log_is_loud_about_an_outage(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_the_log_tells_of_lost_leases_once_and_not_of_those_at_the_end(
+def test_lost_leases_are_logged_once_except_those_of_close(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(sim: Sim) -> None:
@@ -523,7 +531,7 @@ def test_the_log_tells_of_lost_leases_once_and_not_of_those_at_the_end(
         async with client(store, on_unavailable="refuse") as leases:
             lost = [await leases.acquire("db", limit=3) for _ in range(3)]
             assert lost[0] is not None
-            await lost[0].renew()  # nothing is lost, nothing is told
+            await lost[0].renew()  # nothing is lost, nothing is logged
             store.break_down()
             await lost[0].lost()
             store.error = None
@@ -536,7 +544,7 @@ def test_the_log_tells_of_lost_leases_once_and_not_of_those_at_the_end(
     assert told == ["the store: 3 leases lost (3 of 'db'): it could not be renewed in time"]
 
 
-def test_a_client_may_be_made_outside_a_loop() -> None:
+def test_a_client_may_be_created_outside_a_loop() -> None:
     leases = Leases(ScriptedStore())
 
     async def use() -> None:
@@ -577,3 +585,12 @@ def test_a_lease_survives_a_keeper_that_was_cancelled(
 
     for seed in range(3):
         run_one(scenario, seed)
+
+
+async def test_a_refused_acquire_yields_to_the_event_loop() -> None:
+    async with connect("memory://") as leases:
+        assert await leases.acquire("db", limit=1) is not None
+        turn = asyncio.create_task(asyncio.sleep(0))
+        for _ in range(3):
+            assert await leases.acquire("db", limit=1) is None
+        assert turn.done()

@@ -383,6 +383,15 @@ async def test_too_many_waiting(module_url: str) -> None:
         assert pool.statistics().refused == 1
 
 
+async def test_a_refused_checkout_yields_to_the_event_loop(module_url: str) -> None:
+    pool = AsyncConnectionPool(module_url, open=False)
+    turn = asyncio.create_task(asyncio.sleep(0))
+    for _ in range(3):
+        with pytest.raises(PoolClosed):
+            await pool.getconn()
+    assert turn.done()
+
+
 async def test_resize(module_url: str) -> None:
     async with AsyncConnectionPool(module_url, max_size=1) as pool:
         await pool.wait()

@@ -80,6 +80,7 @@ class StoreCalls:
 
         `timeout` may shorten the policy's timeout.
         """
+        await asyncio.sleep(0)  # a caller that retries at once must not stop the loop
         if not self.opened:
             raise self._misconfigured or self._still_down()
         return await self._call(what, call, min(self.policy.timeout, timeout))

@@ -15,7 +15,7 @@ from moored.kernel import Timers, awaited, describe
 
 from ._core import Waiter
 from ._driver import DriverState
-from ._errors import PoolClosed, PoolTimeout
+from ._errors import PoolClosed, PoolTimeout, ReservoirError
 from ._item import Item
 from ._pool import PING_TIMEOUT, Pool
 from ._psycopg import driver
@@ -145,7 +145,7 @@ class AsyncConnectionPool(Pool[C]):
 
     async def getconn(self, timeout: float | None = None) -> C:
         """A connection, to be given back with `putconn()`; better use `connection()`."""
-        return self._by_hand(await self._checkout(timeout))
+        return self._hand_out(await self._checkout(timeout))
 
     async def putconn(self, conn: C) -> None:
         """Give back what `getconn()` gave; an open transaction is rolled back, with a warning."""
@@ -171,12 +171,16 @@ class AsyncConnectionPool(Pool[C]):
     # -- checkout ------------------------------------------------------------------------------
 
     async def _checkout(self, timeout: float | None) -> Item[C]:
-        """A connection that was looked at, after waiting for it if need be."""
-        if not self._usable:
-            await self._get_usable()
-        if self._loop is not asyncio.get_running_loop():
-            raise PoolClosed(self._on_another_loop())
-        return await self._obtain(timeout, _task_of(self._loop))
+        """Return a checked connection, after waiting for it if need be."""
+        try:
+            if not self._usable:
+                await self._get_usable()
+            if self._loop is not asyncio.get_running_loop():
+                raise PoolClosed(self._on_another_loop())
+            return await self._obtain(timeout, _task_of(self._loop))
+        except ReservoirError:
+            await asyncio.sleep(0)  # a caller that retries at once must not stop the loop
+            raise
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -213,36 +217,16 @@ class AsyncConnectionPool(Pool[C]):
             await self.open()
         self.reservoir.check_open()
 
-    async def _wait(
-        self, now: float, began: float, timeout: float, holder: Any, patient: bool
-    ) -> Item[C]:
-        reservoir = self.reservoir
-        core = reservoir.core
-        if (why := core.refuses(now, patient=patient)) is not None:
-            raise self._refused(why)
-        if (error := reservoir.upkeep.unreachable()) is not None:
-            raise error
+    def _new_waiter(self, since: float, deadline: float, holder: Any) -> Waiter[C]:
         assert self._loop is not None
-        waiter: _AsyncWaiter[C] = _AsyncWaiter(now, began + timeout, holder)
+        waiter: _AsyncWaiter[C] = _AsyncWaiter(since, deadline, holder)
         waiter.future = self._loop.create_future()
-        core.enqueue(waiter)
+        return waiter
+
+    def _until_woken(self, waiter: Waiter[C]) -> asyncio.Future[None]:
+        assert isinstance(waiter, _AsyncWaiter)
         self._set_timer(waiter.deadline)
-        if core.can_grow:
-            reservoir.upkeep.nudge()
-        try:
-            await waiter.future
-        except asyncio.CancelledError:
-            if (item := core.leave(waiter, self._monotonic())) is not None:
-                reservoir.carry_out(core.give(item, self._monotonic()))
-            raise
-        if (item := waiter.item) is None:
-            if waiter.error is None or isinstance(waiter.error, TimeoutError):
-                raise self._timed_out(timeout)
-            raise waiter.error
-        reservoir.latency.add(self._monotonic() - began)
-        if reservoir.leak_after is not None:
-            reservoir.mark(item, holder)
-        return item
+        return waiter.future
 
     def _set_timer(self, deadline: float) -> None:
         """One timer for all who wait: for the first of them whose time will be over."""
@@ -252,7 +236,6 @@ class AsyncConnectionPool(Pool[C]):
 
     def _on_time(self) -> None:
         for waiter in self._core.expire(self._monotonic()):
-            waiter.error = TimeoutError()
             waiter.wake()
         if self._core.waiting:
             self._set_timer(min(waiter.deadline for waiter in self._core.waiting))
@@ -303,8 +286,8 @@ class _AsyncCheckout(Generic[C]):
             return self._wait()
         item.holder = _task_of(pool._loop)
         self._item = item
-        at_hand: Coroutine[Any, Any, C] = item.at_hand
-        return at_hand
+        ready_future: Coroutine[Any, Any, C] = item.ready_future
+        return ready_future
 
     async def _wait(self) -> C:
         self._item = item = await self._pool._checkout(self._timeout)
