@@ -1,11 +1,11 @@
-"""Some hosts that want more leases than there are, and everything that can befall them."""
+"""Simulated hosts that compete for leases, with crashes, pauses, clock steps and network faults."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from tests.leases.bad_line import BadLine, Weather
+from tests.leases.faulty_network import FaultyNetwork, NetworkFaults
 from tests.leases.model import Model
 
 from moored.leases import Leases, MemoryStore, Policy, StoreUnavailable
@@ -17,25 +17,25 @@ TTL = 6.0
 LIMIT = 3
 HOSTS = 5
 TROUBLE_UNTIL = 25.0
-#: After the last trouble: calls in flight end, leases of the dead and of lost answers expire.
+#: After the last fault: calls in flight end, leases of dead hosts and of lost responses expire.
 SETTLED = 2 * TTL + 5.0
 REFUSE = Policy(on_unavailable="refuse", renew_every=2.0, margin=0.5, timeout=1.5)
 
 
 class Cluster:
-    """The hosts, their store, the line between them, and the observer."""
+    """The hosts, their store, the network between them, and the model that checks them."""
 
     def __init__(self, sim: Sim, policy: Policy = REFUSE) -> None:
         self.sim = sim
         self.policy = policy
-        self.weather = Weather()
+        self.faults = NetworkFaults()
         self.over = False
         self.store = MemoryStore(clock=sim.host("store").clock)
         self.model = Model(sim, self.store)
         self.hosts = [sim.host(f"host-{n}", self._main(n)) for n in range(HOSTS)]
 
-    def line(self) -> BadLine:
-        return BadLine(self.store, self.sim, self.weather)
+    def line(self) -> FaultyNetwork:
+        return FaultyNetwork(self.store, self.sim, self.faults)
 
     def client(self) -> Leases:
         return Leases(self.line(), service_name="orders", policy=self.policy)
@@ -102,40 +102,40 @@ class Cluster:
         self.sim.rng.choice((host, self.sim)).wall_step(seconds)
 
     async def storm(self) -> None:
-        rng, weather = self.sim.rng, self.weather
+        rng, faults = self.sim.rng, self.faults
         kind = rng.choice(("slow", "deaf", "lossy", "refused", "dying"))
         if kind == "slow":
-            weather.there = weather.back = (0.1, rng.choice((0.8, 2.0, 8.0)))
+            faults.there = faults.back = (0.1, rng.choice((0.8, 2.0, 8.0)))
         elif kind == "deaf":
-            weather.lost_answers = rng.choice((0.5, 1.0))
+            faults.lost_answers = rng.choice((0.5, 1.0))
         elif kind == "lossy":
-            weather.lost_requests = rng.choice((0.5, 1.0))
+            faults.lost_requests = rng.choice((0.5, 1.0))
         elif kind == "refused":
-            weather.refused = True
+            faults.refused = True
         else:
-            # As servers do: their last answers come very late, and then none.
-            weather.back = (0.7, 1.4)
+            # As a dying server: its last responses are very late, then there are none.
+            faults.back = (0.7, 1.4)
             await asyncio.sleep(rng.uniform(2.0, 4.0))
-            weather.refused = not self.over
+            faults.refused = not self.over
         await asyncio.sleep(rng.uniform(0.5, 10.0))
         self.clear_up()
 
     def clear_up(self) -> None:
-        fresh = Weather()
+        fresh = NetworkFaults()
         for name, value in vars(fresh).items():
-            setattr(self.weather, name, value)
+            setattr(self.faults, name, value)
 
     # -- the end -------------------------------------------------------------------------------
 
     def calm(self) -> None:
-        """No more trouble: every host runs, and the store answers."""
+        """End all faults: every host runs, and the store answers."""
         self.over = True
         self.clear_up()
         for host in self.hosts:
             self.resume(host)
 
     async def settle(self) -> None:
-        """All hosts die; after one ttl everything must be free, without any repair."""
+        """Kill all hosts, and check that all leases are free after one ttl, without any repair."""
         self.clear_up()
         self.over = True
         for host in self.hosts:

@@ -109,12 +109,12 @@ class StoreConformance:
         await asyncio.sleep(seconds)
 
     async def expire(self) -> None:
-        """Let a lease of `ttl` end, if nobody renews it."""
+        """Wait until a lease with `ttl` has expired."""
         await self.pass_time(self.ttl * 1.2)
 
     # -- acquire -------------------------------------------------------------------------------
 
-    async def test_gives_as_many_as_the_limit_and_no_more(self, store: Store) -> None:
+    async def test_grants_exactly_the_limit(self, store: Store) -> None:
         for _ in range(3):
             wanted = request(limit=3)
             grant = await store.acquire(wanted)
@@ -123,7 +123,9 @@ class StoreConformance:
         assert await store.acquire(request(limit=3)) is None
         assert len(await store.held("db")) == 3
 
-    async def test_is_exact_when_many_ask_at_once(self, open_store: OpenStore) -> None:
+    async def test_grants_exactly_the_limit_to_concurrent_acquires(
+        self, open_store: OpenStore
+    ) -> None:
         stores = [await open_store() for _ in range(4)]
         grants = await asyncio.gather(
             *(stores[n % 4].acquire(request(limit=10)) for n in range(20))
@@ -131,9 +133,7 @@ class StoreConformance:
         assert sum(grant is not None for grant in grants) == 10
         assert len(await stores[0].held("db")) == 10
 
-    async def test_is_never_over_the_limit_while_leases_come_and_go(
-        self, open_store: OpenStore
-    ) -> None:
+    async def test_the_limit_holds_while_leases_come_and_go(self, open_store: OpenStore) -> None:
         stores = [await open_store() for _ in range(4)]
         held = peak = granted = 0
 
@@ -165,7 +165,9 @@ class StoreConformance:
         assert await store.acquire(wanted) == first
         assert await store.acquire(request(limit=2)) is None
 
-    async def test_the_same_id_at_once_gets_one_lease(self, open_store: OpenStore) -> None:
+    async def test_concurrent_acquires_of_the_same_id_get_one_lease(
+        self, open_store: OpenStore
+    ) -> None:
         stores = [await open_store() for _ in range(4)]
         wanted = request(limit=5)
         grants = await asyncio.gather(*(store.acquire(wanted) for store in stores))
@@ -178,14 +180,16 @@ class StoreConformance:
         assert await store.acquire(request("db/users")) is not None
         assert await store.acquire(request("db/orders")) is None
 
-    async def test_a_smaller_limit_ends_nothing_and_gives_nothing(self, store: Store) -> None:
+    async def test_a_lowered_limit_ends_no_lease_and_grants_none(self, store: Store) -> None:
         for _ in range(3):
             await store.acquire(request(limit=3))
         assert await store.acquire(request(limit=2)) is None
         assert len(await store.held("db")) == 3
         assert await store.acquire(request(limit=4)) is not None
 
-    async def test_leases_outlive_the_client_that_asked(self, open_store: OpenStore) -> None:
+    async def test_leases_outlive_the_store_object_that_acquired_them(
+        self, open_store: OpenStore
+    ) -> None:
         first = await open_store()
         wanted = request()
         await first.acquire(wanted)
@@ -202,7 +206,7 @@ class StoreConformance:
         assert list(await store.release([wanted])) == [True]
         assert await store.acquire(request()) is not None
 
-    async def test_a_second_release_finds_nothing(self, store: Store) -> None:
+    async def test_a_second_release_returns_false(self, store: Store) -> None:
         wanted = request(limit=2)
         other = request(limit=2)
         await store.acquire(wanted)
@@ -218,7 +222,7 @@ class StoreConformance:
         assert sorted(await store.release([wanted, wanted])) == [False, True]
         assert len(await store.held("db")) == 1
 
-    async def test_many_releases_at_once_end_it_once(self, open_store: OpenStore) -> None:
+    async def test_concurrent_releases_end_a_lease_once(self, open_store: OpenStore) -> None:
         stores = [await open_store() for _ in range(4)]
         wanted = request(limit=4)
         for each in (wanted, *(request(limit=4) for _ in range(3))):
@@ -229,11 +233,11 @@ class StoreConformance:
         assert await stores[0].acquire(request(limit=4)) is not None
         assert await stores[0].acquire(request(limit=4)) is None
 
-    async def test_what_was_never_granted_can_be_released(self, store: Store) -> None:
+    async def test_releasing_an_unknown_id_has_no_effect(self, store: Store) -> None:
         assert list(await store.release([request()])) == [False]
         assert await store.acquire(request()) is not None
 
-    async def test_an_id_of_another_key_is_left_alone(self, store: Store) -> None:
+    async def test_an_id_of_another_key_is_not_released(self, store: Store) -> None:
         mine = request("db/orders")
         await store.acquire(mine)
         foreign = replace(mine, key="db/users")
@@ -250,7 +254,7 @@ class StoreConformance:
         assert list(await store.release(batch)) == [True, False, True, True, False]
         assert list(await store.held()) == []
 
-    async def test_the_key_and_the_id_are_enough(self, store: Store) -> None:
+    async def test_the_key_and_the_id_suffice_to_renew_and_release(self, store: Store) -> None:
         for _ in range(20):
             await store.acquire(request(limit=20))
         chosen = (await store.held("db"))[7]
@@ -259,7 +263,7 @@ class StoreConformance:
         assert chosen.id not in {held.id for held in await store.held("db")}
         assert len(await store.held("db")) == 19
 
-    async def test_nothing_asked_is_nothing_done(self, store: Store) -> None:
+    async def test_empty_batches_return_empty_lists(self, store: Store) -> None:
         assert list(await store.release([])) == []
         assert list(await store.renew([])) == []
         assert list(await store.held()) == []
@@ -275,7 +279,7 @@ class StoreConformance:
         assert list(await store.release([lost])) == [False]
         assert len(await store.held("db")) == 1
 
-    async def test_a_renewal_keeps_it_alive(self, store: Store) -> None:
+    async def test_a_renewal_extends_a_lease(self, store: Store) -> None:
         # Long enough for a machine that stalls between two renewals.
         wanted = request(ttl=self.ttl + 1.5)
         await store.acquire(wanted)
@@ -298,11 +302,13 @@ class StoreConformance:
         late = request(limit=5, ttl=self.ttl)
         await store.acquire(late)
         await self.expire()
-        # There is room, and still the answer is no: its holder was told that it is over.
+        # It is refused although the limit has room: its holder was notified of the loss.
         assert list(await store.renew([late])) == [False]
         assert list(await store.held("db")) == []
 
-    async def test_an_expired_lease_is_not_taken_back_from_the_next(self, store: Store) -> None:
+    async def test_an_expired_lease_is_not_taken_back_from_the_next_holder(
+        self, store: Store
+    ) -> None:
         old, new = request(ttl=self.ttl), request()
         await store.acquire(old)
         await self.expire()
@@ -319,7 +325,7 @@ class StoreConformance:
         assert list(await store.renew([wanted])) == [False]
         assert list(await store.held("db")) == []
 
-    async def test_what_was_never_granted_is_not_renewed(self, store: Store) -> None:
+    async def test_an_unknown_id_is_not_renewed(self, store: Store) -> None:
         assert list(await store.renew([request(limit=2)])) == [False]
         assert list(await store.held("db")) == []
 
@@ -363,7 +369,7 @@ class StoreConformance:
             grant = await stores[turn % 2].acquire(wanted)
             assert grant is not None
             fences.append(grant.fence)
-            # It ends in both ways: given back, and forgotten.
+            # It ends in both ways: released, and expired.
             if turn % 3 == 2:
                 await self.expire()
             else:
@@ -371,7 +377,7 @@ class StoreConformance:
         assert fences == sorted(set(fences))
         assert fences[0] >= 1
 
-    async def test_the_fence_grows_over_all_that_is_forgotten(self, store: Store) -> None:
+    async def test_the_fence_grows_after_all_leases_of_the_key_ended(self, store: Store) -> None:
         first = await store.acquire(request(ttl=self.ttl))
         await self.expire()
         # Looking is when a store may tidy up: what it tidies away must not hold the fence.
@@ -390,7 +396,7 @@ class StoreConformance:
 
     # -- held ----------------------------------------------------------------------------------
 
-    async def test_a_held_lease_says_everything(self, store: Store) -> None:
+    async def test_held_returns_all_fields(self, store: Store) -> None:
         wanted = replace(request("db/orders"), holder=Holder("büro", "pool 🔑", "höst", 65535))
         before = time.time()
         grant = await store.acquire(wanted)
@@ -412,7 +418,7 @@ class StoreConformance:
         assert everything == ["db", "db", "db/orders", "db/users"]
         assert list(await store.held("nobody")) == []
 
-    async def test_odd_keys_are_all_different(self, store: Store) -> None:
+    async def test_unusual_keys_are_distinct(self, store: Store) -> None:
         for key in ODD_KEYS:
             assert await store.acquire(request(key)) is not None, key
         assert {held.key for held in await store.held()} == set(ODD_KEYS)
@@ -441,7 +447,7 @@ class StoreConformance:
             granted, _ = await store.take("connects", rate=rate, burst=2, tokens=1)
         assert granted == 1
 
-    async def test_up_to_so_many_tokens(self, store: Store) -> None:
+    async def test_a_take_grants_up_to_the_requested_tokens(self, store: Store) -> None:
         taken = await store.take("connects", rate=0.1, burst=5, tokens=3)
         assert taken == Taken(3, 0.0)
         taken = await store.take("connects", rate=0.1, burst=5, tokens=8)
@@ -449,7 +455,7 @@ class StoreConformance:
         assert 0 < taken.wait <= 10.01
         assert (await store.take("connects", rate=0.1, burst=5, tokens=8)).granted == 0
 
-    async def test_two_takers_never_share_a_token(self, open_store: OpenStore) -> None:
+    async def test_concurrent_takes_never_share_a_token(self, open_store: OpenStore) -> None:
         stores = [await open_store() for _ in range(4)]
         taken = await asyncio.gather(
             *(
@@ -459,7 +465,7 @@ class StoreConformance:
         )
         assert sum(each.granted for each in taken) == 10
 
-    async def test_a_refused_taker_pays_nothing(self, store: Store) -> None:
+    async def test_a_refused_take_costs_nothing(self, store: Store) -> None:
         rate = 2 / self.ttl
         await store.take("connects", rate=rate, burst=1, tokens=1)
         for _ in range(20):
@@ -473,20 +479,20 @@ class StoreConformance:
         await self.expire()
         assert (await store.take("connects", rate=rate, burst=3, tokens=50)).granted == 3
 
-    async def test_limits_and_leases_of_one_name_are_different_things(self, store: Store) -> None:
+    async def test_a_rate_limit_and_a_lease_may_have_the_same_key(self, store: Store) -> None:
         assert (await store.take("db", rate=0.1, burst=1, tokens=1)).granted == 1
         assert await store.acquire(request("db")) is not None
         assert (await store.take("db2", rate=0.1, burst=1, tokens=1)).granted == 1
         assert (await store.take("db", rate=0.1, burst=1, tokens=1)).granted == 0
         assert [held.key for held in await store.held()] == ["db"]
 
-    async def test_odd_keys_have_limits_of_their_own(self, store: Store) -> None:
+    async def test_unusual_keys_have_separate_rate_limits(self, store: Store) -> None:
         for key in ODD_KEYS:
             assert (await store.take(key, rate=0.01, burst=1, tokens=1)).granted == 1, key
         for key in ODD_KEYS:
             assert (await store.take(key, rate=0.01, burst=1, tokens=1)).granted == 0, key
 
-    async def test_no_window_holds_more_than_it_may(self, open_store: OpenStore) -> None:
+    async def test_no_window_exceeds_the_rate_limit(self, open_store: OpenStore) -> None:
         stores = [await open_store() for _ in range(4)]
         rate, burst = 40.0, 4
         seen: list[tuple[float, float, int]] = []

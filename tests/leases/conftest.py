@@ -35,5 +35,5 @@ def redis_url(redis_server: RedisServer) -> str:
 
 @pytest.fixture
 def unused_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A loopback port without a listener."""
     return free_port()

@@ -1,4 +1,4 @@
-"""Many processes that share a store, some of them killed at any moment; for any store, by its URL.
+"""Many processes that share a store, some of which are killed; for any store, by its URL.
 
 ::
 
@@ -79,19 +79,19 @@ class Fleet:
             self.kill(pid)
 
     def stop(self, pid: int) -> None:
-        """Let a process do nothing, without a word to it."""
+        """Suspend a process by SIGSTOP."""
         os.kill(pid, signal.SIGSTOP)
 
     def go_on(self, pid: int) -> None:
-        """Let a stopped process go on, as if nothing had been."""
+        """Resume a suspended process."""
         os.kill(pid, signal.SIGCONT)
 
     def events(self) -> list[observer.Event]:
-        """What the processes have written so far."""
+        """Return the events that the processes have logged so far."""
         return observer.events(self.directory)
 
     def wait_for(self, what: str, count: int = 1, **data: Any) -> list[observer.Event]:
-        """Wait until so many events of a kind have been written, and return them."""
+        """Wait until `count` events of a kind have been logged, and return them."""
         wanted = {"what": what, **data}
         seen = self._wait(
             lambda seen: sum(wanted.items() <= e.items() for e in seen) >= count,
@@ -116,12 +116,12 @@ class Fleet:
             time.sleep(0.01)
 
     def refill(self, limit: int) -> float:
-        """Acquire as many leases as the limit allows; seconds that it took since the last kill."""
+        """Acquire as many leases as the limit allows; returns the seconds since the last kill."""
         return asyncio.run(self._refill(limit))
 
     async def _refill(self, limit: int) -> float:
         got = 0
-        # It only looks: the short timeout of the processes is not what this measures.
+        # The short timeout of the processes is not what this measures.
         patient = {**self.options, "timeout": PATIENCE}
         async with connect(self.url, service_name="refill", **patient) as leases:
             deadline = time.monotonic() + self.ttl + PATIENCE
@@ -205,7 +205,7 @@ def storm(
 
 
 def one_shot(fleet: Fleet, *, workers: int = 20, limit: int = 10) -> int:
-    """How many of many processes that ask at the same moment get a lease."""
+    """Let processes acquire at the same moment; returns how many get a lease."""
     for _ in range(workers):
         fleet.spawn("once", limit=limit, ttl=60.0)
     fleet.wait_for("ready", workers)

@@ -1,4 +1,4 @@
-"""What must hold whatever happens, watched by one who sees every host and the store at once."""
+"""The invariants of leases, checked by a model that sees every host and the store at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moored.testing._hosts import Process
 
 __all__ = ["Claim", "Model"]
 
-# How late a callback may be in virtual time: not at all, but floats have a last digit.
+# How late a callback may be in virtual time: not at all, except for rounding.
 EXACT = 1e-6
 
 
 @dataclass(eq=False)
 class Claim:
-    """A lease in somebody's hands."""
+    """A lease that a host holds."""
 
     lease: Lease
     host: Host
@@ -27,17 +27,17 @@ class Claim:
     ended: bool = False
     told: LeaseLost | None = None
     told_at: float = 0.0
-    #: When its host last went on after a pause.
+    #: When its host was last resumed after a pause.
     resumed_at: float = field(default=-1.0)
 
     @property
     def live(self) -> bool:
-        """Whether its holder may use it now, by its own clock."""
+        """Whether its holder may use the lease now, by its own clock."""
         return not self.ended and self.process.alive and self.lease.live
 
 
 class Model:
-    """The observer."""
+    """Checks the invariants; holders report to it."""
 
     def __init__(self, sim: Sim, store: MemoryStore) -> None:
         self.sim = sim
@@ -50,10 +50,10 @@ class Model:
         self._released: set[str] = set()
         self._watch_releases()
 
-    # -- what the holders say ------------------------------------------------------------------
+    # -- reports of the holders ----------------------------------------------------------------
 
     def begins(self, lease: Lease, host: Host, limit: int) -> Claim:
-        """A holder has a lease from now on."""
+        """Record that a holder has acquired a lease."""
         claim = Claim(lease, host, host.process, limit)
         self.grants += 1
         self.claims.append(claim)
@@ -65,24 +65,24 @@ class Model:
         return claim
 
     def ends(self, claim: Claim) -> None:
-        """A holder is about to give its lease back."""
+        """Record that a holder is about to release its lease."""
         claim.ended = True
 
     def resumes(self, host: Host) -> None:
-        """A host is about to go on after a pause."""
+        """Record that a host is about to be resumed."""
         for claim in self.claims:
             if claim.host is host:
                 claim.resumed_at = self.sim.now
 
     def _told(self, claim: Claim, error: LeaseLost) -> None:
-        assert claim.told is None, "told twice"
+        assert claim.told is None, "notified twice"
         claim.told, claim.told_at = error, self.sim.now
         self.told += 1
         if error.reason == "expired":
             latest = max(claim.lease.deadline, claim.resumed_at)
-            assert self.sim.now <= latest + EXACT, "told after the deadline"
+            assert self.sim.now <= latest + EXACT, "notified after the deadline"
 
-    # -- what the store does -------------------------------------------------------------------
+    # -- the store -----------------------------------------------------------------------------
 
     def _watch_releases(self) -> None:
         release = self.store._release
@@ -99,10 +99,10 @@ class Model:
 
         self.store._release = watched  # type: ignore[method-assign]
 
-    # -- what must hold ------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Look at everything, now."""
+        """Check all invariants now."""
         now = self.sim.now
         self.claims = [c for c in self.claims if c.process.alive and not c.ended and not _old(c)]
         in_use: dict[str, list[Claim]] = {}
@@ -111,7 +111,7 @@ class Model:
                 in_use.setdefault(claim.lease.key, []).append(claim)
             elif claim.told is None and not claim.host.paused:
                 late = now - max(claim.lease.deadline, claim.resumed_at)
-                assert late <= EXACT, f"not told, {late:.3f} s after the deadline"
+                assert late <= EXACT, f"not notified {late:.3f} s after the deadline"
         for key, claims in in_use.items():
             self._check_key(key, claims)
 
@@ -122,7 +122,7 @@ class Model:
         assert len(real) <= limit, f"{len(real)} leases of {key} are live"
         there = self._in_store(key)
         for claim in real:
-            assert claim.lease.id in there, "a holder believes in a lease that has ended"
+            assert claim.lease.id in there, "a holder relies on a lease that has ended"
         if len(real) < len(claims):
             assert limit > 1, "an exclusive lease is local"
             most = max(Counter(claim.host.name for claim in claims).values())
@@ -135,11 +135,11 @@ class Model:
         return {known for known, lease in live.items() if lease.expires > now}
 
     def local(self) -> int:
-        """How many holders have a lease that the store does not know of."""
+        """Return how many leases are local."""
         return sum(claim.live and claim.lease.local for claim in self.claims)
 
     async def watch(self, until: float, every: float) -> None:
-        """Look again and again, until then."""
+        """Check the invariants regularly, until then."""
         while self.sim.now < until:
             self.check()
             await asyncio.sleep(every)

@@ -1,7 +1,7 @@
-"""What an observer sees who knows nothing of leases but the logs of those who held them.
+"""Checks of limits from the logs of the processes that held leases.
 
-Each process appends to a file of its own what it believed and when, in nanoseconds of the monotonic
-clock, which all processes of a machine share. The checks here are plain functions over these files.
+Each process appends its events to its own file, with times in nanoseconds of the monotonic clock,
+which all processes of a machine share. The checks are plain functions over these files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 
 class Belief(NamedTuple):
-    """That a process held a lease, from the answer on until it gave it back or its deadline."""
+    """The time in which a process relied on a lease: from its grant to its release or deadline."""
 
     start: int
     end: int
@@ -43,7 +43,7 @@ class Belief(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """An instant at which more believed than may."""
+    """An instant at which more leases were relied on than the limit allows."""
 
     at: int
     holders: tuple[Belief, ...]
@@ -58,7 +58,7 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of time with more tokens than it may hold."""
+    """A window with more tokens than the rate limit allows."""
 
     start: int
     end: int
@@ -67,7 +67,7 @@ class Window:
 
 
 def events(directory: Path) -> list[Event]:
-    """All that was written, in the order of time; a line cut short by a kill was never written."""
+    """Return all events in the order of time; a last line that a kill cut short is ignored."""
     found: list[Event] = []
     for path in sorted(directory.glob("*.log")):
         *lines, _ = path.read_bytes().split(b"\n")
@@ -76,16 +76,15 @@ def events(directory: Path) -> list[Event]:
 
 
 def counts(seen: Iterable[Event]) -> Counter[str]:
-    """How often each thing happened."""
+    """Count the events by kind."""
     return Counter(event["what"] for event in seen)
 
 
 def beliefs(seen: Iterable[Event]) -> list[Belief]:
-    """From when to when each lease was believed in.
+    """Return from when to when each lease was relied on.
 
-    It begins when the answer was there and ends when the release was about to be sent, so whatever
-    overlaps here is certain. Whoever was killed is taken to have believed until its last deadline,
-    which is more than it did.
+    That begins when the response had arrived and ends before the release is sent, so an overlap is
+    certain. A killed process counts until its last deadline, which is longer than it lived.
     """
     leases: dict[str, list[Event]] = {}
     for event in seen:
@@ -104,12 +103,12 @@ def _belief(story: list[Event]) -> Iterator[Belief]:
 
 
 def overfull(believed: Sequence[Belief], limit: int) -> Excess | None:
-    """The first instant at which more than `limit` leases were believed in, if there is one."""
+    """Return the first instant at which more than `limit` leases were relied on, or None."""
     return next(_crowded(believed, limit), None)
 
 
 def peak(believed: Sequence[Belief]) -> int:
-    """How many leases were believed in at most at any instant."""
+    """Return the largest number of leases that were relied on at one instant."""
     highest = 0
     while (found := overfull(believed, highest)) is not None:
         highest = max(highest + 1, len(found.holders))
@@ -127,16 +126,16 @@ def _crowded(believed: Sequence[Belief], limit: int) -> Iterator[Excess]:
 
 
 def grants(seen: Iterable[Event]) -> list[Grant]:
-    """The tokens that were used, in the order of time."""
+    """Return the tokens that were used, in the order of time."""
     return sorted(Grant(int(e["at"]), e["tokens"]) for e in seen if e["what"] == "took")
 
 
 def excess(used: Sequence[Grant], *, rate: float, burst: int) -> Window | None:
-    """The window that holds more tokens than rate x window + burst, if there is one.
+    """Return a window with more tokens than rate x window + burst, or None.
 
-    A window that begins and ends with a use is the worst of all that hold the same uses. So with
-    `debt` = tokens so far - rate x time, a window is over if the debt grew by more than the burst,
-    less the first use, which is within the window too.
+    Of all windows with the same uses, the shortest one begins and ends with a use. So with `debt` =
+    tokens so far - rate x time, the limit is exceeded if the debt grew by more than the burst, less
+    the first use, which is in the window, too.
     """
     if not used:
         return None

@@ -1,4 +1,4 @@
-"""From a URL to a client."""
+"""Clients are created from URLs; mistakes in a URL are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moored.leases._memory import _named
 from moored.leases._url import parse
 
 
-async def test_memory_by_url() -> None:
+async def test_a_memory_store_is_opened_by_url() -> None:
     async with connect("memory://", service_name="orders", owner="pool-1") as leases:
         lease = await leases.acquire("db", limit=1)
         assert lease is not None
@@ -40,7 +40,7 @@ async def test_stores_without_a_name_are_private_and_named_ones_are_shared() -> 
         ("redis://cache:port", "redis://cache:port is not a URL"),
     ],
 )
-def test_urls_that_are_none(url: str, words: str) -> None:
+def test_invalid_urls_are_refused(url: str, words: str) -> None:
     with pytest.raises(StoreMisconfigured, match=words):
         connect(url)
 
@@ -67,7 +67,7 @@ def test_a_missing_extra_is_one_clear_line(
     assert "pip install 'moored[" in str(caught.value)
 
 
-def test_adapters_are_imported_when_they_are_asked_for() -> None:
+def test_adapters_are_imported_only_when_used() -> None:
     """In a new interpreter, because this one has them all."""
     import subprocess
 
@@ -80,7 +80,7 @@ def test_adapters_are_imported_when_they_are_asked_for() -> None:
     assert not loaded & {"redis", "psycopg", "aiobotocore", "botocore"}
 
 
-def test_what_a_url_says() -> None:
+def test_a_url_is_parsed_into_its_parts() -> None:
     url = parse("redis://us%40er:p%23ss@Cache-1:6380/2?prefix=a%20b&ssl=")
     assert (url.scheme, url.host, url.port, url.path) == ("redis", "Cache-1", 6380, "/2")
     assert (url.username, url.password) == ("us@er", "p#ss")
@@ -89,12 +89,12 @@ def test_what_a_url_says() -> None:
     assert parse("dynamodb://Orders_Leases?region=eu-west-1").host == "Orders_Leases"
 
 
-def test_a_parameter_that_is_nearly_right() -> None:
+def test_a_misspelt_parameter_is_reported_with_a_suggestion() -> None:
     url = parse("redis://cache?prefx=orders")
     with pytest.raises(StoreMisconfigured, match="'prefx'; did you mean 'prefix'"):
         url.check(["prefix", "ssl"])
     assert url.check(["prefx"]) is url
 
 
-def test_the_store_says_what_it_has() -> None:
+def test_the_repr_of_a_store_counts_its_leases() -> None:
     assert repr(MemoryStore()) == "<MemoryStore: 0 leases of 0 keys>"

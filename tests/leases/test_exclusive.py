@@ -1,4 +1,4 @@
-"""One owner of a key in the cluster."""
+"""Exclusive leases as blocks, in virtual time."""
 
 # ruff: noqa: PT012 (what raises is the end of a block, so there must be one)
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.pure]
 
 
 @in_virtual_time
-async def test_only_one_and_its_fence_grows(sim: Sim) -> None:
+async def test_there_is_one_owner_and_its_fence_grows(sim: Sim) -> None:
     store = ScriptedStore()
     inside = 0
     fences = []
@@ -35,7 +35,7 @@ async def test_only_one_and_its_fence_grows(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_refused_after_the_wait_with_the_name_of_the_holder(sim: Sim) -> None:
+async def test_a_refusal_after_the_wait_names_the_holder(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as first, client(store) as second:
         async with first.exclusive("report", owner="night shift"):
@@ -57,7 +57,7 @@ async def test_refused_after_the_wait_with_the_name_of_the_holder(sim: Sim) -> N
 
 
 @in_virtual_time
-async def test_refused_when_nobody_can_be_named(sim: Sim) -> None:
+async def test_a_refusal_works_while_the_holder_cannot_be_read(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as first, client(store) as second, first.exclusive("report"):
         task = asyncio.create_task(second.exclusive("report", wait=1.0).acquire())
@@ -72,7 +72,7 @@ async def test_refused_when_nobody_can_be_named(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_the_next_one_gets_it_soon_after_a_release(sim: Sim) -> None:
+async def test_a_waiter_gets_the_lease_soon_after_its_release(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as first, client(store) as second:
         lease = await first.exclusive("report").acquire()
@@ -84,7 +84,7 @@ async def test_the_next_one_gets_it_soon_after_a_release(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_lost_lease_ends_the_block(sim: Sim) -> None:
+async def test_a_lost_lease_cancels_the_block(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         with pytest.raises(LeaseLost) as caught:
@@ -102,7 +102,7 @@ async def test_a_lost_lease_ends_the_block(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_lost_lease_that_does_not_end_the_block(sim: Sim) -> None:
+async def test_without_cancel_a_lost_lease_is_raised_at_the_end_of_the_block(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         with pytest.raises(LeaseLost):
@@ -115,7 +115,7 @@ async def test_a_lost_lease_that_does_not_end_the_block(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_block_that_finds_out_itself(sim: Sim) -> None:
+async def test_a_loss_found_by_renew_is_raised_from_the_block(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         with pytest.raises(LeaseLost, match="no longer has it"):
             async with leases.exclusive("report") as lease:
@@ -125,7 +125,7 @@ async def test_a_block_that_finds_out_itself(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_block_that_ends_as_its_lease_does(sim: Sim) -> None:
+async def test_a_block_that_ends_together_with_its_lease_raises_lease_lost(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         with pytest.raises(LeaseLost):
             async with leases.exclusive("report") as lease:
@@ -136,7 +136,7 @@ async def test_a_block_that_ends_as_its_lease_does(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_its_own_error_goes_before_the_loss(sim: Sim) -> None:
+async def test_an_exception_of_the_block_takes_precedence_over_the_loss(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         with pytest.raises(ZeroDivisionError):
             async with leases.exclusive("report") as lease:
@@ -149,7 +149,7 @@ async def test_its_own_error_goes_before_the_loss(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_cancellation_from_elsewhere_goes_on(sim: Sim) -> None:
+async def test_a_cancellation_by_another_task_propagates(sim: Sim) -> None:
     store = ScriptedStore()
 
     async def work() -> None:
@@ -165,7 +165,7 @@ async def test_a_cancellation_from_elsewhere_goes_on(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_both_at_once_is_a_cancellation(sim: Sim) -> None:
+async def test_a_loss_together_with_a_cancellation_is_a_cancellation(sim: Sim) -> None:
     store = ScriptedStore()
 
     async def work() -> None:

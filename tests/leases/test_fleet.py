@@ -52,7 +52,7 @@ def written(target: str, url: str, server: RedisServer) -> list[int]:
 
 @pytest.mark.parametrize("target", ["redis", "postgres"])
 @pytest.mark.parametrize("store", ["redis", "postgres"])
-def test_a_stopped_owner_is_refused(
+def test_a_suspended_owner_is_rejected_by_the_fence(
     store: str,
     target: str,
     targets: dict[str, str],

@@ -1,4 +1,4 @@
-"""The part that decides: no clock, no I/O."""
+"""The lease table and the time heap: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_earlier_request_that_is_answered_later_changes_nothing() -> None:
     assert entry.deadline == 235.0
 
 
-def test_what_has_expired_is_told_once() -> None:
+def test_an_expired_lease_is_reported_once() -> None:
     leases = table()
     first, second = held(leases, 0.0), held(leases, 10.0)
     assert leases.next_deadline() == 175.0
@@ -100,7 +100,7 @@ def test_a_short_life_is_renewed_three_times() -> None:
     assert held(table(renew_every=10.0)).every == 10.0
 
 
-def test_nothing_is_due_before_its_time_and_everything_near_it_is_due_with_it() -> None:
+def test_leases_that_are_due_soon_are_renewed_together() -> None:
     leases = table()
     entries = [held(leases, 0.0) for _ in range(50)]
     for sent_at, entry in enumerate(entries):
@@ -153,7 +153,7 @@ def test_held_leases_use_up_the_local_limit_of_their_key_alone() -> None:
     assert leases.has_local_room(second.request)
 
 
-def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
+def test_a_lease_in_doubt_is_kept_until_settled_or_expired() -> None:
     leases = table(batch=2)
     doubts = [request(ttl=10.0) for _ in range(3)]
     for doubt in doubts:
@@ -167,11 +167,11 @@ def test_a_doubt_is_kept_until_it_is_settled_or_its_time_is_over() -> None:
     assert leases.next_undo() == math.inf
 
 
-def test_what_was_asked_for_and_not_found_is_released_again_for_a_while() -> None:
+def test_the_release_of_an_unanswered_acquire_is_repeated() -> None:
     """The request may have waited on the way until the outage was over, and come after that."""
     leases = table()
     asked = request(ttl=180.0)
-    leases.doubted(asked, 0.0, asked=True)
+    leases.doubted(asked, 0.0, unanswered=True)
     now, tries = 0.0, []
     while leases.doubts:
         now = leases.next_undo()
@@ -183,7 +183,7 @@ def test_what_was_asked_for_and_not_found_is_released_again_for_a_while() -> Non
     leases.undone(asked.id, True, now)
 
 
-def test_what_was_held_and_is_not_found_has_ended() -> None:
+def test_the_release_of_a_held_lease_is_not_repeated() -> None:
     leases = table()
     ended = request()
     leases.doubted(ended, 0.0)
@@ -247,7 +247,9 @@ def test_a_local_lease_gets_another_id() -> None:
     ),
     st.integers(0, 20),
 )
-def test_the_agenda_is_a_sorted_dictionary(steps: list[tuple[str, int | None]], until: int) -> None:
+def test_the_time_heap_behaves_like_a_sorted_dictionary(
+    steps: list[tuple[str, int | None]], until: int
+) -> None:
     heap, model = TimeHeap(), dict[str, float]()
     for name, when in steps:
         if when is None:
@@ -262,7 +264,7 @@ def test_the_agenda_is_a_sorted_dictionary(steps: list[tuple[str, int | None]], 
     assert len(heap) == len(model) - len(due)
 
 
-def test_the_agenda_does_not_grow_with_changes() -> None:
+def test_the_time_heap_does_not_grow_with_changes() -> None:
     heap = TimeHeap()
     for when in range(10_000):
         heap.set("a", float(when))

@@ -1,4 +1,4 @@
-"""Ten thousand leases are neither ten thousand timers nor ten thousand calls a minute."""
+"""Ten thousand leases need few timers, and few calls per minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store in this process."""
+"""The memory store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_keys_without_leases_are_forgotten() -> None:
     assert len(store._keys) + len(store._limits) < 2000
 
 
-async def test_a_store_for_several_loops() -> None:
+async def test_several_event_loops_share_a_store() -> None:
     """The clients of a named store may live in different threads."""
     store = MemoryStore()
     granted = []
@@ -90,15 +90,3 @@ if child == 0:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-async def test_a_refused_acquire_and_an_empty_limit_yield_to_the_event_loop() -> None:
-    store = MemoryStore()
-    for refuse in (
-        lambda: store.acquire(request("key", "id", limit=0)),
-        lambda: store.take("key", rate=1.0, burst=1, tokens=1),
-    ):
-        turn = asyncio.create_task(asyncio.sleep(0))
-        for _ in range(3):
-            await refuse()
-        assert turn.done()

@@ -1,4 +1,4 @@
-"""The checkers themselves: they must find what is wrong, and only that."""
+"""The checkers of the fleet tests detect violations, and only those."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def line(what: str, at: float, **data: object) -> dict[str, object]:
     return {"at": int(at * SECOND), "what": what, "pid": 1, "fence": 1, **data}
 
 
-def test_no_more_than_the_limit() -> None:
+def test_leases_within_the_limit_pass() -> None:
     assert overfull([belief(0, 2), belief(1, 3), belief(2, 4)], 2) is None
     assert overfull([], 0) is None
 
 
-def test_one_too_many_is_found() -> None:
+def test_one_lease_too_many_is_detected() -> None:
     planted = [belief(0, 2), belief(1, 3), belief(1.999, 4)]
     found = overfull(planted, 2)
     assert found is not None
@@ -44,7 +44,7 @@ def test_one_too_many_is_found() -> None:
     assert sorted(found.holders) == planted
 
 
-def test_one_nanosecond_too_many_is_found() -> None:
+def test_an_overlap_of_a_nanosecond_is_detected() -> None:
     planted = [Belief(0, 11, "a", 1, 1), Belief(10, 20, "b", 1, 1)]
     assert overfull(planted, 1) is not None
     assert overfull([planted[0]._replace(end=10), planted[1]], 1) is None
@@ -62,7 +62,7 @@ def test_the_peak_against_a_plain_count() -> None:
         assert overfull(some, plain - 1) is not None
 
 
-def test_a_belief_ends_with_what_comes_first() -> None:
+def test_a_belief_ends_at_the_release_the_loss_or_the_deadline() -> None:
     story = [
         line("acquired", 1.0, lease="a", until=3 * SECOND),
         line("renewed", 2.0, lease="a", until=4 * SECOND),
@@ -76,7 +76,7 @@ def test_a_belief_ends_with_what_comes_first() -> None:
     assert found == {"a": (1.0, 3.5), "killed": (1.0, 3.0), "told": (1.0, 2.5)}
 
 
-def test_a_line_that_was_cut_short_is_no_event(tmp_path: Path) -> None:
+def test_an_incomplete_log_line_is_ignored(tmp_path: Path) -> None:
     whole = json.dumps(line("acquired", 2.0, lease="a"))
     (tmp_path / "1.log").write_text(f"{whole}\n{whole[:20]}")
     (tmp_path / "2.log").write_text(json.dumps(line("refused", 1.0)) + "\n")
@@ -92,7 +92,7 @@ def test_a_burst_and_then_the_rate() -> None:
     assert excess([], rate=10, burst=5) is None
 
 
-def test_one_token_too_many_is_found() -> None:
+def test_one_token_too_many_is_detected() -> None:
     planted = [grant(0), grant(5.0, 3), grant(5.1, 2), grant(5.15), grant(9.0)]
     found = excess(planted, rate=10, burst=5)
     assert found is None
@@ -117,7 +117,7 @@ def test_windows_against_a_plain_count() -> None:
     assert verdicts == {True, False}
 
 
-def test_a_store_that_nobody_shares_is_found_out(tmp_path: Path) -> None:
+def test_a_store_that_is_not_shared_is_detected(tmp_path: Path) -> None:
     # In memory, each process has a store of its own: nothing is agreed upon, and the trials see it.
     with Fleet("memory://", tmp_path / "leases", ttl=1.5) as fleet:
         storm(fleet, limit=2, workers=6, seconds=1.5, seed=1)

@@ -1,4 +1,4 @@
-"""The store does not answer: what holders and acquirers see, and how it ends."""
+"""Outages of the store, for holders and acquirers, in virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def some(acquired: object) -> Lease:
 
 
 @in_virtual_time
-async def test_a_local_lease_says_so(sim: Sim) -> None:
+async def test_a_local_lease_is_marked_as_local(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         store.break_down()
@@ -51,14 +51,14 @@ async def test_a_local_lease_says_so(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_local_lease_for_which_the_store_was_not_asked_is_exchanged_too(sim: Sim) -> None:
+async def test_a_local_lease_is_exchanged_also_if_no_call_was_sent(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         await asyncio.sleep(1.0)
         store.break_down()
         with pytest.raises(StoreUnavailable):
             await leases.held()
-        # So soon after a failure the store is not asked, and there is nothing to give back.
+        # So soon after a failure no call is sent, and there is nothing to release.
         asked = store.calls["acquire"]
         lease = await some(leases.acquire("db", limit=5))
         assert lease.local
@@ -83,7 +83,7 @@ async def test_the_local_limit_counts_what_this_process_holds(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_the_local_limit_can_be_another(sim: Sim) -> None:
+async def test_local_limit_overrides_the_limit_of_the_key(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, local_limit=1) as leases:
         store.break_down()
@@ -124,7 +124,7 @@ async def test_local_leases_become_real_when_the_store_is_back(sim: Sim) -> None
 
 
 @in_virtual_time
-async def test_those_that_the_store_has_no_room_for_are_lost(sim: Sim) -> None:
+async def test_local_leases_that_the_store_refuses_are_lost(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases, client(store) as others:
         store.break_down()
@@ -141,7 +141,7 @@ async def test_those_that_the_store_has_no_room_for_are_lost(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_local_lease_that_is_released_is_simply_gone(sim: Sim) -> None:
+async def test_a_released_local_lease_is_not_exchanged(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         store.break_down()
@@ -154,7 +154,9 @@ async def test_a_local_lease_that_is_released_is_simply_gone(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_local_lease_that_is_released_while_it_is_exchanged(sim: Sim) -> None:
+async def test_a_local_lease_released_during_its_exchange_is_released_in_the_store(
+    sim: Sim,
+) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         store.break_down()
@@ -168,7 +170,7 @@ async def test_a_local_lease_that_is_released_while_it_is_exchanged(sim: Sim) ->
 
 
 @in_virtual_time
-async def test_an_exchange_whose_answer_is_lost_is_made_under_another_id(sim: Sim) -> None:
+async def test_an_exchange_that_timed_out_is_repeated_with_a_new_id(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         store.break_down()
@@ -203,7 +205,7 @@ async def test_a_short_outage_is_not_noticed_by_holders(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_holders_are_told_in_a_long_outage(sim: Sim) -> None:
+async def test_holders_are_notified_in_a_long_outage(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         held = [await some(leases.acquire("db", limit=10)) for _ in range(10)]
@@ -247,7 +249,7 @@ async def test_held_leases_become_local_in_a_long_outage_and_real_after_it(sim: 
 
 
 @in_virtual_time
-async def test_local_leases_are_taken_again_one_by_one_at_a_limited_rate(sim: Sim) -> None:
+async def test_local_leases_are_exchanged_one_by_one_at_a_limited_rate(sim: Sim) -> None:
     """Every process of the cluster does this in the moment in which the store is back."""
     asked: list[float] = []
 
@@ -303,7 +305,7 @@ async def test_leases_that_expire_while_the_store_answers_are_lost(sim: Sim) -> 
 
 
 @in_virtual_time
-async def test_refused_while_it_is_down(sim: Sim) -> None:
+async def test_calls_fail_at_once_while_the_store_is_down(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         store.break_down()
@@ -319,7 +321,7 @@ async def test_refused_while_it_is_down(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_nobody_hangs_when_the_store_does(sim: Sim) -> None:
+async def test_no_call_hangs_while_the_store_hangs(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         store.hangs = "before"
@@ -344,7 +346,7 @@ async def test_nobody_hangs_when_the_store_does(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_short_life_shortens_the_patience(sim: Sim) -> None:
+async def test_a_short_ttl_shortens_the_timeout(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         store.hangs = "before"
@@ -357,7 +359,7 @@ async def test_a_short_life_shortens_the_patience(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_service_starts_without_its_store(sim: Sim) -> None:
+async def test_a_client_opens_while_its_store_is_down(sim: Sim) -> None:
     store = ScriptedStore()
     store.break_down()
     async with client(store) as leases:
@@ -372,7 +374,7 @@ async def test_a_service_starts_without_its_store(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_service_starts_although_its_store_hangs(sim: Sim) -> None:
+async def test_a_client_opens_while_its_store_hangs(sim: Sim) -> None:
     store = ScriptedStore()
     store.hangs = "before"
     async with client(store) as leases:
@@ -384,8 +386,8 @@ async def test_a_service_starts_although_its_store_hangs(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_store_that_turns_out_to_be_misconfigured(sim: Sim) -> None:
-    """It did not answer at the start; now it does, and says no: that is not an outage any more."""
+async def test_a_store_found_misconfigured_after_the_start_raises(sim: Sim) -> None:
+    """The store is down at the start; then it answers, and refuses: that is not an outage."""
     store = ScriptedStore()
     store.break_down()
     async with client(store) as leases:
@@ -400,7 +402,7 @@ async def test_a_store_that_turns_out_to_be_misconfigured(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_many_failures_at_once_are_one_failure(sim: Sim) -> None:
+async def test_concurrent_failures_count_as_one_for_the_backoff(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         store.hangs = "before"
@@ -412,7 +414,7 @@ async def test_many_failures_at_once_are_one_failure(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_store_that_is_needed_and_missing(sim: Sim) -> None:
+async def test_open_fails_with_refuse_while_the_store_is_down(sim: Sim) -> None:
     store = ScriptedStore()
     store.break_down()
     leases = client(store, on_unavailable="refuse")
@@ -422,7 +424,7 @@ async def test_a_store_that_is_needed_and_missing(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_closing_does_not_wait_for_a_dead_store(sim: Sim) -> None:
+async def test_close_does_not_wait_for_a_dead_store(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         lease = await some(leases.acquire("db", limit=5))
@@ -447,7 +449,7 @@ class Halting(ScriptedStore):
 
 
 @in_virtual_time
-async def test_a_lease_that_comes_too_late_is_none(sim: Sim) -> None:
+async def test_a_grant_that_arrives_too_late_raises(sim: Sim) -> None:
     """The timeout does not help here: a process that is stopped does not look at its timers."""
     store = Halting()
     clock = Clock(lambda: sim.now + store.halted)

@@ -1,4 +1,4 @@
-"""A rate that many share, seen from one of them."""
+"""Rate limits, as one process uses them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from((0.5, 3.0, 10.0)), st.integers(1, 6))
-def test_no_window_is_over_whatever_is_asked_and_however_the_clock_goes_back(
+def test_no_window_exceeds_the_limit_even_if_the_clock_is_set_back(
     steps: list[tuple[float, int, float]], rate: float, burst: int
 ) -> None:
     true, shown = 0.0, 1_000_000.0
@@ -59,7 +59,7 @@ def test_the_wait_is_exact(steps: list[tuple[float, int, float]], rate: float, b
             assert before.granted == 0
 
 
-def test_a_clock_that_goes_back_empties_the_limit_and_no_more() -> None:
+def test_a_clock_that_is_set_back_only_empties_the_limit() -> None:
     full_at, _ = _gcra.take(None, 5000.0, rate=10.0, burst=5, tokens=5)
     full_at, taken = _gcra.take(full_at, 1000.0, rate=10.0, burst=5, tokens=5)
     assert taken.granted == 0
@@ -68,7 +68,7 @@ def test_a_clock_that_goes_back_empties_the_limit_and_no_more() -> None:
     assert taken.granted >= 4
 
 
-def test_a_cache_spends_what_ends_first_and_forgets_what_has_ended() -> None:
+def test_the_cache_spends_tokens_that_expire_first_and_drops_stale_ones() -> None:
     cache = TokenCache()
     cache.put(2, until=10.0)
     cache.put(3, until=20.0)
@@ -99,7 +99,7 @@ async def test_a_burst_and_then_the_rate(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_waiting_takes_as_long_as_the_rate_says(sim: Sim) -> None:
+async def test_wait_keeps_to_the_rate(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         limit = leases.rate_limit("connects", rate=10.0, burst=10)
@@ -139,7 +139,7 @@ async def test_batches_save_calls(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_tokens_that_lie_too_long_are_not_used(sim: Sim) -> None:
+async def test_tokens_older_than_hold_are_not_used(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         limit = leases.rate_limit("connects", rate=10.0, burst=10, batch=5)
@@ -152,7 +152,7 @@ async def test_tokens_that_lie_too_long_are_not_used(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_tokens_that_come_too_late_are_not_used(sim: Sim) -> None:
+async def test_tokens_that_arrive_after_hold_are_not_used(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         limit = leases.rate_limit("connects", rate=10.0, burst=10)
@@ -167,7 +167,7 @@ async def test_tokens_that_come_too_late_are_not_used(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_nobody_asks_before_there_can_be_a_token(sim: Sim) -> None:
+async def test_the_store_is_not_called_before_the_next_token_is_free(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         limit = leases.rate_limit("connects", rate=1.0, burst=2)
@@ -180,7 +180,7 @@ async def test_nobody_asks_before_there_can_be_a_token(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_several_at_once(sim: Sim) -> None:
+async def test_several_tokens_are_taken_at_once_or_not_at_all(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         limit = leases.rate_limit("connects", rate=10.0, burst=10)
         assert await limit.take(5) == 0.0
@@ -196,7 +196,7 @@ async def test_several_at_once(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_in_an_outage_the_rate_is_this_processs_own(sim: Sim) -> None:
+async def test_in_an_outage_the_rate_applies_within_the_process(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         limit = leases.rate_limit("connects", rate=10.0, burst=10, local_rate=2.0)
@@ -212,7 +212,7 @@ async def test_in_an_outage_the_rate_is_this_processs_own(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_in_an_outage_it_refuses_if_it_is_told_to(sim: Sim) -> None:
+async def test_in_an_outage_refuse_raises_store_unavailable(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store, on_unavailable="refuse") as leases:
         limit = leases.rate_limit("connects", rate=10.0)
@@ -225,7 +225,7 @@ async def test_in_an_outage_it_refuses_if_it_is_told_to(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_waiter_that_is_cancelled_holds_up_nobody(sim: Sim) -> None:
+async def test_a_cancelled_waiter_does_not_block_the_next(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         limit = leases.rate_limit("connects", rate=1.0, burst=2)
         await limit.wait()

@@ -1,4 +1,4 @@
-"""The store is killed and restarted, stalled, black-holed: nobody hangs, and limits hold again."""
+"""Real stores are killed, stalled and black-holed: no call hangs, and limits hold again."""
 
 from __future__ import annotations
 
@@ -87,12 +87,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.parametrize(
     "fault", thorough(["killed", "black_holed"], ["killed", "stalled", "black_holed"])
 )
-def test_a_fleet_through_an_outage(place: Place, fault: str, tmp_path: Path) -> None:
+def test_the_limit_holds_for_a_fleet_through_an_outage(
+    place: Place, fault: str, tmp_path: Path
+) -> None:
     seconds = scaled(15, least=1)
     with Fleet(place.url, tmp_path / "log", ttl=1.0, timeout=TIMEOUT) as fleet:
         storm(fleet, workers=8, limit=4, seconds=seconds, seed=base_seed())
         place.harm(fault)
-        # Longer than a lease lives: whoever holds one must have let go of it.
+        # Longer than the ttl: every holder must have lost its lease.
         time.sleep(1.5)
         assert "unavailable" in counts(fleet.events())
         place.heal(fault)
@@ -126,7 +128,7 @@ def within(limit: float, what: str) -> Iterator[None]:
 
 async def until(condition: Callable[[], bool], limit: float = RECOVERY) -> None:
     async with asyncio.timeout(limit):
-        while not condition():  # noqa: ASYNC110 - nothing tells when it becomes true
+        while not condition():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
 
 
@@ -138,7 +140,7 @@ async def got(leases: Leases, *, limit: int = 3, ttl: float = 60.0) -> Lease:
 
 @pytest.mark.every_loop
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_going_on_alone(place: Place, fault: str) -> None:
+async def test_local_leases_are_granted_while_the_store_is_down(place: Place, fault: str) -> None:
     async with (
         connect(place.url, on_unavailable="local", local_limit=2, timeout=TIMEOUT) as leases,
     ):
@@ -167,7 +169,9 @@ async def test_going_on_alone(place: Place, fault: str) -> None:
 
 @pytest.mark.every_loop
 @pytest.mark.parametrize("fault", ["refused", "black_holed"])
-async def test_what_was_given_alone_may_be_too_much(place: Place, fault: str) -> None:
+async def test_local_leases_beyond_the_limit_are_lost_after_the_outage(
+    place: Place, fault: str
+) -> None:
     async with connect(place.url, on_unavailable="local", timeout=TIMEOUT) as leases:
         place.harm(fault)
         local = await got(leases, limit=2)
@@ -183,7 +187,7 @@ async def test_what_was_given_alone_may_be_too_much(place: Place, fault: str) ->
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_refusing(place: Place, fault: str) -> None:
+async def test_acquire_is_refused_while_the_store_is_down(place: Place, fault: str) -> None:
     async with connect(place.url, on_unavailable="refuse", timeout=TIMEOUT) as leases:
         brief, long = await got(leases, ttl=1.0), await got(leases)
         await asyncio.to_thread(place.harm, fault)
@@ -202,7 +206,7 @@ async def test_refusing(place: Place, fault: str) -> None:
 
         await asyncio.to_thread(place.heal, fault)
         lease = await _recovered(leases)
-        # The one that was given back in the outage is free now, too.
+        # The lease that was released in the outage is free now, too.
         await until(lambda: leases.statistics().in_doubt == 0)
         assert [held.id for held in await leases.held(KEY)] == [lease.id]
 
@@ -221,7 +225,7 @@ async def _recovered(leases: Leases) -> Lease:
 
 @pytest.mark.every_loop
 @pytest.mark.parametrize("mode", ["local", "refuse"])
-async def test_a_store_that_is_away_at_the_start(place: Place, mode: str) -> None:
+async def test_a_client_opens_while_the_store_is_down(place: Place, mode: str) -> None:
     place.harm("refused")
     if mode == "refuse":
         with within(LIMIT, "the start"), pytest.raises(StoreUnavailable):

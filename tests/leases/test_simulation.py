@@ -1,4 +1,4 @@
-"""Leases on bad days: hosts crash and stop, the store is slow and deaf, clocks step."""
+"""Simulated faults: hosts crash and pause, responses are late or lost, clocks step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moored.testing import Mutant, Sim, Unretrieved, assert_caught, mutant, scal
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-async def cluster_on_a_bad_day(sim: Sim) -> tuple[int, int, int]:
-    """Never over the limit, told in time, released once, and all free after one ttl."""
+async def faulty_cluster(sim: Sim) -> tuple[int, int, int]:
+    """Run a cluster with random faults; all leases must be free one ttl after its end."""
     cluster = Cluster(sim)
     cluster.plan_trouble()
     await cluster.model.watch(TROUBLE_UNTIL + 5.0, every=0.2)
@@ -27,8 +27,8 @@ async def cluster_on_a_bad_day(sim: Sim) -> tuple[int, int, int]:
     return model.grants, model.peak, model.told
 
 
-def test_two_thousand_bad_days() -> None:
-    report = simulate(cluster_on_a_bad_day, scaled(2000, least=40))
+def test_invariants_hold_in_two_thousand_simulated_schedules() -> None:
+    report = simulate(faulty_cluster, scaled(2000, least=40))
     assert report.distinct == report.schedules
 
 
@@ -71,7 +71,7 @@ def _believes_the_arrival(self: LeaseTable, request: Request, sent_at: float) ->
 
 
 def _waits_for_the_store(self: Keeper) -> None:
-    """Holders are told when the renewal has come back, and no timer stands at the deadline."""
+    """Holders are notified only when the renewal returns: there is no timer at the deadline."""
 
 
 _new, _deadline = MemoryStore._new, LeaseTable._deadline
@@ -86,12 +86,12 @@ MUTANTS = [
     mutant(
         LeaseTable, "_deadline", _believes_the_arrival, name="a deadline from the answer's arrival"
     ),
-    mutant(Keeper, "_arm", _waits_for_the_store, name="nobody told while a renewal hangs"),
+    mutant(Keeper, "_arm", _waits_for_the_store, name="no notification while a renewal hangs"),
 ]
 
 
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
-def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
-    caught = assert_caught(cluster_on_a_bad_day, planted, within=400, clean=4)
-    # What the store notices, it notices in a callback, where nobody retrieves it.
+def test_planted_defects_are_detected(planted: Mutant) -> None:
+    caught = assert_caught(faulty_cluster, planted, within=400, clean=4)
+    # The model of the store fails in a callback, whose exception is not awaited.
     assert isinstance(caught.error, AssertionError | Unretrieved), caught

@@ -1,4 +1,4 @@
-"""Outages with local leases: each process keeps a limit, and all is agreed again afterwards."""
+"""Simulated outages with local leases: each process keeps its limit, and the cluster afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_local_leases_are_exchanged() -> None:
 
 
 def _exchanges_all(self: LeaseTable, known: str) -> Entry | None:
-    """A local lease that the store refuses is kept all the same."""
+    """A local lease that the store refuses is kept."""
     entry = self.get(known)
     if entry is not None and entry.local:
         entry.local, entry.deadline = False, float("inf")
@@ -68,6 +68,6 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
-def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
+def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(cluster_that_goes_on, planted, within=400, clean=4)
     assert isinstance(caught.error, AssertionError | Unretrieved), caught

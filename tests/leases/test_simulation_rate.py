@@ -1,4 +1,4 @@
-"""A shared rate on bad days: late and lost answers, paused takers, a clock that goes back."""
+"""A shared rate limit with late and lost responses, paused processes and wrong clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from tests.leases.bad_line import BadLine, Weather
+from tests.leases.faulty_network import FaultyNetwork, NetworkFaults
 
 from moored.kernel import Clock
 from moored.leases import Leases, MemoryStore, Policy, RateLimit, StoreUnavailable, Taken, _gcra
@@ -29,7 +29,7 @@ class Takers:
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
-        self.weather = Weather()
+        self.faults = NetworkFaults()
         self.uses: list[float] = []
         # The wall clock, as the real stores have it: it can go back.
         self.server = sim.host("store")
@@ -40,7 +40,7 @@ class Takers:
     def _main(self, number: int) -> Callable[[], Coroutine[Any, Any, None]]:
         async def main() -> None:
             while True:
-                line = BadLine(self.store, self.sim, self.weather)
+                line = FaultyNetwork(self.store, self.sim, self.faults)
                 try:
                     async with Leases(line, policy=POLICY) as leases:
                         await self._use(leases, number)
@@ -84,14 +84,14 @@ class Takers:
         rng = self.sim.rng
         kind = rng.choice(("slow", "deaf", "refused"))
         if kind == "slow":
-            self.weather.there = self.weather.back = (0.0, rng.choice((0.1, 0.4, 0.8)))
+            self.faults.there = self.faults.back = (0.0, rng.choice((0.1, 0.4, 0.8)))
         elif kind == "deaf":
-            self.weather.lost_answers = 0.5
+            self.faults.lost_answers = 0.5
         else:
-            self.weather.refused = True
+            self.faults.refused = True
         await asyncio.sleep(rng.uniform(0.5, 4.0))
-        for name, value in vars(Weather()).items():
-            setattr(self.weather, name, value)
+        for name, value in vars(NetworkFaults()).items():
+            setattr(self.faults, name, value)
 
     async def pause(self, host: Host) -> None:
         host.pause()
@@ -118,7 +118,7 @@ def most_over(uses: Sequence[float], *, rate: float, burst: int) -> float:
 
 
 async def shared_rate_on_a_bad_day(sim: Sim) -> float:
-    """No window sees more than it may; and when the trouble is over, tokens flow again."""
+    """No window exceeds the limit; and after the faults, tokens are granted again."""
     takers = Takers(sim)
     takers.plan_trouble()
     await asyncio.sleep(TROUBLE_UNTIL + RECOVERY)
@@ -131,7 +131,7 @@ async def shared_rate_on_a_bad_day(sim: Sim) -> float:
     return over
 
 
-def test_no_window_sees_more_than_it_may() -> None:
+def test_no_window_exceeds_the_rate_limit() -> None:
     simulate(shared_rate_on_a_bad_day, scaled(1000, least=24))
 
 
@@ -176,7 +176,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
-def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
+def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(shared_rate_on_a_bad_day, planted, within=400, clean=4)
     assert isinstance(caught.error, AssertionError), caught
     import sys

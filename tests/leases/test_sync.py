@@ -30,7 +30,7 @@ def place() -> Iterator[str]:
     _named.pop(name, None)
 
 
-def test_the_same_names_as_without_threads() -> None:
+def test_the_sync_classes_have_the_same_methods() -> None:
     from moored import leases as asynchronous
 
     for name in ("Leases", "Lease", "RateLimit"):
@@ -39,7 +39,7 @@ def test_the_same_names_as_without_threads() -> None:
         assert theirs <= ours, name
 
 
-def test_a_lease(leases: sync.SyncLeases) -> None:
+def test_a_lease_is_acquired_and_released_by_threads(leases: sync.SyncLeases) -> None:
     lease = leases.acquire("db", limit=1, owner="pool-1")
     assert lease is not None
     assert (lease.key, lease.owner, lease.ttl, lease.local) == ("db", "pool-1", 180.0, False)
@@ -60,7 +60,7 @@ def test_a_lease(leases: sync.SyncLeases) -> None:
     assert leases.recorder.events("leases")
 
 
-def test_blocks(leases: sync.SyncLeases) -> None:
+def test_blocks_release_their_lease(leases: sync.SyncLeases) -> None:
     with leases.exclusive("report") as lease:
         assert lease.live
         with pytest.raises(LeaseRefused, match=r"within 0.1 s: held by orders of"):
@@ -71,7 +71,7 @@ def test_blocks(leases: sync.SyncLeases) -> None:
     assert list(leases.held()) == []
 
 
-def test_a_lost_lease_is_told_in_every_way(leases: sync.SyncLeases) -> None:
+def test_a_lost_lease_is_reported_by_callback_by_lost_and_by_error(leases: sync.SyncLeases) -> None:
     told = threading.Event()
 
     def use() -> None:
@@ -100,7 +100,7 @@ def test_a_waiting_thread_wakes_when_the_lease_is_released(leases: sync.SyncLeas
     assert outcome == [None]
 
 
-def test_a_rate_limit(leases: sync.SyncLeases) -> None:
+def test_a_rate_limit_works_from_threads(leases: sync.SyncLeases) -> None:
     limit = leases.rate_limit("connects", rate=100.0, burst=10)
     while not limit.take():
         pass
@@ -111,7 +111,7 @@ def test_a_rate_limit(leases: sync.SyncLeases) -> None:
     assert repr(limit).startswith("<RateLimit 'connects': 100/s, burst 10, ")
 
 
-def test_a_callback_must_not_wait_for_its_own_thread(leases: sync.SyncLeases) -> None:
+def test_a_blocking_call_in_a_callback_is_refused(leases: sync.SyncLeases) -> None:
     lease = leases.acquire("db", limit=1)
     assert lease is not None
     failures: list[BaseException] = []
@@ -129,7 +129,7 @@ def test_a_callback_must_not_wait_for_its_own_thread(leases: sync.SyncLeases) ->
     assert "would wait for itself" in str(failures[0])
 
 
-def test_threads_are_never_over_the_limit(place: str) -> None:
+def test_the_limit_holds_for_threads(place: str) -> None:
     limit, inside, most = 3, [], 0
     with sync.connect(place) as first, sync.connect(place) as second:
 
@@ -152,7 +152,7 @@ def test_threads_are_never_over_the_limit(place: str) -> None:
         assert first.statistics().acquired == first.statistics().released
 
 
-def test_a_lease_that_comes_after_its_caller_was_interrupted_is_given_back(
+def test_a_lease_granted_after_its_caller_was_interrupted_is_released(
     leases: sync.SyncLeases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = leases._runner
@@ -172,7 +172,7 @@ def test_a_lease_that_comes_after_its_caller_was_interrupted_is_given_back(
     assert list(leases.held("db")) == []
 
 
-def test_a_child_process_has_neither_the_client_nor_the_lease() -> None:
+def test_a_forked_child_can_use_neither_the_client_nor_the_lease() -> None:
     """In a new interpreter: a fork of this one, with its many threads, would prove nothing."""
     code = """
 import os, sys, warnings
@@ -201,7 +201,7 @@ sys.exit(code)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_closed_client_says_so() -> None:
+def test_a_closed_client_raises() -> None:
     with sync.connect("memory://") as leases:
         lease = leases.acquire("db", limit=1)
     assert lease is not None

@@ -1,4 +1,4 @@
-"""Tests in virtual time, and a store that does what a test tells it to."""
+"""Tests in virtual time, and a store with faults that a test controls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def in_virtual_time(test: Callable[[Sim], Awaitable[None]]) -> Callable[[], None]:
-    """Make a test out of a scenario: it runs in virtual time, in asyncio's own order and others."""
+    """Turn a scenario into a test in virtual time, in asyncio's order and in random orders."""
 
     def run() -> None:
         run_one(test, 0, drift=False).result()
@@ -40,27 +40,27 @@ def in_virtual_time(test: Callable[[Sim], Awaitable[None]]) -> Callable[[], None
 
 
 class ScriptedStore(MemoryStore):
-    """The store in memory, which can be told to fail, to hang, or to lose its answers."""
+    """The memory store, which can fail, hang, or lose its responses."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         super().__init__(clock=clock or Clock.current())
-        #: What every call raises, if anything.
+        #: The error that every call raises.
         self.error: Exception | None = None
-        #: Whether calls are not answered: before anything is done, or after it.
+        #: Whether calls hang: "before" or "after" they are carried out.
         self.hangs: str = ""
-        #: Seconds that a call takes.
+        #: Duration of a call, in seconds.
         self.takes = 0.0
-        #: How often each method was called, and with how many leases.
+        #: How often each method was called, and (in `batches`) with how many leases.
         self.calls: Counter[str] = Counter()
         self._waiter: asyncio.Future[None] | None = None
         self.batches: list[tuple[str, int]] = []
 
     def break_down(self) -> None:
-        """Refuse everything from now on."""
+        """Fail every call from now on."""
         self.error = StoreUnavailable("connection refused")
 
     async def called(self, name: str, times: int) -> None:
-        """Wait until a method has been called so often."""
+        """Wait until a method has been called this many times."""
         while self.calls[name] < times:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -106,5 +106,5 @@ class ScriptedStore(MemoryStore):
 
 
 def client(store: MemoryStore, **policy: Any) -> Leases:
-    """A client with the defaults, except for these."""
+    """Return a client with the default policy, except for these settings."""
     return Leases(store, place="the store", service_name="orders", policy=Policy(**policy))

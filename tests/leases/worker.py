@@ -1,9 +1,8 @@
 """The processes of a fleet: one parent that has imported everything, and its forked children.
 
 `python worker.py URL` reads orders from standard input, one JSON object a line, and answers each
-with a number. The children are real processes, but they are there within milliseconds, so that
-many can be killed and replaced in a short test. They die with their parent, and that with its
-input.
+with a number. The children are real processes that start within milliseconds, so that many can be
+killed and replaced in a short test. They die with their parent, which ends with its input.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Watch(Clock):
-    """The system's clock, which remembers when it was read last.
+    """The system's clock, which remembers when it was last read.
 
-    A client reads it when it judges that a token may still be used. A process that is put to sleep
-    by the machine between that and our own look at the time would otherwise seem to use it late.
+    A client reads the clock when it checks whether a token may still be used. The log uses that
+    time: a process that is suspended right after the check would otherwise seem to use it late.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class Watch(Clock):
 
 
 class Log:
-    """What this process believes, written at once and in one piece: a kill loses nothing else."""
+    """The event log of this process; each event is written at once, by one system call."""
 
     def __init__(self, directory: str) -> None:
         path = Path(directory, f"{os.getpid()}-{time.monotonic_ns()}.log")
@@ -76,7 +75,7 @@ async def hold(leases: Leases, log: Log, order: dict[str, Any]) -> None:
 
 
 async def _keep(lease: Lease, log: Log, seconds: float) -> None:
-    """Hold a lease for so long, and write down when it is renewed or lost."""
+    """Hold a lease for some seconds, and log when it is renewed or lost."""
     end, until = time.monotonic() + seconds, lease.deadline
     lease.on_lost(lambda error: log.write("lost", lease=lease.id, why=error.reason))
     while lease.live and (left := end - time.monotonic()) > 0:
@@ -87,7 +86,7 @@ async def _keep(lease: Lease, log: Log, seconds: float) -> None:
 
 
 async def once(leases: Leases, log: Log, order: dict[str, Any]) -> None:
-    """Wait for the signal, ask once, and keep what was got; until killed."""
+    """Wait for the signal, acquire once, and keep the lease; until killed."""
     go = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, go.set)
     log.write("ready")
@@ -101,7 +100,7 @@ async def once(leases: Leases, log: Log, order: dict[str, Any]) -> None:
 
 
 async def take(leases: Leases, log: Log, order: dict[str, Any]) -> None:
-    """Use tokens of a rate limit as fast as they come."""
+    """Use tokens of a rate limit as fast as possible."""
     watch = leases._clock
     assert isinstance(watch, Watch)
     limit = leases.rate_limit(
@@ -117,7 +116,7 @@ async def take(leases: Leases, log: Log, order: dict[str, Any]) -> None:
 
 
 async def own(leases: Leases, log: Log, order: dict[str, Any]) -> None:
-    """Become the only owner, then write under the fence, and never look at the lease again."""
+    """Acquire the exclusive lease, then write with its fence, without checking the lease again."""
     write = WRITERS[order["target"].partition(":")[0]]
     lease = await leases.exclusive(order["key"], ttl=order["ttl"], cancel=False).acquire()
     log.acquired(lease)
@@ -167,7 +166,7 @@ ROLES: dict[str, Callable[[Leases, Log, dict[str, Any]], Awaitable[None]]] = {
 
 
 async def work(order: dict[str, Any]) -> None:
-    """Play a role, through outages too."""
+    """Play a role; after an outage, with a new client."""
     log = Log(order["directory"])
     while True:
         client = connect(order["url"], service_name="fleet", clock=Watch(), **order["connect"])
@@ -180,7 +179,7 @@ async def work(order: dict[str, Any]) -> None:
 
 
 async def play(leases: Leases, log: Log, order: dict[str, Any]) -> None:
-    """Play a role with one client, whatever becomes of its store."""
+    """Play a role with one client; repeat it while the store is unavailable."""
     while True:
         try:
             return await ROLES[order["role"]](leases, log, order)
@@ -190,7 +189,7 @@ async def play(leases: Leases, log: Log, order: dict[str, Any]) -> None:
 
 
 def child(order: dict[str, Any]) -> None:
-    """What a forked child does; it never returns to what its parent does."""
+    """Run a forked child; this never returns."""
     try:
         asyncio.run(work(order))
     except BaseException as error:
@@ -200,33 +199,33 @@ def child(order: dict[str, Any]) -> None:
 
 
 def spawn(order: dict[str, Any]) -> int:
-    """A child that plays a role, and dies with this process."""
-    mother = os.getpid()
+    """Fork a child that plays a role, and dies with this process."""
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != mother:
+        if os.getppid() != parent:
             os._exit(1)
         child(order)
     return pid
 
 
 def kill(pid: int) -> int:
-    """End a child for certain. As its parent we know that the number is still its own."""
+    """Kill a child and reap it. The parent knows that the pid has not been reused."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return time.monotonic_ns()
 
 
 def answer(value: int) -> None:
-    """Tell whoever gave the order."""
+    """Write the reply to an order."""
     sys.stdout.write(f"{value}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Obey orders until there are no more."""
-    # What the children need is imported here once; nothing is connected, no thread is started.
+    """Execute orders until standard input ends."""
+    # The adapter is imported here, once, for all children; this opens no connection and no thread.
     open_store(sys.argv[1], clock=Clock.system())
     children: set[int] = set()
     answer(os.getpid())

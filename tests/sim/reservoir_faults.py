@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.leases.bad_line import Weather
+from tests.leases.faulty_network import NetworkFaults
 from tests.sim.reservoir_database import Database, ServerFaults, Wire
 from tests.sim.reservoir_ledger import Ledger
 
@@ -30,7 +30,7 @@ class PoolFaults:
         pool: AsyncConnectionPool[Wire],
         database: Database,
         ledger: Ledger,
-        weather: Weather,
+        weather: NetworkFaults,
     ) -> None:
         self._sim = sim
         self._pool = pool
@@ -156,5 +156,5 @@ class PoolFaults:
         self._sim.wall_step(self._sim.rng.choice((-3600.0, -5.0, 5.0, 3600.0)))
 
     def _clear_up(self) -> None:
-        for name, value in vars(Weather()).items():
+        for name, value in vars(NetworkFaults()).items():
             setattr(self._weather, name, value)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
-from tests.leases.bad_line import BadLine, Weather
+from tests.leases.faulty_network import FaultyNetwork, NetworkFaults
 from tests.sim.reservoir_database import Wire
 from tests.sim.reservoir_violations import Violations
 
@@ -20,7 +20,7 @@ __all__ = ["CountedLeases", "Ledger"]
 class Ledger(MemoryStore):
     """A store that records each lease and checks its release."""
 
-    def __init__(self, sim: Sim, violations: Violations, weather: Weather) -> None:
+    def __init__(self, sim: Sim, violations: Violations, weather: NetworkFaults) -> None:
         super().__init__(clock=sim.host("store").clock)
         self.granted: set[str] = set()
         #: Every lease that the client got, and the times at which leases were lost.
@@ -98,11 +98,11 @@ class CountedLeases(Leases):
         return lease
 
 
-class _Line(BadLine):
+class _Line(FaultyNetwork):
     """The connection to the store; checks that no lease is released again after its reply."""
 
     def __init__(
-        self, store: MemoryStore, sim: Sim, weather: Weather, violations: Violations
+        self, store: MemoryStore, sim: Sim, weather: NetworkFaults, violations: Violations
     ) -> None:
         super().__init__(store, sim, weather)
         self._violations = violations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.leases.bad_line import Weather
+from tests.leases.faulty_network import NetworkFaults
 from tests.sim.reservoir_callers import Callers
 from tests.sim.reservoir_database import Database, Wire, most_over
 from tests.sim.reservoir_faults import PoolFaults
@@ -34,7 +34,7 @@ class PoolScenario:
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
         self.violations = Violations(sim)
-        self.weather = Weather()
+        self.weather = NetworkFaults()
         self.ledger = Ledger(sim, self.violations, self.weather)
         self.database = Database(sim, self.violations, self.ledger.lease_of_task)
         self.ledger.wires = self.database.physical

@@ -308,7 +308,7 @@ class Leases:
         except StoreKnownDown:
             raise
         except BaseException:
-            self._keeper.doubt(request, asked=True)
+            self._keeper.doubt(request, unanswered=True)
             raise
         if grant is None:
             self._counts.refused += 1

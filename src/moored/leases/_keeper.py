@@ -93,9 +93,9 @@ class Keeper:
             self.doubt(entry.request)
             raise
 
-    def doubt(self, request: Request, *, asked: bool = False) -> None:
+    def doubt(self, request: Request, *, unanswered: bool = False) -> None:
         """Release a lease that the store may hold, as soon as the store answers."""
-        self.table.doubted(request, self.clock.monotonic(), asked=asked)
+        self.table.doubted(request, self.clock.monotonic(), unanswered=unanswered)
         self._wake.set()
 
     async def close(self) -> None:
@@ -270,7 +270,7 @@ class Keeper:
             raise
         except BaseException:
             # The store may grant this id later, with an unknown deadline: use a new id.
-            self.doubt(request, asked=True)
+            self.doubt(request, unanswered=True)
             self.table.renamed(entry, new_id(self.clock))
             raise
         if grant is None:

@@ -61,8 +61,8 @@ class Doubt:
     """A lease in doubt: the store may hold it, and no caller of this client does."""
 
     request: Request
-    #: Whether its acquire was not answered, so that the store may still receive it.
-    asked: bool
+    #: Whether its acquire was not answered: the store may still receive it.
+    unanswered: bool
     #: How many releases did not find the lease in the store.
     missed: int = 0
 
@@ -146,9 +146,9 @@ class LeaseTable:
         entry = self._entries.get(lease_id)
         return None if entry is None else self._remove(entry)
 
-    def doubted(self, request: Request, now: float, *, asked: bool = False) -> None:
-        """Add a lease in doubt, to be released; `asked` if its acquire was not answered."""
-        self._doubts[request.id] = Doubt(request, asked)
+    def doubted(self, request: Request, now: float, *, unanswered: bool = False) -> None:
+        """Add a lease in doubt, to be released; `unanswered` if its acquire was not answered."""
+        self._doubts[request.id] = Doubt(request, unanswered)
         self._undo.set(request.id, now)
         # However late the store received the request, the lease has expired there by then.
         self._forget.set(request.id, now + 2 * request.ttl)
@@ -161,7 +161,7 @@ class LeaseTable:
         doubt = self._doubts.get(lease_id)
         if doubt is None:
             return
-        if doubt.asked and not ended and doubt.missed < len(RELEASE_AGAIN):
+        if doubt.unanswered and not ended and doubt.missed < len(RELEASE_AGAIN):
             self._undo.set(lease_id, now + RELEASE_AGAIN[doubt.missed])
             doubt.missed += 1
             return

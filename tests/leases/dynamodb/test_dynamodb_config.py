@@ -1,4 +1,4 @@
-"""What a URL says, and what is told about one that says nonsense."""
+"""The configuration of the DynamoDB store from URLs, and its mistakes."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def test_the_region_may_be_left_to_the_environment() -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "[::1]"])
-def test_a_server_of_this_machine_is_for_development(host: str) -> None:
+def test_a_local_server_gets_development_defaults(host: str) -> None:
     config = DynamoConfig.from_url(f"dynamodb://leases?endpoint_url=http://{host}:8000")
     assert (config.local, config.create, config.region) == (True, True, "us-east-1")
 
 
-def test_a_server_elsewhere_is_not() -> None:
+def test_a_remote_server_gets_no_development_defaults() -> None:
     config = DynamoConfig.from_url("dynamodb://leases?endpoint_url=https://vpce-1.example.com")
     assert (config.local, config.create, config.region) == (False, False, None)
 
 
-def test_everything_can_be_said() -> None:
+def test_every_parameter_is_read() -> None:
     config = DynamoConfig.from_url(
         "dynamodb://leases?region=x&layout=counter&create=true&timeout=2.5&skew=0&sweep_every=7"
         "&connections=3"
@@ -57,7 +57,7 @@ def test_everything_can_be_said() -> None:
     assert (config.skew, config.sweep_every, config.connections) == (0.0, 7.0, 3)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_one_error_lists_all_mistakes() -> None:
     url = (
         "dynamodb://a/b?layout=rows&create=perhaps&timeout=0&skew=-1&sweep_every=x&connections=0"
         "&endpoint_url=ftp://x"
@@ -78,7 +78,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         assert part in str(caught.value)
 
 
-def test_a_parameter_that_is_not_there_has_a_neighbour_that_is() -> None:
+def test_an_unknown_parameter_is_reported_with_a_suggestion() -> None:
     with pytest.raises(StoreMisconfigured, match="did you mean 'endpoint_url'"):
         DynamoConfig.from_url("dynamodb://leases?endpoint=http://localhost:8000")
 

@@ -1,4 +1,4 @@
-"""The layout with a counter: its schema, and everything that would make the counter drift."""
+"""The counter layout: its schema, and everything that would make the counter drift."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.leases.conformance import request
 from tests.leases.dynamodb.conftest import Opener
-from tests.leases.dynamodb.meddling import cancelled, items_of, lost, meddle, refusal, times
+from tests.leases.dynamodb.fault_injection import cancelled, inject, items_of, lost, refusal, times
 from tests.leases.dynamodb.servers import DynamoServer
 
 from moored.leases import Request, StoreUnavailable
@@ -28,7 +28,7 @@ OVER = SHORT + 0.3
 
 
 class Opened:
-    """Opens stores with a counter, which sweep only when they are told to."""
+    """Open stores of the counter layout that sweep only on `sweep()`."""
 
     def __init__(self, open_table: Opener) -> None:
         self._open = open_table
@@ -57,7 +57,7 @@ async def counted(store: CounterStore, key: str = "db") -> tuple[int, int]:
 
 
 async def delete(store: CounterStore, lease: Request) -> None:
-    """What the server's TTL does: the lease is gone, and nobody counted it off."""
+    """Delete a lease as the server's TTL does, without decrementing the counter."""
     key = {"pk": text(f"dsqllease#{lease.key}#{lease.id}")}
     await store.link.call("delete_item", Key=key)
 
@@ -80,7 +80,7 @@ async def test_the_connections_of_a_pool_are_counted_under_the_host_as_by_other_
     assert await counted(store, "db.example") == (0, 0)
 
 
-async def test_what_is_in_the_table(store: CounterStore) -> None:
+async def test_the_items_have_the_documented_attributes(store: CounterStore) -> None:
     wanted = request("ep-1", ttl=100.0, limit=3)
     grant = await store.acquire(wanted)
     assert grant is not None
@@ -110,7 +110,7 @@ async def test_what_is_in_the_table(store: CounterStore) -> None:
     assert items["dsqllease_counter#ep-1"]["active"] == 0
 
 
-async def test_a_renewal_moves_the_time_by_which_the_server_would_delete(
+async def test_a_renewal_extends_the_ttl_attribute(
     store: CounterStore,
 ) -> None:
     wanted = request(ttl=10.0)
@@ -162,7 +162,7 @@ async def _write_foreign(store: CounterStore, lease: str, *, ttl_epoch: int) -> 
 # -- requests ----------------------------------------------------------------------------------
 
 
-async def test_how_many_requests_it_takes(store: CounterStore) -> None:
+async def test_each_call_takes_the_documented_number_of_requests(store: CounterStore) -> None:
     async def spent(operation: Any) -> dict[str, int]:
         before = store.link.requests.copy()
         await operation
@@ -179,7 +179,7 @@ async def test_how_many_requests_it_takes(store: CounterStore) -> None:
     assert await counted(store) == (0, 0)
 
 
-async def test_many_who_are_refused_at_once_scan_once(store: CounterStore) -> None:
+async def test_concurrent_refusals_scan_once(store: CounterStore) -> None:
     await store.acquire(request())
     before = store.link.requests.copy()
     assert await asyncio.gather(*(store.acquire(request()) for _ in range(8))) == [None] * 8
@@ -188,28 +188,28 @@ async def test_many_who_are_refused_at_once_scan_once(store: CounterStore) -> No
 
 async def test_a_conflict_is_not_a_refusal(store: CounterStore) -> None:
     conflict = cancelled("TransactionConflict", "None")
-    await meddle(store, before=times(3, "transact_write_items", conflict))
+    await inject(store, before=times(3, "transact_write_items", conflict))
     wanted = request()
     assert await store.acquire(wanted) is not None
     assert store.link.retries == 3
-    await meddle(
+    await inject(
         store, before=times(2, "transact_write_items", cancelled("None", "TransactionConflict"))
     )
     assert list(await store.release([wanted])) == [True]
     assert await counted(store) == (0, 0)
 
 
-async def test_an_answer_that_was_lost_counts_once(store: CounterStore) -> None:
-    await meddle(store, after=times(1, "transact_write_items", lost()))
+async def test_an_acquire_whose_response_was_lost_counts_once(store: CounterStore) -> None:
+    await inject(store, after=times(1, "transact_write_items", lost()))
     wanted = request(limit=2)
     assert await store.acquire(wanted) is not None
     assert await counted(store) == (1, 1)
-    await meddle(store, after=times(1, "transact_write_items", lost()))
+    await inject(store, after=times(1, "transact_write_items", lost()))
     assert list(await store.release([wanted])) == [True]
     assert await counted(store) == (0, 0)
 
 
-async def test_a_lease_in_doubt_is_the_same_when_it_is_asked_for_again(
+async def test_a_repeated_acquire_after_a_lost_response_gets_the_same_lease(
     store: CounterStore,
 ) -> None:
     gone = False
@@ -223,7 +223,7 @@ async def test_a_lease_in_doubt_is_the_same_when_it_is_asked_for_again(
         return lost() if gone else None
 
     client = await store.link._connected()
-    await meddle(store, before=before, after=after)
+    await inject(store, before=before, after=after)
     wanted = request(limit=2)
     with pytest.raises(StoreUnavailable):
         await store.acquire(wanted)
@@ -250,7 +250,9 @@ async def test_a_client_whose_clock_is_behind_proposes_a_greater_fence(
 # -- drift -------------------------------------------------------------------------------------
 
 
-async def test_a_sweep_ends_what_has_ended_and_counts_it_off(store: CounterStore) -> None:
+async def test_a_sweep_deletes_expired_leases_and_decrements_the_counter(
+    store: CounterStore,
+) -> None:
     ended = [request("db", limit=150, ttl=SHORT) for _ in range(3)]
     live = [request("db", limit=150) for _ in range(2)]
     other = request("other", ttl=SHORT)
@@ -264,7 +266,7 @@ async def test_a_sweep_ends_what_has_ended_and_counts_it_off(store: CounterStore
     assert await store.sweep() == Swept(0, 0)
 
 
-async def test_more_leases_than_a_transaction_takes(store: CounterStore) -> None:
+async def test_more_leases_than_fit_into_one_transaction_are_released(store: CounterStore) -> None:
     wanted = [request("db", limit=150) for _ in range(120)]
     for start in range(0, 120, 20):
         await asyncio.gather(*map(store.acquire, wanted[start : start + 20]))
@@ -272,7 +274,7 @@ async def test_more_leases_than_a_transaction_takes(store: CounterStore) -> None
     assert await counted(store) == (10, 10)
 
 
-async def test_clients_that_sweep_at_once_count_off_once(open_counter: Opened) -> None:
+async def test_concurrent_sweeps_decrement_the_counter_once(open_counter: Opened) -> None:
     stores = [await open_counter() for _ in range(4)]
     for _ in range(5):
         await stores[0].acquire(request(limit=9, ttl=SHORT))
@@ -299,7 +301,7 @@ async def test_a_lease_renewed_since_the_scan_is_not_ended(store: CounterStore) 
     assert await counted(store) == (1, 1)
 
 
-async def test_what_the_server_deleted_is_found_missing(
+async def test_a_counter_is_corrected_after_the_server_deleted_leases(
     store: CounterStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = [request(limit=5) for _ in range(5)]
@@ -316,7 +318,7 @@ async def test_what_the_server_deleted_is_found_missing(
     assert [grant is not None for grant in grants] == [True, True, False]
 
 
-async def test_who_is_refused_because_of_drift_gets_a_lease(store: CounterStore) -> None:
+async def test_an_acquire_refused_by_a_wrong_counter_gets_a_lease(store: CounterStore) -> None:
     wanted = [request(limit=2) for _ in range(2)]
     for each in wanted:
         await store.acquire(each)
@@ -325,7 +327,9 @@ async def test_who_is_refused_because_of_drift_gets_a_lease(store: CounterStore)
     assert await counted(store) == (2, 2)
 
 
-async def test_releasing_what_the_server_deleted_counts_nothing_off(store: CounterStore) -> None:
+async def test_releasing_a_deleted_lease_does_not_decrement_the_counter(
+    store: CounterStore,
+) -> None:
     wanted = [request(limit=5) for _ in range(3)]
     for each in wanted:
         await store.acquire(each)
@@ -337,9 +341,7 @@ async def test_releasing_what_the_server_deleted_counts_nothing_off(store: Count
 
 
 @pytest.mark.parametrize("said", [0, 1, 7])
-async def test_a_counter_that_is_wrong_does_not_keep_leases_from_ending(
-    store: CounterStore, said: int
-) -> None:
+async def test_leases_end_although_their_counter_is_wrong(store: CounterStore, said: int) -> None:
     wanted = [request(limit=5) for _ in range(3)]
     for each in wanted:
         await store.acquire(each)
@@ -356,7 +358,7 @@ async def test_a_counter_that_is_wrong_does_not_keep_leases_from_ending(
     assert await counted(store) == (0, 0)
 
 
-async def test_a_missing_counter_is_made_anew(store: CounterStore) -> None:
+async def test_a_missing_counter_is_created_again(store: CounterStore) -> None:
     wanted = request(limit=2)
     await store.acquire(wanted)
     await store.link.call("delete_item", Key={"pk": text("dsqllease_counter#db")})
@@ -364,7 +366,7 @@ async def test_a_missing_counter_is_made_anew(store: CounterStore) -> None:
     assert await counted(store) == (1, 1)
 
 
-async def test_a_correction_gives_way_to_what_happened_meanwhile(
+async def test_a_correction_does_not_overwrite_concurrent_changes(
     store: CounterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [request(limit=5) for _ in range(3)]
@@ -387,7 +389,7 @@ async def test_a_correction_gives_way_to_what_happened_meanwhile(
     assert await counted(store) == (3, 3)
 
 
-async def test_the_sweeper_works_by_itself_and_only_one_does(open_counter: Opened) -> None:
+async def test_one_client_at_a_time_sweeps_in_the_background(open_counter: Opened) -> None:
     keeper = await open_counter()
     for _ in range(3):
         await keeper.acquire(request(limit=9, ttl=SHORT))
@@ -400,12 +402,12 @@ async def test_the_sweeper_works_by_itself_and_only_one_does(open_counter: Opene
     assert sum(each._sweeper.total.ended for each in sweepers) == 3
 
 
-async def test_the_sweeper_outlives_an_outage(
+async def test_the_sweeper_continues_after_an_outage(
     open_counter: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await open_counter(sweep_every=0.1)
     await store.acquire(request(limit=9, ttl=SHORT))
-    await meddle(store, before=times(8, "update_item", refusal("ThrottlingException")))
+    await inject(store, before=times(8, "update_item", refusal("ThrottlingException")))
     deadline = time.monotonic() + 30.0
     while store._sweeper.total.ended == 0:
         assert time.monotonic() < deadline
@@ -428,7 +430,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_holder_is_counted_off(
+async def test_the_lease_of_a_killed_holder_is_subtracted(
     open_counter: Opened, server: DynamoServer, table: str
 ) -> None:
     store = await open_counter()
@@ -452,7 +454,7 @@ async def test_a_killed_holder_is_counted_off(
     assert await store.acquire(request(limit=4)) is not None
 
 
-async def test_the_servers_ttl_is_told(open_counter: Opened) -> None:
+async def test_an_enabled_ttl_is_reported(open_counter: Opened) -> None:
     store = await open_counter()
     assert store.warnings == ()
     await store.link.call(
@@ -485,7 +487,7 @@ async def story(stores: list[CounterStore], chance: random.Random, steps: int) -
                 lease = held.pop(chance.randrange(len(held)))
                 await asyncio.gather(*(each.release([lease]) for each in stores))
             case 3 if held:
-                # Somebody ends leases whose time is over, and these have long been renewed.
+                # Another client tries to end expired leases, which have been renewed meanwhile.
                 await store._sweeper.end("db", [lease.id for lease in held])
         said, there = await counted(stores[0])
         if not said == there == len(held):

@@ -1,4 +1,4 @@
-"""Requests to DynamoDB: within their time, tried again where that helps, errors translated."""
+"""Requests to DynamoDB: timeouts, retries and translated errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from botocore import exceptions as theirs  # type: ignore[import-untyped]
-from tests.leases.dynamodb.meddling import cancelled, lost, refusal
+from tests.leases.dynamodb.fault_injection import cancelled, lost, refusal
 
 from moored.kernel import Clock
 from moored.leases import StoreMisconfigured, StoreUnavailable
@@ -65,21 +65,21 @@ def link_to(*answers: Exception | dict[str, Any], **parameters: Any) -> DynamoLi
     ],
     ids=lambda error: f"{type(error).__name__}-{getattr(error, 'response', '')}"[:60],
 )
-async def test_what_may_pass_is_tried_again(error: Exception) -> None:
+async def test_transient_errors_are_retried(error: Exception) -> None:
     link = link_to(error, error, DATE)
     assert await link.call("get_item") is DATE
     assert link.requests["get_item"] == 3
     assert link.retries == 2
 
 
-async def test_what_does_not_pass_is_unavailable() -> None:
+async def test_a_lasting_transient_error_raises_store_unavailable() -> None:
     link = link_to(refusal("ThrottlingException", message="slow down"))
     with pytest.raises(StoreUnavailable, match=r"leases at eu-central-1.*slow down"):
         await link.call("get_item")
     assert link.requests["get_item"] == 6
 
 
-async def test_conflicts_are_tried_again_for_as_long_as_a_request_may_take() -> None:
+async def test_conflicts_are_retried_until_the_timeout() -> None:
     link = link_to(cancelled("TransactionConflict", "None"), timeout=1.5)
     before = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"within 1.5 s, after \d+ failed attempts"):
@@ -106,7 +106,7 @@ async def test_conflicts_are_tried_again_for_as_long_as_a_request_may_take() -> 
     ],
     ids=lambda value: f"{type(value).__name__}-{getattr(value, 'response', '')}"[:60],
 )
-async def test_what_will_not_pass_is_misconfigured_and_says_what_to_do(
+async def test_permanent_errors_raise_store_misconfigured_with_a_remedy(
     error: Exception, cure: str
 ) -> None:
     link = link_to(error)
@@ -118,7 +118,7 @@ async def test_what_will_not_pass_is_misconfigured_and_says_what_to_do(
     assert caught.value.__cause__ is error
 
 
-async def test_a_signature_refused_because_of_the_clock_says_so() -> None:
+async def test_a_signature_refused_for_a_wrong_clock_reports_the_clock() -> None:
     link = link_to(refusal("InvalidSignatureException"))
     # The answer's date is from another year than this machine's clock.
     now = time.monotonic()
@@ -127,13 +127,13 @@ async def test_a_signature_refused_because_of_the_clock_says_so() -> None:
         await link.call("get_item")
 
 
-async def test_a_mistake_in_here_is_not_taken_for_one_out_there() -> None:
+async def test_a_defect_of_the_program_is_not_translated() -> None:
     link = link_to(TypeError("a mistake"))
     with pytest.raises(TypeError, match="a mistake"):
         await link.call("get_item")
 
 
-async def test_no_is_an_answer() -> None:
+async def test_failed_conditions_are_not_store_errors() -> None:
     item = {"pk": {"S": "x"}}
     link = link_to(refusal("ConditionalCheckFailedException", Item=item))
     with pytest.raises(ConditionFailed) as failed:
@@ -145,14 +145,14 @@ async def test_no_is_an_answer() -> None:
     assert [reason.refused for reason in stopped.value.reasons] == [False, True]
 
 
-async def test_a_condition_counts_also_when_another_transaction_was_in_the_way() -> None:
+async def test_a_failed_condition_outweighs_a_conflict() -> None:
     link = link_to(cancelled("ConditionalCheckFailed", "TransactionConflict"))
     with pytest.raises(Cancelled):
         await link.send("transact_write_items")
     assert link.requests["transact_write_items"] == 1
 
 
-async def test_dates_are_read_from_answers_and_from_refusals() -> None:
+async def test_dates_are_read_from_responses_and_from_errors() -> None:
     metadata = DATE["ResponseMetadata"]
     refused = refusal("ConditionalCheckFailedException", ResponseMetadata=metadata)
     for answer in (DATE, refused):
@@ -180,7 +180,7 @@ async def silent_server() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("layout", ["slots", "counter"])
-async def test_a_server_that_never_answers_is_unavailable_in_time(layout: str) -> None:
+async def test_a_silent_server_raises_store_unavailable_in_time(layout: str) -> None:
     async with silent_server() as endpoint:
         url = f"dynamodb://leases?endpoint_url={endpoint}&timeout=0.5&layout={layout}"
         store = open_store(url, clock=Clock.system())
@@ -191,7 +191,7 @@ async def test_a_server_that_never_answers_is_unavailable_in_time(layout: str) -
         await store.close()
 
 
-async def test_nobody_listens_there(unused_tcp_port: int) -> None:
+async def test_a_refused_connection_raises_store_unavailable(unused_tcp_port: int) -> None:
     url = f"dynamodb://leases?endpoint_url=http://127.0.0.1:{unused_tcp_port}&timeout=2"
     store = open_store(url, clock=Clock.system())
     with pytest.raises(StoreUnavailable):
@@ -199,7 +199,7 @@ async def test_nobody_listens_there(unused_tcp_port: int) -> None:
     await store.close()
 
 
-async def test_without_a_region_it_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_region_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")

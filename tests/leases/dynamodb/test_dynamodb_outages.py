@@ -1,4 +1,4 @@
-"""DynamoDB is killed and restarted, stalled, black-holed: nobody hangs, and limits hold again."""
+"""DynamoDB is killed, stalled and black-holed: no call hangs, and limits hold again."""
 
 from __future__ import annotations
 
@@ -105,13 +105,15 @@ def durable_place(mortal_dynamo_local: DynamoServer, table: str) -> Iterator[Pla
     ("fault", "layout"),
     thorough([("black_holed", "counter")], list(itertools.product(FAULTS, LAYOUTS))),
 )
-def test_a_fleet_through_an_outage(place: Place, fault: str, layout: str, tmp_path: Path) -> None:
+def test_the_limit_holds_for_a_fleet_through_an_outage(
+    place: Place, fault: str, layout: str, tmp_path: Path
+) -> None:
     through_an_outage(place, fault, layout, tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", thorough(["slots"], LAYOUTS))
-def test_a_fleet_whose_server_is_killed_the_hard_way(
+def test_a_fleet_survives_a_sigkill_of_its_server(
     durable_place: Place, layout: str, tmp_path: Path
 ) -> None:
     through_an_outage(durable_place, "killed", layout, tmp_path)
@@ -159,7 +161,7 @@ def within(limit: float, what: str) -> Iterator[None]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(RECOVERY):
-        while not condition():  # noqa: ASYNC110 - nothing tells when it becomes true
+        while not condition():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
 
 
@@ -170,7 +172,7 @@ async def got(leases: Leases, *, limit: int = 3, ttl: float = 60.0) -> Lease:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_going_on_alone(place: Place, fault: str) -> None:
+async def test_local_leases_are_granted_while_the_store_is_down(place: Place, fault: str) -> None:
     async with connect(
         place.url(), on_unavailable="local", local_limit=2, timeout=TIMEOUT
     ) as leases:
@@ -191,7 +193,9 @@ async def test_going_on_alone(place: Place, fault: str) -> None:
     ("fault", "layout"),
     thorough([("killed", "counter")], list(itertools.product(FAULTS, LAYOUTS))),
 )
-async def test_refusing(place: Place, fault: str, layout: str) -> None:
+async def test_acquire_is_refused_while_the_store_is_down(
+    place: Place, fault: str, layout: str
+) -> None:
     url = place.url(layout=layout)
     async with connect(url, on_unavailable="refuse", timeout=TIMEOUT) as leases:
         brief, long = await got(leases, ttl=2.0), await got(leases)
@@ -210,7 +214,7 @@ async def test_refusing(place: Place, fault: str, layout: str) -> None:
             await long.release()
         await asyncio.to_thread(place.heal, fault)
         lease = await _recovered(leases)
-        # The one that was given back in the outage is free now, too.
+        # The lease that was released in the outage is free now, too.
         await until(lambda: leases.statistics().in_doubt == 0)
         assert [held.id for held in await leases.held(KEY)] == [lease.id]
 
@@ -224,7 +228,7 @@ async def _recovered(leases: Leases) -> Lease:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_store_that_is_away_at_the_start(place: Place) -> None:
+async def test_a_client_opens_while_the_store_is_down(place: Place) -> None:
     place.harm("black_holed")
     url = place.url()
     with within(3 * PROMPT, "the start"), pytest.raises(StoreUnavailable):

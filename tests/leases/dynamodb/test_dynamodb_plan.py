@@ -1,4 +1,4 @@
-"""Which slot is taken: decided without a server."""
+"""The choice of slots, without a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ slots = st.sets(st.integers(0, 30))
 
 
 @given(limit=st.integers(1, 20), live=slots)
-def test_room_is_the_most_that_keeps_the_limit(limit: int, live: set[int]) -> None:
+def test_usable_slots_are_as_many_as_the_limit_allows(limit: int, live: set[int]) -> None:
     def total(allowed: int) -> int:
         return allowed + sum(number >= allowed for number in live)
 
@@ -63,7 +63,7 @@ def test_a_lowered_limit_holds_for_clients_that_see_different_moments(seed: int)
         assert len(live) <= limit
 
 
-def test_free_slots_are_those_that_are_not_there_or_have_ended() -> None:
+def test_missing_and_expired_slots_are_free() -> None:
     known = {**occupied(0, 2), 1: Slot(1, "old", NOW - 1, 5), 3: Slot(3, "given back", 0, 5)}
     free = candidates("x", 6, known, span=range(6), now_ms=NOW)
     assert sorted(free) == [1, 3, 4, 5]
@@ -76,7 +76,7 @@ def test_only_slots_that_were_read_are_candidates() -> None:
     assert sorted(candidates("x", 42, {}, span=range(40, 44), now_ms=NOW)) == [40, 41]
 
 
-def test_the_same_lease_wants_the_same_slot_and_different_leases_rarely_do() -> None:
+def test_the_order_of_slots_depends_on_the_lease_id() -> None:
     def first(lease: str) -> int:
         return candidates(lease, 100, {}, span=range(100), now_ms=NOW)[0]
 
@@ -90,14 +90,14 @@ def test_all_slots_are_read_once(lease: str, limit: int) -> None:
     assert sorted(read) == list(range(limit))
 
 
-def test_a_fence_is_the_time_or_more() -> None:
+def test_a_fence_is_at_least_the_time() -> None:
     known = {0: Slot(0, "", 0, 10), 1: Slot(1, "", 0, NOW + 5), 2: Slot(2, "", 0, NOW + 9)}
     assert next_fence(5, 0, {}, NOW) == NOW
     assert next_fence(5, 0, known, NOW) == NOW
     assert next_fence(5, 1, known, NOW) == NOW + 6
 
 
-def test_an_exclusive_fence_passes_those_of_all_slots() -> None:
+def test_an_exclusive_fence_exceeds_those_of_all_slots() -> None:
     known = {0: Slot(0, "", 0, 10), 1: Slot(1, "", 0, NOW + 5), 2: Slot(2, "", 0, NOW + 9)}
     assert next_fence(1, 0, known, NOW) == NOW + 10
     assert next_fence(1, 0, {}, NOW) == NOW

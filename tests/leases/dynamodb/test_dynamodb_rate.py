@@ -1,4 +1,4 @@
-"""Rate limits: each token goes to one taker, in as few requests as possible."""
+"""Rate limits in DynamoDB: each token is granted once, in as few requests as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.leases.dynamodb.conftest import Opener
-from tests.leases.dynamodb.meddling import items_of, lost, meddle, times
+from tests.leases.dynamodb.fault_injection import inject, items_of, lost, times
 
 from moored.kernel import Clock
 from moored.leases._dynamodb import _rate
@@ -38,7 +38,7 @@ class Still(ServerTime):
     burst=st.integers(1, 50),
     tokens=st.integers(1, 100),
 )
-def test_what_is_wished_for_is_never_more_than_there_is(
+def test_a_take_never_plans_more_than_the_limit_allows(
     ahead: int | None, interval: int, burst: int, tokens: int
 ) -> None:
     now = 100 * SECOND
@@ -65,9 +65,7 @@ async def stopped(open_table: Opener, time: Still, **parameters: Any) -> SlotSto
 
 
 @pytest.mark.parametrize("layout", ["slots", "counter"])
-async def test_takers_in_the_same_instant_never_share_a_token(
-    open_table: Opener, layout: str
-) -> None:
+async def test_concurrent_takes_never_get_the_same_token(open_table: Opener, layout: str) -> None:
     now = Still()
     stores = [await stopped(open_table, now, layout=layout) for _ in range(4)]
     taken = await asyncio.gather(*(take(stores[n % 4], burst=10) for n in range(30)))
@@ -77,7 +75,7 @@ async def test_takers_in_the_same_instant_never_share_a_token(
     assert sum(taken) == 3
 
 
-async def test_a_clock_that_goes_back_makes_no_tokens(open_table: Opener) -> None:
+async def test_a_clock_that_is_set_back_grants_no_extra_tokens(open_table: Opener) -> None:
     right, wrong = Still(), Still()
     first, second = await stopped(open_table, right), await stopped(open_table, wrong)
     assert await take(first, 5) == 5
@@ -94,7 +92,7 @@ async def test_a_clock_that_goes_back_makes_no_tokens(open_table: Opener) -> Non
     assert await take(first, 5) == 5
 
 
-async def test_a_number_from_a_wild_clock_does_not_last(open_table: Opener) -> None:
+async def test_an_implausible_full_at_is_reset(open_table: Opener) -> None:
     wild, right = Still(), Still()
     wild.at += 86400.0
     assert await take(await stopped(open_table, wild), 5) == 5
@@ -104,7 +102,7 @@ async def test_a_number_from_a_wild_clock_does_not_last(open_table: Opener) -> N
     assert await take(store, 5) == 5
 
 
-async def test_a_token_is_one_request_and_a_known_refusal_is_none(open_table: Opener) -> None:
+async def test_a_token_takes_one_request_and_a_known_refusal_none(open_table: Opener) -> None:
     now = Still()
     store = await stopped(open_table, now)
     before = store.link.requests.copy()
@@ -119,7 +117,7 @@ async def test_a_token_is_one_request_and_a_known_refusal_is_none(open_table: Op
     assert dict(store.link.requests - before) == {}
 
 
-async def test_an_unknown_refusal_is_one_request(open_table: Opener) -> None:
+async def test_an_unknown_refusal_takes_one_request(open_table: Opener) -> None:
     now = Still()
     assert await take(await stopped(open_table, now), 5) == 5
     store = await stopped(open_table, now)
@@ -128,23 +126,23 @@ async def test_an_unknown_refusal_is_one_request(open_table: Opener) -> None:
     assert dict(store.link.requests - before) == {"update_item": 1}
 
 
-async def test_a_batch_is_one_request(open_table: Opener) -> None:
+async def test_a_batch_takes_one_request(open_table: Opener) -> None:
     store = await stopped(open_table, Still())
     before = store.link.requests.copy()
     assert await take(store, 100, burst=100, rate=100.0) == 100
     assert dict(store.link.requests - before) == {"update_item": 1}
 
 
-async def test_a_lost_answer_costs_tokens_and_gives_none_twice(open_table: Opener) -> None:
+async def test_a_lost_response_loses_tokens_and_grants_none_twice(open_table: Opener) -> None:
     now = Still()
     store = await stopped(open_table, now)
-    await meddle(store, after=times(1, "update_item", lost()))
+    await inject(store, after=times(1, "update_item", lost()))
     granted = await take(store, 3)
     rest = await take(await stopped(open_table, now), 5)
     assert granted + rest <= 5
 
 
-async def test_what_is_in_the_table(open_table: Opener) -> None:
+async def test_the_items_have_the_documented_attributes(open_table: Opener) -> None:
     store = await open_table()
     await store.take("connects", rate=10.0, burst=5, tokens=5)
     (item,) = (await items_of(store)).values()

@@ -1,4 +1,4 @@
-"""What a client remembers of its leases, and how updates are put together."""
+"""The slot hints of a client, and the batches of its updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moored.leases._dynamodb._slot_hints import SlotHints
 pytestmark = pytest.mark.pure
 
 
-def test_a_place_is_known_until_it_is_forgotten() -> None:
+def test_a_slot_hint_is_kept_until_it_is_removed() -> None:
     hints = SlotHints(Clock.system())
     first, second = request("db"), request("db")
     assert hints.of(first) is None
@@ -29,14 +29,14 @@ def test_a_place_is_known_until_it_is_forgotten() -> None:
     assert len(hints) == 1
 
 
-def test_places_of_leases_that_ended_long_ago_do_not_pile_up() -> None:
+def test_hints_of_expired_leases_are_removed() -> None:
     now = 0.0
     hints = SlotHints(Clock(lambda: now))
     held = [request(ttl=1e9) for _ in range(10)]
     for slot, each in enumerate(held):
         hints.note(each, slot)
     for _ in range(5000):
-        hints.note(request(ttl=10.0), 0)  # asked for, and never heard of again
+        hints.note(request(ttl=10.0), 0)  # acquired, and never used again
         now += 1.0
     assert len(hints) <= 1000
     assert [hints.of(each) for each in held] == list(range(10))

@@ -1,4 +1,4 @@
-"""Leases as slots: how many requests they take, and what they survive."""
+"""The slot layout: how many requests it takes, and which faults it survives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.leases.conformance import request
 from tests.leases.dynamodb.conftest import Opener
-from tests.leases.dynamodb.meddling import Outage, items_of, lost, meddle, refusal, times
+from tests.leases.dynamodb.fault_injection import Outage, inject, items_of, lost, refusal, times
 
 from moored.kernel import Clock
 from moored.leases import Request, StoreUnavailable
@@ -63,7 +63,7 @@ class Spent:
 async def occupy(
     store: SlotStore, key: str, numbers: range, *, expires_ms: int, fence: int = 1
 ) -> None:
-    """Fill slots, as if somebody held them."""
+    """Fill slots, as if other clients held them."""
     puts = [
         {
             "PutRequest": {
@@ -98,7 +98,7 @@ def in_an_hour() -> int:
 
 
 @pytest.mark.parametrize("limit", [1, 10])
-async def test_a_lease_is_a_query_and_an_update(store: SlotStore, limit: int) -> None:
+async def test_an_acquire_takes_a_query_and_an_update(store: SlotStore, limit: int) -> None:
     wanted = request(limit=limit)
     spent = Spent(store)
     assert await store.acquire(wanted) is not None
@@ -117,7 +117,7 @@ async def test_a_lease_is_a_query_and_an_update(store: SlotStore, limit: int) ->
     assert spent.requests == {"batch_execute_statement": 1}
 
 
-async def test_a_refusal_is_a_query(store: SlotStore) -> None:
+async def test_a_refusal_takes_one_query(store: SlotStore) -> None:
     await store.acquire(request())
     spent = Spent(store)
     assert await store.acquire(request()) is None
@@ -168,7 +168,7 @@ async def test_an_empty_large_key_is_read_in_part(store: SlotStore) -> None:
     assert len(await store.held("db")) == 5
 
 
-async def test_a_large_key_that_was_found_full_is_believed_for_a_while(
+async def test_a_large_full_key_is_not_read_again_for_a_while(
     store: SlotStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_slot_reader, "PAGE", 8)
@@ -180,10 +180,10 @@ async def test_a_large_key_that_was_found_full_is_believed_for_a_while(
     spent = Spent(store)
     assert await store.acquire(request("db", limit=20)) is None
     assert spent.requests == {}
-    # A larger limit is another question, and what was given back here is known here.
+    # A larger limit is read again, and so is the key after a release by this client.
     assert await store.acquire(request("db", limit=21)) is not None
     await store.release(wanted[:1])
-    assert await store.acquire(request("db", limit=20)) is None, "21 leases, one given back"
+    assert await store.acquire(request("db", limit=20)) is None, "21 leases, one released"
     await store.release(wanted[1:2])
     assert await store.acquire(request("db", limit=20)) is not None
 
@@ -209,8 +209,8 @@ async def test_a_lowered_limit_holds_in_a_large_key(
 # -- what it survives --------------------------------------------------------------------------
 
 
-async def test_an_answer_that_was_lost_is_had_again(store: SlotStore) -> None:
-    await meddle(store, after=times(1, "update_item", lost()))
+async def test_an_acquire_whose_response_was_lost_is_repeated(store: SlotStore) -> None:
+    await inject(store, after=times(1, "update_item", lost()))
     wanted = request(limit=3)
     grant = await store.acquire(wanted)
     assert grant is not None
@@ -218,9 +218,9 @@ async def test_an_answer_that_was_lost_is_had_again(store: SlotStore) -> None:
     assert (held.id, held.fence) == (wanted.id, grant.fence)
 
 
-async def test_a_lease_in_doubt_is_asked_for_again_and_is_the_same(store: SlotStore) -> None:
+async def test_a_repeated_acquire_after_an_outage_gets_the_same_lease(store: SlotStore) -> None:
     outage = Outage("update_item")
-    await meddle(store, before=outage.before, after=outage.after)
+    await inject(store, before=outage.before, after=outage.after)
     wanted = request(limit=300)
     with pytest.raises(StoreUnavailable):
         await store.acquire(wanted)
@@ -230,7 +230,7 @@ async def test_a_lease_in_doubt_is_asked_for_again_and_is_the_same(store: SlotSt
     assert len(await store.held("db")) == 1
 
 
-async def test_a_lease_in_doubt_is_remembered_where_nobody_would_look(
+async def test_a_lease_in_doubt_is_found_outside_the_read_range(
     store: SlotStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a large key only some slots are read, and a free one may come before the lease's own."""
@@ -241,7 +241,7 @@ async def test_a_lease_in_doubt_is_remembered_where_nobody_would_look(
     last = (first - 1) % 40
     await occupy(store, "db", range(last, last + 1), expires_ms=0)
     outage = Outage("update_item")
-    await meddle(store, before=outage.before, after=outage.after)
+    await inject(store, before=outage.before, after=outage.after)
     with pytest.raises(StoreUnavailable):
         await store.acquire(wanted)
     outage.over = True
@@ -250,9 +250,9 @@ async def test_a_lease_in_doubt_is_remembered_where_nobody_would_look(
     assert [held.id for held in await store.held("db")].count(wanted.id) == 1
 
 
-async def test_a_lease_in_doubt_can_be_given_back(store: SlotStore) -> None:
+async def test_a_lease_in_doubt_can_be_released(store: SlotStore) -> None:
     outage = Outage("update_item")
-    await meddle(store, before=outage.before, after=outage.after)
+    await inject(store, before=outage.before, after=outage.after)
     wanted = request(limit=3)
     with pytest.raises(StoreUnavailable):
         await store.acquire(wanted)
@@ -264,7 +264,7 @@ async def test_a_lease_in_doubt_can_be_given_back(store: SlotStore) -> None:
 async def test_throttled_renewals_are_sent_again_without_the_others(store: SlotStore) -> None:
     wanted = [request("db", limit=5) for _ in range(3)]
     await asyncio.gather(*map(store.acquire, wanted))
-    client = await meddle(store)
+    client = await inject(store)
     inner = client._client
     answers = iter(["ThrottlingError", "ProvisionedThroughputExceeded"])
 
@@ -285,17 +285,17 @@ async def test_throttled_renewals_are_sent_again_without_the_others(store: SlotS
     assert sizes == [3, 1, 1]
 
 
-async def test_renewals_that_stay_throttled_are_an_outage(store: SlotStore) -> None:
+async def test_throttled_renewals_raise_store_unavailable_in_the_end(store: SlotStore) -> None:
     wanted = request()
     await store.acquire(wanted)
-    await meddle(
+    await inject(
         store, before=times(100, "batch_execute_statement", refusal("ThrottlingException"))
     )
     with pytest.raises(StoreUnavailable):
         await store.renew([wanted])
 
 
-async def test_the_fence_grows_though_the_item_was_deleted(store: SlotStore) -> None:
+async def test_the_fence_grows_after_its_item_was_deleted(store: SlotStore) -> None:
     wanted = request()
     first = await store.acquire(wanted)
     await store.release([wanted])
@@ -344,7 +344,7 @@ async def test_an_exclusive_fence_is_greater_than_those_of_a_larger_limit(
     assert grant.fence > max(fences)
 
 
-async def test_what_is_in_the_table(store: SlotStore) -> None:
+async def test_the_items_have_the_documented_attributes(store: SlotStore) -> None:
     wanted = request("db/orders", ttl=100.0)
     grant = await store.acquire(wanted)
     assert grant is not None
@@ -376,7 +376,7 @@ def wrong(by: float) -> Clock:
     return Clock(wall=lambda: time.time() + by)
 
 
-async def test_a_machine_with_a_fast_clock_takes_nothing_away(open_slots: Opened) -> None:
+async def test_a_client_with_a_fast_clock_takes_no_held_lease(open_slots: Opened) -> None:
     holder = await open_slots(own_time=True)
     fast = await open_slots(own_time=True, clock=wrong(3600.0))
     wanted = request(ttl=30.0)
@@ -386,7 +386,7 @@ async def test_a_machine_with_a_fast_clock_takes_nothing_away(open_slots: Opened
     assert list(await holder.renew([wanted])) == [True]
 
 
-async def test_a_machine_with_a_slow_clock_loses_nothing_and_keeps_nothing(
+async def test_a_client_with_a_slow_clock_keeps_its_lease_for_its_ttl(
     open_slots: Opened,
 ) -> None:
     slow = await open_slots(own_time=True, clock=wrong(-3600.0))
@@ -399,7 +399,7 @@ async def test_a_machine_with_a_slow_clock_loses_nothing_and_keeps_nothing(
     assert list(await slow.release([wanted])) == [True]
 
 
-async def test_an_ended_lease_is_left_alone_for_as_long_as_servers_may_disagree(
+async def test_an_expired_lease_is_not_reused_within_the_skew(
     open_slots: Opened,
 ) -> None:
     holder = await open_slots()

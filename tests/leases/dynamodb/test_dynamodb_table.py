@@ -1,4 +1,4 @@
-"""The table: made where that is allowed, looked at before its first use, and found again."""
+"""The DynamoDB table: created where that is allowed, and checked before its first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import pytest
 from tests.leases.conformance import request
 from tests.leases.dynamodb.conftest import Opener
-from tests.leases.dynamodb.meddling import meddle, refusal, times
+from tests.leases.dynamodb.fault_injection import inject, refusal, times
 from tests.leases.dynamodb.servers import DynamoServer, Ministack
 
 from moored.kernel import Clock
@@ -21,7 +21,7 @@ LAYOUTS = ["slots", "counter"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_a_missing_table_is_made_on_this_machine_alone(
+async def test_a_missing_table_is_created_only_on_a_local_server(
     server: DynamoServer, table: str, layout: str
 ) -> None:
     url = server.url(table, layout=layout)
@@ -38,7 +38,7 @@ async def test_a_missing_table_is_made_on_this_machine_alone(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_clients_that_start_at_once_make_one_table(
+async def test_clients_that_start_together_create_one_table(
     server: DynamoServer, table: str, layout: str
 ) -> None:
     stores = [open_store(server.url(table, layout=layout), clock=Clock.system()) for _ in range(5)]
@@ -60,7 +60,7 @@ async def test_a_store_that_was_opened_in_an_outage_works_after_it(
     server: DynamoServer, table: str, layout: str
 ) -> None:
     store = open_store(server.url(table, layout=layout), clock=Clock.system())
-    await meddle(store, before=times(6, "describe_table", refusal("InternalServerError")))
+    await inject(store, before=times(6, "describe_table", refusal("InternalServerError")))
     with pytest.raises(StoreUnavailable):
         await store.open()
     assert await store.acquire(request()) is not None
@@ -68,7 +68,9 @@ async def test_a_store_that_was_opened_in_an_outage_works_after_it(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_a_table_that_vanished_is_made_again(open_table: Opener, layout: str) -> None:
+async def test_a_deleted_table_is_created_again_on_a_local_server(
+    open_table: Opener, layout: str
+) -> None:
     """A local server that keeps its tables in memory was restarted."""
     store = await open_table(layout=layout)
     wanted = request()
@@ -78,7 +80,7 @@ async def test_a_table_that_vanished_is_made_again(open_table: Opener, layout: s
     assert await store.acquire(request()) is not None
 
 
-async def test_in_aws_a_table_that_vanished_is_told(open_table: Opener) -> None:
+async def test_a_deleted_table_in_aws_raises_store_misconfigured(open_table: Opener) -> None:
     await open_table()
     store = await open_table(create="false")
     await store.link.call("delete_table")
@@ -86,9 +88,9 @@ async def test_in_aws_a_table_that_vanished_is_told(open_table: Opener) -> None:
         await store.acquire(request())
 
 
-async def test_a_table_that_is_not_ready_is_waited_for(open_table: Opener) -> None:
+async def test_a_table_that_is_being_created_is_awaited(open_table: Opener) -> None:
     store = await open_table()
-    client = await meddle(store)
+    client = await inject(store)
     answers = iter(["CREATING", "CREATING", "ACTIVE"])
     describe = client._client.describe_table
 
@@ -103,7 +105,7 @@ async def test_a_table_that_is_not_ready_is_waited_for(open_table: Opener) -> No
     assert [operation for operation, _ in client.asked].count("describe_table") == 3
 
 
-async def test_ttl_of_the_slots_is_no_risk_and_that_of_a_stranger_is_told(
+async def test_only_a_ttl_on_a_foreign_attribute_is_reported_for_slots(
     open_table: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await open_table()
@@ -120,7 +122,9 @@ async def test_ttl_of_the_slots_is_no_risk_and_that_of_a_stranger_is_told(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_what_is_asked_for_is_what_the_policy_allows(open_table: Opener, layout: str) -> None:
+async def test_the_iam_policy_allows_exactly_the_requests_made(
+    open_table: Opener, layout: str
+) -> None:
     """All that the stores do, against the list in the docs and in the errors."""
     permissions = {
         "describe_table": {"DescribeTable"},
@@ -151,7 +155,7 @@ async def test_what_is_asked_for_is_what_the_policy_allows(open_table: Opener, l
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("how", ["acquire", "renew"])
-async def test_a_lease_written_by_a_wrong_time_is_written_again(
+async def test_a_lease_written_with_a_wrong_time_is_written_again(
     open_table: Opener, layout: str, how: str
 ) -> None:
     store = await open_table(own_time=True, layout=layout)
@@ -170,7 +174,7 @@ async def test_a_lease_written_by_a_wrong_time_is_written_again(
     assert held.expires_in > 55.0
 
 
-async def test_a_proxy_is_not_for_this_machine(
+async def test_a_proxy_is_not_used_for_a_local_server(
     ministack: Ministack, table: str, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY"):
@@ -183,7 +187,7 @@ async def test_a_proxy_is_not_for_this_machine(
     await store.close()
 
 
-async def test_a_client_by_its_url(ministack: Ministack, table: str) -> None:
+async def test_a_client_is_created_from_a_url(ministack: Ministack, table: str) -> None:
     url = ministack.url(table)
     async with connect(url, service_name="orders", on_unavailable="refuse") as leases:
         async with leases.exclusive("nightly-report", ttl=30.0) as lease:

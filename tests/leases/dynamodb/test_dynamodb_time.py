@@ -1,4 +1,4 @@
-"""The server's time as a client knows it: bounds that always hold, and become narrow."""
+"""The bounds for the server's time: they always hold, and become narrow."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ pair = st.tuples(st.floats(-1e5, 1e5), st.lists(st.floats(0.0, 1.5), min_size=1,
 
 
 @given(holder=pair, taker=pair, ttl=st.floats(0.1, 300.0), early=st.floats(0.0, 1.0))
-def test_no_lease_ends_before_its_time_whatever_the_clocks_say(
+def test_no_lease_expires_early_whatever_the_clocks_say(
     holder: tuple[float, list[float]], taker: tuple[float, list[float]], ttl: float, early: float
 ) -> None:
     never_early(holder, taker, ttl, early)
@@ -93,7 +93,9 @@ TAKEN = mutant(ServerTime, "earliest", ServerTime.latest, name="taken by the lat
 
 
 @pytest.mark.parametrize(("defect", "trips"), [(WRITTEN, [0.1] * 40), (TAKEN, [0.3])])
-def test_who_trusts_a_clock_is_caught(defect: Mutant, trips: list[float]) -> None:
+def test_a_client_that_trusts_its_wall_clock_is_detected(
+    defect: Mutant, trips: list[float]
+) -> None:
     slow, fast = (-1e5, [0.3]), (1e5, trips)
     never_early(slow, fast, 10.0, 0.0)
     with defect, pytest.raises(AssertionError):
@@ -103,7 +105,7 @@ def test_who_trusts_a_clock_is_caught(defect: Mutant, trips: list[float]) -> Non
 def never_early(
     holder: tuple[float, list[float]], taker: tuple[float, list[float]], ttl: float, early: float
 ) -> None:
-    """One machine writes a lease, another looks at it just before its holder's time is over."""
+    """One machine writes a lease, another reads it just before its holder's deadline."""
     benches = []
     for wall, trips in (holder, taker):
         bench = Bench(wall=wall)
@@ -118,7 +120,7 @@ def never_early(
     assert ends >= reader.time.reached()
 
 
-def test_one_answer_is_known_to_a_second_and_many_to_a_round_trip() -> None:
+def test_bounds_narrow_from_a_second_to_a_round_trip() -> None:
     bench, chance = Bench(wall=3600.0), random.Random(1)
     bench.ask(there=0.01, back=0.01)
     assert 1.0 <= bench.width() <= 1.03
@@ -139,7 +141,7 @@ def test_the_wall_clock_is_believed_only_within_the_bounds() -> None:
     assert right.time.wall_error() == 0.0
 
 
-def test_a_wall_clock_that_jumps_moves_no_bound() -> None:
+def test_a_change_of_the_wall_clock_does_not_move_the_bounds() -> None:
     bench = Bench()
     bench.ask()
     before = bench.time.earliest(), bench.time.latest()
@@ -148,7 +150,7 @@ def test_a_wall_clock_that_jumps_moves_no_bound() -> None:
     assert bench.time.likely() == before[0]
 
 
-def test_a_machine_that_was_suspended_notices_at_the_next_answer() -> None:
+def test_a_suspended_machine_corrects_its_bounds_at_the_next_response() -> None:
     bench = Bench()
     bench.ask()
     assert bench.time.corrections == 0
@@ -159,7 +161,7 @@ def test_a_machine_that_was_suspended_notices_at_the_next_answer() -> None:
     assert bench.time.corrections == 1
 
 
-def test_bounds_widen_while_nothing_is_heard() -> None:
+def test_bounds_widen_without_responses() -> None:
     bench = Bench()
     bench.ask()
     before = bench.width()

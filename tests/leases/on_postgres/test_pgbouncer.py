@@ -36,7 +36,7 @@ async def test_the_limit_holds(stores: list[PostgresStore]) -> None:
     assert sum(grant is not None for grant in await asyncio.gather(*asked)) == 10
 
 
-async def test_a_day(stores: list[PostgresStore]) -> None:
+async def test_all_calls_work_through_any_pooled_connection(stores: list[PostgresStore]) -> None:
     for turn in range(20):
         wanted = [request(f"db/{n}", limit=3) for n in range(3)]
         for n, each in enumerate(wanted):

@@ -31,7 +31,7 @@ class TestPostgres(StoreConformance):
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
-async def test_the_limit_holds_whatever_the_roles_default_is(
+async def test_the_limit_holds_with_any_default_isolation_level(
     role: str, store: PostgresStore, database: Database, level: str
 ) -> None:
     name = sql.Identifier(f"app_{database.info.dbname}")
@@ -45,7 +45,7 @@ async def test_the_limit_holds_whatever_the_roles_default_is(
         await each.close()
 
 
-async def test_one_at_a_time_sees_what_the_one_before_it_did(
+async def test_an_acquire_waits_for_a_concurrent_one_of_the_same_key(
     store: PostgresStore, postgres_url: str
 ) -> None:
     given = {"key": "db", "id": "theirs", "limit": 1, "ttl": 60.0, "timeout_ms": "0"}
@@ -60,7 +60,7 @@ async def test_one_at_a_time_sees_what_the_one_before_it_did(
     assert [held.id for held in await store.held("db")] == ["theirs"]
 
 
-async def test_renewals_and_releases_in_any_order_do_not_stand_in_each_others_way(
+async def test_renewals_and_releases_in_any_order_do_not_deadlock(
     postgres_url: str,
 ) -> None:
     stores = [open_postgres(postgres_url, clock=Clock.current()) for _ in range(3)]
@@ -78,7 +78,7 @@ async def test_renewals_and_releases_in_any_order_do_not_stand_in_each_others_wa
         await each_store.close()
 
 
-async def test_a_lock_that_somebody_keeps_ends_in_time(
+async def test_a_call_that_waits_for_a_lock_times_out(
     far_store: PostgresStore, database: Database
 ) -> None:
     with database.transaction():
@@ -86,13 +86,13 @@ async def test_a_lock_that_somebody_keeps_ends_in_time(
         database.execute(lock)
         with pytest.raises(StoreUnavailable, match="57014"):
             await far_store.acquire(request("db"))
-        # Nothing of it waits in the server any more, to take a lease that nobody wants.
+        # The statement no longer waits in the server: it must not acquire a lease later.
         waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
         assert rows(database, waiting) == [(0,)]
     assert await far_store.acquire(request("db")) is not None
 
 
-async def test_a_clock_that_went_back_does_not_block_a_rate_limit(
+async def test_a_clock_that_was_set_back_does_not_block_a_rate_limit(
     store: PostgresStore, database: Database
 ) -> None:
     await store.take("connects", rate=2.0, burst=4, tokens=4)
@@ -105,7 +105,7 @@ async def test_a_clock_that_went_back_does_not_block_a_rate_limit(
     assert (await store.take("connects", rate=2.0, burst=4, tokens=4)).granted == 1
 
 
-async def test_a_clock_that_went_back_does_not_keep_a_lease(
+async def test_a_clock_that_was_set_back_does_not_prolong_a_lease(
     store: PostgresStore, database: Database
 ) -> None:
     await store.acquire(request("db", ttl=0.2))
@@ -126,7 +126,7 @@ async def test_the_fence_grows_when_the_last_one_is_lost(
     assert second.fence > first.fence
 
 
-async def test_the_fence_grows_when_the_clock_went_back(
+async def test_the_fence_grows_when_the_clock_was_set_back(
     store: PostgresStore, database: Database
 ) -> None:
     await store.acquire(request("db", limit=2))
@@ -147,7 +147,7 @@ async def test_a_full_limit_gives_exactly_its_burst(store: PostgresStore, rate: 
     assert 0 < wait <= 1 / rate + 1e-6
 
 
-async def test_a_taker_that_had_to_wait_gives_nothing_away(
+async def test_a_take_that_waited_for_the_row_lock_keeps_the_rate(
     store: PostgresStore, database: Database
 ) -> None:
     await store.take("connects", rate=10.0, burst=5, tokens=1)
@@ -169,7 +169,9 @@ async def test_a_taker_that_had_to_wait_gives_nothing_away(
     assert after == before
 
 
-async def test_what_is_dead_is_deleted_when_met(store: PostgresStore, database: Database) -> None:
+async def test_expired_leases_of_a_key_are_deleted_by_the_next_call(
+    store: PostgresStore, database: Database
+) -> None:
     for _ in range(3):
         await store.acquire(request("db", limit=5, ttl=0.05))
     await asyncio.sleep(0.1)
@@ -177,7 +179,9 @@ async def test_what_is_dead_is_deleted_when_met(store: PostgresStore, database: 
     assert rows(database, "select count(*) from moored.leases") == [(1,)]
 
 
-async def test_what_nobody_meets_is_swept(store: PostgresStore, database: Database) -> None:
+async def test_expired_rows_of_unused_keys_are_swept(
+    store: PostgresStore, database: Database
+) -> None:
     kept = request("kept", limit=9)
     await store.acquire(kept)
     await store.take("kept", rate=0.001, burst=1, tokens=1)
@@ -200,7 +204,7 @@ async def test_what_nobody_meets_is_swept(store: PostgresStore, database: Databa
         assert database.execute(query).fetchall() == [("kept",)], table
 
 
-async def test_a_sweep_is_rare(store: PostgresStore, database: Database) -> None:
+async def test_sweeps_are_rare(store: PostgresStore, database: Database) -> None:
     kept = request("kept", limit=9)
     await store.acquire(kept)
     await store.renew([kept])
@@ -214,7 +218,7 @@ async def test_a_sweep_is_rare(store: PostgresStore, database: Database) -> None
     assert rows(database, "select count(*) from moored.leases") == [(2,)]
 
 
-async def test_few_connections_are_enough(postgres_url: str, database: Database) -> None:
+async def test_many_calls_share_few_connections(postgres_url: str, database: Database) -> None:
     store = open_postgres(f"{postgres_url}?connections=2", clock=Clock.current())
     await asyncio.gather(*(store.acquire(request(f"db/{n}")) for n in range(30)))
     query = "select count(*) from pg_stat_activity where application_name = 'moored leases'"

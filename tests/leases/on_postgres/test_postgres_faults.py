@@ -1,4 +1,4 @@
-"""Postgres killed, silent and far away, and what its errors mean."""
+"""The Postgres store with a killed or silent server, and the translation of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moored.testing.proxy import FaultProxy
 
 
 @pytest.mark.parametrize("fault", ["stall", "black_hole"])
-async def test_silence_is_noticed_in_time(
+async def test_a_silent_server_raises_within_the_timeout(
     far_store: PostgresStore, proxy: FaultProxy, fault: str
 ) -> None:
     getattr(proxy, fault)()
@@ -50,7 +50,7 @@ async def test_a_cancelled_call_ends_at_once(far_store: PostgresStore, proxy: Fa
     assert time.monotonic() - begin < PATIENCE / 2
 
 
-async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
+async def test_a_cancelled_connect_closes_its_socket_at_once() -> None:
     async with silent_server() as server, asyncio.timeout(3 * PATIENCE):
         url = f"postgresql://x@127.0.0.1:{server.port}/x"
         store = open_postgres(url, clock=Clock.current())
@@ -62,7 +62,9 @@ async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
         await store.close()
 
 
-async def test_a_reset_is_told_at_once(far_store: PostgresStore, proxy: FaultProxy) -> None:
+async def test_a_connection_reset_is_reported_at_once(
+    far_store: PostgresStore, proxy: FaultProxy
+) -> None:
     proxy.stall()
     call = asyncio.ensure_future(far_store.acquire(request()))
     await asyncio.sleep(0.05)
@@ -73,7 +75,7 @@ async def test_a_reset_is_told_at_once(far_store: PostgresStore, proxy: FaultPro
     assert await recovered(far_store)
 
 
-async def test_a_late_answer_reaches_nobody_else(
+async def test_a_late_response_is_not_taken_for_another(
     far_store: PostgresStore, proxy: FaultProxy
 ) -> None:
     proxy.latency(0.2)
@@ -90,7 +92,7 @@ async def test_a_late_answer_reaches_nobody_else(
         assert grant.id == wanted.id
 
 
-async def test_a_call_is_one_round_trip(far_store: PostgresStore, proxy: FaultProxy) -> None:
+async def test_a_call_takes_one_round_trip(far_store: PostgresStore, proxy: FaultProxy) -> None:
     await far_store.acquire(request("warm"))
     proxy.latency(0.1)
     wanted = request("db")
@@ -117,7 +119,7 @@ async def test_an_idle_connection_that_ended_is_replaced_without_an_error(
     assert len(await store.held("db")) == 1
 
 
-async def test_a_server_that_was_killed_keeps_what_it_gave() -> None:
+async def test_leases_survive_a_sigkill_of_the_server() -> None:
     server = SyncEmbeddedPostgres()
     await asyncio.to_thread(server.start)
     try:
@@ -140,7 +142,7 @@ async def test_a_server_that_was_killed_keeps_what_it_gave() -> None:
         await asyncio.to_thread(server.stop)
 
 
-async def test_a_sweep_that_fails_harms_nobody(
+async def test_a_failed_sweep_is_logged_and_does_not_fail_the_renewal(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = request("db")
@@ -153,12 +155,12 @@ async def test_a_sweep_that_fails_harms_nobody(
     assert "could not delete expired rows" in caplog.text
 
 
-async def test_nobody_listens(unused_port: int) -> None:
+async def test_a_refused_connection_raises_store_unavailable(unused_port: int) -> None:
     error = await refusal(f"postgresql://app@127.0.0.1:{unused_port}/orders")
     assert isinstance(error, StoreUnavailable)
 
 
-async def test_an_outage_is_not_stormed(unused_port: int) -> None:
+async def test_connection_attempts_are_spaced_in_an_outage(unused_port: int) -> None:
     url = f"postgresql://app@127.0.0.1:{unused_port}/orders"
     store = open_postgres(url, clock=Clock.current())
     calls = [store.acquire(request()) for _ in range(20)]
@@ -183,7 +185,7 @@ async def test_a_refused_connection_says_why(
     assert words in str(error)
 
 
-async def test_a_server_that_became_a_standby(
+async def test_connections_are_replaced_after_a_failover(
     role: str, store: PostgresStore, database: Database
 ) -> None:
     database.execute(grants(f"app_{database.info.dbname}").encode())
@@ -217,5 +219,5 @@ async def test_a_server_that_became_a_standby(
         (psycopg.DataError("cannot contain NUL"), StoreMisconfigured),
     ],
 )
-def test_what_errors_mean(error: Exception, kind: type[LeaseError]) -> None:
+def test_driver_errors_are_translated(error: Exception, kind: type[LeaseError]) -> None:
     assert type(translate(error, "db/orders")) is kind

@@ -1,4 +1,4 @@
-"""Writes to Postgres that only the newest owner may do."""
+"""Fenced writes to Postgres."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ async def written(connection: psycopg.AsyncConnection) -> list[str]:
     return [text for (text,) in await cursor.fetchall()]
 
 
-async def test_the_newest_owner_writes(connection: psycopg.AsyncConnection) -> None:
+async def test_the_newest_owner_may_write(connection: psycopg.AsyncConnection) -> None:
     await write(connection, "first", 5)
     await write(connection, "again", 5)
     await write(connection, "second", 6)
     assert await written(connection) == ["first", "again", "second"]
 
 
-async def test_an_old_owner_is_refused(connection: psycopg.AsyncConnection) -> None:
+async def test_an_old_owner_is_rejected(connection: psycopg.AsyncConnection) -> None:
     await write(connection, "new", 1_763_000_000_000_002)
     with pytest.raises(FenceRejected) as caught:
         await write(connection, "old", 1_763_000_000_000_001)
@@ -91,7 +91,7 @@ async def test_two_owners_at_once_write_one_after_the_other(prepared_url: str) -
             await write(old, "too late", 5)
 
 
-async def test_a_check_that_would_protect_nothing(prepared_url: str) -> None:
+async def test_fenced_refuses_autocommit_connections(prepared_url: str) -> None:
     connection = await psycopg.AsyncConnection.connect(prepared_url, autocommit=True)
     async with connection:
         with pytest.raises(ValueError, match="transaction"):
@@ -100,7 +100,7 @@ async def test_a_check_that_would_protect_nothing(prepared_url: str) -> None:
             await fenced(connection, "report", 5)
 
 
-async def test_rows_in_the_callers_form(prepared_url: str) -> None:
+async def test_fenced_works_with_any_row_factory(prepared_url: str) -> None:
     connection = await psycopg.AsyncConnection.connect(prepared_url, row_factory=dict_row)
     async with connection:
         await fenced(connection, "report", 6)
@@ -108,14 +108,14 @@ async def test_rows_in_the_callers_form(prepared_url: str) -> None:
             await fenced(connection, "report", 5)
 
 
-async def test_a_database_without_the_table(postgres_url: str) -> None:
+async def test_a_missing_guards_table_is_reported_with_its_ddl(postgres_url: str) -> None:
     connection = await psycopg.AsyncConnection.connect(postgres_url)
     async with connection:
         with pytest.raises(StoreMisconfigured, match="create table if not exists"):
             await fenced(connection, "report", 5)
 
 
-def test_without_asyncio(prepared_url: str) -> None:
+def test_fenced_sync_works_without_asyncio(prepared_url: str) -> None:
     with psycopg.connect(prepared_url) as connection:
         fenced_sync(connection, "report", 6)
         connection.commit()

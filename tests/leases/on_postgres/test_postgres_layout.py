@@ -1,4 +1,4 @@
-"""The tables of the store: made once, or asked for with the words that make them."""
+"""The tables of the Postgres store: created once, or reported with their DDL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moored.leases.postgres import PostgresStore, ddl, grants
 from moored.leases.postgres import open_store as open_postgres
 
 
-async def test_twenty_that_open_at_once_make_one_layout(
+async def test_twenty_concurrent_opens_create_one_layout(
     postgres_url: str, database: Database
 ) -> None:
     stores = [open_postgres(postgres_url, clock=Clock.current()) for _ in range(20)]
@@ -25,14 +25,16 @@ async def test_twenty_that_open_at_once_make_one_layout(
     assert {name for (name,) in found} == {"leases", "fences", "rates", "guards"}
 
 
-async def test_a_schema_of_ones_own(postgres_url: str, database: Database) -> None:
+async def test_the_tables_are_created_in_the_configured_schema(
+    postgres_url: str, database: Database
+) -> None:
     store = open_postgres(f'{postgres_url}?schema=My "leases"', clock=Clock.current())
     assert await store.acquire(request()) is not None
     await store.close()
     assert rows(database, 'select count(*) from "My ""leases""".leases') == [(1,)]
 
 
-async def test_two_schemas_are_two_places(postgres_url: str) -> None:
+async def test_leases_in_two_schemas_are_independent(postgres_url: str) -> None:
     stores = [
         open_postgres(f"{postgres_url}?schema={name}", clock=Clock.current()) for name in "ab"
     ]
@@ -41,7 +43,7 @@ async def test_two_schemas_are_two_places(postgres_url: str) -> None:
         await store.close()
 
 
-async def test_who_may_not_make_tables_is_told_what_to_run(role: str, database: Database) -> None:
+async def test_a_role_without_create_is_told_the_ddl_to_run(role: str, database: Database) -> None:
     error = await refusal(role)
     assert isinstance(error, StoreMisconfigured)
     told = str(error).partition("must run:\n")[2]
@@ -52,7 +54,7 @@ async def test_who_may_not_make_tables_is_told_what_to_run(role: str, database: 
     await store.close()
 
 
-async def test_who_may_not_use_the_tables_is_told_what_to_run(
+async def test_a_role_without_privileges_is_told_the_grants_to_run(
     role: str, store: PostgresStore, database: Database
 ) -> None:
     error = await refusal(role)
@@ -69,7 +71,7 @@ async def test_who_may_not_use_the_tables_is_told_what_to_run(
     await allowed.close()
 
 
-async def test_half_a_layout_is_completed(store: PostgresStore, database: Database) -> None:
+async def test_missing_tables_are_created(store: PostgresStore, database: Database) -> None:
     database.execute("drop table moored.rates, moored.guards")
     name = database.info.dbname
     url = f"postgresql://{database.info.user}:{database.info.password}@127.0.0.1"
@@ -95,7 +97,7 @@ def test_the_layout_in_the_docs_is_the_layout() -> None:
         ("postgresql://db/orders?schema=", "schema is empty"),
     ],
 )
-def test_mistakes_in_the_url(url: str, words: str) -> None:
+def test_one_error_lists_the_mistakes_in_a_url(url: str, words: str) -> None:
     with pytest.raises(StoreMisconfigured) as caught:
         open_postgres(url, clock=Clock.system())
     assert words in str(caught.value)

@@ -24,19 +24,21 @@ class TestRedis(StoreConformance):
             yield open_store
 
 
-async def test_every_name_is_forgotten_by_itself(store: RedisStore, client: Redis) -> None:
+async def test_every_redis_key_expires(store: RedisStore, client: Redis) -> None:
     await store.acquire(request("db", ttl=5.0))
     await store.take("db", rate=10.0, burst=5, tokens=1)
     expiries = {name: await client.pttl(name) for name in await names(client, store)}
     prefix = prefix_of(store)
     assert set(expiries) == {f"{prefix}:{{db}}:{part}" for part in ("live", "who", "fence", "rate")}
-    # A minute after the last lease is over; a fence stays for a week.
+    # A minute after the last lease has expired; a fence stays for a week.
     week = 7 * 24 * 3600 * 1000
     assert week - 60_000 < expiries.pop(f"{prefix}:{{db}}:fence") <= week
     assert all(50_000 < left <= 66_000 for left in expiries.values())
 
 
-async def test_a_renewal_moves_the_expiry_of_the_names(store: RedisStore, client: Redis) -> None:
+async def test_a_renewal_extends_the_expiry_of_the_redis_keys(
+    store: RedisStore, client: Redis
+) -> None:
     wanted = request("db", ttl=1.0)
     await store.acquire(wanted)
     await store.renew([replace(wanted, ttl=500.0)])
@@ -51,7 +53,9 @@ async def test_a_released_lease_leaves_only_its_fence(store: RedisStore, client:
     assert await names(client, store) == {f"{prefix_of(store)}:{{db}}:fence"}
 
 
-async def test_what_is_dead_is_deleted_when_met(store: RedisStore, client: Redis) -> None:
+async def test_expired_leases_of_a_key_are_deleted_by_the_next_call(
+    store: RedisStore, client: Redis
+) -> None:
     for _ in range(3):
         await store.acquire(request("db", limit=5, ttl=0.05))
     await asyncio.sleep(0.1)
@@ -60,7 +64,7 @@ async def test_what_is_dead_is_deleted_when_met(store: RedisStore, client: Redis
     assert await client.hlen(f"{prefix_of(store)}:{{db}}:who") == 1
 
 
-async def test_scripts_that_the_server_forgot_are_sent_again(
+async def test_scripts_that_the_server_lost_are_sent_again(
     store: RedisStore, client: Redis
 ) -> None:
     wanted = [request(f"db/{n}") for n in range(5)]
@@ -82,7 +86,7 @@ async def test_renewals_of_many_keys_take_one_round_trip(
     assert list(await far_store.renew(wanted)) == [True] * 50
 
 
-async def test_a_clock_that_went_back_does_not_block_a_rate_limit(
+async def test_a_clock_that_was_set_back_does_not_block_a_rate_limit(
     store: RedisStore, client: Redis
 ) -> None:
     await store.take("connects", rate=2.0, burst=4, tokens=4)
@@ -96,7 +100,7 @@ async def test_a_clock_that_went_back_does_not_block_a_rate_limit(
     assert (await store.take("connects", rate=2.0, burst=4, tokens=4)).granted == 1
 
 
-async def test_a_clock_that_went_back_does_not_keep_a_lease(
+async def test_a_clock_that_was_set_back_does_not_prolong_a_lease(
     store: RedisStore, client: Redis
 ) -> None:
     await store.acquire(request("db", ttl=0.2))
@@ -108,7 +112,7 @@ async def test_a_clock_that_went_back_does_not_keep_a_lease(
     assert await store.acquire(request("db", ttl=0.2)) is not None
 
 
-async def test_a_longer_lease_keeps_its_time(store: RedisStore) -> None:
+async def test_a_refused_acquire_with_a_shorter_ttl_changes_no_lease(store: RedisStore) -> None:
     await store.acquire(request("db", ttl=100.0))
     for _ in range(2):
         assert await store.acquire(request("db", ttl=0.1)) is None
@@ -125,7 +129,9 @@ async def test_the_fence_grows_when_the_last_one_is_lost(store: RedisStore, clie
     assert second.fence > first.fence
 
 
-async def test_the_fence_grows_when_the_clock_went_back(store: RedisStore, client: Redis) -> None:
+async def test_the_fence_grows_when_the_clock_was_set_back(
+    store: RedisStore, client: Redis
+) -> None:
     first = await store.acquire(request("db", limit=2))
     ahead = await client.incrby(f"{prefix_of(store)}:{{db}}:fence", 3600 * 1_000_000)
     second = await store.acquire(request("db", limit=2))

@@ -38,7 +38,7 @@ def nodes() -> Iterator[list[RedisServer]]:
 
 def _started(stack: ExitStack, binary: str) -> RedisServer:
     node = RedisServer(binary)
-    # By itself it would take a port ten thousand above, which may be somebody else's.
+    # The default is the port plus 10000, which another process may use.
     node.options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     return stack.enter_context(node)
 
@@ -63,7 +63,7 @@ async def stores(nodes: list[RedisServer]) -> AsyncIterator[list[RedisStore]]:
         await store.close()
 
 
-async def test_keys_all_over_the_cluster(stores: list[RedisStore]) -> None:
+async def test_keys_on_all_nodes_of_a_cluster_work(stores: list[RedisStore]) -> None:
     wanted = [request(key) for key in (*ODD_KEYS, *(f"db/{n}" for n in range(50)))]
     grants = await asyncio.gather(*map(stores[0].acquire, wanted))
     assert None not in grants
@@ -73,7 +73,7 @@ async def test_keys_all_over_the_cluster(stores: list[RedisStore]) -> None:
     assert list(await stores[0].held()) == []
 
 
-async def test_the_limit_is_one_for_all(stores: list[RedisStore]) -> None:
+async def test_the_limit_holds_in_a_cluster(stores: list[RedisStore]) -> None:
     asked = [stores[n % 2].acquire(request("limited", limit=10)) for n in range(20)]
     assert sum(grant is not None for grant in await asyncio.gather(*asked)) == 10
     taken = [stores[n % 2].take("connects", rate=0.01, burst=5, tokens=1) for n in range(10)]
@@ -82,7 +82,7 @@ async def test_the_limit_is_one_for_all(stores: list[RedisStore]) -> None:
     await stores[0].release([request("limited", known=held.id) for held in leases])
 
 
-async def test_without_the_word_for_it(nodes: list[RedisServer]) -> None:
+async def test_a_cluster_without_cluster_yes_is_misconfigured(nodes: list[RedisServer]) -> None:
     store = open_redis(nodes[0].url, clock=Clock.current())
     wanted = [request(f"db/{n}") for n in range(50)]
     with pytest.raises(StoreMisconfigured, match="cluster=yes"):
@@ -90,14 +90,14 @@ async def test_without_the_word_for_it(nodes: list[RedisServer]) -> None:
     await store.close()
 
 
-async def test_with_the_word_for_it_and_no_cluster(redis_url: str) -> None:
+async def test_cluster_yes_without_a_cluster_is_misconfigured(redis_url: str) -> None:
     store = open_redis(f"{redis_url}&cluster=yes", clock=Clock.current())
     with pytest.raises(StoreMisconfigured, match="not a Redis Cluster"):
         await store.open()
     await store.close()
 
 
-async def test_a_fenced_write(nodes: list[RedisServer]) -> None:
+async def test_a_fenced_write_works_in_a_cluster(nodes: list[RedisServer]) -> None:
     async with RedisCluster("127.0.0.1", nodes[0].port, decode_responses=True) as client:
         for n in range(10):
             await fenced_set(client, f"report/{n}", "new", 6)

@@ -1,4 +1,4 @@
-"""What the errors of Redis mean, and what is wrong with a URL."""
+"""The translation of Redis errors, and mistakes in URLs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moored.leases.redis import RedisStore
 from moored.leases.redis import open_store as open_redis
 
 
-async def test_nobody_listens(unused_port: int) -> None:
+async def test_a_refused_connection_raises_store_unavailable(unused_port: int) -> None:
     error = await refusal(f"redis://127.0.0.1:{unused_port}")
     assert isinstance(error, StoreUnavailable)
     assert f"127.0.0.1:{unused_port}" in str(error)
 
 
-async def test_passwords_and_users(start_redis: Start) -> None:
+async def test_wrong_credentials_raise_store_misconfigured(start_redis: Start) -> None:
     server = start_redis("--requirepass", "secret")
     place = f"127.0.0.1:{server.port}"
     for url in (f"redis://{place}", f"redis://:wrong@{place}", f"redis://nobody:wrong@{place}"):
@@ -45,7 +45,7 @@ def rights() -> list[str]:
     return line.replace("PASSWORD", "pw").replace("shop:", "moored:").split()
 
 
-async def test_the_rights_in_the_docs_are_enough(start_redis: Start) -> None:
+async def test_the_permissions_in_the_docs_are_sufficient(start_redis: Start) -> None:
     server = start_redis()
     server.run(*rights())
     store = open_redis(f"redis://app:pw@127.0.0.1:{server.port}", clock=Clock.current())
@@ -60,7 +60,7 @@ async def test_the_rights_in_the_docs_are_enough(start_redis: Start) -> None:
     await store.close()
 
 
-async def test_missing_rights_are_told(start_redis: Start) -> None:
+async def test_missing_permissions_are_reported(start_redis: Start) -> None:
     server = start_redis()
     server.run("ACL", "SETUSER", "app", "on", ">pw", "~other:*", "+@all")
     error = await refusal(f"redis://app:pw@127.0.0.1:{server.port}")
@@ -68,7 +68,7 @@ async def test_missing_rights_are_told(start_redis: Start) -> None:
     assert "how-to" in str(error)
 
 
-async def test_a_server_without_rights_to_look_is_used_all_the_same(start_redis: Start) -> None:
+async def test_info_is_optional(start_redis: Start) -> None:
     server = start_redis()
     server.run(*(right for right in rights() if right != "+info"))
     store = open_redis(f"redis://app:pw@127.0.0.1:{server.port}", clock=Clock.current())
@@ -76,13 +76,15 @@ async def test_a_server_without_rights_to_look_is_used_all_the_same(start_redis:
     await store.close()
 
 
-async def test_a_name_that_something_else_uses(store: RedisStore, client: Redis) -> None:
+async def test_a_redis_key_of_another_type_is_misconfigured(
+    store: RedisStore, client: Redis
+) -> None:
     await client.set(f"{prefix_of(store)}:{{db}}:live", "not a set")
     with pytest.raises(StoreMisconfigured, match="prefix="):
         await store.acquire(request("db"))
 
 
-async def test_a_server_that_became_a_replica(start_redis: Start) -> None:
+async def test_connections_are_replaced_after_a_failover(start_redis: Start) -> None:
     first, second = start_redis(), start_redis()
     store = open_redis(second.url, clock=Clock.current())
     await store.acquire(request("db", limit=5))
@@ -112,7 +114,7 @@ async def test_a_server_that_became_a_replica(start_redis: Start) -> None:
         (OSError("no route to host"), StoreUnavailable),
     ],
 )
-def test_what_errors_mean(error: Exception, kind: type[LeaseError]) -> None:
+def test_driver_errors_are_translated(error: Exception, kind: type[LeaseError]) -> None:
     assert type(translate(error, "cache:6379")) is kind
 
 
@@ -124,7 +126,7 @@ def test_what_errors_mean(error: Exception, kind: type[LeaseError]) -> None:
         (("--maxmemory-policy", "allkeys-lru"), False),
     ],
 )
-async def test_a_server_that_may_forget_leases_is_told_of(
+async def test_an_evicting_server_is_reported(
     start_redis: Start, caplog: pytest.LogCaptureFixture, options: tuple[str, ...], risky: bool
 ) -> None:
     store = open_redis(start_redis(*options).url, clock=Clock.current())
@@ -150,7 +152,7 @@ async def test_a_server_that_may_forget_leases_is_told_of(
         ("unix://?db=1", "socket"),
     ],
 )
-def test_mistakes_in_the_url(url: str, words: str) -> None:
+def test_one_error_lists_the_mistakes_in_a_url(url: str, words: str) -> None:
     with pytest.raises(StoreMisconfigured) as caught:
         open_redis(url, clock=Clock.system())
     assert words in str(caught.value)

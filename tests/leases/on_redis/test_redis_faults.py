@@ -1,4 +1,4 @@
-"""Redis killed, silent and far away; and by other ways than plain TCP."""
+"""The Redis store with a killed or silent server, over a Unix socket and over TLS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.every_loop
 
 
 @pytest.mark.parametrize("fault", ["stall", "black_hole"])
-async def test_silence_is_noticed_in_time(
+async def test_a_silent_server_raises_within_the_timeout(
     far_store: RedisStore, proxy: FaultProxy, fault: str
 ) -> None:
     getattr(proxy, fault)()
@@ -37,7 +37,9 @@ async def test_silence_is_noticed_in_time(
     assert await far_store.acquire(request(limit=99)) is not None
 
 
-async def test_a_reset_is_told_at_once(far_store: RedisStore, proxy: FaultProxy) -> None:
+async def test_a_connection_reset_is_reported_at_once(
+    far_store: RedisStore, proxy: FaultProxy
+) -> None:
     proxy.stall()
     call = asyncio.ensure_future(far_store.acquire(request()))
     await asyncio.sleep(0.05)
@@ -48,7 +50,9 @@ async def test_a_reset_is_told_at_once(far_store: RedisStore, proxy: FaultProxy)
     assert await far_store.acquire(request(limit=2)) is not None
 
 
-async def test_a_late_answer_reaches_nobody_else(far_store: RedisStore, proxy: FaultProxy) -> None:
+async def test_a_late_response_is_not_taken_for_another(
+    far_store: RedisStore, proxy: FaultProxy
+) -> None:
     first = request("db/a", limit=5)
     proxy.latency(0.2)
     calls = [asyncio.ensure_future(far_store.acquire(first)) for _ in range(8)]
@@ -65,7 +69,7 @@ async def test_a_late_answer_reaches_nobody_else(far_store: RedisStore, proxy: F
         assert [held.id for held in await far_store.held(f"db/{n}")] == [wanted.id]
 
 
-async def test_a_server_that_was_killed_keeps_what_it_gave(start_redis: Start) -> None:
+async def test_leases_survive_a_sigkill_of_the_server(start_redis: Start) -> None:
     server = start_redis()
     store = open_redis(server.url, clock=Clock.current())
     wanted = request("db")
@@ -111,7 +115,7 @@ async def test_an_idle_connection_that_ended_is_replaced_without_an_error(
     await store.close()
 
 
-async def test_by_a_socket(redis_server: RedisServer) -> None:
+async def test_a_unix_socket_works(redis_server: RedisServer) -> None:
     store = open_redis(f"unix://{redis_server.socket}?prefix=socket&db=1", clock=Clock.current())
     assert await store.acquire(request()) is not None
     assert len(await store.held()) == 1
@@ -138,7 +142,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, cert
 
 
-async def test_with_tls(
+async def test_tls_works(
     start_redis: Start, certificate: tuple[Path, Path], unused_port: int
 ) -> None:
     key, cert = certificate

@@ -1,4 +1,4 @@
-"""Writes to Redis that only the newest owner may do."""
+"""Fenced writes to Redis."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ async def client(redis_server: RedisServer) -> AsyncIterator[Redis]:
         yield connected
 
 
-async def test_the_newest_owner_writes(client: Redis) -> None:
+async def test_the_newest_owner_may_write(client: Redis) -> None:
     await fenced_set(client, "report", "first", 5)
     await fenced_set(client, "report", "again", 5)
     await fenced_set(client, "report", "second", 6)
     assert await client.get("report") == "second"
 
 
-async def test_an_old_owner_is_refused(client: Redis) -> None:
+async def test_an_old_owner_is_rejected(client: Redis) -> None:
     await fenced_set(client, "report", "new", 1_763_000_000_000_002)
     with pytest.raises(FenceRejected) as caught:
         await fenced_set(client, "report", "old", 1_763_000_000_000_001)
@@ -49,7 +49,7 @@ async def test_resources_have_fences_of_their_own(client: Redis) -> None:
     assert await client.mget("a", "b") == ["x", "y"]
 
 
-async def test_any_command_and_its_answer(client: Redis) -> None:
+async def test_fenced_runs_any_command_and_returns_its_result(client: Redis) -> None:
     assert await fenced(client, "log", 5, "RPUSH", "log", "a", "b") == 2
     assert await fenced(client, "log", 5, "LPOP", "nothing") is None
     with pytest.raises(FenceRejected):
@@ -57,14 +57,14 @@ async def test_any_command_and_its_answer(client: Redis) -> None:
     assert await client.lrange("log", 0, -1) == ["a", "b"]
 
 
-async def test_a_value_for_a_while(client: Redis) -> None:
+async def test_fenced_set_applies_the_ttl(client: Redis) -> None:
     await fenced_set(client, "report", "soon gone", 5, ttl=100.0)
     assert 99_000 < await client.pttl("report") <= 100_000
     # The fence stays: an old owner must not come back with the end of the value.
     assert await client.pttl(_fence_key("report")) == -1
 
 
-async def test_a_failed_command_is_told(client: Redis) -> None:
+async def test_a_failed_command_raises(client: Redis) -> None:
     await client.set("report", "text")
     with pytest.raises(StoreMisconfigured):
         await fenced(client, "report", 5, "RPUSH", "report", "x")
@@ -72,13 +72,13 @@ async def test_a_failed_command_is_told(client: Redis) -> None:
         await fenced(client, "report", 5, "PING")
 
 
-async def test_a_server_that_is_not_there(unused_port: int) -> None:
+async def test_a_fenced_write_without_a_server_raises_store_unavailable(unused_port: int) -> None:
     async with Redis(port=unused_port) as nobody:
         with pytest.raises(StoreUnavailable):
             await fenced_set(nobody, "report", "x", 5)
 
 
-def test_without_asyncio(redis_server: RedisServer) -> None:
+def test_fenced_sync_works_without_asyncio(redis_server: RedisServer) -> None:
     with redis.Redis(port=redis_server.port, decode_responses=True) as client:
         client.flushdb()
         fenced_set_sync(client, "report", "new", 6)
@@ -89,5 +89,5 @@ def test_without_asyncio(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("resource", ["report", "{shop}:report", "a{b}c", "open{"])
-def test_the_fence_lives_in_the_slot_of_its_resource(resource: str) -> None:
+def test_the_fence_is_in_the_hash_slot_of_its_resource(resource: str) -> None:
     assert key_slot(_fence_key(resource).encode()) == key_slot(resource.encode())

@@ -1,4 +1,4 @@
-"""Trouble between a store and its server, and a look at what is in a table."""
+"""Faults between a store and its server, and the items of a table."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from botocore.exceptions import ClientError, ConnectionClosedError  # type: igno
 from moored.leases.dynamodb import CounterStore, SlotStore
 
 __all__ = [
-    "Meddling",
+    "FaultyClient",
     "Outage",
     "cancelled",
+    "inject",
     "items_of",
     "lost",
-    "meddle",
     "refusal",
     "times",
 ]
 
-#: Says what goes wrong with a request: nothing, or this error.
-Trouble = Callable[[str, Mapping[str, Any]], Exception | None]
+#: Returns the error to raise for a request, or None.
+Fault = Callable[[str, Mapping[str, Any]], Exception | None]
 AnyStore = SlotStore | CounterStore
 
 
-class Meddling:
-    """The driver's client, with trouble before a request is sent, or with its answer."""
+class FaultyClient:
+    """The driver's client, with faults before a request is sent, or after its response."""
 
-    def __init__(self, client: Any, before: Trouble, after: Trouble) -> None:
+    def __init__(self, client: Any, before: Fault, after: Fault) -> None:
         self._client = client
         self._before = before
         self._after = after
-        #: What was asked, in order.
+        #: The requests, in order.
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
 
     def __getattr__(self, operation: str) -> Callable[..., Awaitable[Any]]:
@@ -54,17 +54,17 @@ def _nothing(operation: str, arguments: Mapping[str, Any]) -> None:
     return None
 
 
-async def meddle(
-    store: AnyStore, *, before: Trouble = _nothing, after: Trouble = _nothing
-) -> Meddling:
-    """Put trouble between an open store and its server."""
-    client = Meddling(await store.link._connected(), before, after)
+async def inject(
+    store: AnyStore, *, before: Fault = _nothing, after: Fault = _nothing
+) -> FaultyClient:
+    """Inject faults between an open store and its server."""
+    client = FaultyClient(await store.link._connected(), before, after)
     store.link._client = client
     return client
 
 
-def times(count: int, operation: str, error: Exception) -> Trouble:
-    """This error, for the first so many requests of an operation."""
+def times(count: int, operation: str, error: Exception) -> Fault:
+    """Raise this error for the first `count` requests of an operation."""
     left = count
 
     def trouble(asked: str, arguments: Mapping[str, Any]) -> Exception | None:
@@ -78,7 +78,7 @@ def times(count: int, operation: str, error: Exception) -> Trouble:
 
 
 class Outage:
-    """The server does one request of an operation, and is gone before its answer is read."""
+    """An outage that begins when one request of an operation was executed, before its response."""
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
@@ -86,17 +86,17 @@ class Outage:
         self._begun = False
 
     def after(self, operation: str, arguments: Mapping[str, Any]) -> Exception | None:
-        """Trouble with answers."""
+        """Return the fault for a response."""
         self._begun = self._begun or operation == self._operation
         return lost() if self._begun and not self.over else None
 
     def before(self, operation: str, arguments: Mapping[str, Any]) -> Exception | None:
-        """Trouble with requests."""
+        """Return the fault for a request."""
         return lost() if self._begun and not self.over else None
 
 
 def refusal(code: str, *, status: int = 400, message: str = "no", **more: Any) -> ClientError:
-    """What the driver raises when DynamoDB says no."""
+    """Return the driver's error for a refused request."""
     response = {
         "Error": {"Code": code, "Message": message},
         "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": {}},
@@ -106,19 +106,19 @@ def refusal(code: str, *, status: int = 400, message: str = "no", **more: Any) -
 
 
 def cancelled(*codes: str) -> ClientError:
-    """What the driver raises when a transaction was not made, for these reasons."""
+    """Return the driver's error for a transaction that was cancelled for these reasons."""
     reasons: Sequence[Mapping[str, Any]] = [{"Code": code} for code in codes]
     return refusal("TransactionCanceledException", CancellationReasons=reasons)
 
 
 def lost() -> Exception:
-    """What the driver raises when the connection ended before the answer."""
+    """Return the driver's error for a connection that was closed before the response."""
     error: Exception = ConnectionClosedError(endpoint_url="http://server")
     return error
 
 
 async def items_of(store: AnyStore) -> dict[str, dict[str, Any]]:
-    """All items of a table, by their key; values without their types."""
+    """Return all items of a table by their key, with plain values."""
     found = await store._table.collect("scan", ConsistentRead=True)
     plain = [{name: _plain(value) for name, value in item.items()} for item in found]
     return {"/".join(str(item[k]) for k in ("pk", "slot") if k in item): item for item in plain}

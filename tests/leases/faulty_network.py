@@ -1,7 +1,7 @@
-"""A store at the end of a bad line: requests and answers take their time, get lost, come late.
+"""A store behind a faulty network: requests and responses are delayed or lost.
 
-What the store does, it does on its own host: a client that is killed after it has sent a request
-does not take the request back.
+The store runs on its own host: a request is carried out even if its client is killed after it was
+sent.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from typing import Any, TypeVar
 from moored.leases import Grant, Held, MemoryStore, Request, StoreUnavailable, Taken
 from moored.testing import Sim
 
-__all__ = ["BadLine", "Weather"]
+__all__ = ["FaultyNetwork", "NetworkFaults"]
 
 T = TypeVar("T")
 
 
 @dataclass
-class Weather:
-    """How bad the line is now; all lines of a scenario share it."""
+class NetworkFaults:
+    """The current faults of the network; all clients of a scenario share them."""
 
-    #: Seconds that a request takes to the store, and its answer back: from and to.
+    #: Delay of a request, and of its response, in seconds: from and to.
     there: tuple[float, float] = (0.001, 0.01)
     back: tuple[float, float] = (0.001, 0.01)
-    #: How likely it is that a request never arrives, or that its answer does not.
+    #: The probability that a request is lost, or its response.
     lost_requests: float = 0.0
     lost_answers: float = 0.0
-    #: Connections are refused: the client knows at once that nothing was done.
+    #: Connections are refused: the client knows that nothing was done.
     refused: bool = False
 
 
-class BadLine:
-    """One client's way to a store that many share."""
+class FaultyNetwork:
+    """The store as one client reaches it."""
 
-    def __init__(self, store: MemoryStore, sim: Sim, weather: Weather) -> None:
+    def __init__(self, store: MemoryStore, sim: Sim, faults: NetworkFaults) -> None:
         self._store = store
         self._sim = sim
-        self._weather = weather
+        self._faults = faults
         self._context = sim.host("store").process.context()
 
     async def open(self) -> None:
-        """Ask whether it is there."""
+        """Call the store."""
         await self._ask(self._store.open)
 
     async def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def acquire(self, request: Request) -> Grant | None:
         """As the store."""
@@ -70,13 +70,13 @@ class BadLine:
         return await self._ask(lambda: self._store.held(key))
 
     async def _ask(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        weather, loop = self._weather, self._sim.loop
-        if weather.refused:
-            await asyncio.sleep(self._sim.random(*weather.there))
+        faults, loop = self._faults, self._sim.loop
+        if faults.refused:
+            await asyncio.sleep(self._sim.random(*faults.there))
             raise StoreUnavailable("connection refused")
         answer: asyncio.Future[T] = loop.create_future()
-        if not self._chance(weather.lost_requests):
-            delay = self._sim.random(*weather.there)
+        if not self._chance(faults.lost_requests):
+            delay = self._sim.random(*faults.there)
             loop.call_later(delay, self._arrive, call, answer, context=self._context)
         return await answer
 
@@ -84,8 +84,8 @@ class BadLine:
         self, call: Callable[[], Coroutine[Any, Any, T]], answer: asyncio.Future[T]
     ) -> None:
         result = _run(call())
-        if not self._chance(self._weather.lost_answers):
-            delay = self._sim.random(*self._weather.back)
+        if not self._chance(self._faults.lost_answers):
+            delay = self._sim.random(*self._faults.back)
             self._sim.loop.call_later(delay, _answer, answer, result, context=self._context)
 
     def _chance(self, probability: float) -> bool:
@@ -93,7 +93,7 @@ class BadLine:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """A coroutine that never waits, to its end."""
+    """Run a coroutine that never waits, and return its result."""
     try:
         work.send(None)
     except StopIteration as end:
