@@ -71,15 +71,15 @@ def test_all_mistakes_are_reported_at_once() -> None:
         )
     assert str(caught.value).removeprefix("Chart: ").split("; ") == [
         "the steps of phase 'e' must be a list: write ['xyz']",
-        "step 'x' stands 2 times in phase 'a'",
-        "'b/' in phase 'b/' must not be empty nor hold '/' or '*'",
-        "step 'c' is called like its phase, which has other steps: rename it",
-        "'' in phase 'f' must not be empty nor hold '/' or '*'",
-        "initial='nowhere' is no declared state",
-        "move 'a' -> 'gone': 'gone' is no declared state",
-        "move 'lost/x' -> 'a': 'lost/x' is no declared state",
+        "step 'x' is listed 2 times in phase 'a'",
+        "'b/' in phase 'b/' must not be empty or contain '/' or '*'",
+        "step 'c' has the name of its phase, which has other steps: rename it",
+        "'' in phase 'f' must not be empty or contain '/' or '*'",
+        "initial='nowhere' is not a declared state",
+        "move 'a' -> 'gone': 'gone' is not a declared state",
+        "move 'lost/x' -> 'a': 'lost/x' is not a declared state",
         "move 'a' -> 'c' is declared 2 times",
-        "move 'a' -> '*': '*' is no declared state",
+        "move 'a' -> '*': '*' is not a declared state",
     ]
 
 

@@ -201,7 +201,7 @@ async def test_an_attempt_cancelled_from_elsewhere_is_an_error_not_a_cancellatio
         await asyncio.sleep(0)
         return 1
 
-    with pytest.raises(FlightCancelled, match=r"'k' was cancelled from outside"):
+    with pytest.raises(FlightCancelled, match=r"'k' was cancelled, and not by its callers"):
         await flight.do("k", gives_in)
 
 

@@ -152,7 +152,7 @@ async def test_a_crash_fails_what_waits_behind_it_and_no_other_key(
         with pytest.raises(WorkerCrashed) as caught:
             await future
         assert caught.value.__cause__ is error
-        assert "desk: the work of 'k' before this one failed: peer reset" in str(caught.value)
+        assert "desk: an earlier item of 'k' failed: peer reset" in str(caught.value)
     assert "+b" not in desk.log
     desk.finish("x", "d")
     assert await other == "X"
@@ -210,7 +210,7 @@ async def test_failures_are_recorded(desk: Desk) -> None:
     desk.fail("a", ValueError("no"))
     await asyncio.wait(futures)
     (event,) = recorder.events("desk")
-    assert event.text == "the work of 'k' failed, 2 more not started"
+    assert event.text == "an item of 'k' failed, 2 more not started"
     assert event.because == ("no (ValueError)",)
 
 

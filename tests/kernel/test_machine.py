@@ -71,7 +71,7 @@ def test_an_illegal_move_names_both_states_and_the_legal_ones(machine: Machine) 
 
 
 def test_a_move_to_an_unknown_state_says_so(machine: Machine) -> None:
-    with pytest.raises(IllegalMove, match=r"to starting/gone .*, which is no declared state; "):
+    with pytest.raises(IllegalMove, match=r"to starting/gone .*, which is not a declared state; "):
         machine.move("starting/gone", cause="test")
 
 
@@ -199,7 +199,7 @@ def test_it_renders_its_chart(machine: Machine) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"chart": LINK, "phases": {"a": ()}}])
 def test_a_chart_or_its_parts(given: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"Machine 'x': give either .*; history=-1 must be"):
+    with pytest.raises(ValueError, match=r"Machine 'x': pass either .*; history=-1 must be"):
         Machine("x", history=-1, **given)  # type: ignore[arg-type]
 
 

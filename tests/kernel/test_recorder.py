@@ -338,11 +338,14 @@ class TestExplain:
         assert recorder.explain("link") == "lost on 2026-11-15 at 12:00:00, 2 days 0 h ago"
 
     def test_an_unknown_component(self, recorder: Recorder) -> None:
-        assert recorder.explain("x") == "nothing is recorded about 'x', nor about anything else yet"
+        assert (
+            recorder.explain("x")
+            == "no events are recorded for 'x', or for any other component yet"
+        )
         for number in range(25):
             recorder.record(f"part{number:02}", "up")
         first, second = recorder.explain("part1").splitlines()
-        assert first == "nothing is recorded about 'part1'; did you mean 'part10'?"
+        assert first == "no events are recorded for 'part1'; did you mean 'part10'?"
         assert second.startswith("  known    part00, part01, ")
         assert second.endswith(", part19 and 5 more")
 
@@ -356,4 +359,4 @@ class TestExplain:
         recorder = Recorder(max_components=1, clock=clock)
         recorder.record("first", "up")
         recorder.record("second", "up")
-        assert "1 component had to go" in recorder.explain("first")
+        assert "the recorder was full and dropped 1 component" in recorder.explain("first")

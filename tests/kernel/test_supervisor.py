@@ -537,7 +537,7 @@ def test_the_same_name_twice_is_refused_and_unknown_names_are_listed() -> None:
     async def scenario() -> None:
         stage = Stage()
         async with Supervisor(children=[stage.child("a")]) as root:
-            with pytest.raises(SupervisionError, match="has a child 'a' already"):
+            with pytest.raises(SupervisionError, match="already has a child 'a'"):
                 await root.start_child(stage.child("a"))
             with pytest.raises(SupervisionError, match="has no child 'b'; it has: a"):
                 await root.restart_child("b")

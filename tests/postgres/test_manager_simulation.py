@@ -136,7 +136,7 @@ def _tries_anything_in_place(self: ManagerCore, *args: object) -> Actions:
     diagnosis = args[-1]
     self.machine.move("connection_setup", cause="a defect")
     wait = self.backoff.fail()
-    return [self._told(diagnosis, wait), Action(Act.SET_TIMER, Timer.RETRY.value, wait)]  # type: ignore[arg-type]
+    return [self._error_event(diagnosis, wait), Action(Act.SET_TIMER, Timer.RETRY.value, wait)]  # type: ignore[arg-type]
 
 
 async def _waits_for_ever(self: Manager) -> None:

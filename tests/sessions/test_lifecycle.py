@@ -109,7 +109,7 @@ def test_one_that_cannot_end_hinders_no_other(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "moored.supervisor"):
         scenario()
     told = [record.message for record in caplog.records]
-    assert "sessions/account-2 failed while it stopped" in told
+    assert "sessions/account-2 failed while stopping" in told
 
 
 class Noticing(MemoryStorage):

@@ -1,10 +1,10 @@
-"""The kernel: what every long-lived connection needs, and the standard library alone.
+"""The kernel: the parts that every long-lived connection needs, with the standard library alone.
 
-A part of a system is a `Child` of a `Supervisor`: started in order, restarted by rule, stopped in
-reverse. It is found by others through a `Registry`, says what it is doing with a `Machine` and a
-`StatusMonitor`, waits between attempts as a `Backoff` says, and tells a `Recorder` what happened
-and why. The small words (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Clock`) are
-those that every system needs, written once.
+A component of a system is a `Child` of a `Supervisor`: started in order, restarted by rule, stopped
+in reverse order. Other components find it through a `Registry`. It shows its state with a `Machine`
+and a `StatusMonitor`, waits between attempts with a `Backoff`, and records what happened and why in
+a `Recorder`. The other classes (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Tasks`,
+`Timers`, `Clock`) are small tools that every other package uses.
 """
 
 from ._at_fork import at_fork
@@ -42,7 +42,6 @@ from ._generation import Generation
 from ._keyed import KeyedStatistics, KeyedWorkers
 from ._loop_thread import LoopThread
 from ._machine import Machine, Move
-from ._patience import patiently
 from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
 from ._rules import AutoShutdown, Failure, Restart, Strategy
@@ -54,7 +53,7 @@ from ._tasks import Tasks, awaited, start_task
 from ._threads import in_thread, run_callback, start_thread
 from ._timers import Timers, sleep_until
 from ._tree import Tree
-from ._waiting import all_of, cut_socket, first_of, uncancelled
+from ._waiting import all_of, cut_socket, first_of, patiently, uncancelled
 from ._words import counted, describe, duration, program_of, refuse, unmet
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -92,6 +91,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "cut_socket",
     "first_of",
     "in_thread",
+    "patiently",
     "run_callback",
     "start_task",
     "start_thread",
@@ -103,16 +103,15 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Generation",
     "Timers",
     "sleep_until",
-    # What happened
+    # Events
     "Event",
     "Recorder",
     "RecorderStatistics",
-    # Words
+    # Texts and errors
     "counted",
     "describe",
     "duration",
     "forget_frames",
-    "patiently",
     "program_of",
     "refuse",
     "unmet",
@@ -131,9 +130,9 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "ConfigError",
     "DeadlineExceeded",
     "FlightCancelled",
-    "MooredError",
     "IllegalMove",
     "KeyedWorkError",
+    "MooredError",
     "NotRegistered",
     "NotRunning",
     "QueueFull",

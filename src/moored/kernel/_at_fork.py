@@ -1,4 +1,4 @@
-"""The one place where the library registers what happens around `os.fork()`."""
+"""The only place where Moored registers callbacks for `os.fork()`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def at_fork(
     after_in_parent: Callable[[], object] | None = None,
     after_in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Call these around each fork of this process, for the rest of its life.
+    """Call these functions around each fork of this process, until the process ends.
 
-    After a fork, the callbacks run in the order in which they were registered, so that a package
-    finds the packages that it imports renewed. Without forks on this platform, it does nothing.
+    After a fork, the callbacks run in the order in which they were registered: the packages that a
+    package imports have been reset before its own callback runs. On a platform without `os.fork`,
+    this does nothing.
     """
     if not hasattr(os, "register_at_fork"):
         return

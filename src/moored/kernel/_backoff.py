@@ -1,12 +1,12 @@
 """How long to wait before the next attempt.
 
-The n-th failure gives the base wait b = start · factor^(n-1), capped at `max`; jitter is applied
-after the cap, so that many clients that have all reached it still do not come back together:
+The n-th failure gives the base delay b = start · factor^(n-1), capped at `max`; jitter is applied
+after the cap, so that many clients that have all reached it still do not retry together:
 
 ========== ============================ =====================================================
-jitter     the wait                     what for
+jitter     the delay                    use it for
 ========== ============================ =====================================================
-``none``   b                            one client, or waits that a test or a person predicts
+``none``   b                            one client, or delays that a test or a person predicts
 ``full``   uniform in [0, b)            many clients of one server: spreads them the widest
 ``half``   b + uniform in [0, b/2)      spreads, and still guarantees a pause of b
 f (0…1)    b · (1 + uniform in [-f, f)) a pause near b; 0.25 is b give or take a quarter
@@ -28,12 +28,13 @@ Jitter = Literal["none", "full", "half"] | float
 
 
 class Backoff:
-    """Exponential waits between attempts, capped and jittered, and how long it has been going on.
+    """Exponential delays between attempts, capped and jittered.
 
-    `start` is the first wait, and `max` the longest before jitter: the price of noticing late
-    that the other side is back. `max_attempts` counts failures in all: the last one raises
-    `BackoffExhausted` instead of returning a wait; None never gives up. Call `succeed()` only
-    when health is proven: a connection that is accepted and then dropped is not a success.
+    `start` is the first delay, and `max` the longest before jitter: the longest time after which
+    a recovered server is noticed. `max_attempts` is the number of failures since the last success
+    at which `fail()` raises `BackoffExhausted` instead of returning a delay; None never gives up.
+    Call `succeed()` only when the connection has proven to work: one that is accepted and then
+    dropped is not a success.
     """
 
     __slots__ = (
@@ -51,7 +52,7 @@ class Backoff:
     def __init__(
         self,
         start: float = 1.0,
-        max: float = 10.0,  # noqa: A002 - the word that everyone looks for
+        max: float = 10.0,  # noqa: A002 - the usual name of this option
         *,
         factor: float = 2.0,
         jitter: Jitter = "none",
@@ -71,7 +72,7 @@ class Backoff:
         self._failing_since: float | None = None
 
     def fail(self) -> float:
-        """An attempt has failed: returns the seconds to wait before the next one."""
+        """Count a failed attempt, and return the seconds to wait before the next one."""
         clock = self._clock or Clock.current()
         self.attempts += 1
         if self._failing_since is None:
@@ -79,12 +80,12 @@ class Backoff:
         if self.max_attempts is not None and self.attempts >= self.max_attempts:
             raise BackoffExhausted(self._exhausted())
         base = self._base
-        # The base is grown step by step up to the cap: a power would overflow after a long outage.
+        # The base grows step by step up to the cap: a power would overflow after a long outage.
         self._base = min(base * self.factor, self.max)
         return self._jittered(base, clock)
 
     def succeed(self) -> float:
-        """Health is proven: returns how long the retrying took, and starts over."""
+        """Start over after a success; return the seconds since the first failure."""
         took = self.retrying_for
         self.attempts = 0
         self._base = self.start
@@ -92,7 +93,7 @@ class Backoff:
         return took
 
     def fresh(self) -> Backoff:
-        """A new one with the same policy, nothing failed yet."""
+        """Return a new backoff with the same settings and no failures."""
         return Backoff(
             self.start,
             self.max,
@@ -133,7 +134,7 @@ class Backoff:
         return (
             f"gave up after {counted(self.attempts, 'failed attempt')} "
             f"(max_attempts={self.max_attempts}) in {duration(self.retrying_for)}; see the last "
-            "failure for the reason, and allow more attempts if the other side may yet come back"
+            "failure for the reason, and raise max_attempts if the other side may still recover"
         )
 
 

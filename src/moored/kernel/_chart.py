@@ -1,7 +1,7 @@
-"""What a machine may do: its phases, the steps of each, and the legal moves, declared once.
+"""The chart of a state machine: its phases, the steps of each, and the legal moves.
 
-A chart is made at import time as a constant, so that the documentation draws it from the same
-declaration that the running machine obeys.
+Charts are module constants, so that the documentation draws the same declaration that the running
+machine obeys.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["Chart"]
 
 
 class Chart:
-    """Phases with their steps in order, the legal moves between them, and where it begins.
+    """Phases with their steps in order, the legal moves between them, and the initial state.
 
     A phase with no steps, such as `"active": ()`, is a state by itself. A move from a whole
     phase, or from `"*"`, is meant for restarts and failures: it may be made from each of those
     states, the target itself included. All mistakes in a declaration are reported at once:
-    unknown or doubled states, moves declared twice, states never reached.
+    unknown or duplicate states, moves declared twice, states that cannot be reached.
 
-    `words` says what a step does, for people: by the name of the step, as "dialling the server".
+    `words` describes steps for people: it maps a step's name to a text such as "dialling the
+    server".
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class Chart:
         )
         self.initial = self._entered(written(initial))
         self.rules = tuple(Rule(self._left(source), self._entered(to)) for source, to in pairs)
-        # One object for each state, however often it is entered.
+        # One object for each state, shared by all machines and moves.
         self._named = {phase: State(phase, steps[0]) for phase, steps in self.phases.items()}
         self._named.update((str(state), state) for state in self.states)
-        # Likewise, what all machines record of it: the words, and the data.
+        # Likewise shared: the text and the data that a machine records when it enters a state.
         given = words or {}
         self.words = {state: given.get(state.step, _named(state)) for state in self.states}
-        self._told = {
+        self._recorded = {
             state: (
                 self.words[state] if state.step in given else f"at {self.words[state]}",
                 MappingProxyType({"phase": state.phase, "step": state.step}),
@@ -68,23 +69,23 @@ class Chart:
         refuse("Chart", self._unreachable())
 
     def find(self, state: StateLike) -> State | None:
-        """The state of this name, or None."""
+        """Return the state with this name, or None."""
         return self._named.get(written(state))
 
     def legal(self, state: State) -> tuple[State, ...]:
-        """The states that may follow this one."""
+        """Return the states that may follow this one."""
         return self._legal[state]
 
     def text(self) -> str:
-        """The legal moves as a table for people."""
+        """Return the legal moves as a text table."""
         return table(self.states, self.phases, self.rules)
 
     def mermaid(self) -> str:
-        """The chart as a Mermaid state diagram, for the documentation."""
+        """Return the chart as a Mermaid state diagram."""
         return mermaid(self.initial, self.phases, self.rules)
 
     def as_dict(self) -> dict[str, Any]:
-        """The declaration as plain data for JSON."""
+        """Return the declaration as plain data for JSON."""
         return {
             "phases": {phase: list(steps) for phase, steps in self.phases.items()},
             "initial": str(self.initial),
@@ -106,7 +107,7 @@ class Chart:
         return State(phase, step or self.phases[phase][0])
 
     def _left(self, text: str) -> str:
-        # A phase with one step is no group: its move starts from that state.
+        # A phase with one step is a single state, not a group of states.
         single = len(self.phases.get(text, ())) == 1
         return str(self._entered(text)) if single else text
 
@@ -118,24 +119,24 @@ class Chart:
             yield "phases: there must be at least one"
         for phase, steps in self.phases.items():
             if len(steps) > 1 and phase in steps:
-                yield f"step {phase!r} is called like its phase, which has other steps: rename it"
+                yield f"step {phase!r} has the name of its phase, which has other steps: rename it"
             for name in dict.fromkeys((phase, *steps)):
                 if not name or set(name) & {"/", ANY}:
-                    yield f"{name!r} in phase {phase!r} must not be empty nor hold '/' or '*'"
+                    yield f"{name!r} in phase {phase!r} must not be empty or contain '/' or '*'"
             for step in dict.fromkeys(steps):
                 if steps.count(step) > 1:
-                    yield f"step {step!r} stands {steps.count(step)} times in phase {phase!r}"
+                    yield f"step {step!r} is listed {steps.count(step)} times in phase {phase!r}"
 
     def _wrong_moves(self, pairs: list[tuple[str, str]], initial: str) -> Iterator[str]:
         if not self._known(initial):
-            yield f"initial={initial!r} is no declared state"
+            yield f"initial={initial!r} is not a declared state"
         for pair in dict.fromkeys(pairs):
             source, target = pair
             move = f"move {source!r} -> {target!r}"
             if source != ANY and not self._known(source):
-                yield f"{move}: {source!r} is no declared state"
+                yield f"{move}: {source!r} is not a declared state"
             if not self._known(target):
-                yield f"{move}: {target!r} is no declared state"
+                yield f"{move}: {target!r} is not a declared state"
             if pairs.count(pair) > 1:
                 yield f"{move} is declared {pairs.count(pair)} times"
 

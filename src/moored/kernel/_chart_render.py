@@ -1,4 +1,4 @@
-"""A chart for people: as a table, and as a Mermaid diagram for the documentation."""
+"""A chart as a text table, and as a Mermaid diagram for the documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Phases = Mapping[str, Sequence[str]]
 
 
 def table(states: Sequence[State], phases: Phases, rules: Sequence[Rule]) -> str:
-    """One line per source of moves, in the order of the phases; what holds anywhere comes last."""
+    """Return one line per source of moves: states in order, then whole phases, then any state."""
     targets: dict[str, list[str]] = {}
     for rule in rules:
         targets.setdefault(rule.source, []).append(str(rule.target))
@@ -31,7 +31,7 @@ def table(states: Sequence[State], phases: Phases, rules: Sequence[Rule]) -> str
 
 
 def mermaid(initial: State, phases: Phases, rules: Sequence[Rule]) -> str:
-    """A `stateDiagram-v2`: a box per phase, its steps inside, an arrow per move."""
+    """Return a `stateDiagram-v2`: a box per phase, its steps inside, an arrow per move."""
     arrows = dict.fromkeys(arrow for rule in rules for arrow in _arrows(rule, phases))
     lines = ["stateDiagram-v2", f"    [*] --> {_step_id(initial)}"]
     for phase, steps in phases.items():
@@ -72,7 +72,7 @@ def _step_id(state: State) -> str:
 
 
 def _phase_id(phase: str) -> str:
-    # Words such as "end" mean something to Mermaid; with a prefix they do not.
+    # Words such as "end" are Mermaid keywords; with a prefix they are not.
     return f"phase_{_safe(phase)}"
 
 

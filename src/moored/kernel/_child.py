@@ -14,8 +14,8 @@ from ._words import refuse
 
 if TYPE_CHECKING:
     from ._backoff import Backoff
+    from ._child_runner import ChildRunner
     from ._clock import Clock
-    from ._life import Life
     from ._recorder import Event, Recorder
     from ._registry import Registration, Registry
     from ._supervisor import Supervisor
@@ -28,29 +28,29 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A part that a supervisor keeps running.
+    """The specification of a component that a supervisor keeps running.
 
     `run` is a coroutine function that gets a `Context`. It prepares, calls `ctx.started(value)`,
-    and goes on working. Returning means that it is done, raising that it failed, and being
-    cancelled that its supervisor stops it. A `CancelledError` that its supervisor did not order is
-    a failure; when a stranger cancelled the task, it counts as one a second later, because
-    it may also be the end of the loop.
+    and goes on working. Returning means that it is done, raising that it failed; its supervisor
+    stops it by cancelling it. A cancellation by other code is a failure, but is treated as one
+    only after a second, because the whole event loop may be ending.
     """
 
-    #: Unique among its siblings; part of the path in logs and in `tree()`.
+    #: The child's name, unique among its siblings; part of the path in logs and in `tree()`.
     name: str
-    #: What to run, again at each restart.
+    #: The coroutine function to run, again at each restart.
     run: Callable[[Context], Awaitable[None]]
     _: KW_ONLY
-    #: After which ends it is started again.
+    #: Whether the child is restarted after a return, and after a failure.
     restart: Restart | RestartName = Restart.PERMANENT
-    #: Whether its end for good may end the supervisor (see `AutoShutdown`).
+    #: Whether the child's permanent end may end the supervisor (see `AutoShutdown`).
     significant: bool = False
-    #: How long it may take to call `started()`, because the next sibling waits for it.
+    #: Seconds that the child may take to call `started()`; the next sibling waits for it.
     start_timeout: float = 30.0
-    #: How long it may take to end once cancelled, before it is abandoned: asyncio has no kill.
+    #: Seconds that the child may take to end once cancelled. Then it is abandoned, because asyncio
+    #: cannot kill a task.
     shutdown: float = 5.0
-    #: How long to wait before each restart; None restarts at once.
+    #: The delays before restarts; None restarts at once.
     backoff: Backoff | None = None
 
     def __post_init__(self) -> None:
@@ -60,9 +60,9 @@ class Child:
     def _mistakes(self) -> list[str]:
         found = []
         if not self.name or "/" in self.name:
-            found.append("its name must not be empty or hold a '/', which separates paths")
+            found.append("its name must not be empty or contain '/', which separates paths")
         if self.significant and self.restart == Restart.PERMANENT:
-            found.append("a permanent child never ends for good, so it cannot be significant")
+            found.append("a permanent child is always restarted, so it cannot be significant")
         if self.start_timeout <= 0:
             found.append(f"start_timeout={self.start_timeout} must be > 0 s")
         if self.shutdown <= 0:
@@ -71,14 +71,14 @@ class Child:
 
 
 class Context:
-    """What a child gets at each start: its name, its clock, and `started()`."""
+    """The argument of a child's `run` at each start: its name, its clock, and `started()`."""
 
     __slots__ = (
         "__weakref__",
         "_ack",
-        "_life",
         "_nested",
         "_owned",
+        "_runner",
         "_stop_by",
         "child",
         "generation",
@@ -86,23 +86,23 @@ class Context:
         "supervisor",
     )
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, runner: ChildRunner) -> None:
         #: The supervisor that runs this child.
-        self.supervisor = life.supervisor
+        self.supervisor = runner.supervisor
         #: The child's specification.
-        self.child = life.child
+        self.child = runner.child
         #: The names from the root down, as in "root/account/link".
-        self.path = life.path
+        self.path = runner.path
         #: 1 for the first start, one more at each restart.
-        self.generation = life.generation
-        # The rest is between the supervisor and this object.
-        self._life = life
+        self.generation = runner.generation
+        # The rest is for the supervisor.
+        self._runner = runner
         self._owned = Owned()
-        # Tells whoever waits for the start; None once that is known.
+        # Set to the outcome of the start (None: it succeeded); None once the outcome is known.
         self._ack: asyncio.Future[BaseException | None] | None
         self._ack = asyncio.get_running_loop().create_future()
         self._nested: Supervisor | None = None
-        self._stop_by: float | None = None  # None while nobody asked it to stop
+        self._stop_by: float | None = None  # None until the supervisor stops this child
 
     @property
     def name(self) -> str:
@@ -111,40 +111,41 @@ class Context:
 
     @property
     def clock(self) -> Clock:
-        """The clock to use for everything, so that a simulation can replace it."""
+        """The supervisor's clock; use it for all times, so that a simulation can replace it."""
         return self.supervisor.clock
 
     @property
     def recorder(self) -> Recorder:
-        """Where this tree records what happens."""
+        """The recorder of the supervision tree."""
         return self.supervisor.recorder
 
     def started(self, value: Any = None) -> None:
-        """Report that this child is up: its starter gets the value, and the next sibling may start.
+        """Report that this child is running: `start_child()` returns the value, the next sibling
+        starts.
 
-        Once per start; a second call is a mistake in the child and raises.
+        Call it once per start; a second call raises.
         """
         if self._ack is None:
             raise RuntimeError(f"{self.path} called started() twice")
-        self._life._started(self.generation, value)
+        self._runner._started(self.generation, value)
         self._answer(None)
 
     def _answer(self, failure: BaseException | None) -> None:
-        """Report the outcome of the start to its waiter, once."""
+        """Set the outcome of the start for its waiter, once."""
         ack, self._ack = self._ack, None
         if ack is not None:
             ack.set_result(failure)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """React to the end of the task."""
-        self._life._ended(self, task)
+        self._runner._ended(self, task)
 
     def healthy(self) -> None:
         """Report that this child has proven to work, which resets its restart backoff."""
-        self._life._prove_health(self.generation)
+        self._runner._prove_health(self.generation)
 
     def register(self, registry: Registry[K, V], key: K, value: V) -> Registration[K, V]:
-        """Register a value that is freed when this child ends, before its next start."""
+        """Register a value under a key that is freed when this child ends, before it restarts."""
         return registry.register(key, value)
 
     def record(

@@ -1,4 +1,4 @@
-"""Time and chance, passed in: the loop's own, virtual in simulation, the system's in threads."""
+"""Time and randomness as an object: the event loop's, virtual in a simulation, or the system's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 __all__ = ["Clock"]
 
-_chance = random.SystemRandom()
+_system_random = random.SystemRandom()
 
 
 class Clock:
-    """Monotonic time, wall time and randomness, in one thing that a shell passes to its core.
+    """Monotonic time, wall time and randomness, to be passed to code that has no clock of its own.
 
-    `Clock.current()` is what almost everyone wants: inside a running event loop it follows that
-    loop (so it is virtual in a simulation), and elsewhere it is the system's.
+    Most code uses `Clock.current()`: inside a running event loop it is that loop's clock (so it is
+    virtual in a simulation), and elsewhere the system's.
     """
 
     __slots__ = ("monotonic", "random", "wall")
@@ -25,18 +25,18 @@ class Clock:
         self,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        random: random.Random = _chance,
+        random: random.Random = _system_random,
     ) -> None:
-        #: Seconds that never go back; only differences mean something.
+        #: Returns seconds that never decrease; only differences are meaningful.
         self.monotonic = monotonic
-        #: Seconds since 1970, for people; it may jump.
+        #: Returns seconds since 1970; they may jump.
         self.wall = wall
         #: The source of all randomness.
         self.random = random
 
     @classmethod
     def current(cls) -> Clock:
-        """The clock of the running event loop, or the system's where no loop runs."""
+        """Return the clock of the running event loop, or the system's if none runs."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -44,12 +44,12 @@ class Clock:
         own = getattr(loop, "clock", None)
         if isinstance(own, Clock):
             return own
-        # An ordinary loop's time is the system's, and one clock for all of them costs nothing.
+        # The time of asyncio's own loops is the system's: they share one clock object.
         return _SYSTEM if type(loop).time is asyncio.BaseEventLoop.time else cls(loop.time)
 
     @classmethod
     def system(cls) -> Clock:
-        """The system's clock, for threads."""
+        """Return the system's clock."""
         return _SYSTEM
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""One condition of a status, and its wording."""
+"""One condition of a status, and the texts about it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Condition(NamedTuple):
 
     name: str
     met: bool
-    #: When it became so, in monotonic seconds.
+    #: When `met` last changed, in monotonic seconds.
     since: float
-    #: What its owner said when it is met; why not, when it is not.
+    #: The detail that its owner gave if it is met; the reason if it is not.
     detail: str | None
 
 
 class StatusChange(NamedTuple, Generic[S]):
-    """One condition has changed; the status may have changed with it."""
+    """A change of one condition, with the status before and after it."""
 
     status: S
     previous: S
@@ -33,7 +33,7 @@ class StatusChange(NamedTuple, Generic[S]):
 
 
 def missing(conditions: Iterable[Condition], now: float) -> str:
-    """The conditions that are not met, since when, and why, as text."""
+    """Return the conditions that are not met, since when, and why, as text."""
     words = [
         f"{each.name} (for {duration(now - each.since)}: {each.detail or 'never set'})"
         for each in conditions
@@ -43,21 +43,21 @@ def missing(conditions: Iterable[Condition], now: float) -> str:
 
 
 def verb(old: Condition, new: Condition) -> str:
-    """The change of a condition as text."""
+    """Return the change of a condition as text."""
     if old.met == new.met:
         return "is still met" if new.met else "is still missing"
     return "is met" if new.met else "is lost"
 
 
 def ending(reason: Reason) -> str:
-    """The end of an owner as text."""
+    """Return the reason why an owner ended, as text."""
     if isinstance(reason, BaseException):
         return describe(reason)
     return "it was stopped" if reason == "shutdown" else "it returned"
 
 
 def mistakes(conditions: Sequence[str]) -> list[str]:
-    """The mistakes in a declaration of conditions."""
+    """Return the mistakes in a declaration of conditions."""
     if isinstance(conditions, str):
         return [f"conditions must be a list of names: write [{conditions!r}]"]
     found = [] if conditions else ["conditions: there must be at least one"]

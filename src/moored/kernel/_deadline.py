@@ -1,4 +1,4 @@
-"""One limit for a whole operation, however many steps it takes."""
+"""One time limit for a whole operation, shared by its steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """A point in time, made once and passed down, so that steps share what is left of it.
+    """A point in time, made once and passed down, so that the steps share the remaining time.
 
     Make it with `Deadline.after(seconds)` or `Deadline.never()`. It belongs to the clock that was
-    current then; `enforce` works in any loop, because it asks only for what remains.
+    current then; `enforce` works in any loop, because it uses only the remaining time.
     """
 
     __slots__ = ("_at", "_clock", "_given")
@@ -29,26 +29,26 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None, clock: Clock | None = None) -> Deadline:
-        """The time so many seconds from now; None is never."""
+        """Return a deadline this many seconds from now; None is no limit."""
         clock = clock or Clock.current()
         if seconds is None:
             return cls(math.inf, math.inf, clock)
         if math.isnan(seconds):
-            raise ValueError("Deadline: seconds=nan is no length of time; use None for never")
+            raise ValueError("Deadline: seconds=nan is not a duration; use None for no limit")
         return cls(clock.monotonic() + seconds, seconds, clock)
 
     @classmethod
     def never(cls) -> Deadline:
-        """No limit."""
+        """Return a deadline that never expires."""
         return cls(math.inf, math.inf, Clock.system())
 
     def remaining(self) -> float:
-        """Seconds left: 0.0 when it has passed, infinity for never."""
+        """Return the seconds left: 0.0 if it has expired, infinity without a limit."""
         return self._at if self._at == math.inf else max(0.0, self._at - self._clock.monotonic())
 
     @property
     def timeout(self) -> float | None:
-        """Seconds left, as locks and sockets want it: None for never."""
+        """The seconds left, as locks and sockets expect them: None without a limit."""
         return None if self._at == math.inf else self.remaining()
 
     @property
@@ -62,15 +62,15 @@ class Deadline:
             raise DeadlineExceeded(self._words(what))
 
     def enforce(self, what: str = "the operation") -> Enforcement:
-        """An `async with` block that is cancelled when the deadline passes.
+        """Return an `async with` block that is cancelled when the deadline expires.
 
-        It raises `DeadlineExceeded` only if this deadline ended the block: a timeout or a
-        cancellation from elsewhere passes through untouched. Without time left it does not begin.
+        It raises `DeadlineExceeded` only if this deadline ended the block: other timeouts and
+        cancellations pass through. If the deadline has expired already, the block is not entered.
         """
         return Enforcement(self, what)
 
     def min(self, other: Deadline) -> Deadline:
-        """The earlier of the two."""
+        """Return the earlier of the two deadlines."""
         return self if self.remaining() <= other.remaining() else other
 
     def __repr__(self) -> str:
@@ -80,14 +80,14 @@ class Deadline:
         return f"<Deadline of {self._given:g} s, {'expired' if self.expired else left}>"
 
     def _end(self) -> None:
-        """A timer says that it has passed; timers may be a little early, so it passes now."""
+        """Expire now: the timer of the block has fired, perhaps a little early."""
         self._at = min(self._at, self._clock.monotonic())
 
     def _words(self, what: str) -> str:
         over = self._clock.monotonic() - self._at
         return (
-            f"{what} did not end within its {self._given:g} s (they were over {over:.3f} s ago); "
-            "allow more time, or look at what took so long"
+            f"{what} did not end within {self._given:g} s (the deadline was {over:.3f} s ago); "
+            "allow more time, or find out what took so long"
         )
 
 
@@ -117,6 +117,6 @@ class Enforcement:
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError as ended:
-            # Only the scope itself raises here; a TimeoutError of the block's own passes by.
+            # Only the scope raises here; a TimeoutError of the block itself passes through.
             self._deadline._end()
             raise DeadlineExceeded(self._deadline._words(self._what)) from ended.__cause__

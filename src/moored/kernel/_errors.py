@@ -3,26 +3,26 @@
 ::
 
     MooredError                  everything that Moored raises on purpose
-    ├── ConfigError                settings or options are wrong: names them and the correction
+    ├── ConfigError                settings are wrong: names each of them and the correction
     ├── SupervisionError
     │   ├── StartFailed            a child raised before started(), or did not call it in time
     │   ├── RestartIntensityExceeded  children failed too often; carries the history of causes
-    │   ├── NotRunning             the supervisor has stopped, so it takes no children
-    │   └── RestartRequested       raised by a child that wants to be started again
+    │   ├── NotRunning             the supervisor is not running, so it starts no children
+    │   └── RestartRequested       raised by a child that requests its own restart
     ├── AlreadyRegistered          the key has a live owner; carries the current value
     ├── NotRegistered              the key has no live owner
-    ├── IllegalMove                a machine was asked for a move that it does not declare
-    ├── WaitTimeout                a status was not reached in time; says what is missing
+    ├── IllegalMove                the machine's chart does not allow this move
+    ├── WaitTimeout                a status was not reached in time; names what is missing
     ├── BackoffExhausted           the last attempt that the policy allows has failed
     ├── FlightCancelled            a shared attempt was cancelled, and not by its callers
     ├── KeyedWorkError
-    │   ├── QueueFull              one key has too much work waiting
-    │   ├── WorkerCrashed          the work before this one failed, so this one was not started
-    │   └── WorkCancelled          the key, or all of them, was cancelled before this was done
-    ├── StaleGeneration            the object that the caller holds has been replaced since
+    │   ├── QueueFull              one key has too many items waiting
+    │   ├── WorkerCrashed          an earlier item of the key failed, so this one was not started
+    │   └── WorkCancelled          `cancel()` ended this item, or it was never started
+    ├── StaleGeneration            the object that the caller holds has been replaced
     └── DeadlineExceeded           the operation did not finish before its deadline
 
-Every message says what broke, in numbers where there are any, and what to do about it.
+Every message names what failed, with the numbers, and what to do about it.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class MooredError(Exception):
 
 
 class ConfigError(MooredError):
-    """Settings or options are wrong; each line of the text names one of them and the correction."""
+    """Settings are wrong; each line of the message names one of them and the correction."""
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("\n".join(mistakes))
 
     @property
     def mistakes(self) -> tuple[str, ...]:
-        """The mistakes, one line for each."""
+        """The lines of the message, one for each mistake."""
         return tuple(str(self).splitlines())
 
 
@@ -77,7 +77,7 @@ class SupervisionError(MooredError):
 
 
 class StartFailed(SupervisionError):
-    """The child of this name did not start; what it raised, if anything, is chained."""
+    """A child did not start; `child` is its name, and its error, if it raised, is chained."""
 
     def __init__(self, message: str, child: str) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class StartFailed(SupervisionError):
 
 
 class NotRunning(SupervisionError):
-    """The supervisor is not running, so it cannot do what was asked."""
+    """The supervisor is not running, or was stopped before the child had started."""
 
 
 class RestartIntensityExceeded(SupervisionError):
@@ -100,9 +100,9 @@ class RestartIntensityExceeded(SupervisionError):
 
 
 class RestartRequested(SupervisionError):
-    """Raised by a child that wants to be started again, and has logged the reason itself.
+    """Raised by a child to request its own restart, after it has logged the reason itself.
 
-    The supervisor treats it as any failure, but logs it for debugging only, without a traceback.
+    The supervisor treats it as any other failure, but logs it at DEBUG, without a traceback.
     """
 
 
@@ -112,7 +112,7 @@ class AlreadyRegistered(MooredError):
     def __init__(self, key: Hashable, current: Any) -> None:
         super().__init__(
             f"{key!r} is already registered, by {current!r}; "
-            "use that one, or stop it before registering another"
+            "use that one, or stop its owner before registering another"
         )
         self.key = key
         self.current = current
@@ -130,11 +130,11 @@ class NotRegistered(MooredError):
 
 
 class IllegalMove(MooredError):
-    """A machine was asked for a move that it does not declare."""
+    """The chart of the machine does not allow this move."""
 
 
 class WaitTimeout(MooredError, TimeoutError):
-    """A status was not reached in time; the message says which conditions are missing."""
+    """A status was not reached in time; the message names the conditions that are not met."""
 
 
 class BackoffExhausted(MooredError):
@@ -142,11 +142,11 @@ class BackoffExhausted(MooredError):
 
 
 class FlightCancelled(MooredError):
-    """The shared attempt was cancelled from outside, not by its callers."""
+    """The shared attempt was cancelled, and not by its callers."""
 
 
 class KeyedWorkError(MooredError):
-    """Work for one key of `KeyedWorkers` was not done."""
+    """An item of `KeyedWorkers` was not handled."""
 
 
 class QueueFull(KeyedWorkError):
@@ -154,15 +154,15 @@ class QueueFull(KeyedWorkError):
 
 
 class WorkerCrashed(KeyedWorkError):
-    """Earlier work of the same key failed, so this work was not started."""
+    """An earlier item of the same key failed, so this item was not started."""
 
 
 class WorkCancelled(KeyedWorkError):
-    """The key, or all of them, was cancelled before this work was done."""
+    """The key, or all keys, were cancelled before this item was done."""
 
 
 class StaleGeneration(MooredError):
-    """The caller holds an object that has been replaced since."""
+    """The caller holds an object that has been replaced."""
 
 
 class DeadlineExceeded(MooredError, TimeoutError):

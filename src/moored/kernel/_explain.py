@@ -1,4 +1,4 @@
-"""The chain of causes in plain words.
+"""The chain of causes of a component's state, as text.
 
 ::
 
@@ -7,9 +7,9 @@
       then     3rd retry in 4.2 s, 2.9 s ago
       so       nothing is lost: the slot keeps the changes until we are back
 
-The first line is the newest event that says what the component is in (any kind but `info`), with
-how long it has been so for a `state`. Under it stand its causes, across components; then what
-the component noted since; and what it means for the reader, from an event's `so=` or `advice=`.
+The first line is the newest event of any kind but `info`, with its age. Below it are its causes,
+across components (`because`); then the later `info` events of the component (`then`); and the
+consequence or advice, from an event's `so=` or `advice=`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-#: A chain longer than this tells a reader nothing more.
+#: How many causes, later events and component names are shown.
 MAX_CHAIN = 10
 MAX_NOTES = 3
 MAX_NAMES = 20
@@ -35,7 +35,7 @@ DAY = 86400.0
 
 
 def explain(recorder: Recorder, component: str, clock: Clock) -> str:
-    """The newest state of a component, how long it lasts, why, and what to do about it."""
+    """Return the newest state of a component, its age, its causes, and what to do about it."""
     events = recorder.events(component)
     if not events:
         return _unknown(recorder, component)
@@ -43,13 +43,12 @@ def explain(recorder: Recorder, component: str, clock: Clock) -> str:
 
 
 class _Explanation:
-    """One explanation: the subject, the chain behind it, and the notes since."""
+    """The newest event of a component, the chain of its causes, and the later notes."""
 
     def __init__(self, recorder: Recorder, events: list[Event], clock: Clock) -> None:
         self._recorder = recorder
         self._now = clock.monotonic()
-        telling = [event for event in events if event.kind != "info"] or events
-        self._subject = telling[-1]
+        self._subject = ([event for event in events if event.kind != "info"] or events)[-1]
         self._notes = [event for event in events if event.id > self._subject.id]
         self._chain = list(self._chain_of(self._subject))
 
@@ -115,15 +114,15 @@ class _Explanation:
 
 def _unknown(recorder: Recorder, component: str) -> str:
     known = sorted(recorder.components())
-    words = f"nothing is recorded about {component!r}"
+    words = f"no events are recorded for {component!r}"
     if not known:
-        return f"{words}, nor about anything else yet"
-    # "link" most likely means "root/link"; only then is it a slip of the keys.
+        return f"{words}, or for any other component yet"
+    # "link" most likely means "root/link"; otherwise it may be a typing error.
     holding = [name for name in known if component in name]
     if close := holding or get_close_matches(component, known, n=1):
         words += f"; did you mean {close[0]!r}?"
     if gone := recorder.statistics().dropped_components:
-        words += f"; {counted(gone, 'component')} had to go for lack of room, perhaps this one"
+        words += f"; the recorder was full and dropped {counted(gone, 'component')}"
     shown = ", ".join(known[:MAX_NAMES])
     more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
     return f"{words}\n  known    {shown}{more}"

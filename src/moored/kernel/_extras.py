@@ -1,4 +1,4 @@
-"""Packages that only some users need: each comes with an extra, and a missing one names it."""
+"""Optional packages: the error about a missing one names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["MissingExtra", "extra"]
 
 
 class MissingExtra(MooredError, ModuleNotFoundError):
-    """A package that an extra of Moored brings is not installed; `name` is that package's."""
+    """An optional package, named in `name`, is not installed; an extra of Moored installs it."""
 
 
 @contextmanager
 def extra(name: str, needed_by: str) -> Iterator[None]:
-    """Import in this block what the extra `name` brings; raises `MissingExtra` if it is missing.
+    """Import packages of the extra `name` in this block; raises `MissingExtra` if one is missing.
 
     ::
 
@@ -30,7 +30,7 @@ def extra(name: str, needed_by: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "moored"):
-            raise  # a defect of ours
+            raise  # a defect in Moored
         raise MissingExtra(
             f"{needed_by} needs {missing}, which is not installed: pip install 'moored[{name}]'",
             name=missing,

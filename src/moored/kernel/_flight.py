@@ -1,4 +1,4 @@
-"""One attempt for many callers: those that come while it is in flight share its outcome."""
+"""One attempt for many callers: callers that arrive while it is in flight share its outcome."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ T = TypeVar("T")
 
 
 class _Flight(Generic[T]):
-    __slots__ = ("callers", "leaving", "task")
+    __slots__ = ("callers", "cancelled", "task")
 
     def __init__(self, task: asyncio.Task[T]) -> None:
         self.task = task
         self.callers = 0
-        self.leaving = False
+        self.cancelled = False
 
 
 class SingleFlight:
-    """Joins concurrent attempts at the same thing into one.
+    """Joins concurrent attempts for the same key into one.
 
-    - At most one attempt per key is under way at any time.
-    - Its result, or its error (the same object), goes to every caller that waits for it; nothing
-      is kept afterwards, so the next call is a new attempt.
-    - A cancelled caller leaves the others alone. When the last one leaves, the attempt is
-      cancelled too, and that caller waits for its end; a newcomer waits as well and starts afresh.
-    - The attempt is a task of its own: it has the context variables of the caller that started it.
+    - At most one attempt per key is in flight.
+    - Every waiting caller gets its result, or its error (the same object); nothing is kept
+      afterwards, so the next call is a new attempt.
+    - A cancelled caller does not affect the others. When the last one is cancelled, the attempt is
+      cancelled too, and that caller waits for its end; a new caller waits as well and then starts
+      a new attempt.
+    - The attempt is a task of its own, with the context variables of the caller that started it.
     """
 
     __slots__ = ("_flights",)
@@ -41,13 +42,13 @@ class SingleFlight:
 
     async def do(self, key: Hashable, factory: Callable[[], Awaitable[T]]) -> T:
         """Join the attempt for the key, or start one with the factory, and return its outcome."""
-        flight = await self._boarded(key, factory)
+        flight = await self._joined(key, factory)
         try:
             await asyncio.wait((flight.task,))
         finally:
             flight.callers -= 1
             if not flight.callers and not flight.task.done():
-                flight.leaving = True
+                flight.cancelled = True
                 flight.task.cancel()
                 await asyncio.wait((flight.task,))
         return self._outcome(key, flight.task)
@@ -62,13 +63,13 @@ class SingleFlight:
         callers = sum(flight.callers for flight in self._flights.values())
         return f"<SingleFlight: {len(self._flights)} in flight, {callers} callers>"
 
-    async def _boarded(self, key: Hashable, factory: Callable[[], Awaitable[T]]) -> _Flight[T]:
-        while (flight := self._flights.get(key)) is not None and flight.leaving:
+    async def _joined(self, key: Hashable, factory: Callable[[], Awaitable[T]]) -> _Flight[T]:
+        while (flight := self._flights.get(key)) is not None and flight.cancelled:
             await asyncio.wait((flight.task,))
         if flight is None:
             flight = self._start(key, factory)
         elif flight.task is asyncio.current_task():
-            raise RuntimeError(f"the attempt for {key!r} waits for itself: it would never end")
+            raise RuntimeError(f"the attempt for {key!r} waits for itself and would never end")
         flight.callers += 1
         return flight
 
@@ -77,31 +78,32 @@ class SingleFlight:
             try:
                 return await factory()
             finally:
-                # Not left to the callback, which runs a turn later: who asks now asks anew.
-                self._landed(key, task)
+                # Here and not in the done callback, which runs an iteration of the loop later: a
+                # call in between must start a new attempt.
+                self._remove(key, task)
 
         task = start_task(attempt(), name=f"single flight {key!r}")
         flight = self._flights[key] = _Flight(task)
         task.add_done_callback(lambda _: self._ended(key, task))
         return flight
 
-    def _landed(self, key: Hashable, task: asyncio.Task[Any]) -> None:
+    def _remove(self, key: Hashable, task: asyncio.Task[Any]) -> None:
         if (flight := self._flights.get(key)) is not None and flight.task is task:
             del self._flights[key]
 
     def _ended(self, key: Hashable, task: asyncio.Task[Any]) -> None:
-        # A task that is cancelled before its first step never comes to its own `finally`.
-        self._landed(key, task)
+        # A task that is cancelled before its first step never runs its own `finally`.
+        self._remove(key, task)
         if not task.cancelled():
-            # Marks an error as seen when every caller has left before it came.
+            # Mark the error as retrieved: every caller may have been cancelled before.
             task.exception()
 
     @staticmethod
     def _outcome(key: Hashable, task: asyncio.Task[T]) -> T:
         if task.cancelled():
-            # As a CancelledError it would look to the caller as if it was cancelled itself.
+            # A CancelledError would mean that the caller itself was cancelled.
             raise FlightCancelled(
-                f"the attempt for {key!r} was cancelled from outside; "
-                "ask again if it is still wanted"
+                f"the attempt for {key!r} was cancelled, and not by its callers; "
+                "call again if the result is still needed"
             )
         return task.result()

@@ -1,4 +1,4 @@
-"""Errors that are kept without the stack frames that they came through."""
+"""Errors without the stack frames that they passed through."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ __all__ = ["forget_frames"]
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Of an error that is kept, keep what it says, and not the frames that it came through.
+    """Remove the tracebacks of an error and of its causes, so that it keeps no frames alive.
 
-    In those frames is what a driver was working at: a socket that stays open as long as somebody
-    has the error, and a task that was cancelled has its error. So whatever gives up a connect calls
-    this, and the other side sees the end at once, not after a garbage collection.
+    The frames hold the objects that a driver was using, such as a socket, which stays open as long
+    as the error is referenced; a cancelled task references its error. Code that gives up a connect
+    calls this, so that the server sees the end at once, and not after a garbage collection.
     """
     seen = set[int]()  # an error may be its own cause
     while error is not None and id(error) not in seen:

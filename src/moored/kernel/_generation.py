@@ -1,4 +1,4 @@
-"""Generation tokens: an error from a replaced connection changes nothing."""
+"""Generation numbers, by which an error from a replaced connection is recognised and ignored."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Generation"]
 
 
 class Generation:
-    """A number that grows each time something is replaced.
+    """A number that grows each time an object, such as a connection, is replaced.
 
-    A user of the thing keeps the number as a token and passes it with each result or error: only
-    those with the current token count. Methods may be called from any thread.
+    A user of the object keeps the number as a token and passes it with each result or error: those
+    with an older token are ignored. Methods may be called from any thread.
     """
 
     __slots__ = ("_current", "_lock")
@@ -24,26 +24,26 @@ class Generation:
 
     @property
     def current(self) -> int:
-        """The token of the current one; 0 before the first."""
+        """The token of the current object; 0 before the first."""
         return self._current
 
     def next(self) -> int:
-        """Replace the current one: every token given out before is stale from now on."""
+        """Return the token of a new object; every earlier token is now stale."""
         with self._lock:
             self._current += 1
             return self._current
 
     def is_current(self, token: int) -> bool:
-        """Whether the token belongs to the current one."""
+        """Whether the token belongs to the current object."""
         return token == self._current
 
     def check(self, token: int, what: str = "this") -> None:
-        """Raise `StaleGeneration` unless the token belongs to the current one."""
+        """Raise `StaleGeneration` unless the token belongs to the current object."""
         current = self._current
         if token != current:
             raise StaleGeneration(
                 f"{what} is of generation {token}, but {current} is current: "
-                "it has been replaced meanwhile; drop it and take the current one"
+                "it has been replaced; drop it and use the current one"
             )
 
     def __repr__(self) -> str:

@@ -1,15 +1,15 @@
-"""Work in order per key, at the same time across keys, and nothing kept for a key without work.
+"""Workers for items with keys: in order within a key, concurrent across keys.
 
-A key has a pump, one task, only while it has work: it starts with the first item and ends in the
-very step in which it finds its queue empty. There is no idle timer, and so no moment at which an
-item can be handed to a worker that has just decided to stop.
+A key has a pump, which is one task, only while it has work: the pump starts with the first item and
+ends in the same step in which it finds its queue empty. There is no idle timer, so an item cannot
+be given to a worker that is about to end. A key without work takes no memory.
 
 - The items of a key are handled one at a time, in the order in which they were submitted.
-- Every item gets an outcome: its result, its error, or the reason why it was not done.
-- A handler that raises fails its own item, and with `WorkerCrashed` everything that waits behind
-  it; other keys notice nothing, and the next item for the key starts afresh.
-- The future of an item belongs to its caller. Cancelled while it waits, the item is skipped.
-  Cancelled while it runs, the work goes on: only `cancel()` stops work.
+- Every item gets an outcome: its result, its error, or the reason why it was not handled.
+- A handler that raises fails its own item, and the items that wait behind it with `WorkerCrashed`;
+  other keys are not affected, and the next item for the key is handled as usual.
+- The future of an item belongs to its caller. If the caller cancels it while the item waits, the
+  item is skipped; if it runs already, it continues: only `cancel()` stops running items.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ R = TypeVar("R")
 class KeyedWorkers(Generic[K, ItemT, R]):
     """Runs `handler(key, item)` for each submitted item.
 
-    `max_queue` bounds what waits for one key, so that a stuck key fails its callers instead of
-    filling the memory. With a recorder, failures are recorded under `name`. A handler runs with
-    the context variables of whoever submitted the item that started the pump.
+    `max_queue` limits the items that wait for one key, so that a stuck key raises `QueueFull`
+    instead of filling the memory. With a recorder, failures are recorded under `name`. A handler
+    runs with the context variables of the caller that submitted the first item of the pump.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         self._handler = handler
         self._recorder = recorder
         self._pumps: dict[K, Pump[ItemT, R]] = {}
-        self._fresh: list[Pump[ItemT, R]] = []
+        self._unstarted: list[Pump[ItemT, R]] = []
         self._drained: list[Future[None]] = []
         self._closed = False
         self._submitted = self._rejected = self._completed = 0
@@ -66,11 +66,11 @@ class KeyedWorkers(Generic[K, ItemT, R]):
     def submit(self, key: K, item: ItemT) -> Future[R]:
         """Queue the item behind the others of its key; returns the future of its outcome.
 
-        Raises `QueueFull` if as many items wait as may. A future that nobody reads is no error:
+        Raises `QueueFull` if `max_queue` items wait already. The future need not be awaited:
         failures are counted, and recorded if there is a recorder.
         """
         if self._closed:
-            raise KeyedWorkError(f"{self.name} is closed: it takes no more work")
+            raise KeyedWorkError(f"{self.name} is closed and accepts no more work")
         loop = get_running_loop()
         future: Future[R] = loop.create_future()
         pump = self._pumps.get(key)
@@ -78,9 +78,9 @@ class KeyedWorkers(Generic[K, ItemT, R]):
             self._pumps[key] = pump = Pump(future)
             run = self._run(key, item, future, pump)
             pump.task = start_task(run, name=f"{self.name} {key!r}")
-            if not self._fresh:
-                loop.call_soon(loop.call_soon, self._look_at_fresh)
-            self._fresh.append(pump)
+            if not self._unstarted:
+                loop.call_soon(loop.call_soon, self._watch_unstarted)
+            self._unstarted.append(pump)
         elif pump.queue is None:
             pump.queue = deque(((item, future),))
         elif len(pump.queue) < self.max_queue:
@@ -88,8 +88,8 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         else:
             self._rejected += 1
             raise QueueFull(
-                f"{self.name}: {key!r} has {len(pump.queue)} items waiting behind the one that "
-                f"runs (max_queue={self.max_queue}); wait for some to end, or raise max_queue"
+                f"{self.name}: {key!r} has {len(pump.queue)} items waiting behind the running one "
+                f"(max_queue={self.max_queue}); wait until some have ended, or raise max_queue"
             )
         self._submitted += 1
         return future
@@ -99,7 +99,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         return await self.submit(key, item)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Wait until there is nothing left to do; raises `WaitTimeout` if that takes too long."""
+        """Wait until all work has ended; raises `WaitTimeout` if that takes too long."""
         if not self._pumps:
             return
         drained: Future[None] = get_running_loop().create_future()
@@ -117,17 +117,17 @@ class KeyedWorkers(Generic[K, ItemT, R]):
             )
 
     def cancel(self, key: K | None = None) -> int:
-        """Cancel the work of one key, or of all; returns how many items that were.
+        """Cancel the items of one key, or of all keys; returns the number of cancelled items.
 
-        What waits fails with `WorkCancelled` at once; what runs is cancelled, and fails likewise
-        when its handler has ended. Work submitted from now on is done after that.
+        Waiting items fail with `WorkCancelled` at once. A running item is cancelled, and fails
+        with `WorkCancelled` when its handler has ended; later items are handled after that.
         """
         if key is None:
             return sum(self.cancel(each) for each in list(self._pumps))
         pump = self._pumps.get(key)
         if pump is None:
             return 0
-        cancelled = self._give_up_waiting(key, pump)
+        cancelled = self._cancel_waiting(key, pump)
         if not pump.started:
             return cancelled
         if not pump.cancelling:
@@ -136,7 +136,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         return cancelled + 1
 
     async def close(self, timeout: float | None = None) -> None:
-        """Refuse new work and wait for the rest; cancel what is left after the timeout."""
+        """Refuse new items and wait for the others; cancel those that remain after the timeout."""
         self._closed = True
         try:
             await self.drain(timeout)
@@ -148,7 +148,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
             raise
 
     def statistics(self) -> KeyedStatistics:
-        """Counts of current and past work."""
+        """Return the counts of current and past items."""
         return KeyedStatistics(
             keys=len(self._pumps),
             queued=sum(len(pump.queue) for pump in self._pumps.values() if pump.queue),
@@ -173,11 +173,11 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         await self.close(timeout=None if kind is None else 0)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a key has work."""
+        """Whether the key has work."""
         return key in self._pumps
 
     def __len__(self) -> int:
-        """How many keys have work."""
+        """Return the number of keys that have work."""
         return len(self._pumps)
 
     def __bool__(self) -> bool:
@@ -192,8 +192,8 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         )
 
     async def _run(self, key: K, item: ItemT, future: Future[R], pump: Pump[ItemT, R]) -> None:
-        # This loop is the hot path. It waits nowhere but in the handler: between the end of an
-        # item and the look at the queue nobody else can run.
+        # This loop is the hot path. It awaits only the handler: no other code can run between the
+        # end of an item and the check of the queue.
         handler = self._handler
         pump.started = True
         while True:
@@ -205,20 +205,19 @@ class KeyedWorkers(Generic[K, ItemT, R]):
                 except CancelledError:
                     self._cancelled += 1
                     fail(future, self._cancellation(key, "while it ran"))
-                    if not self._may_go_on(key, pump):
+                    if not self._continue_after_cancel(key, pump):
                         return None
                 except GeneratorExit:
-                    # The loop is gone, and with it whoever could be told.
-                    raise
+                    raise  # the event loop has ended, and with it every waiter
                 except BaseException as error:
                     self._crash(key, pump, future, error)
-                    pump.task.add_done_callback(_seen)
+                    pump.task.add_done_callback(_mark_retrieved)
                     raise
                 else:
                     self._completed += 1
                     if not future.done():
                         future.set_result(result)
-                    if pump.cancelling and not await self._absorbed(key, pump):
+                    if pump.cancelling and not await self._absorb_cancellation(key, pump):
                         return None
             elif future.cancelled():
                 self._skipped += 1
@@ -230,8 +229,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         del self._pumps[key]
         if self._pumps:
             return
-        # An empty dict still has the room for all that it ever held; this gives it back.
-        self._pumps.clear()
+        self._pumps.clear()  # frees the memory of an emptied dict
         for drained in self._drained:
             if not drained.done():
                 drained.set_result(None)
@@ -246,37 +244,37 @@ class KeyedWorkers(Generic[K, ItemT, R]):
                 continue
             more += 1
             crashed = WorkerCrashed(
-                f"{self.name}: the work of {key!r} before this one failed: {describe(error)}; "
-                "this one was not started: submit it again if it is still wanted"
+                f"{self.name}: an earlier item of {key!r} failed: {describe(error)}; "
+                "this one was not started: submit it again if it is still needed"
             )
             crashed.__cause__ = error
             fail(each, crashed)
         self._crashed += more
         if self._recorder is not None:
-            text = f"the work of {key!r} failed, {more} more not started"
+            text = f"an item of {key!r} failed, {more} more not started"
             self._recorder.record(self.name, text, kind="failure", cause=error)
         self._stop(key)
 
-    def _may_go_on(self, key: K, pump: Pump[ItemT, R]) -> bool:
-        """Whether `cancel()` ended the item, and not a cancellation of the whole task."""
+    def _continue_after_cancel(self, key: K, pump: Pump[ItemT, R]) -> bool:
+        """Whether `cancel()` ended the item; otherwise the whole task was cancelled: stop."""
         if pump.cancelling:
             pump.cancelling = False
             if pump.task.uncancel() == 0:
                 return True
-        # The loop does so at its end: nobody will do the rest.
-        self._give_up_waiting(key, pump)
+        # The loop is ending and cancels every task.
+        self._cancel_waiting(key, pump)
         self._stop(key)
         return False
 
-    async def _absorbed(self, key: K, pump: Pump[ItemT, R]) -> bool:
-        # The item ended before the cancellation reached it; taken here, it spares the next one.
+    async def _absorb_cancellation(self, key: K, pump: Pump[ItemT, R]) -> bool:
+        # The item ended before the cancellation arrived, which must not hit the next item.
         try:
             await asyncio.sleep(0)
         except CancelledError:
             pass
-        return self._may_go_on(key, pump)
+        return self._continue_after_cancel(key, pump)
 
-    def _give_up_waiting(self, key: K, pump: Pump[ItemT, R]) -> int:
+    def _cancel_waiting(self, key: K, pump: Pump[ItemT, R]) -> int:
         cancelled = 0
         for future in pump.take_waiting():
             if future.cancelled():
@@ -288,14 +286,14 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         return cancelled
 
     def _cancellation(self, key: K, when: str) -> WorkCancelled:
-        return WorkCancelled(f"{self.name}: the work of {key!r} was cancelled {when}")
+        return WorkCancelled(f"{self.name}: an item of {key!r} was cancelled {when}")
 
-    def _look_at_fresh(self) -> None:
-        # A task that is cancelled before its first step never runs at all, not even a `finally`.
-        # A callback on each would notice, at a tenth of the whole cost; by now, two turns after
-        # the submit, only those that need one are left.
-        fresh, self._fresh = self._fresh, []
-        for pump in fresh:
+    def _watch_unstarted(self) -> None:
+        # A task that is cancelled before its first step never runs, not even a `finally`, so it
+        # needs a callback. A callback on every task would add a tenth to the cost of an item; two
+        # iterations of the loop after the submit, only unstarted tasks still need one.
+        unstarted, self._unstarted = self._unstarted, []
+        for pump in unstarted:
             if not pump.started:
                 pump.task.add_done_callback(self._never_started)
 
@@ -303,12 +301,12 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         for key, pump in self._pumps.items():
             if pump.task is task:
                 self._skipped += pump.first.cancelled()
-                self._give_up_waiting(key, pump)
+                self._cancel_waiting(key, pump)
                 return self._stop(key)
         return None
 
 
-def _seen(task: Task[None]) -> None:
-    # It has gone up through the loop already; asyncio need not complain about it again.
+def _mark_retrieved(task: Task[None]) -> None:
+    # The error was raised through the loop already: asyncio must not report it again.
     if not task.cancelled():
         task.exception()

@@ -1,14 +1,14 @@
-"""One private event loop in a thread of its own, for users who have threads and no loop.
+"""A private event loop in a thread of its own, for programs that use threads and have no loop.
 
 Background work (refilling, renewing, refreshing) is written once, async. Under asyncio it runs on
 the user's loop; for users of threads it runs here. The thread is a daemon, so it never keeps a
-program alive, and it is stopped in order when the interpreter ends.
+program alive, and it is stopped in order when the interpreter exits.
 
 A fork copies memory but no threads: in the child process the shared loop thread is a new one, and
-one that was inherited refuses to be used instead of waiting for ever.
+an inherited one raises an error instead of waiting for ever.
 
-The garbage collector runs anywhere, so work may also be submitted by a finalizer in the middle of
-a submit of the same thread: the locks are reentrant, and nothing is made twice.
+The garbage collector can run at any point, so a finalizer may submit work in the middle of a submit
+of the same thread: the locks are reentrant, and a step checks again before it creates an object.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ log = logging.getLogger("moored.kernel")
 
 T = TypeVar("T")
 
-#: How long the end of the interpreter waits for background work to tidy up.
+#: How long the exit of the interpreter waits for the end of background work.
 EXIT_TIMEOUT = 5.0
 #: How many stuck tasks an error names.
 MAX_NAMES = 5
 
 
 class LoopThread:
-    """An event loop in a daemon thread, started by the first use.
+    """An event loop in a daemon thread, started at the first use.
 
-    `LoopThread.shared()` is the one of the process, and almost always the right one. Coroutines
-    run there with the loop thread's own context variables, not the caller's.
+    Most code uses `LoopThread.shared()`, the one of the process. Coroutines run with the context
+    variables of the loop thread, not of the caller.
     """
 
     _shared: ClassVar[LoopThread | None] = None
     _sharing: ClassVar[threading.RLock] = threading.RLock()
     _started: ClassVar[weakref.WeakSet[LoopThread]] = weakref.WeakSet()
-    # What a fork brought along is kept: to collect a loop is to complain that it was not closed.
+    # Loop threads that a fork copied, kept because collecting their unclosed loops would warn.
     _inherited: ClassVar[list[LoopThread]] = []
 
     def __init__(self, name: str = "moored-loop") -> None:
@@ -63,35 +63,35 @@ class LoopThread:
         self._stopping: asyncio.Event | None = None
         self._starting = False
         self._stopped = False
-        # Kept until they end: asyncio itself holds on to tasks only weakly.
+        # Kept until they end: asyncio references tasks only weakly.
         self._work: set[Future[Any]] = set()
 
     @classmethod
     def shared(cls) -> LoopThread:
-        """The loop thread of this process; a new one if the last was stopped, or after a fork."""
+        """Return the loop thread of this process; a new one after a stop or a fork."""
         with cls._sharing:
             if cls._shared is None or cls._shared._stopped:
-                made = cls()
-                if cls._shared is None or cls._shared._stopped:  # still so
+                made = cls()  # which may run a finalizer that calls shared()
+                if cls._shared is None or cls._shared._stopped:
                     cls._shared = made
             return cls._shared
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs, in this process."""
+        """Whether the thread is running, in this process."""
         thread = self._thread
         return thread is not None and thread.is_alive() and self._pid == os.getpid()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in its thread, and so must not wait for it."""
+        """Whether the caller runs in this thread, and so must not wait for it."""
         return threading.current_thread() is self._thread
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine on the loop and wait here for its outcome.
+        """Run a coroutine on the loop, block until it ends, and return its result.
 
-        After the timeout, or if the waiting is interrupted (Ctrl-C), the coroutine is cancelled.
-        From the loop's own thread this would wait for itself for ever, and is refused.
+        After the timeout, or if the wait is interrupted (Ctrl-C), the coroutine is cancelled. A
+        call from the loop's own thread, which would wait for itself, raises `RuntimeError`.
         """
         if self.is_current:
             work.close()
@@ -104,29 +104,26 @@ class LoopThread:
             return future.result(timeout)
         except CancelledError:
             raise CancelledError(
-                f"{self.name} was stopped, or the work was cancelled, before it ended"
+                f"{self.name} was stopped, or the coroutine was cancelled, before it ended"
             ) from None
         except TimeoutError:
-            # Either the waiting took too long, or this is the outcome of the work itself.
+            # Either the wait timed out, or the coroutine itself raised TimeoutError.
             if not future.cancel():
                 return future.result()
             raise DeadlineExceeded(
-                f"{self.name}: the work did not end within {timeout} s and has been cancelled; "
-                "allow more time, or look at what took so long"
+                f"{self.name}: the coroutine did not end within {timeout} s and was cancelled; "
+                "allow more time, or find out what took so long"
             ) from None
         except BaseException:
             future.cancel()
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; returns the future of its outcome.
-
-        Cancelling the future cancels the coroutine.
-        """
+        """Start a coroutine on the loop; returns its future, which also cancels it."""
         try:
             self._refuse_other_process()
             self._refuse_unready()
-            # Within the lock, so that no work can slip in behind the end of the loop.
+            # Under the lock, so that nothing is submitted after the end of the loop.
             with self._lock:
                 future = asyncio.run_coroutine_threadsafe(work, self._running())
         except BaseException:
@@ -137,7 +134,7 @@ class LoopThread:
         return future
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> Future[T]:
-        """Start background work without a waiter: a failure is logged."""
+        """Start a coroutine whose failure is logged, because no caller waits for it."""
 
         async def watched() -> T:
             task = asyncio.current_task()
@@ -158,8 +155,8 @@ class LoopThread:
     def stop(self, timeout: float | None = 5.0) -> None:
         """Cancel all work, wait until it has ended, and end the thread.
 
-        Raises `DeadlineExceeded` with the names of the tasks that would not end in time; the
-        thread is then left behind (a daemon, so it does not keep the program alive).
+        Raises `DeadlineExceeded` with the names of the tasks that did not end in time; the thread
+        then continues (a daemon does not keep the program alive).
         """
         if self._pid != os.getpid():
             return
@@ -170,7 +167,7 @@ class LoopThread:
                 return
             self._ready.wait()
             if self._loop is not None and self._stopping is not None:
-                # A closed loop refuses: then its thread is about to end anyway.
+                # A closed loop raises: its thread is about to end anyway.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._stopping.set)
         if threading.current_thread() is thread:
@@ -197,22 +194,23 @@ class LoopThread:
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"{self.name} belongs to process {self._pid}, from which this one was forked; "
-                "threads do not survive a fork: take LoopThread.shared() again"
+                "threads do not survive a fork: call LoopThread.shared() again"
             )
 
     def _refuse_unready(self) -> None:
-        """Start the loop, in its own thread; the starter holds the lock and waits."""
+        """Raise if a finalizer runs in the new thread before its loop does: the thread that starts
+        it holds the lock and waits for it."""
         if self._ready.is_set() or (thread := self._thread) is None:
             return
-        if thread.ident == threading.get_ident():  # it has that before it is the current one
+        if thread.ident == threading.get_ident():  # set before `is_current` is true
             raise self._unready()
 
     def _unready(self) -> RuntimeError:
-        return RuntimeError(f"{self.name} is about to start, and a finalizer cannot wait for it")
+        return RuntimeError(f"{self.name} is still starting, and a finalizer cannot wait for it")
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._stopped:
-            raise RuntimeError(f"{self.name} has been stopped: take LoopThread.shared() again")
+            raise RuntimeError(f"{self.name} was stopped: call LoopThread.shared() again")
         if self._thread is None:
             self._start()
         if self._starting:
@@ -220,35 +218,35 @@ class LoopThread:
         self._ready.wait()
         if self._loop is None:
             raise RuntimeError(
-                f"{self.name} could not start its event loop; see the thread's error"
+                f"{self.name} could not start its event loop; see the error of that thread"
             )
         return self._loop
 
     def _start(self) -> None:
         self._started.add(self)
         thread = threading.Thread(target=self._thread_main, name=self.name, daemon=True)
-        if self._thread is None:  # still so
+        if self._thread is None:  # a finalizer may have started it meanwhile
             self._thread, self._starting = thread, True
             try:
                 thread.start()
             except Exception:
-                self._thread = None  # the next one may have more luck
+                self._thread = None  # the next call tries again
                 raise
             finally:
                 self._starting = False
 
     def _thread_main(self) -> None:
         try:
-            # The runner cancels what is left at the end, and closes the loop.
+            # The runner cancels the remaining tasks at the end, and closes the loop.
             with asyncio.Runner() as runner:
                 try:
                     runner.run(self._main())
                 finally:
                     self._stopped = True
         finally:
-            self._stopped = True  # also if there is no loop: the next one may have more luck
+            self._stopped = True  # also if the loop could not be made: shared() then makes another
             self._ready.set()
-            # Nobody may wait for ever, not even if work has broken the loop with a SystemExit.
+            # No caller may wait for ever, not even if a coroutine ended the loop with SystemExit.
             for future in list(self._work):
                 future.cancel()
 
@@ -264,12 +262,12 @@ class LoopThread:
         shown = ", ".join(names[:MAX_NAMES]) or "a call that blocks"
         return (
             f"{self.name} did not end within {timeout} s: {counted(len(names), 'task')} left "
-            f"({shown}); work must end soon after it is cancelled"
+            f"({shown}); a coroutine must end soon after it is cancelled"
         )
 
     @classmethod
     def _after_fork(cls) -> None:
-        # The lock may have been held by a thread that does not exist here.
+        # The lock may have been held by a thread that does not exist in this process.
         cls._sharing = threading.RLock()
         cls._shared = None
         cls._inherited.extend(cls._started)

@@ -1,4 +1,4 @@
-"""A state machine that only makes declared moves, and remembers why it made each one."""
+"""A state machine that makes only declared moves, and keeps the cause of each."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Move(NamedTuple):
     wall: float
     source: State
     target: State
-    #: Why, in words.
+    #: The cause, as text.
     cause: str
-    #: Seconds that the machine had been in the source.
+    #: Seconds that the machine had been in the source state.
     lasted: float
-    #: What was recorded about it, to be the cause of later events; None without a recorder.
+    #: The recorded event, which can be the cause of later events; None without a recorder.
     event: Event | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The move as plain data for JSON."""
+        """Return the move as plain data for JSON."""
         return {
             "wall": self.wall,
             "from": str(self.source),
@@ -49,9 +49,9 @@ class Move(NamedTuple):
 class Machine:
     """A state machine: it is in one state at a time and makes only the moves that its chart allows.
 
-    Give it a `Chart` made elsewhere, or the phases, moves and initial state of one. It is plain
-    synchronous code for one owner: the loop, or whoever holds the lock. `history` is how many
-    moves it remembers; the recorder, if given, gets each state with its cause.
+    Pass a `Chart`, or the phases, moves and initial state of one. A machine has no lock: use it
+    from one event loop, or under a lock of your own. `history` is the number of moves that are
+    kept; the recorder, if given, gets each state with its cause.
     """
 
     __slots__ = (
@@ -136,25 +136,25 @@ class Machine:
         if len(self._history) > self._limit:
             del self._history[0]
         if self._observers is not None:
-            self._observers.tell(move)
+            self._observers.notify(move)
         return move
 
     def observe(self, callback: Callable[[Move], None]) -> Callable[[], None]:
-        """Call back after each move; returns a function that ends this. A callback may raise."""
+        """Call the callback after each move; returns a function that removes it."""
         if self._observers is None:
             self._observers = Observers(f"machine {self.name!r}")
         return self._observers.add(callback)
 
     def text(self) -> str:
-        """The legal moves as a table for people."""
+        """Return the legal moves as a text table."""
         return self.chart.text()
 
     def mermaid(self) -> str:
-        """The chart as a Mermaid state diagram, for the documentation."""
+        """Return the chart as a Mermaid state diagram."""
         return self.chart.mermaid()
 
     def as_dict(self) -> dict[str, Any]:
-        """The state, its age and the last moves as plain data for JSON."""
+        """Return the state, its age and the last moves as plain data for JSON."""
         return {
             "name": self.name,
             "phase": self.phase,
@@ -174,13 +174,13 @@ class Machine:
     def _record(self, cause: Cause | None) -> Event | None:
         if self._recorder is None:
             return None
-        text, data = self.chart._told[self._state]
+        text, data = self.chart._recorded[self._state]
         return self._recorder._note(self.name, text, "state", cause, data)
 
     def _refusal(self, to: StateLike, cause: str) -> str:
         words = f"{self.name}: may not move from {self._state} to {written(to)} (because {cause})"
         if self.chart.find(to) is None:
-            words += ", which is no declared state"
+            words += ", which is not a declared state"
         legal = ", ".join(map(str, self.chart.legal(self._state))) or "nothing"
         return f"{words}; from {self._state} it may move to {legal}"
 
@@ -190,7 +190,7 @@ def _mistakes(
 ) -> list[str]:
     found = []
     if (chart is None) == (phases is None):
-        found.append("give either a chart, or phases with moves and initial")
+        found.append("pass either a chart, or phases with moves and initial")
     if history < 0:
         found.append(f"history={history!r} must be 0 or more moves")
     return found

@@ -1,4 +1,4 @@
-"""Callbacks for events: each gets every event in order, and one that raises breaks nothing."""
+"""Callbacks for events: each gets every event in order, and their errors are logged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 class Observers(Generic[T]):
     """The callbacks for one kind of event.
 
-    A callback that raises is counted each time and logged the first time. Events that a callback
+    An error of a callback is counted each time and logged the first time. Events that a callback
     causes are delivered after the current one, so that all callbacks see the same order.
     """
 
-    __slots__ = ("_broken", "_callbacks", "_of", "_telling", "_waiting", "errors")
+    __slots__ = ("_broken", "_callbacks", "_notifying", "_of", "_waiting", "errors")
 
     def __init__(self, of: str) -> None:
         self._of = of
@@ -28,7 +28,7 @@ class Observers(Generic[T]):
         self._broken: tuple[Callable[[T], None], ...] = ()
         # A list: there is rarely more than one, and a deque takes 600 bytes for none.
         self._waiting: list[T] = []
-        self._telling = False
+        self._notifying = False
         #: How often a callback raised.
         self.errors = 0
 
@@ -42,24 +42,24 @@ class Observers(Generic[T]):
 
         return remove
 
-    def tell(self, event: T) -> None:
+    def notify(self, event: T) -> None:
         """Call every callback with the event."""
         if not self._callbacks:
             return
         self._waiting.append(event)
-        if self._telling:
+        if self._notifying:
             return
-        self._telling = True
+        self._notifying = True
         try:
             while self._waiting:
-                self._tell_all(self._waiting.pop(0))
+                self._notify_all(self._waiting.pop(0))
         finally:
-            self._telling = False
+            self._notifying = False
 
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def _tell_all(self, event: T) -> None:
+    def _notify_all(self, event: T) -> None:
         for callback in self._callbacks:
             try:
                 callback(event)

@@ -1,8 +1,8 @@
-"""What a task owns is released when it ends: names, conditions, anything with a clean-up.
+"""Clean-ups that run when a task ends: they free its names and conditions.
 
-For an ordinary task the clean-up runs when asyncio reports its end. For a supervised child that
-would be too late: its supervisor may start the next one in the same turn of the loop. So the
-supervisor runs the clean-ups itself, as the last thing before the task ends.
+For an ordinary task the clean-ups run when asyncio reports its end. For a supervised child that
+would be too late: its supervisor may start the next one in the same iteration of the loop. So the
+clean-ups of a supervised child run inside its task, as its last step.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Owned:
         self.released: Reason | None = None
 
     def add(self, clean_up: CleanUp) -> None:
-        """Run this clean-up when the task ends."""
+        """Add a clean-up, to run when the task ends."""
         self._clean_ups[clean_up] = None
 
     def remove(self, clean_up: CleanUp) -> None:
-        """Do not run this clean-up."""
+        """Remove a clean-up."""
         self._clean_ups.pop(clean_up, None)
 
     def release(self, reason: Reason) -> None:
@@ -55,17 +55,17 @@ _owned: WeakKeyDictionary[asyncio.Task[Any], Owned] = WeakKeyDictionary()
 
 
 def adopt(task: asyncio.Task[Any]) -> Owned:
-    """Called by a supervisor: from now on it, not asyncio, releases what the task owns."""
+    """Return the clean-ups of a supervised task, which its supervisor runs instead of asyncio."""
     owned = _owned[task] = Owned()
     return owned
 
 
 def current_owner() -> asyncio.Task[Any]:
-    """The running task, which owns what it makes unless it says otherwise."""
+    """Return the running task, the default owner."""
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError(
-            "only a task can own something: call this from a coroutine, or pass owner="
+            "no task is running that could be the owner: call this from a coroutine, or pass owner="
         )
     return task
 
@@ -78,14 +78,14 @@ def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Owned:
         owner.add_done_callback(_released_by_asyncio)
     if owned.released is not None or owner.done():
         raise RuntimeError(
-            f"{owner.get_name()} has ended, or was abandoned: it can own nothing more"
+            f"{owner.get_name()} has ended, or was abandoned, so it cannot be an owner"
         )
     owned.add(clean_up)
     return owned
 
 
 def reason_of(task: asyncio.Task[Any]) -> Reason:
-    """Why a finished task ended; its exception is not marked as read: that is for its reader."""
+    """Return why a finished task ended, without marking its exception as retrieved."""
     if task.cancelled():
         return "shutdown"
     error: BaseException | None = task._exception

@@ -1,4 +1,4 @@
-"""What keyed workers keep for a key while it has work, and what they count."""
+"""The state of one key of `KeyedWorkers` while it has work, and their statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class KeyedStatistics(NamedTuple):
-    """What keyed workers do now, and what became of everything submitted so far."""
+    """The current items of `KeyedWorkers`, and the outcomes of all items submitted so far."""
 
     #: Keys that have work.
     keys: int
@@ -52,7 +52,7 @@ class Pump(Generic[ItemT, R]):
         self.task: Task[None]
 
     def take_waiting(self) -> list[Future[R]]:
-        """The futures of what has not been started, which now never will be."""
+        """Remove the items that have not been started, and return their futures."""
         futures = [future for _, future in self.queue or ()]
         if self.queue:
             self.queue.clear()
@@ -62,8 +62,8 @@ class Pump(Generic[ItemT, R]):
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Set the error, unless the caller has left."""
+    """Set the error, unless the caller has cancelled the future."""
     if not future.done():
         future.set_exception(error)
-        # Marks it as seen: a caller that dropped the future is not complained about at exit.
+        # Mark the error as retrieved: the caller need not await the future.
         future.exception()

@@ -1,10 +1,9 @@
-"""What happened, and why: a bounded ring of events per component, each linked to its cause.
+"""A bounded list of events per component, each linked to its cause.
 
-The recorder is left on in production, so recording does as little as it can: no lock, no
-formatting, one tuple and one append. Each step is a single operation that the interpreter does
-not interrupt (the next number, an append, a move to the end, a cut), so threads and loops may
-record at the same time. An event names its cause by number and never holds it, so that a long
-chain of causes is forgotten with the rings that held it.
+The recorder stays on in production, so recording is cheap: no lock, no formatting, one tuple and
+one append. Each step (the next number, an append, a move to the end, a cut) is a single operation
+that the interpreter does not interrupt, so threads and loops may record at the same time. An event
+refers to its cause by number, so that it does not keep a long chain of causes in memory.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ log = logging.getLogger("moored.kernel")
 class Event(NamedTuple):
     """One thing that happened to a component."""
 
-    #: Its number, growing within one recorder.
+    #: The number of the event, growing within one recorder.
     id: int
-    #: When, in monotonic seconds.
+    #: When it happened, in monotonic seconds.
     at: float
-    #: When, in seconds since 1970, for people.
+    #: When it happened, in seconds since 1970.
     wall: float
-    #: To what it happened.
+    #: The component that the event is about.
     component: str
-    #: `state` (what the component is in from now on), `failure`, `info`, or a word of your own.
+    #: `state` (the component has entered this state), `failure`, `info`, or a word of your own.
     kind: str
-    #: What happened, as a person would say it.
+    #: What happened, for people.
     text: str
-    #: The number of the event that caused it, and the component that event belongs to.
+    #: The number of the event that caused it, and the component of that event.
     cause_id: int | None
     cause_component: str | None
-    #: The cause in words, the nearest first, kept even when the causing event is forgotten.
+    #: The causes as text, the nearest first; kept also when the causing event was dropped.
     because: tuple[str, ...]
-    #: Whatever else was known.
+    #: Further data.
     data: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """The event as plain data for JSON; what JSON cannot hold appears as its repr."""
+        """Return the event as plain data for JSON; other values appear as their repr."""
         return {**self._asdict(), "because": list(self.because), "data": plain(self.data)}
 
     def __hash__(self) -> int:
@@ -61,25 +60,25 @@ class Event(NamedTuple):
 
 
 class RecorderStatistics(NamedTuple):
-    """How many events a recorder keeps, and how many it dropped for lack of room."""
+    """How many events a recorder keeps, and how many it dropped because it was full."""
 
     #: Events recorded so far.
     recorded: int
     #: Events that can still be read.
     kept: int
-    #: Events let go because their component's ring, or the number of components, was full.
+    #: Events dropped because of `size` or `max_components`.
     dropped: int
-    #: Components that can still be explained.
+    #: Components that have events.
     components: int
-    #: Components let go because there were too many; the one untouched longest goes first.
+    #: Components dropped because of `max_components`, the least recently changed first.
     dropped_components: int
-    #: Sinks that are subscribed.
+    #: Subscribed sinks.
     sinks: int
-    #: Times that a sink raised.
+    #: Exceptions raised by sinks.
     sink_errors: int
 
 
-#: Why something happened: an event, an error, or the reason in words.
+#: The cause of an event: another event, an error, or a text.
 Cause: TypeAlias = Event | BaseException | str
 Sink: TypeAlias = Callable[[Event], None]
 _NO_DATA: Mapping[str, Any] = MappingProxyType({})
@@ -89,9 +88,9 @@ _make: Callable[..., Event] = tuple.__new__
 class Recorder:
     """Keeps the newest events of each component and explains them.
 
-    `size` is how many events each component keeps: enough to hold a bad day's chain of causes.
-    `max_components` bounds the whole, because components may come and go without end (one per
-    account, say); over it, the component untouched longest is forgotten, and counted.
+    `size` is the number of events kept for each component. `max_components` limits the number of
+    components, which may be unbounded (one per account, for example); above it, the least recently
+    changed component is dropped, and counted.
     """
 
     def __init__(
@@ -102,8 +101,8 @@ class Recorder:
         self._max_components = max_components
         self._fixed_clock = clock
         self._clock_of: tuple[AbstractEventLoop | None, Clock] = (None, Clock.system())
-        # Lists, of which the newest `size` count: most components have few events, and a deque
-        # takes 600 bytes for none. What is over is cut now and then.
+        # Lists, cut from time to time to the newest `size` events: most components have few events,
+        # and an empty deque takes 600 bytes.
         self._rings: OrderedDict[str, list[Event]] = OrderedDict()
         self._cut_at = size + size // 8
         self._ids = itertools.count(1)
@@ -126,15 +125,15 @@ class Recorder:
     ) -> Event:
         """Record an event; returns it, so that it can be the cause of a later one.
 
-        An exception given as the cause is turned into words at once, so that the recorder keeps
-        no traceback, and with it no frames, alive.
+        An exception passed as the cause is stored as text, so that the recorder keeps no traceback
+        and no frames alive.
         """
         return self._note(component, text, kind, cause, data or _NO_DATA)
 
     def _note(
         self, component: str, text: str, kind: str, cause: Cause | None, data: Mapping[str, Any]
     ) -> Event:
-        """Like `record`, with data that many events share and that must not change afterwards."""
+        """Record an event with a mapping that many events share, and that must not change."""
         clock = self._fixed_clock or self._current_clock()
         cause_id = cause_component = None
         because: tuple[str, ...] = ()
@@ -169,7 +168,8 @@ class Recorder:
         return event
 
     def events(self, component: str | None = None, limit: int | None = None) -> list[Event]:
-        """The events of one component, or of all, the oldest first; `limit` keeps the newest."""
+        """Return the events of one component, or of all, the oldest first; at most the `limit`
+        newest."""
         if component is None:
             found = [event for ring in list(self._rings.values()) for event in self._kept(ring)]
             found.sort(key=lambda event: event.id)
@@ -178,33 +178,34 @@ class Recorder:
         return found if limit is None else found[max(len(found) - limit, 0) :]
 
     def cause(self, event: Event) -> Event | None:
-        """The event that caused this one, if it is still kept."""
+        """Return the event that caused this one, or None if it is no longer kept."""
         if event.cause_component is None:
             return None
         for candidate in self._kept(self._rings.get(event.cause_component, [])):
-            # The text is compared too: another recorder's events have numbers of their own.
+            # The text is compared too: the cause may be an event of another recorder.
             if candidate.id == event.cause_id and candidate.text == event.because[0]:
                 return candidate
         return None
 
     def components(self) -> tuple[str, ...]:
-        """The components that have events, the least recently changed first."""
+        """Return the components that have events, the least recently changed first."""
         return tuple(self._rings)
 
     def explain(self, component: str) -> str:
-        """Why the component is as it is, in plain words, from the newest event to its causes."""
+        """Return the newest state of the component and its causes, as text."""
         clock = self._fixed_clock or self._current_clock()
         return explain(self, component, clock)
 
     def forget(self, component: str) -> None:
-        """Drop all events of a component that will not come back."""
+        """Remove all events of a component that no longer exists."""
         if (ring := self._rings.pop(component, None)) is not None:
             self._forgotten += len(self._kept(ring))
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
-        """Call the sink with each new event, in its thread; returns a function that ends this.
+        """Call the sink with each new event, in the recording thread; returns a function that
+        unsubscribes it.
 
-        A sink that raises breaks nothing: it is counted each time and reported the first time.
+        An exception of a sink is counted each time and logged the first time.
         """
         self._sinks = (*self._sinks, sink)
 
@@ -215,7 +216,7 @@ class Recorder:
         return unsubscribe
 
     def statistics(self) -> RecorderStatistics:
-        """How many events are kept and how many were dropped."""
+        """Return how many events are kept, and how many were dropped."""
         rings = list(self._rings.values())
         kept = sum(min(len(ring), self._size) for ring in rings)
         return RecorderStatistics(
@@ -235,14 +236,14 @@ class Recorder:
         )
 
     def _current_clock(self) -> Clock:
-        # Making a clock costs as much as recording, so the last loop's clock is remembered.
+        # Making a clock costs as much as recording, so the last loop's clock is cached.
         loop = _get_running_loop()
         known, clock = self._clock_of
         if known is loop:
             return clock
         clock = Clock.current()
         if getattr(loop, "clock", None) is None:
-            # A loop with clocks of its own, as a simulated one, may have one for each that asks.
+            # Not that of a simulated loop, which may have one clock for each simulated host.
             self._clock_of = (loop, clock)
         return clock
 
@@ -264,13 +265,11 @@ class Recorder:
                 self._sink_errors += 1
                 if sink not in self._broken_sinks:
                     self._broken_sinks.add(sink)
-                    log.error(
-                        "a sink of the recorder failed on %r: %r", event, sink, exc_info=error
-                    )
+                    log.error("recorder sink %r failed for %r", sink, event, exc_info=error)
 
 
 def in_words(cause: Cause) -> str:
-    """A cause as one line of text."""
+    """Return a cause as one line of text."""
     if isinstance(cause, Event):
         return cause.text
     return describe(cause) if isinstance(cause, BaseException) else cause

@@ -1,14 +1,14 @@
-"""Names for live things: unique keys, freed with their owner, with monitors and lasting handles.
+"""A registry of live objects: unique keys that are freed when their owner ends.
 
 Invariants:
 
 - a key has at most one live owner;
 - a key is free again before a supervisor starts the owner's successor;
 - a monitor gives exactly one `Down`;
-- nothing is kept for a key that nobody owns, monitors or waits for.
+- nothing is kept for a key without an owner, a monitor or a waiter.
 
-Uniqueness reaches as far as the process. For a whole cluster, hold an exclusive lease for the key
-while it is registered here.
+Keys are unique within the process. For a whole cluster, hold an exclusive lease for the key while
+it is registered here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Down:
-    """The owner of a key has ended, or gave the key up.
+    """Reports that the owner of a key has ended, or has unregistered the key.
 
-    `reason` is "normal", "shutdown", "unregistered", "unknown" (nobody owned the key when the
+    `reason` is "normal", "shutdown", "unregistered", "unknown" (the key had no owner when the
     monitor was made) or the exception that ended the owner.
     """
 
@@ -40,7 +40,7 @@ class Down:
 
 
 class Registration(Generic[K, V]):
-    """The right to a key, as long as its owner lives; `unregister()` gives it up early."""
+    """The registration of a key, until its owner ends or `unregister()` is called."""
 
     __slots__ = ("_down", "_owned", "_registry", "key", "value")
 
@@ -52,7 +52,7 @@ class Registration(Generic[K, V]):
         self.value = value
 
     def unregister(self) -> None:
-        """Free the key; harmless when it is free already or belongs to a successor."""
+        """Free the key; harmless if it is free already or registered by another owner."""
         if self._owned is not None:
             self._owned.remove(self._owner_ended)
         self._registry._free(self, "unregistered")
@@ -66,7 +66,7 @@ class Registration(Generic[K, V]):
 
 
 class Registry(Generic[K, V]):
-    """Unique keys for live values. All of it runs on one event loop, so each call is atomic."""
+    """Unique keys for live values. Use it from one event loop, where each call is atomic."""
 
     def __init__(self, name: str = "registry") -> None:
         self.name = name
@@ -76,9 +76,9 @@ class Registry(Generic[K, V]):
     def register(
         self, key: K, value: V, *, owner: asyncio.Task[Any] | None = None
     ) -> Registration[K, V]:
-        """Take a key for as long as the owner (the running task unless given) lives.
+        """Register a key until the owner, by default the running task, ends.
 
-        Raises `AlreadyRegistered`, which carries the current value, when the key has a live owner.
+        Raises `AlreadyRegistered`, which carries the current value, if the key has a live owner.
         """
         current = self._entries.get(key)
         if current is not None:
@@ -92,24 +92,24 @@ class Registry(Generic[K, V]):
         return registration
 
     def unregister(self, key: K) -> None:
-        """Free a key whoever owns it; harmless when nobody does."""
+        """Free a key, whichever task owns it; harmless if it is free."""
         if (registration := self._entries.get(key)) is not None:
             registration.unregister()
 
     def whereis(self, key: K) -> V | None:
-        """The value that the key's live owner registered, or None."""
+        """Return the value that the key's live owner registered, or None."""
         registration = self._entries.get(key)
         return None if registration is None else registration.value
 
     def via(self, key: K) -> Via[K, V]:
-        """A handle that looks the key up at each use, so that it survives restarts of the owner."""
+        """Return a handle that looks the key up at each use, so that it survives restarts."""
         return Via(self, key)
 
     def monitor(self, key: K) -> asyncio.Future[Down]:
-        """A future that becomes exactly one `Down` when the current owner of the key ends.
+        """Return a future whose result is a `Down` when the current owner of the key ends.
 
-        When nobody owns the key it is done at once, with the reason "unknown". Cancel it to stop
-        watching.
+        If the key has no owner, it is done at once, with the reason "unknown". Cancel the future to
+        stop monitoring.
         """
         down: asyncio.Future[Down] = asyncio.get_running_loop().create_future()
         registration = self._entries.get(key)
@@ -124,7 +124,7 @@ class Registry(Generic[K, V]):
         return down
 
     async def wait_for(self, key: K) -> V:
-        """The key's value, as soon as it has a live owner."""
+        """Wait until the key has a live owner, and return its value."""
         registration = self._entries.get(key)
         if registration is not None:
             return registration.value
@@ -139,7 +139,7 @@ class Registry(Generic[K, V]):
                 del self._arrivals[key]
 
     def items(self) -> list[tuple[K, V]]:
-        """Every key and its value, as they are now."""
+        """Return every registered key and its value."""
         return [(key, registration.value) for key, registration in self._entries.items()]
 
     def _free(self, registration: Registration[K, V], reason: Reason | str) -> None:
@@ -164,7 +164,7 @@ class Registry(Generic[K, V]):
 
 
 class Via(Generic[K, V]):
-    """A handle to whoever owns a key at the moment of use."""
+    """A handle that finds the current owner of a key at each use."""
 
     __slots__ = ("key", "registry")
 
@@ -173,14 +173,14 @@ class Via(Generic[K, V]):
         self.key = key
 
     def resolve(self) -> V:
-        """The value now; raises `NotRegistered` while the key has no live owner."""
+        """Return the current value; raises `NotRegistered` if the key has no live owner."""
         registration = self.registry._entries.get(self.key)
         if registration is None:
             raise NotRegistered(self.key)
         return registration.value
 
     async def wait(self, timeout: float | None = None) -> V:
-        """The value as soon as there is one; raises `NotRegistered` after the timeout."""
+        """Wait for an owner and return its value; raises `NotRegistered` after the timeout."""
         try:
             async with asyncio.timeout(timeout):
                 return await self.registry.wait_for(self.key)
@@ -204,4 +204,4 @@ def _discard(waiters: list[Any], item: Any) -> None:
     try:
         waiters.remove(item)
     except ValueError:
-        pass  # it has been told already
+        pass  # it was notified and removed already

@@ -1,4 +1,4 @@
-"""What a supervisor decides, as plain functions: who restarts, with whom, and when to give up."""
+"""The decisions of a supervisor as plain functions: which children restart, when to give up."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ class Strategy(StrEnum):
 
 
 class Restart(StrEnum):
-    """After which ends a child is restarted."""
+    """Whether a child that ended is restarted."""
 
-    PERMANENT = "permanent"  #: after every end
+    PERMANENT = "permanent"  #: always
     TRANSIENT = "transient"  #: after a failure, not after a normal return
     TEMPORARY = "temporary"  #: never
 
 
 class AutoShutdown(StrEnum):
-    """Whether a supervisor ends when its significant children have ended for good."""
+    """Whether a supervisor ends when its significant children have ended permanently."""
 
     NEVER = "never"
     ANY_SIGNIFICANT = "any_significant"  #: when the first of them has ended
     ALL_SIGNIFICANT = "all_significant"  #: when the last of them has ended
 
 
-# Plain strings do as well; a StrEnum equals its value.
+# Plain strings are accepted too: a StrEnum equals its value.
 StrategyName = Literal["one_for_one", "one_for_all", "rest_for_one"]
 RestartName = Literal["permanent", "transient", "temporary"]
 AutoShutdownName = Literal["never", "any_significant", "all_significant"]
 
 
 def wants_restart(restart: Restart | RestartName, reason: Reason) -> bool:
-    """Whether a child that ended by itself, for this reason, is to be started again."""
+    """Whether a child that ended by itself, for this reason, is restarted."""
     if restart == Restart.PERMANENT:
         return True
     return restart == Restart.TRANSIENT and isinstance(reason, BaseException)
 
 
 def affected(strategy: Strategy, names: Sequence[str], failed: str) -> Sequence[str]:
-    """The children that are stopped and started again when one failed, in the order of starting."""
+    """Return the children that are restarted when one failed, in the order of starting."""
     if strategy is Strategy.ONE_FOR_ONE:
         return [failed]
     if strategy is Strategy.ONE_FOR_ALL:
@@ -71,25 +71,25 @@ def affected(strategy: Strategy, names: Sequence[str], failed: str) -> Sequence[
 
 
 def ends_supervisor(auto: AutoShutdown, significant_left: int) -> bool:
-    """Whether the supervisor ends now that a significant child has ended for good."""
+    """Whether the supervisor ends now that a significant child has ended permanently."""
     if auto is AutoShutdown.ALL_SIGNIFICANT:
         return significant_left == 0
     return auto is AutoShutdown.ANY_SIGNIFICANT
 
 
 class Failure(NamedTuple):
-    """One failure that a supervisor remembers: in words, so that it keeps nothing else alive."""
+    """One failure of a child, as text, so that no exception and no frames are kept alive."""
 
-    #: When, in monotonic seconds.
+    #: When the child failed, in monotonic seconds.
     at: float
-    #: Which child.
+    #: The name of the child.
     child: str
-    #: What happened to it.
+    #: The error, or "it returned".
     what: str
 
 
 class Intensity:
-    """How many restarts are allowed within a period: a sliding window that remembers the causes."""
+    """The limit of restarts within a period: a sliding window that keeps the causes."""
 
     __slots__ = ("_window", "limit", "period")
 
@@ -105,7 +105,7 @@ class Intensity:
         self._window: list[Failure] = []
 
     def allows(self, now: float, child: str, reason: Reason) -> bool:
-        """Count one restart; False when it is one too many."""
+        """Count one restart; return False if it exceeds the limit."""
         what = describe(reason) if isinstance(reason, BaseException) else "it returned"
         self._window.append(Failure(now, child, what))
         while now - self._window[0].at > self.period:

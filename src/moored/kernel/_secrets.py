@@ -1,9 +1,9 @@
-"""The secrets that this process was given, and strings without them.
+"""The secrets that this process was given, and their removal from strings.
 
 A driver or a server may quote what it was sent: libpq prints a password whose percent sign is not
-escaped as an invalid token, and a part of one that holds an "@" as a host name. So whoever takes a
-connection string or a token adds it to `SECRETS` first, and `describe` and the logs remove the
-known values, in every form in which they may come back, from what others report.
+escaped as an invalid token, and a part of one that contains an "@" as a host name. So code that
+receives a connection string or a token adds it to `SECRETS` first; `describe` and the logs then
+remove the known values, in all their encodings, from the texts of others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["HIDDEN", "SECRETS", "Secrets", "redacted", "unescaped_password"]
 
 HIDDEN = "***"
 
-#: Shorter values are parts of many words: only a whole word is hidden.
+#: Values shorter than this are parts of many words: they are hidden only as whole words.
 _SHORT = 4
-#: So many values are kept, the newest: some passwords are tokens that are replaced every minute.
+#: How many values are kept, the newest: some passwords are tokens that change every minute.
 _KEPT = 256
 
 _SECRET_NAME = re.compile(r"passwo?r?d|secret|token|scram_(client|server)_key", re.IGNORECASE)
@@ -31,28 +31,28 @@ _WORD = re.compile(
 )
 _KEYWORD = re.compile(r"\s*\w+\s*=")
 _SPLIT = re.compile(r"[@/:?&=%,#\s]+")
-#: A password with one of these, not percent-encoded, is cut apart by parsers of URLs.
+#: A password that contains one of these without percent-encoding is split by URL parsers.
 _DELIMITERS = frozenset("@/?#")
 
 
 def redacted(text: str) -> str:
-    """Return a URL, or libpq's `key=value` words, with its secrets hidden."""
+    """Return a URL, or a libpq `key=value` string, with its secrets hidden."""
     for start, end in sorted(_spans(text), reverse=True):
         text = text[:start] + HIDDEN + text[end:]
     return text
 
 
 def unescaped_password(url: str) -> bool:
-    """Whether the password of a URL holds an "@" or "/" that is not percent-encoded.
+    """Whether the password of a URL contains an "@" or "/" that is not percent-encoded.
 
-    Such a URL means something else to every parser: a part of the password becomes the host.
+    Parsers disagree about such a URL: a part of the password may become the host.
     """
     place = _password_in(url) if "://" in url else None
     return place is not None and any(mark in url[slice(*place)] for mark in "@/")
 
 
 class Secrets:
-    """Secret values, to be removed from strings; all methods may be called from any thread."""
+    """Secret values to remove from strings; all methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Secrets:
         self._forms: tuple[str, ...] = ()
 
     def add(self, *values: str) -> None:
-        """Hide these values from now on."""
+        """Add values that `hide` removes."""
         new = [value for value in values if value and value not in self._values]
         if not new:
             return
@@ -73,16 +73,16 @@ class Secrets:
             self._forms = tuple(sorted(forms, key=len, reverse=True))
 
     def add_from(self, connection_string: str) -> None:
-        """Hide the secrets of a URL or of libpq's `key=value` words from now on.
+        """Add the secrets of a URL or of a libpq `key=value` string.
 
-        A password that is also the user, the host or the database is not hidden by its value:
-        these are shown, and nothing tells the reader that they are more than that.
+        A password that equals the user, the host or the database is not added: those are shown, and
+        a reader cannot see that one of them is also the password.
         """
         public = set(_SPLIT.split(redacted(connection_string)))
         self.add(*(each for each in _values_in(connection_string) if each not in public))
 
     def hide(self, text: str) -> str:
-        """Return the text without the secrets that are known."""
+        """Return the text with all known secrets replaced by `***`."""
         for form in self._forms:
             if form not in text:
                 continue
@@ -93,7 +93,7 @@ class Secrets:
         return text
 
     def clear(self) -> None:
-        """Forget all values, between two tests for example."""
+        """Remove all values, for example between two tests."""
         with self._lock:
             self._values, self._forms = {}, ()
 
@@ -101,17 +101,17 @@ class Secrets:
         return f"<Secrets: {len(self._values)}>"
 
 
-#: What this process was given; `describe` hides these.
+#: The secrets of this process; `describe` hides them.
 SECRETS = Secrets()
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Where the secrets of a connection string are written in it."""
+    """Yield the positions of the secrets in a connection string."""
     yield from _in_url(text) if _is_url(text) else _in_words(text)
 
 
 def _is_url(text: str) -> bool:
-    """Whether it is a URL, also one whose "://" was mistyped or left out."""
+    """Whether the text is a URL, also one whose "://" is mistyped or missing."""
     return "://" in text or ("@" in text and not _KEYWORD.match(text))
 
 
@@ -127,15 +127,15 @@ def _in_url(url: str) -> Iterator[tuple[int, int]]:
         if mark:
             secret = _SECRET_NAME.search(unquote(name)) is not None
         if secret:
-            # A parameter without a value is the rest of a secret whose "&" was not escaped.
+            # A parameter without "=" is the rest of a secret that contains an unescaped "&".
             yield end - len(value if mark else name), end
         begin = end if end < len(url) else -1
 
 
 def _password_in(url: str) -> tuple[int, int] | None:
-    """Where the password before the host is, as its writer meant it.
+    """Return the position of the password in the user part of a URL.
 
-    It reaches to the last "@", because one that was not escaped may hold any mark.
+    The password reaches to the last "@": an unescaped one may contain any delimiter.
     """
     if "://" not in url:
         colon, at = url.find(":"), url.rfind("@")
@@ -145,7 +145,7 @@ def _password_in(url: str) -> tuple[int, int] | None:
     first = url.find("@", start)
     if colon < 0 or first < 0:
         return None
-    if "/" in url[start:first]:  # no parser would take what is before that "@" for a user
+    if "/" in url[start:first]:  # the user part cannot contain "/": is this "@" a delimiter?
         at = url.rfind("@")
         if at < colon or _PORT_AND_QUERY.match(url, colon + 1, at):
             return None
@@ -160,7 +160,7 @@ def _in_words(text: str) -> Iterator[tuple[int, int]]:
     secret = [w for w in words if w["value"] is not None and _SECRET_NAME.search(w["name"])]
     yield from (word.span("value") for word in secret)
     if secret:
-        # A word without a value is the rest of a password whose space was not quoted.
+        # A word without a value is the rest of a password that contains an unquoted space.
         yield from (word.span() for word in words if word["value"] is None)
 
 
@@ -177,13 +177,13 @@ def _values_in(text: str) -> Iterator[str]:
 
 
 def _unquoted(word: str) -> str:
-    """The value of one of libpq's words."""
+    """Return the value of a word in a libpq `key=value` string, without its quotes."""
     inner = word[1:].removesuffix("'") if word.startswith("'") else word
     return re.sub(r"\\(.)", r"\1", inner, flags=re.DOTALL)
 
 
 def _forms(value: str) -> Iterable[str]:
-    """The forms in which a value may be written in a text."""
+    """Return the value in all encodings in which a text may contain it."""
     raw = value.encode(errors="surrogateescape")
     escaped = value.replace("\\", "\\\\")
     return (

@@ -1,4 +1,4 @@
-"""The vocabulary of charts: states, how people write them, and moves between them."""
+"""The parts of a chart: states, their notation, and the moves between them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ANY = "*"
 
 
 class State(NamedTuple):
-    """Where a machine is: a phase, and a step within it.
+    """The state of a machine: a phase, and a step within it.
 
-    As text it is "phase/step", or "phase" alone for a phase that has no steps of its own (its
-    one step is then called like the phase).
+    As text it is "phase/step", or "phase" alone for a phase without steps (its only step then has
+    the name of the phase).
     """
 
     phase: str
@@ -25,8 +25,8 @@ class State(NamedTuple):
         return self.phase if self.phase == self.step else f"{self.phase}/{self.step}"
 
 
-#: A state as people write it: "phase/step", ("phase", "step"), or a phase alone. A phase alone
-#: means all its steps where a move starts, and its first step where a move ends.
+#: A state in any notation: "phase/step", ("phase", "step"), or a phase alone. A phase alone means
+#: all its steps as the source of a move, and its first step as the target.
 StateLike: TypeAlias = State | tuple[str, str] | str
 #: Pairs of (from, to), or a mapping from each source to its target or its targets.
 Moves: TypeAlias = (
@@ -41,19 +41,19 @@ class Rule(NamedTuple):
     target: State
 
     def covers(self, state: State) -> bool:
-        """Whether it lets a machine move away from this state."""
+        """Whether this move may be made from this state."""
         return self.source in (ANY, state.phase, str(state))
 
 
 def written(state: StateLike) -> str:
-    """The state as text, each in one way only: "active/active" is "active"."""
+    """Return the state as text, normalised: "active/active" is "active"."""
     text = state if isinstance(state, str) else "/".join(state)
     phase, _, step = text.partition("/")
     return phase if phase == step else text
 
 
 def pairs_of(moves: Moves) -> Iterator[tuple[str, str]]:
-    """Every declared move as text, from and to."""
+    """Yield every declared move as two texts, from and to."""
     if not isinstance(moves, Mapping):
         for source, target in moves:
             yield written(source), written(target)

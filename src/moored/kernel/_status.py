@@ -3,7 +3,7 @@
 - A condition is met until it is cleared or its owner ends, whichever comes first; the end of a
   former owner changes nothing.
 - The status is a pure function of the conditions, computed anew at each change.
-- A waiter for a status is woken by the change that reaches it, even if the next change undoes it.
+- A waiter for a status gets it even if the next change, before the waiter runs, undoes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Owner = asyncio.Task[Any]
 
 class _Holder(NamedTuple):
     task: Owner
-    let_go: Callable[[], None]
+    release: Callable[[], None]
 
 
 class _Waiter(Generic[S]):
@@ -56,9 +56,9 @@ class _Waiter(Generic[S]):
 class StatusMonitor(Generic[S]):
     """Tracks named conditions and computes a status from them.
 
-    `status` is a plain function from the conditions, by name, to whatever the user calls a
-    status. The monitor belongs to one event loop; setting, clearing and reading also work
-    where none runs.
+    `status` is a plain function that gets the conditions by name and returns the status, of any
+    type. The monitor belongs to one event loop; setting, clearing and reading also work without
+    a running loop.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StatusMonitor(Generic[S]):
         self._conditions = {each: Condition(each, False, now, None) for each in conditions}
         self._view = MappingProxyType(self._conditions)
         self._holders: dict[str, _Holder] = {}
-        # A dict for its order: who waits longest is woken first, in every run alike.
+        # A dict, because it is ordered: waiters are woken in the order in which they came.
         self._waiters: dict[_Waiter[S], None] = {}
         self._observers: Observers[StatusChange[S]] = Observers(f"status {name!r}")
         self._status = status(self._view)
@@ -103,23 +103,23 @@ class StatusMonitor(Generic[S]):
         self._change(condition, True, detail, cause=detail)
 
     def clear(self, condition: str, reason: Cause) -> None:
-        """Mark the condition as not met, for this reason."""
+        """Mark the condition as not met, with the reason."""
         self._known(condition)
         self._hold(condition, None)
         self._change(condition, False, in_words(reason), cause=reason)
 
     def status(self) -> S:
-        """The current status."""
+        """Return the current status."""
         return self._status
 
     def conditions(self) -> Mapping[str, Condition]:
-        """The conditions as they are now, by name, in the declared order."""
+        """Return a copy of the conditions by name, in the declared order."""
         return MappingProxyType(dict(self._conditions))
 
     async def wait_until(self, predicate: Callable[[S], bool], timeout: float | None = None) -> S:
         """Wait for a status that the predicate accepts, and return it.
 
-        Raises `WaitTimeout`, which says what is missing and since when.
+        Raises `WaitTimeout`, which names the conditions that are not met, and since when.
         """
         if predicate(self._status):
             return self._status
@@ -135,11 +135,11 @@ class StatusMonitor(Generic[S]):
                 timer.cancel()
 
     def subscribe(self, callback: Callable[[StatusChange[S]], None]) -> Callable[[], None]:
-        """Call back at each change of a condition; returns a function that ends this."""
+        """Add a callback for each change of a condition; returns a function that removes it."""
         return self._observers.add(callback)
 
     def as_dict(self) -> dict[str, Any]:
-        """The status and the conditions as plain data for JSON."""
+        """Return the status and the conditions as plain data for JSON."""
         now = self._now()
         return {
             "name": self.name,
@@ -170,14 +170,14 @@ class StatusMonitor(Generic[S]):
         if holder is not None and holder.task is task:
             return
         if task is not None:
-            # First, because it refuses an owner that has ended, and then nothing may change.
+            # First, because this raises for an owner that has ended: then nothing may change.
             clean_up = partial(self._owner_ended, name, task)
             owned = when_ended(task, clean_up)
             self._holders[name] = _Holder(task, partial(owned.remove, clean_up))
         else:
             self._holders.pop(name, None)
         if holder is not None:
-            holder.let_go()
+            holder.release()
 
     def _owner_ended(self, name: str, task: Owner, reason: Reason) -> None:
         del self._holders[name]
@@ -185,8 +185,8 @@ class StatusMonitor(Generic[S]):
         try:
             self._change(name, False, words, cause=words)
         except Exception as error:
-            # The owner's other clean-ups must run even if the user's function is broken.
-            log.error("the status of %s cannot be computed", self.name, exc_info=error)
+            # The owner's other clean-ups must run even if the user's function raises.
+            log.error("the status function of %s failed", self.name, exc_info=error)
 
     def _change(self, name: str, met: bool, detail: str | None, *, cause: Cause | None) -> None:
         old = self._conditions[name]
@@ -201,7 +201,7 @@ class StatusMonitor(Generic[S]):
             self._record(_words(self._status), kind="state", cause=event)
         for waiter in tuple(self._waiters):
             waiter.offer(self._status)
-        self._observers.tell(StatusChange(self._status, previous, new))
+        self._observers.notify(StatusChange(self._status, previous, new))
 
     def _evaluate(self) -> None:
         try:
@@ -227,6 +227,6 @@ class StatusMonitor(Generic[S]):
 
 
 def _words(status: object) -> str:
-    """The status as text."""
+    """Return the status as text."""
     named = isinstance(status, tuple) and type(status).__str__ is not object.__str__
     return str(status if named else plain(status))

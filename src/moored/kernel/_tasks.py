@@ -1,4 +1,4 @@
-"""Background tasks: started after the call that starts them, held, and ended together."""
+"""Background tasks: their first step comes after the call that starts them; they end together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_task(
     """Run a coroutine as a task whose first step comes after this call.
 
     `asyncio.eager_task_factory` (Python 3.12) runs the first step inside `create_task`, before the
-    caller can note whose task it is. A task that is cancelled before it begins never runs.
+    caller has stored the task. A task that is cancelled before its first step never runs.
     """
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is not None:
@@ -41,14 +41,14 @@ async def awaited(value: Awaitable[T]) -> T: ...
 @overload
 async def awaited(value: T) -> T: ...
 async def awaited(value: Any) -> Any:
-    """Return what a plain or an async function returned: `await awaited(function(…))`."""
+    """Return the result of a plain or an async function: `await awaited(function(…))`."""
     return await value if isawaitable(value) else value
 
 
 class Tasks:
-    """A set of background tasks, held until they end: an event loop holds its tasks only weakly.
+    """A set of background tasks, kept until they end: an event loop references them only weakly.
 
-    An exception of a task that its starter does not await goes to the loop's exception handler.
+    An exception of a task that is not awaited goes to the loop's exception handler.
     """
 
     __slots__ = ("_tasks",)
@@ -65,7 +65,7 @@ class Tasks:
         return task
 
     async def drain(self) -> None:
-        """Wait until every task has ended, also those that are started meanwhile."""
+        """Wait until every task has ended, including those that are started meanwhile."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -1,8 +1,8 @@
-"""Blocking calls, in threads that never keep a program or a loop alive.
+"""Blocking calls in daemon threads, which never delay the end of a program or an event loop.
 
-Not an executor: a loop waits at its end for the threads of its own, the interpreter for all of
-them, and the few that there are would soon be taken by servers that do not answer. A connect to
-one that has vanished can take minutes.
+An executor will not do: the event loop and the interpreter wait for its threads when they end, and
+a few servers that do not respond would occupy all of them. A connect to a server that has vanished
+can take minutes.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ T = TypeVar("T")
 def in_thread(
     call: Callable[[], T], *, name: str, unwanted: Callable[[T], object] | None = None
 ) -> asyncio.Future[T]:
-    """Run a call in a daemon thread of its own, without blocking the loop; it can be awaited.
+    """Run a call in a daemon thread of its own; returns a future to await.
 
-    `unwanted` gets a result that arrives after its waiter was cancelled.
+    `unwanted` is called with a result that arrives after the future was cancelled.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(outcome: Future[T]) -> None:
         if future.cancelled():
-            clear_away(outcome)
+            dispose(outcome)
         elif (error := outcome.exception()) is not None:
             future.set_exception(error)
         else:
             future.set_result(outcome.result())
 
-    def clear_away(outcome: Future[T]) -> None:
+    def dispose(outcome: Future[T]) -> None:
         if unwanted is not None and outcome.exception() is None:
             unwanted(outcome.result())
 
-    def tell(outcome: Future[T]) -> None:
+    def report(outcome: Future[T]) -> None:
         try:
             loop.call_soon_threadsafe(settle, outcome)
         except RuntimeError:
-            # The loop has ended, and with it everybody who wanted to know.
-            clear_away(outcome)
+            dispose(outcome)  # the loop is closed, so the future has no waiter
 
-    start_thread(call, name=name).add_done_callback(tell)
+    start_thread(call, name=name).add_done_callback(report)
     return future
 
 
 def start_thread(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Run a call in a daemon thread of its own; returns a future that threads can wait for."""
+    """Run a call in a daemon thread of its own; returns a future that threads can wait for.
+
+    The future cannot be cancelled: a thread cannot be interrupted.
+    """
     future: Future[T] = Future()
-    # From here on it cannot be cancelled: who does not want it any more just leaves.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result = call()
         except StopIteration as failure:
-            # It means something else where somebody awaits, so it cannot be raised there.
+            # A coroutine cannot raise StopIteration.
             error = RuntimeError("the call raised StopIteration")
             error.__cause__ = failure
             future.set_exception(error)
@@ -86,8 +87,8 @@ async def run_callback(
 ) -> Any:
     """Run a user's callback, async or plain, without blocking the loop; return its result.
 
-    A plain callback runs in a daemon thread of its own. When the caller is cancelled, that thread
-    goes on, and `unwanted` gets its result.
+    A plain callback runs in a daemon thread of its own. If the caller is cancelled, that thread
+    continues, and `unwanted` is called with its result.
     """
     if inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(
         getattr(callback, "__call__", None)  # noqa: B004 (an object with an async call)
@@ -104,7 +105,7 @@ async def run_callback(
     try:
         result = await future
     except asyncio.CancelledError:
-        # The result may have arrived in the turn of the loop in which the caller was cancelled.
+        # The result may have arrived in the same iteration of the loop as the cancellation.
         if not future.cancelled() and future.exception() is None:
             dispose(future.result())
         raise

@@ -1,9 +1,9 @@
 """Timers that are set, replaced and cancelled by name, and that never fire early.
 
 An event loop may fire a timer a little before its deadline: uvloop rounds delays to milliseconds,
-and its `time()` may be behind the clock by which the deadline was chosen. Code that is woken then,
-finds nothing due and waits for the next timer waits for ever. These timers look at the clock when
-they fire, and wait for the rest.
+and its `time()` may be behind the clock by which the deadline was chosen. Code that is woken too
+early, finds nothing due and waits for its next timer would wait for ever. These timers check the
+clock when they fire, and wait for the remaining time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Timers", "sleep_until"]
 
 
 async def sleep_until(at: float, clock: Clock | None = None) -> None:
-    """Sleep until the clock's monotonic time is at least `at`; let others run once if it is."""
+    """Sleep until the clock's monotonic time is at least `at`; always yield to the loop once."""
     monotonic = (clock or Clock.current()).monotonic
     await asyncio.sleep(at - monotonic())
     while (left := at - monotonic()) > 0:  # noqa: ASYNC110 (time is what it waits for)
@@ -31,10 +31,10 @@ class Timers:
     - At most one timer per name: setting a name again replaces its timer.
     - When a callback runs, the clock has reached its deadline and the name is free again, so the
       callback may set it.
-    - A replaced or cancelled timer never fires, also if it was about to in this turn of the loop.
+    - A replaced or cancelled timer never fires, even if it is due in this iteration of the loop.
 
-    Deadlines are in `clock.monotonic()` seconds; the clock is the current loop's unless given. One
-    loop uses it, without threads. An exception from a callback goes to the loop's handler.
+    Deadlines are in `clock.monotonic()` seconds; the default clock is that of the running loop. Use
+    it from one loop only. An exception of a callback goes to the loop's exception handler.
     """
 
     __slots__ = ("_armed", "_clock")
@@ -44,22 +44,22 @@ class Timers:
         self._armed: dict[Hashable, tuple[float, asyncio.TimerHandle]] = {}
 
     def set(self, name: Hashable, at: float, callback: Callable[[], object]) -> None:
-        """Call back at this time, or in the next turn of the loop if it has passed."""
+        """Call the callback at this time, or in the next iteration of the loop if it has passed."""
         self.cancel(name)
         self._arm(name, at, callback)
 
     def cancel(self, name: Hashable) -> None:
-        """Forget a timer; harmless when none is set under this name."""
+        """Cancel a timer; harmless if none is set under this name."""
         if (armed := self._armed.pop(name, None)) is not None:
             armed[1].cancel()
 
     def cancel_all(self) -> None:
-        """Forget every timer."""
+        """Cancel every timer."""
         for name in list(self._armed):
             self.cancel(name)
 
     def at(self, name: Hashable) -> float | None:
-        """When a timer is due, or None when none is set under this name."""
+        """Return when a timer is due, or None if none is set under this name."""
         armed = self._armed.get(name)
         return None if armed is None else armed[0]
 

@@ -1,4 +1,4 @@
-"""A supervision tree as data for machines and as text for people."""
+"""A supervision tree as data and as text."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ class Tree:
     name: str
     #: "starting", "running", "waiting" (to restart), "stopping", "finished", "stopped", "failed".
     state: str
-    #: How long it has been in that state, in seconds.
+    #: Seconds since the node entered that state.
     since: float
-    #: A supervisor's strategy; None for a child that supervises nothing.
+    #: A supervisor's strategy; None for a child that is not a supervisor.
     strategy: str | None = None
-    #: How a child is restarted; None for the root.
+    #: A child's `Restart` value; None for the root.
     restart: str | None = None
     #: 1 for the first start, one more at each restart.
     generation: int = 1
-    #: How often it failed and was started again.
+    #: How often the node was restarted after a failure.
     restarts: int = 0
     #: The newest failure, in one line.
     last_failure: str | None = None
+    #: The nodes below, in the order of starting.
     children: tuple[Tree, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """Return the tree as plain data for JSON."""
         return asdict(self)
 
     def paths(self, above: str = "") -> Iterator[tuple[str, Tree]]:
-        """Every node with its path ("root/part/child"), parents before their children."""
+        """Yield every node with its path ("root/part/child"), parents before their children."""
         path = f"{above}/{self.name}" if above else self.name
         yield path, self
         for child in self.children:
             yield from child.paths(path)
 
     def walk(self) -> Iterator[Tree]:
-        """Every node, parents before their children."""
+        """Return an iterator over every node, parents before their children."""
         return (node for _, node in self.paths())
 
     def __str__(self) -> str:

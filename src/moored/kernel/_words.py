@@ -1,4 +1,4 @@
-"""Errors, durations and counts as text, and values as plain data, in one way everywhere."""
+"""Errors, durations and counts as text, and values as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ __all__ = [
     "unmet",
 ]
 
-#: Long enough for a driver's sentence, short enough that a thousand of them are nothing.
+#: Characters of an error message.
 MAX_TEXT = 300
-#: How far back the causes of an error are told.
+#: Causes of an error.
 MAX_CAUSES = 5
+#: Errors of an exception group.
 MAX_GROUP = 3
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line: its message, and in brackets its SQLSTATE and what kind it is.
+    """Return an error as one line: its message, then in brackets its SQLSTATE and its type.
 
-    The secrets that this process was given (`SECRETS`) are hidden in it.
+    The secrets of this process (`SECRETS`) are hidden in it.
     """
     kind = type(error).__name__
     state = getattr(error, "sqlstate", None)
@@ -45,19 +46,19 @@ def describe(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> tuple[str, ...]:
-    """The error and the errors that it was raised from, each described, the nearest first."""
-    told: list[str] = []
-    link: BaseException | None = error
-    while link is not None and len(told) < MAX_CAUSES:
-        told.append(describe(link))
-        link = link.__cause__
-    if link is not None:
-        told.append("further causes, not kept")
-    return tuple(told)
+    """Return the error and the errors that it was raised from as texts, the nearest first."""
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < MAX_CAUSES:
+        texts.append(describe(cause))
+        cause = cause.__cause__
+    if cause is not None:
+        texts.append("further causes, not kept")
+    return tuple(texts)
 
 
 def duration(seconds: float) -> str:
-    """A length of time as people say it: "4.2 s", "14 s", "8 m 12 s", "3 h 5 m", "2 days 4 h"."""
+    """Return a duration as text: "4.2 s", "14 s", "8 m 12 s", "3 h 5 m", "2 days 4 h"."""
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f} s"
     whole = round(seconds)
@@ -71,12 +72,12 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things: "1 key", "2 keys"."""
+    """Return a number with its noun: "1 key", "2 keys"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def program_of(command_line: bytes) -> str:
-    """A program as people call it: its name and subcommand; options may hold secrets."""
+    """Return the name and subcommand of a program, without its options: they may hold secrets."""
     words = [word.decode(errors="replace") for word in command_line.split(b"\0") if word]
     if words and PurePath(words[0]).name.startswith("python"):
         rest = words[2:] if words[1:2] == ["-m"] else words[1:]
@@ -88,7 +89,7 @@ def program_of(command_line: bytes) -> str:
 
 
 def refuse(subject: str, mistakes: Iterable[str]) -> None:
-    """Raise one ValueError that names all the mistakes, if there are any."""
+    """Raise one `ValueError` that names all the mistakes, if there are any."""
     if found := list(mistakes):
         raise ValueError(f"{subject}: " + "; ".join(found))
 
@@ -100,7 +101,7 @@ def unmet(*checks: tuple[str, object, bool, str]) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it; what it cannot hold appears as its repr."""
+    """Return the value as plain data for JSON; objects of other types appear as their repr."""
     if isinstance(value, Enum):
         return plain(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -118,13 +119,13 @@ def _message(error: BaseException) -> str:
     try:
         text = _of_grpc(error) or str(error)
     except Exception:
-        # An error whose text cannot be had must not hide that there was an error.
+        # An error whose __str__ raises must still be reported.
         return "its message cannot be shown"
     return shorten(SECRETS.hide(text))
 
 
 def _of_grpc(error: BaseException) -> str:
-    """What an error of gRPC says; printed, it is a page that says it three times."""
+    """Return the code and details of a gRPC error, whose `str()` is a page of repetitions."""
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     if not callable(code) or not callable(details):
         return ""
@@ -139,6 +140,6 @@ def _group_message(group: BaseExceptionGroup[BaseException]) -> str:
 
 
 def shorten(text: str) -> str:
-    """The text on one line, cut where it gets long."""
+    """Return the text on one line, cut at `MAX_TEXT` characters."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"

@@ -1,4 +1,4 @@
-"""The base of every room's Prometheus collector; importing it needs prometheus-client."""
+"""The base class of all Prometheus collectors; importing it requires prometheus-client."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ class SourceCollector(Collector, Generic[T]):
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
     """Return a gauge with these samples."""
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    return _filled(GaugeMetricFamily(name, text, labels=labels), samples)
 
 
 def counter(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
     """Return a counter with these samples."""
-    family = CounterMetricFamily(name, text, labels=labels)
+    return _filled(CounterMetricFamily(name, text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
     for values, value in samples:
         family.add_metric(values, value)
     return family

@@ -1,7 +1,7 @@
-"""The life of one child: start it and wait for `started()`, cancel it and wait for its end.
+"""Runs one child: starts it and waits for `started()`, cancels it and waits for its end.
 
-`Life` knows nothing of siblings or strategies. It reports an end that nobody asked for to its
-supervisor, which decides.
+`ChildRunner` knows nothing of siblings or strategies. It reports to its supervisor when the child
+ends by itself, and the supervisor decides what follows.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ._words import describe
 if TYPE_CHECKING:
     from ._supervisor import Supervisor
 
-__all__ = ["Life"]
+__all__ = ["ChildRunner"]
 
 log = logging.getLogger("moored.supervisor")
 
-# Tasks that did not end when cancelled. Held here until they do: nobody else may be holding them.
+# Tasks that did not end when cancelled, referenced until they end: the loop holds them weakly.
 _abandoned: set[asyncio.Task[None]] = set()
 
 
-class Life:
-    """One child of a supervisor, over all its starts."""
+class ChildRunner:
+    """One child of a supervisor, through all its starts."""
 
     __slots__ = (
         "_context",
@@ -60,13 +60,13 @@ class Life:
         self.is_temporary = child.restart == Restart.TEMPORARY
         self.path = f"{supervisor.path}/{child.name}"
         self.backoff = None if child.backoff is None else child.backoff.fresh()
-        #: Held by whatever changes it: its own, or the one of all siblings.
+        #: Held by each operation on this child: its own lock, or the one that all siblings share.
         self.lock = supervisor._lock or asyncio.Lock()
         self.generation = 0
         self.restarts = 0
         self.value: Any = None
         self.last_failure: str | None = None
-        #: What the next thing that happens to it is due to.
+        #: The cause of the next event of this child.
         self.why: Event | BaseException | None = None
         self._task: asyncio.Task[None] | None = None
         self._context: Context | None = None
@@ -78,7 +78,7 @@ class Life:
         self.since = self.supervisor.clock.monotonic()
 
     def record(self, text: str, kind: str, *, cause: BaseException | None = None) -> None:
-        """Record an event of this child; it is the cause of the next one."""
+        """Record an event of this child, which becomes the cause of the next one."""
         self.why = self.supervisor.recorder.record(
             self.path, text, kind=kind, cause=cause or self.why, generation=self.generation
         )
@@ -92,12 +92,12 @@ class Life:
         limit = self.child.start_timeout
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
-                # Shielded: when who waits is cancelled, the child may still say started().
+                # Shielded: if the waiter is cancelled, the child may still call started().
                 failure = await asyncio.shield(context._ack)
         except TimeoutError:
             await self.halt()
             raise self._not_started(
-                f"did not call ctx.started() within {limit:g} s: call it once it is up, "
+                f"did not call ctx.started() within {limit:g} s: call it once the child is ready, "
                 "or raise start_timeout="
             ) from None
         if failure is not None:
@@ -109,14 +109,14 @@ class Life:
         self.value = None
         self.enter("starting")
         context = self._context = Context(self)
-        task = self._task = self.supervisor.create_task(_live(context), context.path)
+        task = self._task = self.supervisor.create_task(_run_child(context), context.path)
         context._owned = adopt(task)
         task.add_done_callback(context._ended)
         return context
 
     def _started(self, generation: int, value: Any) -> None:
         if generation != self.generation or self.state != "starting":
-            return  # it was stopped, or abandoned and replaced, while it prepared
+            return  # the child was stopped, or abandoned and replaced, before this call
         self.value = value
         self.enter("running")
         self.record("running", "state")
@@ -139,20 +139,21 @@ class Life:
         """React to the end of the task, unless the supervisor is stopping it."""
         reason = reason_of(task)
         if not task.cancelled():
-            task.exception()  # marks it as read: it is reported below, or by who stops it
+            task.exception()  # marks the error as retrieved: it is reported below, or by halt()
         context._owned.release(reason)
         if self._task is not task:
             if task in _abandoned:
                 _abandoned.discard(task)
-                self.record("ended at last, after it was abandoned", "abandoned_ended")
+                self.record("ended, after it was abandoned", "abandoned_ended")
             return
         if context._stop_by is not None:
-            return  # whoever stops it waits for it
+            return  # halt() waits for it
         if not looked:
             self._credit_uptime()
         if task.cancelled():
             if task.cancelling() and not looked:
-                # A stranger, or the end of the loop. (Otherwise it awaited what was cancelled.)
+                # Cancelled by other code, or because the loop ends. (Without cancelling(), the
+                # child awaited something that was cancelled.)
                 if self.state == "running":
                     self.enter("waiting")
                 unless_loop_ends(lambda: self._ended(context, task, looked=True))
@@ -163,21 +164,21 @@ class Life:
             if isinstance(reason, BaseException):
                 context._answer(reason)
                 return
-            context._answer(None)  # it was done before it was up: that is a start too
+            context._answer(None)  # it returned before started(), which counts as a start
         self._note_end(reason)
         self.supervisor._on_end(self, reason)
 
     def _credit_uptime(self) -> None:
         uptime = self.supervisor.clock.monotonic() - self.since
         if self.backoff is not None and uptime >= self.backoff.max:
-            self.backoff.succeed()  # it held for longer than the longest wait: proof enough
+            self.backoff.succeed()  # it ran for longer than the longest delay
 
     def _note_end(self, reason: Reason) -> None:
         self.enter("waiting" if wants_restart(self.child.restart, reason) else "finished")
         if isinstance(reason, BaseException):
             self.last_failure = describe(reason)
             if isinstance(reason, RestartRequested):
-                log.debug("%s begins again: %s", self.path, self.last_failure)
+                log.debug("%s requested a restart: %s", self.path, self.last_failure)
             else:
                 log.warning("%s failed: %s", self.path, self.last_failure, exc_info=reason)
             self.record("failed", "failure", cause=reason)
@@ -185,7 +186,7 @@ class Life:
             self.record("ended", "state")
 
     async def halt(self) -> None:
-        """Cancel the child and wait for its end, for as long as it may take; then abandon it."""
+        """Cancel the child and wait for its end; abandon it after its `shutdown` time."""
         task, context = self._task, self._context
         if task is None or context is None:
             if self.state in ("starting", "waiting"):
@@ -208,8 +209,8 @@ class Life:
     def _note_halted(self, reason: Reason) -> None:
         if isinstance(reason, BaseException):
             self.last_failure = describe(reason)
-            log.warning("%s failed while it stopped", self.path, exc_info=reason)
-            self.record("failed while it stopped", "failure", cause=reason)
+            log.warning("%s failed while stopping", self.path, exc_info=reason)
+            self.record("failed while stopping", "failure", cause=reason)
         else:
             self.record("stopped", "state")
 
@@ -219,18 +220,18 @@ class Life:
         error = SupervisionError(
             f"{self.path} did not end within {self.child.shutdown:g} s of being cancelled and was "
             "abandoned: it still runs, because asyncio cannot kill a task; "
-            "find what swallows CancelledError in it, or raise shutdown="
+            "find the code in it that swallows CancelledError, or raise shutdown="
         )
         context._owned.release(error)
         self.last_failure = describe(error)
         self.record("abandoned", "abandoned", cause=error)
         log.error("%s", error)
-        task.cancel()  # a last knock: perhaps it swallowed the first one by mistake
+        task.cancel()  # once more: the child may have swallowed the first one by mistake
 
-    # -- showing -------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------
 
     def tree(self) -> Tree:
-        """This child, and what it supervises itself, as data."""
+        """Return this child and the children of a nested supervisor as data."""
         nested = self._context._nested if self._context is not None and self._task else None
         below = None if nested is None else nested.tree()
         return Tree(
@@ -246,8 +247,8 @@ class Life:
         )
 
 
-async def _live(context: Context) -> None:
-    """The child in its own task; what it owns is released before the task ends."""
+async def _run_child(context: Context) -> None:
+    """Run the child in its own task; what it owns is released before the task ends."""
     current_context.set(context)
     reason: Reason = "normal"
     try:
