@@ -494,7 +494,7 @@ def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
         def work() -> None:
             call(channel)
-            (managed,) = manager._book
+            (managed,) = manager._table
             before = managed.strategy.topology.version
             asked.clear()
             managed.strategy._refresher.trigger()
@@ -505,7 +505,7 @@ def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
         with Callers(channel) as callers:
             for _ in range(forks):
-                (managed,) = manager._book
+                (managed,) = manager._table
                 managed.strategy._refresher.trigger()
                 children.make(work)
     return report(children, callers)

@@ -16,7 +16,7 @@ from moored.rpc._config import ConnectionConfig
 from moored.rpc._dial import make_aio_channel, make_channel, ready
 from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live import Live
+from moored.rpc._live_channel import LiveChannel
 
 __all__ = [
     "ACCEPT",
@@ -52,22 +52,22 @@ __all__ = [
 _numbers = itertools.count(1)
 
 
-def new_live(uri: str, number: int = 0) -> Live:
+def new_live(uri: str, number: int = 0) -> LiveChannel:
     """The next generation, connected."""
     config = ConnectionConfig.from_uri(uri)
     number = number or next(_numbers)
     channel = make_channel(config, number)
     asyncio.run(asyncio.wait_for(ready(channel), 10))
-    return Live(number, channel, config.address)
+    return LiveChannel(number, channel, config.address)
 
 
-async def new_aio_live(uri: str, number: int = 0) -> Live:
+async def new_aio_live(uri: str, number: int = 0) -> LiveChannel:
     """The same for asyncio."""
     config = ConnectionConfig.from_uri(uri)
     number = number or next(_numbers)
     channel = make_aio_channel(config, number)
     await asyncio.wait_for(ready(channel), 10)
-    return Live(number, channel, config.address)
+    return LiveChannel(number, channel, config.address)
 
 
 def descriptors() -> int:

@@ -98,12 +98,12 @@ async def test_one_that_is_asleep_is_forgotten_with_who_holds_it(
         mine = await side.get(config_of(echo), timeout=LIMIT)
         await side.run(mine.close)
         await asleep(side)
-        assert len(side.manager._book.asleep) == 1
+        assert len(side.manager._table.asleep) == 1
         del mine
 
         def forgotten() -> bool:
             gc.collect()
-            return not len(side.manager._book.asleep)
+            return not len(side.manager._table.asleep)
 
         await holds(forgotten, LIMIT)
 
@@ -120,7 +120,7 @@ async def test_one_that_is_asleep_can_be_given_back_for_good(kind: Kind, echo: E
             await side.run(shared.close)
         with pytest.raises(ManagerClosed, match="get_or_create"):
             await side.call(own, ECHO)
-        assert list(side.manager._book.asleep.values()) == [shared]
+        assert list(side.manager._table.asleep.values()) == [shared]
         assert await side.call(shared, ECHO, b"hi") == b"hi", "others may hold it"
 
 
@@ -234,7 +234,7 @@ async def test_clients_that_are_equal_are_not_the_same(
         one, other = of(), of()
         channel = await side.get(config_of(echo), client=one, timeout=LIMIT)
         await side.get(config_of(echo), client=other, timeout=LIMIT)
-        (managed,) = side.manager._book
+        (managed,) = side.manager._table
         assert side.manager.get_stats()["connections"][0]["client_count"] == 2
         await side.run(side.manager.release, channel, client=one)
         await side.run(side.manager.release, channel, client=one)

@@ -55,11 +55,11 @@ def test_there_is_something_to_hand_out() -> None:
 
 def test_it_counts_as_used_and_as_held() -> None:
     managed = managed_at("ready/serving")
-    vars(managed)["deserted_at"] = 0.5
+    vars(managed)["unused_since"] = 0.5
     assert managed.hand_out(None, 1.0)
     assert managed.statistics(1.0)["idle_time"] == 0.0
-    assert not managed.deserted
-    assert managed.deserted_at is None
+    assert not managed.has_no_clients
+    assert managed.unused_since is None
 
 
 def test_one_that_was_not_used_lately_must_be_looked_at() -> None:

@@ -42,7 +42,7 @@ def state(core: ConnectionCore) -> str:
 
 def test_a_probe_of_an_old_generation_changes_nothing() -> None:
     core = ready(0.0)
-    assert acts(core.come(100.0)) == [ShellAct.PROBE]
+    assert acts(core.requested(100.0)) == [ShellAct.PROBE]
     assert core.probed(0, False, 100.0) == []
     assert state(core) == "ready/probing"
     assert core.probed(1, True, 100.0) == []
@@ -71,16 +71,16 @@ def test_a_second_error_of_a_generation_that_is_being_replaced_does_nothing() ->
 
 def test_a_connection_that_seems_to_live_is_looked_at_once() -> None:
     core = ready()
-    assert acts(core.broken(1, ERROR, 100.0, connected=True)) == [ShellAct.LOOK]
+    assert acts(core.broken(1, ERROR, 100.0, connected=True)) == [ShellAct.CHECK]
     assert core.broken(1, ERROR, 100.0, connected=True) == []
-    assert core.looked(0, False, 100.0) == [], "another generation was looked at"
+    assert core.checked(0, False, 100.0) == [], "another generation was looked at"
     assert core.broken(1, ERROR, 100.0, connected=True) == [], "it is looked at still"
     assert state(core) == "ready/serving"
-    assert core.looked(1, True, 100.0) == []
+    assert core.checked(1, True, 100.0) == []
     assert (state(core), core.counters.unavailable_answers) == ("ready/serving", 1)
-    assert acts(core.broken(1, ERROR, 100.0, connected=True)) == [ShellAct.LOOK]
-    assert acts(core.looked(1, False, 100.0)) == [ShellAct.DIAL]
-    assert core.looked(1, False, 100.0) == []
+    assert acts(core.broken(1, ERROR, 100.0, connected=True)) == [ShellAct.CHECK]
+    assert acts(core.checked(1, False, 100.0)) == [ShellAct.DIAL]
+    assert core.checked(1, False, 100.0) == []
 
 
 def test_a_look_that_comes_after_the_generation_was_replaced_changes_nothing() -> None:
@@ -88,7 +88,7 @@ def test_a_look_that_comes_after_the_generation_was_replaced_changes_nothing() -
     core.broken(1, ERROR, 100.0, connected=True)
     core.broken(1, ERROR, 100.0)
     core.dialled(2, 100.0)
-    assert core.looked(1, False, 100.1) == []
+    assert core.checked(1, False, 100.1) == []
     assert state(core) == "ready/serving"
 
 
@@ -103,7 +103,7 @@ def test_what_an_attempt_brings_after_it_was_given_up_is_discarded() -> None:
 
 
 def test_the_end_of_an_old_attempt_changes_nothing() -> None:
-    for end in (ConnectionCore.failed, ConnectionCore.hopeless, ConnectionCore.refused):
+    for end in (ConnectionCore.failed, ConnectionCore.failed_for_good, ConnectionCore.refused):
         core = ready()
         assert end(core, 1, ERROR, 100.0) == []
         assert (state(core), core.counters.connect_failures) == ("ready/serving", 0)
@@ -133,7 +133,7 @@ def test_an_old_channel_is_renewed_only_while_it_serves() -> None:
 
 
 def test_a_renewal_that_fails_leaves_the_channel_in_use() -> None:
-    for end in (ConnectionCore.failed, ConnectionCore.hopeless, ConnectionCore.refused):
+    for end in (ConnectionCore.failed, ConnectionCore.failed_for_good, ConnectionCore.refused):
         core = ready()
         assert acts(core.aged(100.0)) == [ShellAct.DIAL]
         assert end(core, 2, ERROR, 100.0) == []

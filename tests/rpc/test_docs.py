@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from moored.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
 from moored.rpc._core import CHART
-from moored.rpc.calls._retry import REPEATED
+from moored.rpc.calls._retry import RETRIED_CODES
 
 from .handlers import ECHO, FAIL, PID
 from .servers import EchoServer, make_stubs
@@ -160,8 +160,8 @@ async def test_a_token_that_changes(echo: EchoServer) -> None:
 def test_the_codes_that_end_a_retry_are_named_rightly() -> None:
     row = next(line for line in FASTAPI.splitlines() if "fails for another reason" in line)
     ended, _, repeated = row.partition(";")
-    assert not set(re.findall(r"[A-Z]+_?[A-Z]+", ended)) & {code.name for code in REPEATED}
-    assert set(re.findall(r"[A-Z]+_?[A-Z]+", repeated)) == {code.name for code in REPEATED}
+    assert not set(re.findall(r"[A-Z]+_?[A-Z]+", ended)) & {code.name for code in RETRIED_CODES}
+    assert set(re.findall(r"[A-Z]+_?[A-Z]+", repeated)) == {code.name for code in RETRIED_CODES}
 
 
 # -- a moving primary ------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ async def test_the_next_one_connects_at_once(kind: Kind, echo: EchoServer) -> No
 async def test_a_caller_in_a_hurry_does_not_hurry_the_others(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         await side.get(ConnectionConfig.from_uri(echo.uri), timeout=3.0)
-        (managed,) = side.manager._book
+        (managed,) = side.manager._table
         assert managed.connect_timeout == side.manager._policy.connect_timeout
 
 

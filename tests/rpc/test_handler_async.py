@@ -20,7 +20,7 @@ import pytest
 from moored.rpc._dial import TokenCredentials
 from moored.rpc._errors import ConnectFailed, ManagerClosed
 from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live import Live
+from moored.rpc._live_channel import LiveChannel
 from moored.testing import scaled
 
 from .handlers import (
@@ -397,7 +397,7 @@ async def test_a_replaced_generation_ends_its_calls_and_is_closed(
     assert old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
-async def elsewhere(echo: EchoServer) -> Live:
+async def elsewhere(echo: EchoServer) -> LiveChannel:
     """A generation that leads to another server, as far as its address says."""
     live = await new_aio_live(echo.uri)
     live.address = "elsewhere:1"

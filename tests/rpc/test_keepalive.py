@@ -13,7 +13,12 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 
 from moored.rpc import ConnectionConfig
-from moored.rpc._dial import calmed, channel_options, make_aio_channel, wants_calm
+from moored.rpc._dial import (
+    channel_options,
+    make_aio_channel,
+    reports_too_many_pings,
+    with_rarer_pings,
+)
 
 from .handlers import ECHO, SLEEP, eventually
 from .servers import EchoServer
@@ -69,10 +74,10 @@ async def test_a_server_that_has_received_too_many_pings_gets_fewer_afterwards()
 def test_what_is_configured_beside_pings_is_kept() -> None:
     given = {"grpc.keepalive_time_ms": 1000, "mine": 2}
     config = ConnectionConfig.from_uri("http://north:1", channel_options=given)
-    assert calmed(config, 1) is config
-    slower = dict(channel_options(calmed(config, 4), 1))
+    assert with_rarer_pings(config, 1) is config
+    slower = dict(channel_options(with_rarer_pings(config, 4), 1))
     assert (slower["grpc.keepalive_time_ms"], slower["mine"]) == (4000, 2)
     plain = ConnectionConfig.from_uri("http://north:1", channel_options=[("mine", 2)])
-    assert dict(channel_options(calmed(plain, 2), 1))["grpc.keepalive_time_ms"] == 660_000
-    assert not wants_calm(None)
-    assert not wants_calm(ConnectionError("Socket closed"))
+    assert dict(channel_options(with_rarer_pings(plain, 2), 1))["grpc.keepalive_time_ms"] == 660_000
+    assert not reports_too_many_pings(None)
+    assert not reports_too_many_pings(ConnectionError("Socket closed"))

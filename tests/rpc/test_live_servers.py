@@ -130,7 +130,7 @@ async def test_the_stream_of_a_channel_that_was_renewed_is_not_cut(
 async def moved(side: Threads | Aio, channel: Any, members: list[Member], away: str) -> None:
     """Have the primary move to another address."""
     members[:] = [Member("other", away)]
-    (managed,) = side.manager._book
+    (managed,) = side.manager._table
     managed.strategy.hurry()
     await until(lambda: bool(channel.generation > 1))
 

@@ -254,7 +254,7 @@ async def test_clients_follow_the_primary(order: str) -> None:
                     await call(channel, 5.0)
                 await loss_noticed_async(channel)
             else:
-                (managed,) = manager._book
+                (managed,) = manager._table
                 managed.strategy._refresher.trigger()
                 async with asyncio.timeout(LIMIT):
                     while managed.strategy.topology.version == 1:  # noqa: ASYNC110

@@ -198,7 +198,7 @@ async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
         async with kind(fetch_topology=topology) as side:
             channel = await side.get(config(north))
             version, primary = 2, south
-            (managed,) = side.manager._book
+            (managed,) = side.manager._table
             managed.strategy._refresher.trigger()
             await until(lambda: channel.address == south.address and channel._live is not None)
             assert await side.call(channel, ECHO, b"hello") == b"hello"
@@ -350,7 +350,7 @@ async def test_who_cannot_be_reached_is_counted(kind: Kind) -> None:
 def test_a_manager_that_is_gone_is_not_shown() -> None:
     manager = ConnectionManager()
     collector = RpcCollector(manager)
-    manager._book.counters_of("there:1").connects += 1
+    manager._table.counters_of("there:1").connects += 1
     assert "there:1" in Scrape(collector).text
     del manager
     gc.collect()

@@ -19,7 +19,7 @@ from moored.rpc import (
 )
 from moored.rpc._core import Actions, ConnectionCore, ShellAct, ShellAction
 from moored.rpc._errors import TopologyRefused
-from moored.rpc.topology._inquiry import PACE
+from moored.rpc.topology._source_pacing import PACE
 from moored.rpc.topology._sources import TopologySource
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
@@ -140,9 +140,11 @@ def _for_good(self: ConnectionCore, now: float) -> Actions:
 @pytest.mark.parametrize(
     "planted",
     [
-        mutant(ConnectionCore, "hopeless", _nobody_is_told, name="nobody is told of a mistake"),
+        mutant(
+            ConnectionCore, "failed_for_good", _nobody_is_told, name="nobody is told of a mistake"
+        ),
         mutant(ConnectionCore, "refused", _nobody_is_told, name="nobody is told of a refusal"),
-        mutant(ConnectionCore, "_knock", _for_good, name="once refused, refused for good"),
+        mutant(ConnectionCore, "_refuse_waiter", _for_good, name="once refused, refused for good"),
     ],
     ids=lambda planted: planted.name,
 )

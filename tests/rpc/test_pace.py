@@ -19,7 +19,7 @@ from moored.rpc import (
     TopologyError,
 )
 from moored.rpc.topology._follower import Follower
-from moored.rpc.topology._inquiry import Inquiry
+from moored.rpc.topology._source_pacing import SourcePacing
 from moored.rpc.topology._sources import TopologySource
 from moored.rpc.topology._topology import Advice, TopologyMixin
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate
@@ -143,7 +143,7 @@ def test_a_source_that_fails_at_once_is_asked_once_a_second() -> None:
 
 def test_one_that_has_answered_since_is_asked_at_once() -> None:
     """It was too slow for one, and in time for another."""
-    inquiry = Inquiry()
+    inquiry = SourcePacing()
     inquiry.failed(None, 1.0)
     assert inquiry.pause(1.0, 1.1) == pytest.approx(0.9)
     inquiry.answered(Topology(1, ()), 1.0, 1.1)
@@ -226,7 +226,7 @@ async def news(sim: Sim) -> None:
         await asyncio.sleep(30.0)
         day.directory.times.clear()
         day.world.version, day.world.primary = 2, ADDRESSES[1]
-        [managed] = day.manager._book
+        [managed] = day.manager._table
         managed.strategy._refresher.trigger()
         await asyncio.sleep(1.5)
         assert handler.address == ADDRESSES[1]
@@ -237,15 +237,15 @@ def test_the_news_are_not_asked_for_again() -> None:
     simulate(news, seeds=scaled(100, least=8))
 
 
-def asks_each_time(self: Inquiry, pace: float, now: float) -> float:
+def asks_each_time(self: SourcePacing, pace: float, now: float) -> float:
     return 0.0
 
 
-def never_pauses(self: Inquiry, pace: float, now: float) -> float:
+def never_pauses(self: SourcePacing, pace: float, now: float) -> float:
     return 0.0
 
 
-def never_asks_twice(self: Inquiry, pace: float, now: float) -> float:
+def never_asks_twice(self: SourcePacing, pace: float, now: float) -> float:
     return max(0.0, self.answered_at + pace - now)
 
 
@@ -256,9 +256,9 @@ def does_not_know_the_news(self: TopologyMixin, in_use: str) -> Advice:
 @pytest.mark.parametrize(
     ("scenario", "owner", "name", "replacement"),
     [
-        (long_outage, Inquiry, "rest", asks_each_time),
-        (nobody_tells, Inquiry, "pause", never_pauses),
-        (error_first, Inquiry, "rest", never_asks_twice),
+        (long_outage, SourcePacing, "rest", asks_each_time),
+        (nobody_tells, SourcePacing, "pause", never_pauses),
+        (error_first, SourcePacing, "rest", never_asks_twice),
         (moves_and_lives, Follower, "hurry", does_not_ask),
         (news, TopologyMixin, "advise", does_not_know_the_news),
     ],

@@ -6,7 +6,7 @@ import grpc  # type: ignore[import-untyped]
 
 from moored.rpc import ConfigError
 from moored.rpc._handler import Handler
-from moored.rpc._live import Live
+from moored.rpc._live_channel import LiveChannel
 from moored.rpc.calls._pending_sync import PendingCall, start_later
 
 from .test_retiring import Channel, Timers
@@ -16,11 +16,11 @@ class Real:
     """A call that gRPC has begun."""
 
 
-def waiting() -> tuple[Handler, PendingCall, Timers, list[Live]]:
+def waiting() -> tuple[Handler, PendingCall, Timers, list[LiveChannel]]:
     """A call that waits: the first timer is its own limit."""
-    timers, begun = Timers(), list[Live]()
+    timers, begun = Timers(), list[LiveChannel]()
 
-    def start(live: Live, timeout: float | None) -> Real:
+    def start(live: LiveChannel, timeout: float | None) -> Real:
         begun.append(live)
         return Real()
 
@@ -30,7 +30,7 @@ def waiting() -> tuple[Handler, PendingCall, Timers, list[Live]]:
 
 def test_a_limit_that_ends_after_the_call_has_begun_changes_nothing() -> None:
     handler, call, timers, begun = waiting()
-    live = Live(1, Channel(), "north:1")
+    live = LiveChannel(1, Channel(), "north:1")
     handler._swap(live)
     timers.fire(1)
     assert begun == [live]
@@ -40,12 +40,12 @@ def test_a_limit_that_ends_after_the_call_has_begun_changes_nothing() -> None:
 
 def test_a_connection_that_is_lost_before_the_call_has_begun_is_waited_for_again() -> None:
     handler, call, timers, begun = waiting()
-    handler._swap(Live(1, Channel(), "north:1"))
+    handler._swap(LiveChannel(1, Channel(), "north:1"))
     handler._lose()
     timers.fire(1)
     assert not begun
     assert not call.settled
-    live = Live(2, Channel(), "north:1")
+    live = LiveChannel(2, Channel(), "north:1")
     handler._swap(live)
     timers.fire(len(timers.set) - 1)
     assert begun == [live]

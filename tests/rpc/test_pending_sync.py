@@ -162,5 +162,5 @@ def test_during_an_outage_a_manager_is_told_who_waits() -> None:
         server.start()
         assert [call.result(LIMIT) for call in calls[:2]] == list(FUTURES.values())
         assert [list(call) for call in calls[2:]] == list(STREAMS.values())
-        assert manager._book.of(channel).core.waiting == 0  # type: ignore[union-attr]
+        assert manager._table.of(channel).core.waiting == 0  # type: ignore[union-attr]
         assert manager.get_stats()["counters"]["calls_waited"] >= 4

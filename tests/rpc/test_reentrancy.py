@@ -214,7 +214,7 @@ def close_everything(trapped: Trapped, limit: float) -> None:
     """A client closes everything, in the middle of the look at an idle connection."""
     for patience in range(PLACES):
         trapped.manager.get_or_create(trapped.config, timeout=LIMIT)
-        (managed,) = trapped.manager._book
+        (managed,) = trapped.manager._table
         trapped.trap.set(Client(lambda me: trapped.manager.close_all()), patience)
         trapped.trap.ahead += 1000.0
         trapped.manager.get_or_create(trapped.config, timeout=LIMIT)
@@ -342,7 +342,7 @@ def test_it_is_given_back_on_the_loop_thread(echo: EchoServer, complaints: list[
             gc.collect()
 
         LoopThread.shared().run(collect(), SOON)
-        eventually(lambda: not manager._background._closings and not len(manager._book))
+        eventually(lambda: not manager._background._closings and not len(manager._table))
     assert not complaints
 
 

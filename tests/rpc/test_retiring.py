@@ -11,7 +11,7 @@ import grpc  # type: ignore[import-untyped]
 from moored.rpc._channel_pool import ChannelPool
 from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live import Live
+from moored.rpc._live_channel import LiveChannel
 
 
 class Channel:
@@ -48,9 +48,9 @@ class Timers:
         self.set[number][1]()
 
 
-def busy(channel: Any) -> Live:
+def busy(channel: Any) -> LiveChannel:
     """A generation with a call under way."""
-    live = Live(1, channel, "north:1")
+    live = LiveChannel(1, channel, "north:1")
     live.calls.append(None)
     return live
 
@@ -64,18 +64,18 @@ def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_lives() -> N
     for channels, closed in (([Channel(), Lost()], 0), ([Lost(), Lost()], 1)):
         timers, pool = Timers(), ChannelPool(channels)
         handler = Handler(busy(pool), grace=1.0, later=timers.later)
-        handler._swap(Live(2, Channel(), "north:1"))
+        handler._swap(LiveChannel(2, Channel(), "north:1"))
         timers.fire(0)
         for act in [act for delay, act in timers.set if not delay]:
             act()
         assert [each.closed for each in channels] == [closed] * 2
 
 
-def retired() -> tuple[Handler, Live, Timers]:
+def retired() -> tuple[Handler, LiveChannel, Timers]:
     """A handler whose first generation was replaced by one to the same server."""
     timers, live = Timers(), busy(Channel())
     handler = Handler(live, grace=1.0, later=timers.later)
-    handler._swap(Live(2, Channel(), "north:1"))
+    handler._swap(LiveChannel(2, Channel(), "north:1"))
     return handler, live, timers
 
 
@@ -115,20 +115,20 @@ def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> Non
 def test_a_handler_with_a_call_under_way_does_not_fall_asleep() -> None:
     live = busy(Channel())
     handler = Handler(live)
-    assert handler._part(1) is None
+    assert handler._detach(1) is None
     assert handler._is_open
     live.leave()
-    heir = handler._part(1)
+    heir = handler._detach(1)
     assert heir is not None
     assert heir._live is live
     assert not handler._is_open
 
 
-async def retired_async() -> tuple[AsyncHandler, Live]:
+async def retired_async() -> tuple[AsyncHandler, LiveChannel]:
     """See `retired`."""
     live = busy(AioChannel())
     handler = AsyncHandler(live, grace=30.0)
-    handler._swap(Live(2, AioChannel(), "north:1"))
+    handler._swap(LiveChannel(2, AioChannel(), "north:1"))
     return handler, live
 
 
@@ -164,10 +164,10 @@ async def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel_as
 async def test_a_handler_with_a_call_under_way_does_not_fall_asleep_async() -> None:
     live = busy(AioChannel())
     handler = AsyncHandler(live)
-    assert handler._part(1) is None
+    assert handler._detach(1) is None
     assert handler._is_open
     live.leave()
-    heir = handler._part(1)
+    heir = handler._detach(1)
     assert heir is not None
     assert heir._live is live
     assert not handler._is_open

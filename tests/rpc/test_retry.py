@@ -21,7 +21,7 @@ from moored.rpc._dial import close_channel, make_aio_channel, make_channel, read
 from moored.rpc._errors import ConfigError, ConnectFailed
 from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live import Live
+from moored.rpc._live_channel import LiveChannel
 from moored.rpc.calls._intercept_async import intercept_aio_channel
 from moored.rpc.calls._retry import (
     AsyncRetryInterceptor,
@@ -66,7 +66,7 @@ class Recovery:
                 await asyncio.sleep(0.05)
             else:
                 self.connects += 1
-                self.handler._swap(Live(number, channel, self._config.address))
+                self.handler._swap(LiveChannel(number, channel, self._config.address))
                 return
 
     async def close(self) -> None:

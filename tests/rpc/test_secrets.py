@@ -42,7 +42,7 @@ from moored.rpc import (
 )
 from moored.rpc._dial import make_aio_channel, make_channel
 from moored.rpc._errors import TopologyRefused
-from moored.rpc._secrets import KEPT, Sent, alike, harmless, secrets_of, words
+from moored.rpc._secrets import KEPT, Sent, safe_text, same_kind, secrets_of, without_secrets
 from moored.rpc.prometheus import RpcCollector
 
 from .handlers import ECHO, FAIL, METADATA, loss_noticed, loss_noticed_async
@@ -115,7 +115,7 @@ class Search:
     def add_manager(self, manager: ConnectionManager | AsyncConnectionManager) -> None:
         self.add("repr of the manager", manager)
         self.add("statistics", manager.get_stats())
-        for managed in manager._book:
+        for managed in manager._table:
             self.add("repr of the connection", managed)
             for part in ("handler", "strategy", "core", "config"):
                 self.add(f"repr of the {part}", getattr(managed, part))
@@ -717,11 +717,11 @@ def test_the_kind_of_an_error_is_kept(kind: type[Exception]) -> None:
         pass
 
     for made in (kind, Own):
-        found = harmless(made(f"nothing for {TOKEN}"), secrets_of(TOKEN))
+        found = without_secrets(made(f"nothing for {TOKEN}"), secrets_of(TOKEN))
         assert (type(found), str(found)) == (kind, "nothing for ***")
-    assert type(alike(OSError(), "text")) is ConnectFailed
-    assert "Mute" in words(Mute(), [])
-    assert type(harmless(Mute(), ["secret"])) is ConnectFailed
+    assert type(same_kind(OSError(), "text")) is ConnectFailed
+    assert "Mute" in safe_text(Mute(), [])
+    assert type(without_secrets(Mute(), ["secret"])) is ConnectFailed
 
 
 # -- what cannot be read at all --------------------------------------------------------------------

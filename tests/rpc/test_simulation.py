@@ -112,7 +112,7 @@ class Day:
         try:
             handler = await self.manager.get_or_create(config, client=client, timeout=timeout)
         except ConnectFailed:
-            found = self.manager._book.entries.get(config.key)
+            found = self.manager._table.entries.get(config.key)
             assert found is None or not found.core.usable, "it is there, and nobody was told"
             return "unreached" if timeout > LITTLE else "too little time"
         generation = handler.generation
@@ -129,7 +129,7 @@ class Day:
         """An application does not like what it was answered; it may take its time to say so."""
         await asyncio.sleep(self.chance.choice([0.0, self.chance.uniform(0.0, 2.0)]))
         dated = self.chance.random() < 0.5
-        managed = self.manager._book.of(handler)
+        managed = self.manager._table.of(handler)
         if managed is not None and self._may_act(managed, generation if dated else None):
             for lane in lanes_of(handler._live.channel) if handler._live is not None else ():
                 lane.dead = True  # to replace it is right
@@ -155,7 +155,7 @@ class Day:
             return await self._call(handler, timeout)
         finally:
             await self.manager.release(handler, client=client)
-            assert self.manager._book.of(handler) is None, "it was given back, and is there"
+            assert self.manager._table.of(handler) is None, "it was given back, and is there"
 
     async def _call(self, handler: AsyncHandler, timeout: float) -> str:
         try:
@@ -181,7 +181,7 @@ class Day:
                 case 8:
                     world.busy[address] = not world.busy[address]
                 case 5:
-                    for managed in self.manager._book:
+                    for managed in self.manager._table:
                         # An error that nobody can date any more.
                         stale = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, (), ())
                         generation = chance.randrange(max(1, managed.generation))
@@ -196,14 +196,14 @@ class Day:
         world = self.world
         world.version += 1
         world.primary = self.chance.choice(ADDRESSES)
-        for managed in self.manager._book:
+        for managed in self.manager._table:
             if self.is_global and managed.strategy._refresher is not None:
                 managed.strategy._refresher.trigger()
 
     def check(self) -> None:
         """What must hold at any moment."""
         assert not self.world.wrong
-        for managed in self.manager._book:
+        for managed in self.manager._table:
             refusals, credentials = managed.handler._refusals, managed.handler._credentials
             assert not refusals.refused or credentials.token != self.world.token
             live = managed.handler._live

@@ -177,7 +177,7 @@ class Crowd:
     def always(self) -> None:
         """One generation is the current one, if there is one, and it is open."""
         with self.manager._lock:
-            for managed in self.manager._book:
+            for managed in self.manager._table:
                 self._check(managed)
         time.sleep(0.002)
 
@@ -194,7 +194,7 @@ class Crowd:
     def end(self) -> None:
         """Nobody is left, nothing is counted, and at last everything is closed, once."""
         with self.manager._lock:
-            for managed in self.manager._book:
+            for managed in self.manager._table:
                 assert not managed.waiters, f"{managed!r} is waited for"
                 assert managed.core.waiting == 0, f"{managed!r} is waited for"
         for line in self.manager.get_stats()["connections"]:

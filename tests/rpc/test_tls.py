@@ -13,7 +13,7 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 
 from moored.rpc import ConfigError, ConnectFailed, ConnectionConfig, TopologyError
-from moored.rpc._hints import hinted
+from moored.rpc._tls_hints import with_hint
 
 from .handlers import ECHO, METADATA, PID, loss_noticed_async
 from .servers import EchoServer, make_authority, make_certificate
@@ -149,7 +149,7 @@ async def test_with_and_without_tls_are_two_connections(
 def test_who_keeps_the_topology_has_a_certificate_of_its_own(uri: str) -> None:
     for words in ("Socket closed", "CERTIFICATE_VERIFY_FAILED"):
         error = TopologyError(f"<HttpTopology> failed: {words}")
-        assert hinted(ConnectionConfig.from_uri(uri), error) is error
+        assert with_hint(ConnectionConfig.from_uri(uri), error) is error
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_is_wrong_with_a_certificate_is_told(
 ) -> None:
     wanted = ConnectionConfig.from_uri("https://localhost", **options)
     error = ConnectFailed(f"SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: {why}")
-    assert told in str(hinted(wanted, error))
+    assert told in str(with_hint(wanted, error))
 
 
 @both
@@ -184,7 +184,7 @@ async def test_what_fails_before_there_is_a_channel_is_not_the_server(
 
 def test_a_server_that_was_there_speaks_as_it_did() -> None:
     error = ConnectFailed("Socket closed")
-    assert hinted(ConnectionConfig.from_uri("http://localhost"), error, known=True) is error
+    assert with_hint(ConnectionConfig.from_uri("http://localhost"), error, known=True) is error
 
 
 # -- both sides have a certificate -----------------------------------------------------------------

@@ -135,7 +135,7 @@ async def test_idle_is_what_the_clock_says(kind: Kind, echo: EchoServer) -> None
     clock = Leaping()
     async with kind(clock=clock) as side:
         channel = await side.get(config_of(echo), timeout=LIMIT)
-        (managed,) = side.manager._book
+        (managed,) = side.manager._table
         assert managed.created_at <= managed.last_used_at <= clock.monotonic()
         for _ in range(3):
             clock.ahead += 3600.0

@@ -19,16 +19,16 @@ from moored.kernel import Clock, Recorder, Tasks, Timers, forget_frames, run_cal
 from ._channels import PROBE_TIMEOUT, Channels
 from ._connection_table import ConnectionTable
 from ._core import Actions, ShellAct
-from ._dial import calmed, close_unused, wants_calm
+from ._dial import close_unused, reports_too_many_pings, with_rarer_pings
 from ._errors import ConnectFailed
 from ._fork import inside
-from ._hints import hinted
-from ._inner import is_connected
-from ._live import Live
+from ._grpc_internals import is_connected
+from ._live_channel import LiveChannel
 from ._managed import ManagedConnection
 from ._manager_options import ManagerOptions, unavailable
 from ._refusals import explained
-from ._secrets import alike, harmless, hidden, secrets_of, words
+from ._secrets import hidden, safe_text, same_kind, secrets_of, without_secrets
+from ._tls_hints import with_hint
 from ._verdicts import Verdict, judge, raised, where
 from .topology._follower import Follower
 from .topology._topology import Advice, TopologyMixin
@@ -43,10 +43,10 @@ CLOSING = 5.0
 #: age, or this.
 RENEW_AGAIN = 30.0
 #: How many times rarer pings become for a server that has received too many, at most.
-MAX_CALM = 1024
+MAX_PING_FACTOR = 1024
 #: When to look at a connection after a call over it ended with UNAVAILABLE, in pauses: gRPC reports
 #: its loss a few milliseconds after that, and later on a busy machine.
-LOOKS = (0.001, 0.004, 0.015, 0.08)
+CHECK_PAUSES = (0.001, 0.004, 0.015, 0.08)
 
 Managed = ManagedConnection[Any]
 
@@ -62,14 +62,14 @@ class Background:
         policy: ManagerOptions,
         clock: Clock,
         recorder: Recorder,
-        book: ConnectionTable,
+        table: ConnectionTable,
     ) -> None:
         self._lock = lock
         self._channels = channels
         self._policy = policy
         self._clock = clock
         self._recorder = recorder
-        self._book = book
+        self._table = table
         self._tasks = Tasks()
         # By the connection, not its key: the next one with that key may be there already.
         self._closings: dict[Managed, asyncio.Task[None]] = {}
@@ -88,8 +88,8 @@ class Background:
                     self._start_dial(managed, action.number)
                 case ShellAct.PROBE:
                     self._tasks.start(self._probe(managed, action.number))
-                case ShellAct.LOOK:
-                    self._tasks.start(self._look_at(managed, action.number))
+                case ShellAct.CHECK:
+                    self._tasks.start(self._check_connection(managed, action.number))
                 case ShellAct.SET_TIMER:
                     self._set_timer((managed, "due"), action.delay, partial(self._due, managed))
                 case ShellAct.CANCEL_TIMER:
@@ -189,7 +189,7 @@ class Background:
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)
-                config = calmed(managed.config, managed.calm)
+                config = with_rarer_pings(managed.config, managed.ping_factor)
                 channel = await run_callback(
                     managed.strategy.create_handler, config, unwanted=close_unused
                 )
@@ -223,7 +223,7 @@ class Background:
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
         """A generation is broken; under the lock. Calls wait for the next one from now on."""
         if isinstance(cause, BaseException) and self._is_news(managed, generation):
-            cause = self.harmless(managed, cause)
+            cause = self.without_secrets(managed, cause)
         actions = managed.core.broken(
             generation,
             cause,
@@ -240,26 +240,26 @@ class Background:
         live = managed.handler._live or getattr(managed.handler, "_parked", None)
         return live is not None and live.number == generation and is_connected(live.channel)
 
-    async def _look_at(self, managed: Managed, generation: int) -> None:
+    async def _check_connection(self, managed: Managed, generation: int) -> None:
         """Find out whether the connection of a generation was lost, or its server answers so."""
-        for pause in LOOKS:
+        for pause in CHECK_PAUSES:
             await asyncio.sleep(pause)
             with inside():
                 connected = self._is_connected(managed, generation)
             if not connected:
                 break
         with self._lock:
-            cause = managed.core.doubt
-            actions = managed.core.looked(generation, connected, self._clock.monotonic())
+            cause = managed.core.suspected_cause
+            actions = managed.core.checked(generation, connected, self._clock.monotonic())
             if managed.strategy.always_recovers:
                 self._lose(managed, cause if isinstance(cause, BaseException) else None)
         self.carry_out(managed, actions)
         if connected and isinstance(managed.strategy, Follower):
             managed.strategy.hurry()  # its server may not be the primary any more
 
-    def harmless(self, managed: Managed, error: BaseException) -> BaseException:
+    def without_secrets(self, managed: Managed, error: BaseException) -> BaseException:
         """The error, without the secrets of this connection."""
-        return harmless(error, _secrets(managed))
+        return without_secrets(error, _secrets(managed))
 
     def _is_news(self, managed: Managed, generation: int) -> bool:
         """Whether the cause is kept: of many calls that fail together, that of the first is."""
@@ -269,8 +269,8 @@ class Background:
 
     def _lose(self, managed: Managed, cause: BaseException | None) -> None:
         if managed.core.machine.phase == "recovering" and managed.handler._live is not None:
-            if wants_calm(cause):
-                managed.calm = min(2 * managed.calm, MAX_CALM)
+            if reports_too_many_pings(cause):
+                managed.ping_factor = min(2 * managed.ping_factor, MAX_PING_FACTOR)
             managed.handler._lose(cause)
 
     async def _wants_recovery(self, managed: Managed) -> bool:
@@ -299,7 +299,7 @@ class Background:
                 managed.address = address
                 if isinstance(managed.strategy, Follower):
                     managed.strategy.arrived(address)
-                managed.handler._swap(Live(managed.generation, channel, address))
+                managed.handler._swap(LiveChannel(managed.generation, channel, address))
                 # While it was dialled, the primary may have moved on.
                 actions += self._outdated(managed)
         if not swap:
@@ -327,7 +327,7 @@ class Background:
         if verdict is Verdict.REFUSED and (managed.generation or not managed.dedicated):
             self._tell(managed, core.refused, attempt, kept)
         else:
-            event = core.failed if verdict is Verdict.RETRY else core.hopeless
+            event = core.failed if verdict is Verdict.RETRY else core.failed_for_good
             self._tell(managed, event, attempt, kept)
 
     async def _probe(self, managed: Managed, generation: int) -> None:
@@ -337,7 +337,7 @@ class Background:
                 async with asyncio.timeout(PROBE_TIMEOUT):
                     healthy = await self._channels.probe(live.channel)
             except Exception as error:
-                told = words(error, _secrets(managed))
+                told = safe_text(error, _secrets(managed))
                 log.info("%s: the probe failed: %s", managed.address, told)
         self._tell(managed, managed.core.probed, generation, healthy)
 
@@ -393,35 +393,35 @@ class Background:
 
     def watch(self) -> None:
         """Close connections without clients after `linger`, as long as there are connections."""
-        if not self._watching and len(self._book):
+        if not self._watching and len(self._table):
             self._watching = True
-            self._look_later(weakref.ref(self))
+            self._sweep_later(weakref.ref(self))
 
-    def _look_later(self, works: weakref.ref[Background]) -> None:
+    def _sweep_later(self, works: weakref.ref[Background]) -> None:
         # Not kept alive by its own timer: a manager that everybody has forgotten may go.
-        def look() -> None:
+        def sweep() -> None:
             if (found := works()) is not None:
-                found._look()
+                found._sweep()
 
-        self._set_timer("look", self._policy.linger / 4, look)
+        self._set_timer("sweep", self._policy.linger / 4, sweep)
 
-    def _look(self) -> None:
+    def _sweep(self) -> None:
         with self._lock:
-            found = self._book.deserted(self._clock.monotonic(), self._policy.linger)
-            over = [each for each in found if each.part()]
+            found = self._table.unused(self._clock.monotonic(), self._policy.linger)
+            over = [each for each in found if each.detach()]
             closing = [(each, each.core.close("nobody has it any more")) for each in over]
-            self._watching = len(self._book) > 0
+            self._watching = len(self._table) > 0
         for managed, actions in closing:
             self.carry_out(managed, actions)
         if self._watching:
-            self._look_later(weakref.ref(self))
+            self._sweep_later(weakref.ref(self))
 
     async def _close(self, managed: Managed) -> None:
         with self._lock:
-            self._book.remove(managed)
-            nobody = not len(self._book)
+            self._table.remove(managed)
+            nobody = not len(self._table)
         if nobody:
-            self._timers.cancel("look")
+            self._timers.cancel("sweep")
             self._watching = False
         self._timers.cancel((managed, "age"))
         self.shut(managed)
@@ -429,7 +429,7 @@ class Background:
             await run_callback(managed.strategy.close_async, managed)
             await run_callback(managed.handler._wait_closed)
         except Exception as error:
-            told = words(error, _secrets(managed))
+            told = safe_text(error, _secrets(managed))
             log.warning("%s: closing: %s", managed.address, told)
         finally:
             self._closings.pop(managed, None)
@@ -466,9 +466,9 @@ def _put(
     try:
         secrets = _secrets(managed)
         # What fails before there is a channel is the user's own program, and not the server.
-        found = hinted(managed.config, error, known=managed.generation > 0) if made else error
-        kept = harmless(found, secrets)
-        return kept, hidden(where(error, verdict), secrets) or words(kept, secrets)
+        found = with_hint(managed.config, error, known=managed.generation > 0) if made else error
+        kept = without_secrets(found, secrets)
+        return kept, hidden(where(error, verdict), secrets) or safe_text(kept, secrets)
     except Exception:
         kind = type(error).__name__
-        return alike(error, kind), kind
+        return same_kind(error, kind), kind

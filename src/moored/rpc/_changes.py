@@ -48,7 +48,7 @@ class ManagerChanges:
         """Whether this thread is in the middle of one, as `threading.Condition` finds out."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
-    def is_in_vain(self) -> bool:
+    def must_not_wait(self) -> bool:
         """Whether nothing can come while this thread waits: it changes something, or all ends."""
         return self.under_way() or sys.is_finalizing()
 

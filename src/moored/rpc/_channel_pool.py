@@ -21,7 +21,7 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import awaited, first_of
 
-from .calls._ended import counted
+from .calls._call_count import counted
 from .calls._kinds import KINDS, FourKinds
 
 __all__ = ["AioChannelPool", "ChannelPool", "lanes_of", "pooled", "pooled_async"]

@@ -13,7 +13,7 @@ import grpc.aio  # type: ignore[import-untyped]
 from moored.kernel import all_of, awaited, in_thread
 
 from ._channel_pool import lanes_of
-from ._dial import Asked, close_channel, ready
+from ._dial import AwaitableCall, close_channel, ready
 from ._errors import ConfigError
 from ._fork import inside
 from ._manager_options import ManagerOptions
@@ -103,7 +103,7 @@ def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:
 
 
 async def _ask(channel: grpc.Channel) -> bool:
-    call = Asked(channel.unary_unary(_HEALTH), PROBE_TIMEOUT)
+    call = AwaitableCall(channel.unary_unary(_HEALTH), PROBE_TIMEOUT)
     try:
         code = await call.code()
     except asyncio.CancelledError:

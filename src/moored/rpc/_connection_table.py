@@ -48,16 +48,16 @@ class ConnectionTable:
             del self.entries[managed.key]
         self._by_handler.pop(id(managed.handler), None)
 
-    def part(self, managed: Managed) -> bool:
+    def detach(self, managed: Managed) -> bool:
         """Remove a connection, to be closed, but leave its handler to a client that still holds it.
 
         Returns False if a call has begun meanwhile.
         """
         handler = managed.handler
-        if (heir := handler._part(managed.generation)) is None:
+        if (closing := handler._detach(managed.generation)) is None:
             return False
         self.remove(managed)
-        managed.handler = heir
+        managed.handler = closing
         self.asleep[managed.key] = handler
         handler._own_key = managed.key if managed.dedicated else None
         return True
@@ -72,18 +72,18 @@ class ConnectionTable:
         """The connection of a handler."""
         return self._by_handler.get(id(handler))
 
-    def deserted(self, now: float, linger: float) -> list[Managed]:
+    def unused(self, now: float, linger: float) -> list[Managed]:
         """Return the connections that had no client, call or waiter for `linger` seconds.
 
         Surplus `release()` calls never affect other holders: a channel that is used stays open.
         """
         over = []
         for managed in self:
-            if not managed.unclaimed or managed.handler.calls or managed.core.waiting:
-                managed.deserted_at = None
-            elif managed.deserted_at is None:
-                managed.deserted_at = now
-            elif now - max(managed.deserted_at, managed.called_at) >= linger:
+            if not managed.seems_unused or managed.handler.calls or managed.core.waiting:
+                managed.unused_since = None
+            elif managed.unused_since is None:
+                managed.unused_since = now
+            elif now - max(managed.unused_since, managed.called_at) >= linger:
                 over.append(managed)
         return over
 

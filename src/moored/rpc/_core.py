@@ -68,7 +68,7 @@ class ShellAct(Enum):
 
     DIAL = "open a channel, as this attempt"
     PROBE = "ask whether the server answers"
-    LOOK = "look whether the connection of this generation lives"
+    CHECK = "look whether the connection of this generation lives"
     SWAP = "the channel of the attempt is the current one; let the old one end its calls"
     DISCARD = "close the channel of the attempt: nobody wants it any more"
     WAKE = "tell those who wait"
@@ -127,8 +127,8 @@ class ConnectionCore:
         self._held = False
         self._since = 0.0
         #: The generation whose connection is being looked at, and the error that gave reason to.
-        self._doubted = 0
-        self.doubt: BaseException | str = ""
+        self._suspected = 0
+        self.suspected_cause: BaseException | str = ""
 
     # -- callers -------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class ConnectionCore:
         self.last_used_at = now
         return self._dial(now)
 
-    def come(self, now: float) -> Actions:
+    def requested(self, now: float) -> Actions:
         """A caller wants the connection; check `usable` afterwards to see whether it must wait."""
         if self.machine.step == "serving" and now - self.last_used_at > self.idle:
             self.machine.move("ready/probing", cause="it was not used for a while")
@@ -151,7 +151,7 @@ class ConnectionCore:
         if self._due_at is None:
             return []
         if self._held:
-            return self._knock(now)
+            return self._refuse_waiter(now)
         # As long as nobody waited, the next attempt was far: it is wanted now.
         sooner = max(now, self._tried_at + self._eager.max)
         if sooner >= self._due_at:
@@ -159,7 +159,7 @@ class ConnectionCore:
         self._due_at = sooner
         return [ShellAction(ShellAct.SET_TIMER, delay=sooner - now)]
 
-    def _knock(self, now: float) -> Actions:
+    def _refuse_waiter(self, now: float) -> Actions:
         """The server refuses us: fail each new caller until the pause has ended."""
         if self._due_at is not None and now < self._due_at:
             return [ShellAction(ShellAct.WAKE)]
@@ -227,16 +227,16 @@ class ConnectionCore:
             return []
         if not connected:
             return self._recover(cause, now)
-        if self._doubted == generation:
+        if self._suspected == generation:
             return []
-        self._doubted, self.doubt = generation, cause
-        return [ShellAction(ShellAct.LOOK, generation)]
+        self._suspected, self.suspected_cause = generation, cause
+        return [ShellAction(ShellAct.CHECK, generation)]
 
-    def looked(self, generation: int, connected: bool, now: float) -> Actions:
+    def checked(self, generation: int, connected: bool, now: float) -> Actions:
         """Report whether the connection of a generation that was doubted lives."""
-        if generation != self._doubted:
+        if generation != self._suspected:
             return []
-        cause, self._doubted, self.doubt = self.doubt, 0, ""
+        cause, self._suspected, self.suspected_cause = self.suspected_cause, 0, ""
         if not connected:
             return self.broken(generation, cause, now)
         self.counters.unavailable_answers += 1
@@ -288,7 +288,7 @@ class ConnectionCore:
             return []
         return self._wait(error, now)
 
-    def hopeless(self, attempt: int, error: BaseException, now: float) -> Actions:
+    def failed_for_good(self, attempt: int, error: BaseException, now: float) -> Actions:
         """The attempt has failed, and so will the next, until somebody mends what is wrong.
 
         All who wait are told. One that never had a channel is closed; for others an attempt is made
@@ -299,7 +299,7 @@ class ConnectionCore:
         if self.machine.step == "renewing":
             return self.failed(attempt, error, now)
         if self.generation:
-            return self._tell_all(error, now)
+            return self._fail_waiters(error, now)
         self.last_error = error
         self.counters.connect_failures += 1
         actions = self.close(error)
@@ -316,9 +316,9 @@ class ConnectionCore:
         if self.machine.step == "renewing":
             return self.failed(attempt, error, now)
         self._held = True
-        return self._tell_all(error, now)
+        return self._fail_waiters(error, now)
 
-    def _tell_all(self, error: BaseException, now: float) -> Actions:
+    def _fail_waiters(self, error: BaseException, now: float) -> Actions:
         self.last_error = self.verdict = error
         self.counters.connect_failures += 1
         self.machine.move(f"{self.machine.phase}/waiting", cause=error)

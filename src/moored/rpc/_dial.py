@@ -24,21 +24,21 @@ from moored.kernel import HIDDEN, run_callback, start_thread
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ConnectFailed
 from ._fork import GrpcVisit, inside
-from ._hints import unusable
+from ._tls_hints import unusable
 
 __all__ = [
-    "Asked",
+    "AwaitableCall",
     "CredentialProvider",
     "Metadata",
     "TokenCredentials",
-    "calmed",
     "channel_options",
     "close_channel",
     "close_unused",
     "make_aio_channel",
     "make_channel",
     "ready",
-    "wants_calm",
+    "reports_too_many_pings",
+    "with_rarer_pings",
 ]
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -75,7 +75,7 @@ _NO_FILE = {
 }
 
 #: What a server says that has received too many pings.
-_CALM = ("too_many_pings", "too many pings", "enhance_your_calm")
+_TOO_MANY_PINGS = ("too_many_pings", "too many pings", "enhance_your_calm")
 
 #: Any method will do to be answered: with "there is no such method", if need be.
 _ANY_METHOD = "/grpc.health.v1.Health/Check"
@@ -192,14 +192,14 @@ def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str
     return list(options.items())
 
 
-def wants_calm(error: BaseException | None) -> bool:
+def reports_too_many_pings(error: BaseException | None) -> bool:
     """Whether the server has ended the connection because it received too many pings."""
     details = getattr(error, "details", None)
     told = str(details() if callable(details) else error or "").lower()
-    return any(words in told for words in _CALM)
+    return any(words in told for words in _TOO_MANY_PINGS)
 
 
-def calmed(config: ConnectionConfig, factor: int) -> ConnectionConfig:
+def with_rarer_pings(config: ConnectionConfig, factor: int) -> ConnectionConfig:
     """The configuration with pings this many times rarer than configured."""
     if factor == 1:
         return config
@@ -249,7 +249,7 @@ async def ready(channel: Any, address: str = "") -> None:
     up to 0.2 s longer: a close waits for it, and a fork in that time may break the child.
     """
     ask = channel.unary_unary(_ANY_METHOD)
-    call = ask(b"") if _is_aio(channel) else Asked(ask)
+    call = ask(b"") if _is_aio(channel) else AwaitableCall(ask)
     try:
         code = await call.code()
     except asyncio.CancelledError:
@@ -285,7 +285,7 @@ def _is_aio(channel: Any) -> bool:
     return isinstance(channel, grpc.aio.Channel)
 
 
-class Asked:
+class AwaitableCall:
     """A call of threads that is awaited; a fork of the process interrupts it, and it begins anew.
 
     It must be made on the loop, and `code` awaited.

@@ -25,7 +25,7 @@ from moored.kernel import at_fork
 from ._channel_pool import lanes_of
 from ._clients import Clients
 from ._errors import ManagerClosed
-from ._live import Live
+from ._live_channel import LiveChannel
 
 __all__ = [
     "GrpcVisit",
@@ -170,7 +170,7 @@ def inside() -> Iterator[None]:
         visit.end()
 
 
-def is_busy(live: Live) -> bool:
+def is_busy(live: LiveChannel) -> bool:
     """Whether calls or watchers of this generation are inside gRPC."""
     if not live.calls:
         live.endless = False

@@ -23,11 +23,11 @@ import grpc  # type: ignore[import-untyped]
 
 from ._dial import CredentialProvider
 from ._errors import ManagerClosed, closed, uncopied
-from ._inner import has_connection
-from ._live import Live
+from ._grpc_internals import has_connection
+from ._live_channel import LiveChannel
 from ._refusals import Refusals
 from ._secrets import Sent, secrets_of, trace
-from .calls._unsent import AsyncCallUnsent, CallUnsent, hopeless, unsent
+from .calls._unsent import AsyncCallUnsent, CallUnsent, cannot_connect, unsent
 
 __all__ = ["GRACE", "WAIT_LIMIT", "Generations"]
 
@@ -39,7 +39,7 @@ WAIT_LIMIT = 10.0
 GRACE = 30.0
 
 #: What a forked child has inherited: it may neither use it nor free it.
-_INHERITED: list[Live] = []
+_INHERITED: list[LiveChannel] = []
 
 
 class Generations:
@@ -50,11 +50,11 @@ class Generations:
 
     _lock: AbstractContextManager[Any] = nullcontext()
     #: While the gate of a fork is shut, the current generation stands here.
-    _parked: Live | None = None
+    _parked: LiveChannel | None = None
 
     def __init__(
         self,
-        live: Live | None = None,
+        live: LiveChannel | None = None,
         *,
         address: str = "",
         credentials: CredentialProvider | None = None,
@@ -65,7 +65,7 @@ class Generations:
         on_close: Callable[[], Any] | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        self._live: Live | None = None
+        self._live: LiveChannel | None = None
         self._now = now
         self._used_at = now()
         self._credentials = credentials
@@ -95,7 +95,7 @@ class Generations:
         #: Which credentials a call is made with.
         self._credential = 0
         #: Replaced generations, each with what cancels the timer of its grace.
-        self._retiring: dict[Live, Callable[[], object]] = {}
+        self._retiring: dict[LiveChannel, Callable[[], object]] = {}
         if live is not None:
             self._swap(live)
 
@@ -109,23 +109,23 @@ class Generations:
         """Do it later; returns what cancels that."""
         raise NotImplementedError
 
-    def _close_soon(self, live: Live) -> None:
+    def _close_soon(self, live: LiveChannel) -> None:
         """Close a channel, without waiting for it."""
         raise NotImplementedError
 
-    def _call_ended(self, live: Live) -> None:
+    def _call_ended(self, live: LiveChannel) -> None:
         """A call of a generation that is watched has ended."""
         raise NotImplementedError
 
-    def _heir(self) -> Self:
+    def _closing_handler(self) -> Self:
         """A handler that closes the generation of this one."""
         raise NotImplementedError
 
-    def _put(self, live: Live) -> None:
+    def _put(self, live: LiveChannel) -> None:
         """Make it the current generation."""
         self._live = live
 
-    def _follow(self, old: Live | None, new: Live | None) -> None:
+    def _follow(self, old: LiveChannel | None, new: LiveChannel | None) -> None:
         """Move the connectivity callbacks from one channel to the other."""
 
     def _credential_changed(self) -> None:
@@ -158,7 +158,7 @@ class Generations:
 
     # -- what the manager does -----------------------------------------------------------------
 
-    def _swap(self, live: Live) -> None:
+    def _swap(self, live: LiveChannel) -> None:
         """Make this the current generation; the one before ends its calls, and is closed."""
         with self._lock:
             if self._closed:
@@ -191,10 +191,10 @@ class Generations:
             self._notify()
         self._fail_pending(verdict)
 
-    def _part(self, generation: int) -> Self | None:
+    def _detach(self, generation: int) -> Self | None:
         """Fall asleep; return a handler that has what is open, or None if calls are under way."""
-        heir = self._heir()
-        heir._sent = self._sent
+        closing = self._closing_handler()
+        closing._sent = self._sent
         with self._lock:
             if (live := self._take()) is not None:
                 if live.calls:
@@ -202,16 +202,16 @@ class Generations:
                     self._notify()
                     return None
                 self._follow(live, None)
-                heir._live = live
+                closing._live = live
             self._asleep = generation
             self._notify()
-        return heir
+        return closing
 
     @property
     def _is_open(self) -> bool:
         return not self._closed and self._asleep is None
 
-    def _rouse(self) -> None:
+    def _open_soon(self) -> None:
         """Have a connection opened, without waiting for it."""
         self._waiting(+1)
         self._waiting(-1)
@@ -239,7 +239,7 @@ class Generations:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def _hopeless(
+    def _unsent_reason(
         self, verdicts: int, began: float, deadline: float, now: float, own: bool
     ) -> Exception | None:
         """Why a call cannot wait any longer for a connection; None if it can.
@@ -250,7 +250,7 @@ class Generations:
         if self._closed:
             return self._closed_error()
         if verdicts != self._verdicts and self._verdict is not None:
-            error = self._unsent_error(*hopeless(self._address, self._verdict))
+            error = self._unsent_error(*cannot_connect(self._address, self._verdict))
             error.__cause__ = self._verdict
         elif now >= deadline:
             told = unsent(self._address, now - began, own, self._last_error)
@@ -269,7 +269,7 @@ class Generations:
     def _unsent(self, error: BaseException) -> None:
         self._tell(self._on_unsent, error)
 
-    def _report(self, error: grpc.RpcError, live: Live, credential: int) -> None:
+    def _report(self, error: grpc.RpcError, live: LiveChannel, credential: int) -> None:
         """A call failed."""
         if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
             self._refused(credential)
@@ -309,19 +309,19 @@ class Generations:
     # -- generations, under the lock -----------------------------------------------------------
 
     @property
-    def _current(self) -> Live | None:
+    def _current(self) -> LiveChannel | None:
         return self._live or self._parked
 
-    def _lives(self) -> list[Live]:
+    def _lives(self) -> list[LiveChannel]:
         current = self._current
         return [*self._retiring, *([] if current is None else [current])]
 
-    def _take(self) -> Live | None:
+    def _take(self) -> LiveChannel | None:
         old = self._current
         self._live = self._parked = None
         return old
 
-    def _retire(self, live: Live, grace: float) -> None:
+    def _retire(self, live: LiveChannel, grace: float) -> None:
         live.retired = True
         live.watcher = self._call_ended
         self._retiring.get(live, _nothing)()
@@ -331,7 +331,7 @@ class Generations:
         if not waits:
             self._close_live(live)
 
-    def _grace_over(self, live: Live) -> None:
+    def _grace_over(self, live: LiveChannel) -> None:
         """Cut the calls of a replaced generation; one that lives, and leads where it should, waits.
 
         It was replaced for its age, say: that is no reason to cut a stream.
@@ -342,12 +342,12 @@ class Generations:
                 return
         self._close_live(live)
 
-    def _may_stay(self, live: Live) -> bool:
+    def _may_stay(self, live: LiveChannel) -> bool:
         if self._closed or not has_connection(live.channel):
             return False
         return live.address == self._address or self._is_wanted(live.address)
 
-    def _close_live(self, live: Live) -> None:
+    def _close_live(self, live: LiveChannel) -> None:
         with self._lock:
             if live.closed or live not in self._retiring:
                 return
@@ -355,7 +355,7 @@ class Generations:
             self._retiring[live]()
         self._close_soon(live)
 
-    def _channel_closed(self, live: Live) -> None:
+    def _channel_closed(self, live: LiveChannel) -> None:
         with self._lock:
             self._retiring.pop(live, None)
             self._notify()

@@ -29,12 +29,12 @@ from moored.kernel import LoopThread, start_thread
 from ._errors import ConfigError
 from ._fork import ENDLESS, WATCHED, inside, is_busy, refuse_broken
 from ._generations import Generations
-from ._inner import cut
-from ._live import Live
+from ._grpc_internals import cut
+from ._live_channel import LiveChannel
 from .calls._kinds import FourKinds
 from .calls._methods import thread_method
 from .calls._pending_sync import PendingCall, fail_pending, start_pending
-from .calls._unsent import CallUnsent, cut_off, in_vain
+from .calls._unsent import CallUnsent, cut_off, from_finalizer
 
 __all__ = ["Handler", "call_later"]
 
@@ -81,7 +81,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
 
     def __init__(
         self,
-        live: Live | None = None,
+        live: LiveChannel | None = None,
         *,
         later: Later = call_later,
         **options: Any,
@@ -90,7 +90,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         self._lock = self._changed = threading.Condition(threading.RLock())
         self._later = later
         # Whether no connection can come while this thread waits: it has a lock that is needed.
-        self._is_in_vain: Callable[[], bool] | None = None
+        self._forbids_waiting: Callable[[], bool] | None = None
         self._gated = False
         self._subscribers: list[Connectivity] = []
         #: Futures and streams that wait for a generation.
@@ -105,7 +105,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
         """Add a connectivity callback for the current connection and each that replaces it."""
         if try_to_connect and self._current is None:
-            self._rouse()
+            self._open_soon()
         with self._changed:
             self._subscribers.append(callback)
             if (live := self._live) is not None:
@@ -135,9 +135,9 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
 
     # -- what its manager does -----------------------------------------------------------------
 
-    def _rouse(self) -> None:
+    def _open_soon(self) -> None:
         refuse_broken()
-        super()._rouse()
+        super()._open_soon()
 
     def _shut(self, grace: float | None = None) -> None:
         with self._changed:
@@ -203,12 +203,12 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
 
     # -- a call --------------------------------------------------------------------------------
 
-    def _enter(self, timeout: float | None) -> tuple[Live, float | None]:
+    def _enter(self, timeout: float | None) -> tuple[LiveChannel, float | None]:
         """Count a call; returns where it goes, and the time that it has left."""
         live = self._enter_now()
         return (live, timeout) if live is not None else self._wait(timeout)
 
-    def _enter_now(self) -> Live | None:
+    def _enter_now(self) -> LiveChannel | None:
         """Count a call over the current generation; None if there is none."""
         self._used_at = self._now()
         live = self._live
@@ -219,12 +219,12 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
             live.leave()
         return None
 
-    def _wait(self, timeout: float | None) -> tuple[Live, float | None]:
+    def _wait(self, timeout: float | None) -> tuple[LiveChannel, float | None]:
         began = monotonic()
         deadline = began + (self._wait_limit if timeout is None else timeout)
         verdicts = self._verdicts
-        if self._in_vain():
-            raise CallUnsent(*in_vain(self._address))
+        if self._must_not_wait():
+            raise CallUnsent(*from_finalizer(self._address))
         refuse_broken()  # first: a connection that is opened for this call would serve the next
         self._waiting(+1)
         try:
@@ -238,19 +238,19 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         finally:
             self._waiting(-1)
 
-    def _in_vain(self) -> bool:
-        return self._is_in_vain is not None and self._is_in_vain()
+    def _must_not_wait(self) -> bool:
+        return self._forbids_waiting is not None and self._forbids_waiting()
 
-    def _next(self, began: float, deadline: float, own: bool, verdicts: int) -> Live:
+    def _next(self, began: float, deadline: float, own: bool, verdicts: int) -> LiveChannel:
         with self._changed:
             while (live := self._live) is None:
                 now = monotonic()
-                if (error := self._hopeless(verdicts, began, deadline, now, own)) is not None:
+                if (error := self._unsent_reason(verdicts, began, deadline, now, own)) is not None:
                     raise error
                 self._changed.wait(deadline - now)
             return live
 
-    def _await_change(self, seen: Live | None, timeout: float) -> bool:
+    def _await_change(self, seen: LiveChannel | None, timeout: float) -> bool:
         """Wait for another current generation; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(
@@ -258,12 +258,12 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                 timeout,
             )
 
-    def _failed(self, error: grpc.RpcError, live: Live, credential: int) -> None:
+    def _failed(self, error: grpc.RpcError, live: LiveChannel, credential: int) -> None:
         self._report(error, live, credential)
 
     def _await_credentials(self, timeout: float | None) -> bool:
         """Wait for a refresh in progress; return whether a refused call may be retried."""
-        if self._in_vain():
+        if self._must_not_wait():
             return False
         with self._changed:
             if (refusals := self._refusals) is None:
@@ -291,7 +291,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     def _after(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
         return self._later(delay, act)
 
-    def _heir(self) -> Handler:
+    def _closing_handler(self) -> Handler:
         return Handler(address=self._address, grace=self._grace, later=self._later, now=self._now)
 
     def _start_pending(self) -> None:
@@ -300,14 +300,14 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     def _fail_pending(self, verdict: BaseException) -> None:
         fail_pending(self, verdict)
 
-    def _put(self, live: Live) -> None:
+    def _put(self, live: LiveChannel) -> None:
         if self._gated:
             live.watcher = self._call_ended
             self._parked = live
         else:
             self._live = live
 
-    def _follow(self, old: Live | None, new: Live | None) -> None:
+    def _follow(self, old: LiveChannel | None, new: LiveChannel | None) -> None:
         for callback in self._subscribers:
             if old is not None:
                 old.channel.unsubscribe(callback)
@@ -316,7 +316,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                 # gRPC's thread that watches it can bear: it ends with a traceback.
                 new.channel.subscribe(callback, False)
 
-    def _call_ended(self, live: Live) -> None:
+    def _call_ended(self, live: LiveChannel) -> None:
         if live.calls:
             return
         with self._changed:
@@ -324,11 +324,11 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         if live.retired:
             self._close_live(live)
 
-    def _close_soon(self, live: Live) -> None:
+    def _close_soon(self, live: LiveChannel) -> None:
         # Closing may take a while, and the thread may be one that the channel itself needs.
         self._later(0.0, partial(self._close_channel, live))
 
-    def _close_channel(self, live: Live) -> None:
+    def _close_channel(self, live: LiveChannel) -> None:
         try:
             with inside():
                 cut(live.channel, cut_off(live.address, self._closed))

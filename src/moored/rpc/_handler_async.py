@@ -19,8 +19,8 @@ from moored.kernel import Deadline, Tasks, awaited
 
 from ._dial import CredentialProvider
 from ._generations import Generations
-from ._inner import cut_async, make_cuttable
-from ._live import Live
+from ._grpc_internals import cut_async, make_cuttable
+from ._live_channel import LiveChannel
 from .calls._kinds import FourKinds
 from .calls._methods import async_method
 from .calls._unsent import AsyncCallUnsent, cut_off
@@ -48,7 +48,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
 
     def __init__(
         self,
-        live: Live | None = None,
+        live: LiveChannel | None = None,
         *,
         credentials: CredentialProvider | None = None,
         now: Callable[[], float] | None = None,
@@ -73,7 +73,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         if self._asleep is not None:
             if not try_to_connect:
                 return grpc.ChannelConnectivity.IDLE
-            self._rouse()
+            self._open_soon()
         if self._live is None:
             return grpc.ChannelConnectivity.CONNECTING
         return self._live.channel.get_state(try_to_connect)
@@ -131,7 +131,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
 
     # -- a call --------------------------------------------------------------------------------
 
-    async def _next(self, timeout: float | None) -> tuple[Live, float | None]:
+    async def _next(self, timeout: float | None) -> tuple[LiveChannel, float | None]:
         """Wait for a generation; returns it, and the time that the call has left."""
         if (live := self._live) is not None:
             return live, timeout
@@ -142,14 +142,14 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         try:
             while (live := self._live) is None:
                 now, own = self._loop.time(), timeout is not None
-                if (error := self._hopeless(verdicts, began, deadline, now, own)) is not None:
+                if (error := self._unsent_reason(verdicts, began, deadline, now, own)) is not None:
                     raise error
                 await asyncio.wait([self._changed], timeout=deadline - now)
         finally:
             self._waiting(-1)
         return live, None if timeout is None else max(0.0, deadline - self._loop.time())
 
-    async def _await_change(self, seen: Live | None, timeout: float) -> bool:
+    async def _await_change(self, seen: LiveChannel | None, timeout: float) -> bool:
         """Wait for another current generation; return whether there is one."""
         return await self._until(
             lambda: self._closed or (self._live is not None and self._live is not seen), timeout
@@ -185,7 +185,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         self._sent.add(added)
         return _joined(metadata, added)
 
-    def _counts_out(self, live: Live, credential: int) -> Callable[[Any], None]:
+    def _counts_out(self, live: LiveChannel, credential: int) -> Callable[[Any], None]:
         """What is called when a call of this generation, made with these credentials, is over.
 
         It is called for each, so it is short.
@@ -206,7 +206,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
 
         return ended
 
-    def _failed(self, call: Any, live: Live, credential: int) -> None:
+    def _failed(self, call: Any, live: LiveChannel, credential: int) -> None:
         if call.cancelled():
             return
         self._report(_error_of(call), live, credential)
@@ -227,10 +227,10 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     def _after(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
         return self._loop.call_later(delay, act).cancel
 
-    def _heir(self) -> AsyncHandler:
+    def _closing_handler(self) -> AsyncHandler:
         return AsyncHandler(address=self._address, grace=self._grace, now=self._now)
 
-    def _put(self, live: Live) -> None:
+    def _put(self, live: LiveChannel) -> None:
         make_cuttable(live.channel)
         self._live = live
         self._credential_changed()
@@ -239,7 +239,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         if (live := self._live) is not None:
             live.ended = self._counts_out(live, self._credential)
 
-    def _call_ended(self, live: Live) -> None:
+    def _call_ended(self, live: LiveChannel) -> None:
         if live.calls:
             return
         try:  # the garbage collector may end a call, and in any thread
@@ -247,10 +247,10 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         except RuntimeError:  # the loop is closed, and the channel with it
             pass
 
-    def _close_soon(self, live: Live) -> None:
+    def _close_soon(self, live: LiveChannel) -> None:
         self._closing.start(self._close_channel(live))
 
-    async def _close_channel(self, live: Live) -> None:
+    async def _close_channel(self, live: LiveChannel) -> None:
         try:
             await cut_async(live.channel, cut_off(live.address, self._closed))
         except Exception:

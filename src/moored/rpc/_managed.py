@@ -56,14 +56,14 @@ class ManagedConnection(Generic[H]):
         #: Leaves the handler to whoever may still hold it, before this is closed because nobody
         #: seems to have it: a call over it opens a connection again. Says whether it has; calls may
         #: have begun. Set by its manager, called under its lock.
-        self.part: Callable[[], bool] = lambda: True
+        self.detach: Callable[[], bool] = lambda: True
         #: Since when nobody has it.
-        self.deserted_at: float | None = None
+        self.unused_since: float | None = None
         self.waiters: list[asyncio.Future[None]] = []
         #: The attempt that is under way, or was the last.
         self.dial: asyncio.Task[None] | None = None
         #: How many times rarer than configured pings are sent, as the server has received too many.
-        self.calm = 1
+        self.ping_factor = 1
         #: During which generation calls were not sent: that is told once.
         self.unsent_in = -1
 
@@ -103,17 +103,17 @@ class ManagedConnection(Generic[H]):
         else:
             self.clients.add(client)
         core.last_used_at = now
-        self.deserted_at = None
+        self.unused_since = None
         return True
 
-    def come(self, now: float) -> Actions:
+    def requested(self, now: float) -> Actions:
         """A caller wants it."""
         self.core.used(self.last_used_at)
-        return self.core.come(now)
+        return self.core.requested(now)
 
     def taken(self, client: object | None) -> None:
         """Count a client that has the connection."""
-        self.deserted_at = None
+        self.unused_since = None
         if client is None:
             self.anonymous += 1
         else:
@@ -127,18 +127,18 @@ class ManagedConnection(Generic[H]):
             self.anonymous -= 1
 
     @property
-    def deserted(self) -> bool:
+    def has_no_clients(self) -> bool:
         """Whether no client has the connection, and no caller waits for it."""
         return not self.anonymous and not self.clients and not self.waiters
 
     @property
-    def unclaimed(self) -> bool:
+    def seems_unused(self) -> bool:
         """Whether nobody is known to have it.
 
         Whoever took a dedicated one without saying who it is may have forgotten it. If not, its
         next call opens a connection again.
         """
-        return self.deserted or (self.dedicated and not self.clients and not self.waiters)
+        return self.has_no_clients or (self.dedicated and not self.clients and not self.waiters)
 
     def statistics(self, now: float) -> dict[str, Any]:
         """The line of `get_stats()`."""

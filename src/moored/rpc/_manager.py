@@ -71,7 +71,7 @@ class ConnectionManager(ManagerBase[Handler]):
             policy=self._policy,
             clock=self._clock,
             recorder=self.recorder,
-            book=self._book,
+            table=self._table,
         )
 
     @classmethod
@@ -104,7 +104,7 @@ class ConnectionManager(ManagerBase[Handler]):
             raise no_config(config)
         if not dedicated:
             # The common case, first: it is there, and was used lately.
-            found: Managed | None = self._book.entries.get(config.key)
+            found: Managed | None = self._table.entries.get(config.key)
             if found is not None:
                 with self._lock:
                     if found.hand_out(client, self._clock.monotonic()):
@@ -158,7 +158,7 @@ class ConnectionManager(ManagerBase[Handler]):
             return managed.handler._await_credentials(limit)
         if not self._may_recover(managed, error, generation):
             return False
-        if self._changes.is_in_vain():
+        if self._changes.must_not_wait():
             return False  # a finalizer
         with self._lock:
             if managed.core.usable or managed.core.closed:
@@ -198,12 +198,12 @@ class ConnectionManager(ManagerBase[Handler]):
 
     def _new_handler(self, config: ConnectionConfig) -> Handler:
         handler = super()._new_handler(config)
-        handler._is_in_vain = lambda: self._changes.is_in_vain()
+        handler._forbids_waiting = lambda: self._changes.must_not_wait()
         self._handlers.add(handler)
         return handler
 
-    def _part(self, managed: Managed) -> bool:
-        if not super()._part(managed):
+    def _detach(self, managed: Managed) -> bool:
+        if not super()._detach(managed):
             return False
         self._handlers.add(managed.handler)
         return True
@@ -245,7 +245,7 @@ class ConnectionManager(ManagerBase[Handler]):
         if held:
             # A finalizer may have left a change to the loop thread of this process: it waits here.
             lock.release()
-        for managed in self._book:
+        for managed in self._table:
             self._inherit(managed)
 
     def _inherit(self, managed: Managed) -> None:
@@ -253,7 +253,7 @@ class ConnectionManager(ManagerBase[Handler]):
         managed.waiters = []
         managed.dial = None
         if over:
-            self._book.remove(managed)
+            self._table.remove(managed)
             managed.handler._shut(0.0)
             return
         managed.core = self._policy.core(

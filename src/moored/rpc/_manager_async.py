@@ -57,7 +57,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
             policy=policy,
             clock=self._clock,
             recorder=self.recorder,
-            book=self._book,
+            table=self._table,
         )
 
     @classmethod
@@ -96,7 +96,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
             raise no_config(config)
         if not dedicated:
             # The common case, first: it is there, and was used lately.
-            found: Managed | None = self._book.entries.get(config.key)
+            found: Managed | None = self._table.entries.get(config.key)
             if found is not None and found.hand_out(client, self._clock.monotonic()):
                 return found.handler
         if client is not None:
@@ -106,7 +106,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
 
     async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
         """Return a channel; its other clients are not affected."""
-        managed = self._book.of(handler)
+        managed = self._table.of(handler)
         self._change(partial(self._give_back, handler, client))
         if managed is not None:
             await self._background.closed(managed)

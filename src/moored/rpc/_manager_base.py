@@ -48,13 +48,13 @@ class ManagerBase(Generic[H]):
         self._policy = policy
         self._clock = clock
         self.recorder = policy.recorder or Recorder(clock=clock)
-        self._book = ConnectionTable()
+        self._table = ConnectionTable()
         self._closed = False
 
     def get_stats(self) -> dict[str, Any]:
         """Return the number of connections, the state of each, and the counters."""
         with self._lock:
-            return self._book.statistics(self._clock.monotonic())
+            return self._table.statistics(self._clock.monotonic())
 
     def _change(self, change: Callable[[], Work]) -> None:
         """Run an event, and have done what follows from it."""
@@ -89,7 +89,7 @@ class ManagerBase(Generic[H]):
                 actions: Actions = []
                 if managed is None or managed.core.closed:
                     managed, actions = self._find_or_open(config, dedicated, timeout)
-                actions = [*actions, *managed.come(self._clock.monotonic())]
+                actions = [*actions, *managed.requested(self._clock.monotonic())]
                 if managed.core.usable:
                     managed.taken(client)
                     return managed.handler
@@ -132,13 +132,13 @@ class ManagerBase(Generic[H]):
     def _find_or_open(
         self, config: ConnectionConfig, dedicated: bool, timeout: float | None
     ) -> tuple[ManagedConnection[H], Actions]:
-        found = None if dedicated else self._book.entries.get(config.key)
+        found = None if dedicated else self._table.entries.get(config.key)
         if found is not None and not found.core.closed:
             return found, []
-        key = self._book.dedicated_key(config.key) if dedicated else config.key
+        key = self._table.dedicated_key(config.key) if dedicated else config.key
         # A short timeout of one caller must not shorten the attempts for later ones.
         limit = max(timeout or 0.0, self._policy.connect_timeout)
-        handler = self._book.asleep.get(key) or self._new_handler(config)
+        handler = self._table.asleep.get(key) or self._new_handler(config)
         managed = self._manage(handler, config, key, dedicated, limit)
         # A connection that had a channel before opens one as soon as a caller waits.
         fresh = not managed.generation
@@ -164,7 +164,7 @@ class ManagerBase(Generic[H]):
             config,
             None,
             self._policy.core(
-                config, self._clock, self.recorder, self._book.counters_of(config.address)
+                config, self._clock, self.recorder, self._table.counters_of(config.address)
             ),
             key=key,
             dedicated=dedicated,
@@ -176,7 +176,7 @@ class ManagerBase(Generic[H]):
             managed.address = handler.address
             managed.core.inherited(handler._asleep, "a client calls over a closed channel")
             handler._asleep = None
-        managed.part = lambda: self._part(managed)
+        managed.detach = lambda: self._detach(managed)
         handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
         handler._on_waiting = lambda change: self._change(
             partial(self._count_waiting, handler, managed, change)
@@ -188,7 +188,7 @@ class ManagerBase(Generic[H]):
         handler._on_refused = lambda: self._change(
             lambda: [(managed, [ShellAction(ShellAct.REFRESH)])]
         )
-        self._book.add(managed)
+        self._table.add(managed)
         return managed
 
     def _give_strategy(self, managed: ManagedConnection[H]) -> None:
@@ -199,42 +199,42 @@ class ManagerBase(Generic[H]):
             strategy.on_change = lambda topology: self._moved(managed, topology)
             managed.handler._is_wanted = lambda address: strategy.advise(address) is not Advice.MOVE
 
-    def _part(self, managed: ManagedConnection[H]) -> bool:
-        return self._book.part(managed)
+    def _detach(self, managed: ManagedConnection[H]) -> bool:
+        return self._table.detach(managed)
 
     def release(self, handler: H, client: object | None = None) -> Any:
         """Return a channel."""
         raise NotImplementedError
 
     def _give_back(self, handler: H, client: object | None) -> Work:
-        managed = self._book.of(handler)
+        managed = self._table.of(handler)
         if managed is None:
             if not isinstance(handler, self._handler_type):
                 raise no_channel(handler)
-            self._book.end_asleep(handler)
+            self._table.end_asleep(handler)
             return []
         managed.given_back(client)
-        over = managed.dedicated and managed.deserted
+        over = managed.dedicated and managed.has_no_clients
         return [self._end(managed, "it was released")] if over else []
 
     def _end_all(self) -> Work:
         # All first: while the calls over one end, so do those over the others.
-        work = [self._end(managed, "everything is closed") for managed in self._book]
-        for handler in list(self._book.asleep.values()):
+        work = [self._end(managed, "everything is closed") for managed in self._table]
+        for handler in list(self._table.asleep.values()):
             handler._shut()
-        self._book.asleep.clear()
+        self._table.asleep.clear()
         return work
 
     def _end(self, managed: ManagedConnection[H], why: str) -> tuple[ManagedConnection[H], Actions]:
         actions = managed.core.close(why)
         # Whoever closes it at the same time finds it closed.
         self._background.shut(managed)
-        self._book.remove(managed)
+        self._table.remove(managed)
         return managed, actions
 
     def _known(self, handler: H, error: BaseException) -> ManagedConnection[H] | bool:
         """The connection of a handler; if it has none, whether another call may open one."""
-        managed = self._book.of(handler)
+        managed = self._table.of(handler)
         if managed is not None:
             return managed
         if not isinstance(handler, self._handler_type):
@@ -257,7 +257,7 @@ class ManagerBase(Generic[H]):
     # -- events --------------------------------------------------------------------------------
 
     def _count_waiting(self, handler: H, known: ManagedConnection[H], change: int) -> Work:
-        managed = self._book.of(handler)
+        managed = self._table.of(handler)
         if managed is None:
             if change < 0 or handler._asleep is None:
                 return []
@@ -271,7 +271,9 @@ class ManagerBase(Generic[H]):
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
         except Exception as error:
-            told = self._background.harmless(known, error).with_traceback(error.__traceback__)
+            told = self._background.without_secrets(known, error).with_traceback(
+                error.__traceback__
+            )
         # Not in the handler: the error that it handles may repeat the token.
         handler._fail_waiting(told)
         raise told
@@ -298,7 +300,7 @@ class ManagerBase(Generic[H]):
         raise uncopied(self)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else counted(len(self._book), "connection")
+        state = "closed" if self._closed else counted(len(self._table), "connection")
         return f"<{type(self).__name__}: {state}>"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from moored.kernel import Backoff
 
-from ._secrets import secrets_of, words
+from ._secrets import safe_text, secrets_of
 
 __all__ = ["Refusals", "explained"]
 
@@ -34,7 +34,7 @@ class Refusals:
         #: The one in use was refused, and is not refreshed for now.
         self.refused = False
         self._backoff = backoff
-        self._vain = False
+        self._wrong = False
         self._not_before = float("-inf")
 
     def refuse(self, number: int, now: float) -> bool:
@@ -42,18 +42,18 @@ class Refusals:
         if number != self.number or self.refreshing:
             return False
         if now < self._not_before:
-            self.refused = self._vain = True
+            self.refused = self._wrong = True
             return False
-        if not self._vain:
+        if not self._wrong:
             self._backoff.succeed()
-        self._vain = False
+        self._wrong = False
         self.refreshing = True
         return True
 
     def refreshed(self, error: BaseException | None, now: float) -> None:
         """The refresh is over."""
         self.refreshing = False
-        self.refused = self._vain = error is not None
+        self.refused = self._wrong = error is not None
         if error is None:
             self.number += 1
         self._not_before = now + self._backoff.fail()
@@ -86,4 +86,4 @@ def explained(error: BaseException, credentials: Any, token: str, *sent: Any) ->
             if hasattr(known, "close"):  # a coroutine, which nobody awaits
                 known.close()
         return type(error).__name__
-    return words(error, secrets_of(token, known, *sent))
+    return safe_text(error, secrets_of(token, known, *sent))

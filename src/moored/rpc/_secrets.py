@@ -18,7 +18,7 @@ from moored.kernel import HIDDEN, describe
 
 from ._errors import ChannelError, ConfigError, ConnectFailed, TopologyError, TopologyRefused
 
-__all__ = ["Sent", "alike", "harmless", "hidden", "secrets_of", "trace", "words"]
+__all__ = ["Sent", "hidden", "safe_text", "same_kind", "secrets_of", "trace", "without_secrets"]
 
 #: Shorter words are no secrets, and stand in many texts.
 SHORTEST = 4
@@ -96,24 +96,24 @@ def hidden(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def harmless(error: BaseException, secrets: list[str]) -> BaseException:
+def without_secrets(error: BaseException, secrets: list[str]) -> BaseException:
     """Return the error, or a redacted one if it shows a secret anywhere."""
     try:
         if not any(secret in text for text in _told(error) for secret in secrets):
             return error
     except Exception:  # it cannot even be shown
-        return alike(error, words(error, secrets))
+        return same_kind(error, safe_text(error, secrets))
     if isinstance(error, KINDS):
-        return alike(error, hidden(str(error), secrets))
+        return same_kind(error, hidden(str(error), secrets))
     return ConnectFailed(hidden(describe(error), secrets))
 
 
-def alike(error: BaseException, text: str) -> ChannelError:
+def same_kind(error: BaseException, text: str) -> ChannelError:
     """An error with this text that is handled the same way."""
     return next((kind for kind in KINDS if isinstance(error, kind)), ConnectFailed)(text)
 
 
-def words(error: BaseException, secrets: Iterable[str]) -> str:
+def safe_text(error: BaseException, secrets: Iterable[str]) -> str:
     """The error in one line, without the secrets; its kind, if it fails to tell more."""
     try:
         return hidden(describe(error), secrets)

@@ -13,7 +13,7 @@ from enum import Enum
 from moored.kernel import describe
 
 from ._errors import ChannelError, ConfigError, TopologyRefused
-from ._secrets import alike
+from ._secrets import same_kind
 
 __all__ = ["Verdict", "judge", "raised", "where"]
 
@@ -67,7 +67,7 @@ def _another(verdict: ChannelError) -> ChannelError:
             return told
     except Exception:
         pass
-    return alike(verdict, text)
+    return same_kind(verdict, text)
 
 
 def where(error: BaseException, verdict: Verdict) -> str:

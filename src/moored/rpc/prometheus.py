@@ -53,7 +53,7 @@ class RpcCollector(SourceCollector[Source]):
         yield from _gauges(sources)
         totals: dict[str, Counters] = {}
         for manager in sources:
-            for address, counters in manager._book.ledger:
+            for address, counters in manager._table.ledger:
                 totals.setdefault(address, Counters()).add(counters)
         for name, text in _COUNTERS.items():
             samples = [((address,), getattr(total, name)) for address, total in totals.items()]
@@ -77,7 +77,7 @@ def _gauges(managers: Sequence[Source]) -> Iterator[Metric]:
     connections = Counter[tuple[str, str]]()
     clients, waiting, calls = Counter[str](), Counter[str](), Counter[str]()
     for manager in managers:
-        for managed in manager._book:
+        for managed in manager._table:
             address = managed.config.address
             connections[address, managed.core.machine.phase] += 1
             clients[address] += len(managed.clients) + managed.anonymous

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from .._live import Live
-from ._ended import counted
+from .._live_channel import LiveChannel
+from ._call_count import counted
 from ._kinds import KINDS, arguments
 from ._pending_sync import start_later
 
@@ -39,9 +39,9 @@ class _BoundMethod(Generic[H]):
         self._kind = kind
         self._how = (method, request_serializer, response_deserializer)
         self._more = {"_registered_method": True} if _registered_method else {}
-        self._bound: tuple[Live | None, Any] = (None, None)
+        self._bound: tuple[LiveChannel | None, Any] = (None, None)
 
-    def _inner(self, live: Live) -> Any:
+    def _inner(self, live: LiveChannel) -> Any:
         bound, inner = self._bound
         if bound is not live:
             inner = getattr(live.channel, self._kind)(*self._how, **self._more)
@@ -74,7 +74,12 @@ class _ThreadMethod(_BoundMethod["Handler"]):
         return start(live, timeout)
 
     def _go_on(
-        self, how: str, request: Any, rest: tuple[Any, ...], live: Live, timeout: float | None
+        self,
+        how: str,
+        request: Any,
+        rest: tuple[Any, ...],
+        live: LiveChannel,
+        timeout: float | None,
     ) -> Any:
         handler = self._handler
         credential = handler._credential
@@ -89,7 +94,13 @@ class _ThreadMethod(_BoundMethod["Handler"]):
         return counted(call, live.calls, failed, live.tell_watcher)
 
     def _start(
-        self, how: str, live: Live, request: Any, timeout: float | None, metadata: Any, *rest: Any
+        self,
+        how: str,
+        live: LiveChannel,
+        request: Any,
+        timeout: float | None,
+        metadata: Any,
+        *rest: Any,
     ) -> Any:
         call = getattr(self._inner(live), how)
         return call(request, timeout, self._handler._signed(metadata), *rest)
@@ -190,7 +201,7 @@ class _AsyncMethod(_BoundMethod["AsyncHandler"]):
 
     def _call(
         self,
-        live: Live,
+        live: LiveChannel,
         request: Any,
         timeout: float | None,
         metadata: Any,

@@ -15,17 +15,17 @@ import grpc  # type: ignore[import-untyped]
 
 from .._errors import closed
 from .._fork import refuse_broken
-from ._unsent import CallUnsent, hopeless, in_vain, unsent
+from ._unsent import CallUnsent, cannot_connect, from_finalizer, unsent
 
 if TYPE_CHECKING:
     from .._handler import Handler
-    from .._live import Live
+    from .._live_channel import LiveChannel
 
 __all__ = ["PendingCall", "fail_pending", "start_later", "start_pending"]
 
 _CANCELLED = "Locally cancelled by application!"
 
-Start = Callable[["Live", float | None], Any]
+Start = Callable[["LiveChannel", float | None], Any]
 
 
 def start_later(handler: Handler, start: Start, timeout: float | None) -> PendingCall:
@@ -33,8 +33,8 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
     refuse_broken()
     if handler._closed:
         raise closed(handler.address)
-    if handler._in_vain():
-        raise CallUnsent(*in_vain(handler.address))
+    if handler._must_not_wait():
+        raise CallUnsent(*from_finalizer(handler.address))
     began, limit = monotonic(), handler._wait_limit if timeout is None else timeout
     verdicts = handler._verdicts
 
@@ -53,7 +53,7 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
         handler._pending.append(call)
     # What came before it was listed has told it nothing.
     if handler._verdicts != verdicts and handler._verdict is not None:
-        _fail(handler, call, *hopeless(handler.address, handler._verdict))
+        _fail(handler, call, *cannot_connect(handler.address, handler._verdict))
     start_pending(handler)
     return call
 
@@ -67,7 +67,7 @@ def start_pending(handler: Handler) -> None:
 def fail_pending(handler: Handler, verdict: BaseException) -> None:
     """Fail all that wait: no connection can be made."""
     for call in list(handler._pending):
-        _fail(handler, call, *hopeless(handler.address, verdict))
+        _fail(handler, call, *cannot_connect(handler.address, verdict))
 
 
 def _start_all(handler: Handler) -> None:
@@ -120,7 +120,7 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
     # -- what becomes of it --------------------------------------------------------------------
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: LiveChannel) -> None:
         """Make the real call; the generation was entered for it."""
         with self._lock:
             if self._over.is_set():

@@ -26,11 +26,11 @@ from moored.kernel import Backoff, Clock
 from .._errors import ConfigError
 from .._handler import Handler
 from .._handler_async import AsyncHandler
-from .._live import Live
+from .._live_channel import LiveChannel
 from .._manager_options import refused
 
 __all__ = [
-    "REPEATED",
+    "RETRIED_CODES",
     "AsyncRetryInterceptor",
     "RetryInterceptor",
     "retry_on_rpc_failure",
@@ -42,13 +42,13 @@ Channel = Handler | AsyncHandler
 
 #: The server could not be reached, or says that another try may help. Other codes may come from a
 #: defect of its own, which a repeated call only repeats.
-REPEATED = frozenset({grpc.StatusCode.UNAVAILABLE})
+RETRIED_CODES = frozenset({grpc.StatusCode.UNAVAILABLE})
 
 #: Tries of a call that has no deadline.
 TRIES = 75
 
 
-class _Try:
+class _Attempts:
     """The tries of one call."""
 
     def __init__(
@@ -64,7 +64,7 @@ class _Try:
         self._tries = tries
         self._codes = codes
         self._backoff = backoff
-        self._seen: Live | None = None
+        self._seen: LiveChannel | None = None
 
     def begin(self) -> float | None:
         """Another try; returns the time that it has."""
@@ -92,7 +92,7 @@ class _Try:
     def again(self, error: BaseException) -> bool:
         """Wait before the next try; return whether there is one."""
         handler = self.handler
-        if isinstance(handler, Handler) and handler._in_vain():
+        if isinstance(handler, Handler) and handler._must_not_wait():
             return False  # a finalizer, which holds up all others
         if isinstance(handler, Handler) and self._refused(error):
             return handler._await_credentials(self.left())
@@ -130,7 +130,7 @@ class _Try:
         )
 
 
-class _Policy:
+class _RetryPolicy:
     """How calls are repeated."""
 
     def __init__(
@@ -150,10 +150,10 @@ class _Policy:
         self._codes = frozenset(codes)
         self._backoff = Backoff(start, longest, factor=factor, jitter=0.25, clock=clock)
 
-    def tries(self, timeout: float | None, given: tuple[Any, ...] = ()) -> _Try:
+    def tries(self, timeout: float | None, given: tuple[Any, ...] = ()) -> _Attempts:
         """For one call."""
         handler = self._find(given)
-        return _Try(handler, timeout, self._tries, self._codes, self._backoff.fresh())
+        return _Attempts(handler, timeout, self._tries, self._codes, self._backoff.fresh())
 
     def _find(self, given: tuple[Any, ...]) -> Channel | None:
         """The handler that was named, or that the first argument is or has."""
@@ -181,7 +181,7 @@ def retry_on_rpc_failure(
     *,
     handler: Channel | Callable[..., Channel] | None = None,
     retry_times: int = TRIES,
-    codes: Collection[grpc.StatusCode] = REPEATED,
+    codes: Collection[grpc.StatusCode] = RETRIED_CODES,
     initial_backoff: float = 0.01,
     backoff_multiplier: float = 3.0,
     max_backoff: float = 3.0,
@@ -195,7 +195,7 @@ def retry_on_rpc_failure(
     *,
     handler: Channel | Callable[..., Channel] | None = None,
     retry_times: int = TRIES,
-    codes: Collection[grpc.StatusCode] = REPEATED,
+    codes: Collection[grpc.StatusCode] = RETRIED_CODES,
     initial_backoff: float = 0.01,
     backoff_multiplier: float = 3.0,
     max_backoff: float = 3.0,
@@ -213,7 +213,7 @@ def retry_on_rpc_failure(
     :param initial_backoff: the first pause; each is `backoff_multiplier` times the one before, up
         to `max_backoff`, give or take a quarter, so that many callers do not come at once.
     """
-    policy = _Policy(
+    policy = _RetryPolicy(
         handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
     )
 
@@ -225,7 +225,7 @@ def retry_on_rpc_failure(
     return decorate if function is None else decorate(function)
 
 
-def _repeat(policy: _Policy, function: Callable[..., Any]) -> Callable[..., Any]:
+def _repeat(policy: _RetryPolicy, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def repeated(*given: Any, **named: Any) -> Any:
         tries = policy.tries(named.get("timeout"), given)
@@ -240,7 +240,7 @@ def _repeat(policy: _Policy, function: Callable[..., Any]) -> Callable[..., Any]
     return repeated
 
 
-def _repeat_async(policy: _Policy, function: Callable[..., Any]) -> Callable[..., Any]:
+def _repeat_async(policy: _RetryPolicy, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def repeated(*given: Any, **named: Any) -> Any:
         tries = policy.tries(named.get("timeout"), given)
@@ -271,7 +271,7 @@ class _CallDetails(_Details, grpc.ClientCallDetails):  # type: ignore[misc]
     """What a call is made with."""
 
 
-class _Repeating:
+class _RetryInterceptorBase:
     """What both interceptors are made with."""
 
     def __init__(
@@ -279,18 +279,18 @@ class _Repeating:
         handler: Channel | None = None,
         *,
         retry_times: int = TRIES,
-        codes: Collection[grpc.StatusCode] = REPEATED,
+        codes: Collection[grpc.StatusCode] = RETRIED_CODES,
         initial_backoff: float = 0.01,
         backoff_multiplier: float = 3.0,
         max_backoff: float = 3.0,
         clock: Clock | None = None,
     ) -> None:
-        self._policy = _Policy(
+        self._policy = _RetryPolicy(
             handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
         )
 
 
-class RetryInterceptor(_Repeating, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class RetryInterceptor(_RetryInterceptorBase, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """Repeats unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
 
     The call's timeout is the bound. What was begun with `future()` is not repeated: nobody waits
@@ -320,7 +320,7 @@ def with_details(details: Any, **changes: Any) -> _CallDetails:
     return _CallDetails(**{**given, **changes})
 
 
-class AsyncRetryInterceptor(_Repeating, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class AsyncRetryInterceptor(_RetryInterceptorBase, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """The same for asyncio: `intercept_aio_channel(handler, AsyncRetryInterceptor(handler))`.
 
     Given to gRPC's own channel, it would repeat calls over a connection that is gone.

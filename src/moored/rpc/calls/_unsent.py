@@ -19,7 +19,14 @@ from moored.kernel import describe, duration
 
 from .._errors import ConnectFailed
 
-__all__ = ["AsyncCallUnsent", "CallUnsent", "cut_off", "hopeless", "in_vain", "unsent"]
+__all__ = [
+    "AsyncCallUnsent",
+    "CallUnsent",
+    "cannot_connect",
+    "cut_off",
+    "from_finalizer",
+    "unsent",
+]
 
 
 def unsent(
@@ -34,13 +41,13 @@ def unsent(
     return code, text if cause is None else f"{text}; the last failure: {describe(cause)}"
 
 
-def hopeless(address: str, verdict: BaseException) -> tuple[grpc.StatusCode, str]:
+def cannot_connect(address: str, verdict: BaseException) -> tuple[grpc.StatusCode, str]:
     """Return code and details for a call that cannot get a connection."""
     text = f"not sent: there is no connection to {address or 'the server'}: {describe(verdict)}"
     return grpc.StatusCode.FAILED_PRECONDITION, text
 
 
-def in_vain(address: str) -> tuple[grpc.StatusCode, str]:
+def from_finalizer(address: str) -> tuple[grpc.StatusCode, str]:
     """Return code and details for a call from a finalizer, which must not wait."""
     where = (
         "it was made by a finalizer in the middle of a change of the manager, or at the end of the "

@@ -116,7 +116,7 @@ class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
         if isinstance(error, CallUnsent):
             raise MilvusUnreachable(error.details()) from error
         if told := refused_write(error):
-            managed = self._manager._book.of(self._channel)
+            managed = self._manager._table.of(self._channel)
             if managed is not None and LoopThread.shared().run(may_be_repeated(managed, told)):
                 return True
             raise MilvusException(message=told) from error
@@ -168,7 +168,7 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
         config = milvus_config(
             uri, user=user, password=password, db_name=db_name, token=token, **options
         )
-        self._config = _Chosen(config)
+        self._config = _ChosenDatabase(config)
         self._manager = manager or MilvusManager.get_instance()
         with _as_milvus_errors():
             channel = self._manager.get_or_create(config, dedicated, self, timeout)
@@ -218,7 +218,7 @@ class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
         if isinstance(error, AsyncCallUnsent):
             raise MilvusUnreachable(str(error.details())) from error
         if told := refused_write(error):
-            managed = self._manager._book.of(self._async_channel)
+            managed = self._manager._table.of(self._async_channel)
             if managed is not None and await may_be_repeated(managed, told):
                 return True
             raise MilvusException(message=told) from error
@@ -285,7 +285,7 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
         # A database of Milvus Lite is started later: that takes a while.
         lite = str(uri).endswith(".db")
         self._parsed: ConnectionConfig | None = None if lite else self._given()
-        self._config = _Chosen(self._parsed, db_name)
+        self._config = _ChosenDatabase(self._parsed, db_name)
 
     async def _connect(self) -> None:
         async with self._connecting:
@@ -323,7 +323,7 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
 # -- both ------------------------------------------------------------------------------------------
 
 
-class _Chosen:
+class _ChosenDatabase:
     """Which database a client uses; PyMilvus reads and changes it here."""
 
     def __init__(self, config: ConnectionConfig | None, db_name: str = "") -> None:

@@ -67,7 +67,7 @@ class MilvusConfig(ConnectionConfig):
     """A configuration with the client information that the `Connect` call sends."""
 
     #: PyMilvus's `option`.
-    told: Mapping[str, str] = field(default_factory=dict, hash=False)
+    client_info: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     default_port: ClassVar[int] = 19530
 
@@ -75,9 +75,9 @@ class MilvusConfig(ConnectionConfig):
     def key(self) -> str:
         """The key by which connections are shared; their client information is equal."""
         key = super().key
-        if not self.told:
+        if not self.client_info:
             return key
-        text = repr(sorted(self.told.items())).encode()
+        text = repr(sorted(self.client_info.items())).encode()
         return f"{key}|{hashlib.blake2b(text, key=SALT, digest_size=8).hexdigest()}"
 
     def at(self, address: str) -> ConnectionConfig:
@@ -86,7 +86,7 @@ class MilvusConfig(ConnectionConfig):
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind, values = super().__reduce__()
-        return kind, (*values, dict(self.told))
+        return kind, (*values, dict(self.client_info))
 
 
 def milvus_config(
@@ -118,7 +118,7 @@ def _config(uri: Any, token: str, db_name: str, options: Mapping[str, Any]) -> M
     for name in given.keys() & REFUSED.keys():
         raise ConfigError(f"{name} is of no use here: {REFUSED[name]}")
     where = _where(uri, given.pop("host", None), given.pop("port", None))
-    told = _told(given.pop("option", {}))
+    info = _client_info(given.pop("option", {}))
     ours = _renamed(given)
     for name in sorted(given.keys() - OPTIONS.keys()):
         if name not in NEEDLESS:
@@ -129,7 +129,7 @@ def _config(uri: Any, token: str, db_name: str, options: Mapping[str, Any]) -> M
     if not made.secure and ours.keys() & {"ca", "certificate"}:
         why = "the connection is not encrypted; write https:// or secure=True"
         _mention(logging.WARNING, f"what is given for TLS is not used: {why}")
-    return replace(made, told=told)
+    return replace(made, client_info=info)
 
 
 def _where(uri: Any, host: Any, port: Any) -> str:
@@ -149,7 +149,7 @@ def _where(uri: Any, host: Any, port: Any) -> str:
     return f"http://{f'[{host}]' if bare else host}:{19530 if port is None else port}"
 
 
-def _told(option: Any) -> dict[str, str]:
+def _client_info(option: Any) -> dict[str, str]:
     """The client information for the `Connect` call."""
     try:
         Prepare.register_request("", "", **option)

@@ -32,7 +32,7 @@ from .._channel_pool import lanes_of
 from .._channels import PROBE_TIMEOUT
 from .._config import ConnectionConfig
 from .._dial import (
-    Asked,
+    AwaitableCall,
     CredentialProvider,
     Metadata,
     TokenCredentials,
@@ -41,10 +41,10 @@ from .._dial import (
     make_channel,
 )
 from .._fork import inside
-from .._hints import unusable
-from .._inner import is_connected
+from .._grpc_internals import is_connected
 from .._manager_options import unavailable
 from .._strategies import _numbers
+from .._tls_hints import unusable
 from ..calls._retry import with_details
 from ..topology._follower import Follower
 from ._config import MilvusConfig
@@ -169,13 +169,13 @@ def refusal(channel: Any) -> grpc.RpcError | None:
 
 
 async def _introduce(
-    identity: _Number,
+    identity: _IdentifierInterceptor,
     channel: Any,
     config: ConnectionConfig,
     credentials: CredentialProvider | None,
 ) -> None:
-    told = config.told if isinstance(config, MilvusConfig) else {}
-    request = Prepare.register_request(None, socket.gethostname(), **told)
+    info = config.client_info if isinstance(config, MilvusConfig) else {}
+    request = Prepare.register_request(None, socket.gethostname(), **info)
     try:
         answer = await _known(channel, request, credentials)
     except grpc.RpcError as error:
@@ -221,7 +221,7 @@ async def _greet(channel: Any, request: Any, metadata: Metadata) -> Any:
     if isinstance(channel, grpc.aio.Channel):
         answer = await ask(request, metadata=metadata)
     else:
-        call = Asked(_Greeting(ask, request, metadata))
+        call = AwaitableCall(_Greeting(ask, request, metadata))
         try:
             await call.code()
         except asyncio.CancelledError:
@@ -243,7 +243,7 @@ class _Greeting(NamedTuple):
         return self.ask.future(self.request, timeout=timeout, metadata=self.metadata)
 
 
-class _Number:
+class _IdentifierInterceptor:
     """What a channel adds to each call: the number that the server has given us."""
 
     added: Metadata = ()
@@ -254,7 +254,7 @@ class _Number:
         #: The channel that was greeted over, once it was; weakly, as errors keep their frames.
         self.greeted: Callable[[], Any] = lambda: None
 
-    def refuse_stranger(self) -> None:
+    def check_connected(self) -> None:
         """Raise if the connection was lost: gRPC would make another, which has not greeted."""
         if (channel := self.greeted()) is not None and not is_connected(channel):
             del channel
@@ -264,11 +264,11 @@ class _Number:
         return _NotPrimary(reason)
 
 
-class _Identity(_Number, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _Identity(_IdentifierInterceptor, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        self.refuse_stranger()
+        self.check_connected()
         metadata = (*(client_call_details.metadata or ()), *self.added)
         details = with_details(client_call_details, metadata=metadata)
         outcome = continuation(details, request)
@@ -279,7 +279,7 @@ class _Identity(_Number, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc
         return outcome
 
 
-class _AsyncIdentity(_Number, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _AsyncIdentity(_IdentifierInterceptor, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     def lost(self, reason: str) -> grpc.RpcError:
         nothing = grpc.aio.Metadata()
         return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, reason)
@@ -287,7 +287,7 @@ class _AsyncIdentity(_Number, grpc.aio.UnaryUnaryClientInterceptor):  # type: ig
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        self.refuse_stranger()
+        self.check_connected()
         metadata = (*(client_call_details.metadata or ()), *self.added)
         call = await continuation(client_call_details._replace(metadata=metadata), request)
         try:

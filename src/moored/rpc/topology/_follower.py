@@ -19,9 +19,9 @@ from moored.kernel import Clock, Recorder, describe, refuse
 from .._config import ConnectionConfig
 from .._dial import CredentialProvider, TokenCredentials
 from .._errors import ConfigError, TopologyError, TopologyRefused
-from .._secrets import harmless, secrets_of
-from ._inquiry import PACE, Inquiry
+from .._secrets import secrets_of, without_secrets
 from ._refresher import EVERY, Refresher
+from ._source_pacing import PACE, SourcePacing
 from ._sources import CallableTopology, Found, HttpTopology, TopologySource
 from ._topology import Advice, Role, Topology, TopologyMixin, address_of, config_for, pick
 
@@ -106,7 +106,7 @@ class Follower(TopologyMixin):
         self._patience = patience
         self._clock = clock
         self._recorder = recorder
-        self._inquiry: Inquiry | None = None
+        self._pacing: SourcePacing | None = None
         # Who looks at the topology more often than that has said so.
         self._pace = min(PACE, refresh_every)
         self._tokens: tuple[Callable[[], str], ...] = ()
@@ -191,21 +191,21 @@ class Follower(TopologyMixin):
 
     async def _hurry(self, source: TopologySource, in_use: str) -> None:
         """Fetch the topology within `patience`, or have it fetched soon."""
-        inquiry, now = self._inquired(source), self._now()
-        if inquiry.last is not None and now - inquiry.answered_at < self._pace:
-            self._take_quietly(inquiry.last)
+        pacing, now = self._pacing_of(source), self._now()
+        if pacing.last is not None and now - pacing.answered_at < self._pace:
+            self._take_quietly(pacing.last)
             if self.advise(in_use) is Advice.MOVE:
                 return  # these are the news that brought us here
-        if inquiry.refused(now) and not source.renewed:
+        if pacing.refused(now) and not source.renewed:
             return
-        if inquiry.distrusted(now) or inquiry.rest(self._pace, now) > 0:
+        if pacing.distrusted(now) or pacing.rest(self._pace, now) > 0:
             self.hurry()
             return
         try:
             async with asyncio.timeout(self._patience):
                 await self._learn(source)
         except TimeoutError:
-            inquiry.failed(None, self._now())
+            pacing.failed(None, self._now())
             self.counters.topology_fetch_failures += 1
             self._record(f"no fresh topology within {self._patience:g} s: the old one is kept")
             self.hurry()
@@ -226,35 +226,35 @@ class Follower(TopologyMixin):
 
     # -- what is known -------------------------------------------------------------------------
 
-    def _inquired(self, source: TopologySource) -> Inquiry:
-        if self._inquiry is None:
-            self._inquiry = Inquiry.of(source, self._clock)
-        return self._inquiry
+    def _pacing_of(self, source: TopologySource) -> SourcePacing:
+        if self._pacing is None:
+            self._pacing = SourcePacing.of(source, self._clock)
+        return self._pacing
 
     async def _learn(self, source: TopologySource) -> None:
         """Fetch the topology, unless it was fetched a moment ago."""
-        inquiry = self._inquired(source)
-        if inquiry.last is not None and inquiry.rest(self._pace, self._now()) > 0:
-            self._take(inquiry.last)
+        pacing = self._pacing_of(source)
+        if pacing.last is not None and pacing.rest(self._pace, self._now()) > 0:
+            self._take(pacing.last)
             return
         now = self._now()
-        renewed = inquiry.refused(now) and source.renewed
-        if (pause := inquiry.pause(self._pace, now)) > 0 and not renewed:
+        renewed = pacing.refused(now) and source.renewed
+        if (pause := pacing.pause(self._pace, now)) > 0 and not renewed:
             await asyncio.sleep(pause)
-        self._take(await inquiry.ask(lambda: self._ask(source, inquiry)))
+        self._take(await pacing.ask(lambda: self._ask(source, pacing)))
 
-    async def _ask(self, source: TopologySource, inquiry: Inquiry) -> Topology:
+    async def _ask(self, source: TopologySource, pacing: SourcePacing) -> Topology:
         try:
             found = await source.fetch()
         except Exception as error:
             self.counters.topology_fetch_failures += 1
-            inquiry.failed(error, self._now())
+            pacing.failed(error, self._now())
             failure = self._failure(source, error)
             if isinstance(error, TopologyRefused) and self._follows_token and not source.renewed:
                 self._tell_refused()
         else:
             self.counters.topology_fetches += 1
-            inquiry.answered(found, self._pace, self._now())
+            pacing.answered(found, self._pace, self._now())
             return found
         # Not in the handler: the error that it handles may repeat the token.
         raise failure
@@ -265,7 +265,9 @@ class Follower(TopologyMixin):
 
     def _failure(self, source: TopologySource, error: Exception) -> Exception:
         """The error to raise, without the token."""
-        kept = harmless(error, [form for tell in self._tokens for form in secrets_of(tell())])
+        kept = without_secrets(
+            error, [form for tell in self._tokens for form in secrets_of(tell())]
+        )
         if isinstance(error, TopologyRefused) and self.topology is not None:
             log.warning("%s: the old topology is kept: %s", self._name, kept)
         if isinstance(kept, (TopologyError, ConfigError)):
@@ -316,10 +318,10 @@ class Follower(TopologyMixin):
         weakref.finalize(self, refresher.stop).atexit = False
 
     async def _refresh(self, source: TopologySource) -> None:
-        inquiry, now = self._inquired(source), self._now()
-        if inquiry.refused(now) and not source.renewed:
+        pacing, now = self._pacing_of(source), self._now()
+        if pacing.refused(now) and not source.renewed:
             return
-        if (rest := inquiry.rest(self._pace, now)) > 0:
+        if (rest := pacing.rest(self._pace, now)) > 0:
             await asyncio.sleep(rest)
         await self._learn(source)
 

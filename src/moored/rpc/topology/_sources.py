@@ -260,7 +260,7 @@ class StaticTopology(TopologySource):
         return f"<StaticTopology: {len(self._topology.members)} members>"
 
 
-class _Editions:
+class _VersionCounter:
     """Numbers for those who have no versions: one more whenever the members are others.
 
     Who was there keeps its place, and newcomers go to the end: a primary is left only if it is
@@ -306,7 +306,7 @@ class DnsTopology(TopologySource):
         self._port = port
         self._timeout = timeout
         self._resolve = resolve or _look_up
-        self._editions = _Editions()
+        self._versions = _VersionCounter()
 
     async def fetch(self, timeout: float | None = None) -> Topology:
         """Resolve the name, without blocking the loop."""
@@ -322,7 +322,7 @@ class DnsTopology(TopologySource):
         if not addresses:
             raise TopologyError("it has no address")
         members = tuple(self._member(each) for each in sorted(set(addresses)))
-        return replace(self._editions.of(members), equal=True)
+        return replace(self._versions.of(members), equal=True)
 
     def _member(self, address: str) -> Member:
         host = f"[{address}]" if ":" in address else address
@@ -350,7 +350,7 @@ class CallableTopology(TopologySource):
     ) -> None:
         self._function = function
         self._timeout = timeout
-        self._editions = _Editions()
+        self._versions = _VersionCounter()
 
     async def fetch(self, timeout: float | None = None) -> Topology:
         """Call the function, without blocking the loop."""
@@ -368,7 +368,7 @@ class CallableTopology(TopologySource):
             raise TopologyError(
                 f"it must return a Topology, or a list of members, not {type(found).__name__}"
             )
-        return self._editions.of(_members(found))
+        return self._versions.of(_members(found))
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)

@@ -20,7 +20,7 @@ from .._errors import TopologyRefused
 from ._sources import TopologySource
 from ._topology import Topology
 
-__all__ = ["PACE", "Inquiry"]
+__all__ = ["PACE", "SourcePacing"]
 
 #: Seconds for each answer in the long run, and how many may come at once after a quiet time.
 PACE, BURST = 1.0, 2.0
@@ -31,10 +31,10 @@ DISTRUST = 10.0
 #: The same after the token was refused, which also keeps others from asking: it grows to this.
 REFUSED = 300.0
 
-_Loops = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "Inquiry"]
+_Loops = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "SourcePacing"]
 
 
-class Inquiry:
+class SourcePacing:
     """The last answer of a topology source, and when it may be queried again."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[TopologySource, _Loops]] = weakref.WeakKeyDictionary()
@@ -49,7 +49,7 @@ class Inquiry:
         self._refusals = Backoff(DISTRUST, REFUSED, jitter=0.25, clock=clock)
 
     @classmethod
-    def of(cls, source: TopologySource, clock: Clock | None = None) -> Inquiry:
+    def of(cls, source: TopologySource, clock: Clock | None = None) -> SourcePacing:
         """That of a source, on the running loop."""
         try:
             # Without a lock, which a fork could copy: each of these is one step.

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Live"]
+__all__ = ["LiveChannel"]
 
 
-class Live:
+class LiveChannel:
     """A channel of one generation."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Live:
         #: A fork has waited for its calls in vain.
         self.endless = False
         #: Told after each call that ends, while somebody waits for the last one.
-        self.watcher: Callable[[Live], None] | None = None
+        self.watcher: Callable[[LiveChannel], None] | None = None
         #: What a call of grpc.aio tells when it is over.
         self.ended: Callable[[Any], None] | None = None
 
@@ -60,4 +60,4 @@ class Live:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "retired" if self.retired else "current"
-        return f"<Live {self.number} to {self.address}: {state}, {len(self.calls)} calls>"
+        return f"<LiveChannel {self.number} to {self.address}: {state}, {len(self.calls)} calls>"

@@ -13,7 +13,7 @@ from typing import Any
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ConnectFailed, TopologyError
 
-__all__ = ["hinted", "unusable"]
+__all__ = ["unusable", "with_hint"]
 
 _HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
 _AUTHORITY = "give the authority of its certificate with the option ca"
@@ -33,7 +33,7 @@ _HINTS = {
 _UNUSABLE = "Failed to create security handshaker"
 
 
-def hinted(config: ConnectionConfig, error: Exception, *, known: bool = False) -> Exception:
+def with_hint(config: ConnectionConfig, error: Exception, *, known: bool = False) -> Exception:
     """The same error; if what may be behind it is known, one that says so.
 
     :param error: of an attempt to connect.
