@@ -1,4 +1,4 @@
-"""What tests of sessions share: a server that misbehaves on request, and sessions in a hurry."""
+"""Fixtures of the tests of sessions: a demo server, and sessions with a short backoff."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moored.kernel import Backoff
 from moored.sessions import Sessions
 from moored.testing.demo import DemoServer
 
-# On a busy machine, the time that a pure test takes says nothing about it.
+# On a busy machine, hypothesis's time limits fail tests for no reason.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
@@ -23,6 +23,6 @@ def server() -> DemoServer:
 
 @pytest.fixture
 async def sessions() -> AsyncIterator[Sessions]:
-    """They come back at once, so that tests need not wait."""
+    """Sessions that reconnect almost immediately."""
     async with Sessions(backoff=Backoff(0.01, 0.05)) as opened:
         yield opened

@@ -1,7 +1,7 @@
 """A real ejabberd as an MQTT broker for tests: its own port and directory, on loopback.
 
-It runs as one Erlang node without distribution: no name, no epmd, nothing that outlives it. (Not by
-`ejabberdctl`, which starts epmd, and as another user.)
+It runs as one Erlang node without distribution: no name, no epmd, no process that outlives it.
+(`ejabberdctl` would start epmd, and run it as another user.)
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Self
 
 from tests.servers import free_port
-from tests.sessions.mosquitto import listens
+from tests.sessions.mosquitto import port_is_open
 
 __all__ = ["Ejabberd"]
 
 #: It starts in some 2 s; a loaded machine may take many times that.
 START_LIMIT = 90.0
-#: Everybody may log in as anybody; only topics below `open` may be used.
+#: Any user and password are accepted; only topics below `open` may be used.
 CONFIGURATION = """
 hosts: [localhost]
 loglevel: warning
@@ -50,18 +50,18 @@ class Ejabberd:
             self.web = free_port()
 
     def url(self, user: str, scheme: str = "mqtt") -> str:
-        """Where it is, for an account: its users have a host, as in XMPP."""
+        """Return its URL for an account; its user names have a host, as in XMPP."""
         port = self.port if scheme == "mqtt" else self.web
         return f"{scheme}://{user}%40localhost:any@127.0.0.1:{port}"
 
     @property
     def log(self) -> str:
-        """What it has written about itself."""
+        """The output of its process."""
         path = self.directory / "out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def start(self) -> None:
-        """Start it, and return when it listens."""
+        """Start it, and return when its ports accept connections."""
         configuration = self.directory / "ejabberd.yml"
         configuration.write_text(CONFIGURATION.format(port=self.port, web=self.web))
         spool = self.directory / "spool"
@@ -83,13 +83,13 @@ class Ejabberd:
             )
         deadline = time.monotonic() + START_LIMIT
         for port in (self.port, self.web):
-            while not listens(port):
+            while not port_is_open(port):
                 assert self._process.poll() is None, f"ejabberd ended: {self.log}"
                 assert time.monotonic() < deadline, f"ejabberd does not listen: {self.log}"
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it by SIGKILL, and return when it is gone."""
+        """Kill it with SIGKILL, and wait for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -104,6 +104,6 @@ class Ejabberd:
 
 
 def _libraries() -> Path:
-    """Where Debian has put ejabberd's own libraries."""
+    """Return the directory of ejabberd's own libraries, as Debian installs them."""
     [found, *_] = sorted(Path("/usr/lib").glob("*/ejabberd-*"))
     return found.parent

@@ -1,4 +1,4 @@
-"""A real Mosquitto for tests: its own ports and directory, on loopback, ended by its own number."""
+"""A real Mosquitto for tests, with its own ports and directory, on loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Self
 from tests.postgres.certificates import Certificate
 from tests.servers import free_port
 
-__all__ = ["Mosquitto", "listens"]
+__all__ = ["Mosquitto", "port_is_open"]
 
 #: Mosquitto starts in some 10 ms; a loaded machine may take a thousand times that.
 START_LIMIT = 30.0
@@ -24,9 +24,9 @@ START_LIMIT = 30.0
 class Mosquitto:
     """A broker with a TCP and a WebSocket listener, and with a certificate both over TLS as well.
 
-    :param persistence: whether it keeps on disk, at once, what it has to keep; otherwise a broker
-        that is killed has forgotten everything.
-    :param users: names with passwords; without them everybody may do everything.
+    :param persistence: whether it writes its state to disk immediately; otherwise a killed broker
+        loses everything.
+    :param users: names with passwords; without them, anonymous clients may do everything.
     :param options: more lines for its configuration.
     """
 
@@ -54,7 +54,7 @@ class Mosquitto:
                 self.ports[schemes[len(self.ports)]] = port
 
     def url(self, scheme: str = "mqtt", user: str = "") -> str:
-        """Where it is; `user` is put before the host as it is."""
+        """Return its URL; `user` is inserted before the host verbatim."""
         host = "localhost" if scheme in ("mqtts", "wss") else "127.0.0.1"
         return f"{scheme}://{user}{'@' if user else ''}{host}:{self.ports[scheme]}"
 
@@ -65,44 +65,44 @@ class Mosquitto:
 
     @property
     def pid(self) -> int:
-        """Its number among the processes."""
+        """Its process id."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def log(self) -> str:
-        """What it has written about itself."""
+        """The text of its log file."""
         path = self.directory / "log"
         return path.read_text() if path.exists() else ""
 
     @property
     def database(self) -> Path:
-        """Where it keeps what it has to keep; only with persistence."""
+        """The file of its persistent state; exists only with persistence."""
         return self.directory / "mosquitto.db"
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Which one it is."""
+        """The version that its log reports."""
         found = re.search(r"mosquitto version (\d+)\.(\d+)\.(\d+)", self.log)
         assert found is not None
         return tuple(int(part) for part in found.groups())
 
     def start(self) -> None:
-        """Start it, and return when it listens everywhere."""
+        """Start it, and return when all its ports accept connections."""
         path = self.directory / "mosquitto.conf"
         path.write_text("\n".join(self._configuration()) + "\n")
         command = [self._binary, "-c", str(path)]
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_LIMIT
         for port in self.ports.values():
-            while not listens(port):
+            while not port_is_open(port):
                 assert self._process.poll() is None, f"mosquitto ended: {self.log}"
                 assert time.monotonic() < deadline, f"mosquitto does not listen: {self.log}"
                 time.sleep(0.005)
 
     def _configuration(self) -> Iterable[str]:
         yield f"log_dest file {self.directory / 'log'}"
-        yield "user root"  # only root may change it, and nobody else needs to
+        yield "user root"  # keep the user: ignored unless started by root
         yield "log_type all"
         yield f"allow_anonymous {'false' if self._users else 'true'}"
         if self._users:
@@ -130,13 +130,13 @@ class Mosquitto:
         return path
 
     def kill(self) -> None:
-        """End it by SIGKILL, and return when it is gone."""
+        """Kill it with SIGKILL, and wait for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def stop(self) -> None:
-        """End it, and remove what it had."""
+        """Kill it, and remove its directory."""
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -148,8 +148,8 @@ class Mosquitto:
         self.stop()
 
 
-def listens(port: int) -> bool:
-    """Whether something listens on a port of loopback."""
+def port_is_open(port: int) -> bool:
+    """Whether a loopback port accepts connections."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

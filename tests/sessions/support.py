@@ -1,4 +1,4 @@
-"""What tests of sessions share."""
+"""Helpers for the tests of sessions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from moored.sessions._protocol import DialogueEvent
 from moored.testing.demo import Demo
 from moored.testing.demo._protocol import DemoDialogue
 
-#: Three times what anything here should ever take.
+#: Three times the longest time that any wait here should take, in seconds.
 LIMIT = 30.0
 
 
 async def until(condition: Callable[[], object], limit: float = LIMIT) -> None:
-    """Wait for something that this loop, or a real server, will do by itself."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(limit):
-        while not condition():  # noqa: ASYNC110 (nobody tells us when a server has seen something)
+        while not condition():  # noqa: ASYNC110 (a real server does not notify the test)
             await asyncio.sleep(0.001)
 
 
 class BrokenDialogue(DemoDialogue):
-    """A link that a message makes crash."""
+    """A dialogue that raises on the first message."""
 
     __slots__ = ()
 
@@ -35,14 +35,14 @@ class BrokenDialogue(DemoDialogue):
 
 
 class Broken(Demo):
-    """A protocol with a defect, which a message shows."""
+    """A protocol whose session crashes on the first message."""
 
     def begin(self, profile: str, credentials: bytes | None, memory: Any) -> BrokenDialogue:
         return BrokenDialogue(profile, credentials, memory, cumulative=self.cumulative)
 
 
 def collect(session: Session) -> list[Incoming]:
-    """The events of a session, from now on."""
+    """Return a list that collects the events of a session."""
     events: list[Incoming] = []
     session.attach(events.append)
     return events

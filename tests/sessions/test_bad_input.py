@@ -1,4 +1,4 @@
-"""A server that speaks nonsense: it loses that one link, and nothing else happens."""
+"""Malformed or excessive input from a server ends that one link and affects nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.logs import silent
 from tests.servers import require_server
-from tests.sessions.liar import Liar, Lie
+from tests.sessions.misbehaving_server import LinkScript, MisbehavingServer
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, puback, publish
 from tests.sessions.support import LIMIT, until
@@ -39,86 +39,90 @@ from moored.sessions.transport._transport import Receiver, Transport
 from moored.testing import scaled
 from moored.testing.demo import Demo, DemoServer
 
-OFTEN = settings(
+FUZZ = settings(
     max_examples=scaled(300, least=12),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-#: What may wait for somebody to take it: so many that are acknowledged, and so many others.
+#: The limit of queued events with acknowledgement, and of those without.
 EVENTS = 50
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """No log of the sessions: a warning for each piece of nonsense is many."""
+    """Silence the log of the sessions: each bad packet logs a warning."""
     with silent("moored.sessions"):
         yield
 
 
 @dataclass
-class Place:
-    """Two sessions: one whose server lies, and another beside it."""
+class Victim:
+    """A session whose server misbehaves, and another session beside it."""
 
     sessions: Sessions
-    liar: Liar
-    victim: Session
+    bad_server: MisbehavingServer
+    session: Session
     other: Session
 
-    async def play(self, lies: Iterable[Lie]) -> None:
-        """Tell these lies, one after the other, and look what is left of the victim."""
-        self.liar.lies.extend(lies)
-        await self.victim.disconnect()
-        sending = asyncio.create_task(self._send_while_it_lasts())
+    async def play(self, scripts: Iterable[LinkScript]) -> None:
+        """Play these scripts one after the other, and check the state of the session."""
+        self.bad_server.scripts.extend(scripts)
+        await self.session.disconnect()
+        sending = asyncio.create_task(self._send_during_the_scripts())
         async with asyncio.timeout(LIMIT):
-            while self.liar.lies or self.liar.lying or self.victim.state != "online":
-                await self._go_on()
-            # The server is honest again, and so the session is as good as new.
+            while (
+                self.bad_server.scripts
+                or self.bad_server.scripted_links
+                or self.session.state != "online"
+            ):
+                await self._reconnect()
+            # The server behaves again: the session must work as before.
             while not isinstance(await self._send(), Acked):
-                await self._go_on()
+                await self._reconnect()
         assert isinstance(await sending, Acked | NotSent | Unknown | Rejected)
         self._check()
 
-    async def _send_while_it_lasts(self) -> Any:
-        return await self.victim.send("bob", b"x", outcome=True, hold=True, timeout=LIMIT)
+    async def _send_during_the_scripts(self) -> Any:
+        return await self.session.send("bob", b"x", outcome=True, hold=True, timeout=LIMIT)
 
     async def _send(self) -> Any:
-        return await self.victim.send("bob", b"after", outcome=True, hold=True, timeout=1.0)
+        return await self.session.send("bob", b"after", outcome=True, hold=True, timeout=1.0)
 
-    async def _go_on(self) -> None:
-        """What was said may have been reason enough to stop, or to come back tomorrow."""
-        status = self.victim.status()
+    async def _reconnect(self) -> None:
+        """Connect again: a script may have stopped the session, or set a long retry delay."""
+        status = self.session.status()
         if status["state"] == "connecting/waiting" and status["for"] > 0.2:
-            await self.victim.disconnect()
+            await self.session.disconnect()
         if status["state"].startswith("offline"):
             with contextlib.suppress(NotConnected):
-                await self.victim.connect(1.0)
+                await self.session.connect(1.0)
         await asyncio.sleep(0.001)
 
     def _check(self) -> None:
-        status = self.victim.status()
+        status = self.session.status()
         assert status["crashes"] == 0
         assert status["sender_crashes"] == 0
         assert status["sending"] == status["waiting"] == 0
         assert status["events_waiting"] <= 2 * EVENTS
-        assert self.sessions.whereis("victim") is self.victim
+        assert self.sessions.whereis("victim") is self.session
         assert (self.other.state, self.other.generation) == ("online", 1)
 
 
 @contextlib.asynccontextmanager
-async def place(port: int, protocol: Callable[[int], Protocol]) -> AsyncIterator[Place]:
-    """A liar before the honest server of that port."""
+async def victim_of(port: int, protocol: Callable[[int], Protocol]) -> AsyncIterator[Victim]:
+    """Put a misbehaving server in front of the real server of that port."""
     async with (
-        Liar(port) as liar,
+        MisbehavingServer(port) as bad_server,
         Sessions(backoff=Backoff(0.001, 0.01), connect_rate=1000, events=EVENTS) as sessions,
     ):
         other = await sessions.connect("other", protocol(port))
-        victim = await sessions.connect("victim", protocol(liar.port))
-        yield Place(sessions, liar, victim, other)
+        victim = await sessions.connect("victim", protocol(bad_server.port))
+        yield Victim(sessions, bad_server, victim, other)
         assert isinstance(await other.send("bob", b""), Acked)
 
 
 def mqtt(port: int) -> Mqtt:
-    # Without subscriptions, a link is open with its CONNACK.
+    # Without subscriptions, a link is ready after its CONNACK.
     uri = f"mqtt://127.0.0.1:{port}"
     return Mqtt(uri, subscribe=(), max_packet_size=4096, receive_maximum=4)
 
@@ -138,25 +142,27 @@ def broker() -> Iterator[Mosquitto]:
 
 
 def fuzz(
-    play: Callable[[list[Lie]], None], pieces: st.SearchStrategy[bytes], first: list[Lie]
+    play: Callable[[list[LinkScript]], None],
+    pieces: st.SearchStrategy[bytes],
+    first: list[LinkScript],
 ) -> None:
-    """Play a list of known lies, then many that nobody has thought of."""
+    """Play the known scripts, then generated ones."""
     play(first)
-    lies = st.builds(
-        Lie,
+    scripts = st.builds(
+        LinkScript,
         pieces=st.lists(pieces, min_size=1, max_size=6).map(tuple),
-        honest=st.sampled_from([0, 0, 1, 7, 20, 1000]),
+        relay_first=st.sampled_from([0, 0, 1, 7, 20, 1000]),
         reset=st.booleans(),
     )
-    OFTEN(given(st.lists(lies, min_size=1, max_size=4))(play))()
+    FUZZ(given(st.lists(scripts, min_size=1, max_size=4))(play))()
 
 
 def damaged(packets: list[bytes]) -> st.SearchStrategy[bytes]:
-    """One of these, with a byte changed, cut off, or both."""
+    """Generate truncated packets with one byte changed."""
 
-    def damage(packet: bytes, place: int, value: int, end: int) -> bytes:
+    def damage(packet: bytes, position: int, value: int, end: int) -> bytes:
         changed = bytearray(packet)
-        changed[place % len(packet)] = value
+        changed[position % len(packet)] = value
         return bytes(changed[: 1 + end % len(packet)])
 
     byte = st.integers(0, 255)
@@ -186,32 +192,36 @@ PACKETS = [
     mqtt5.AuthPacket().write(),
     mqtt5.ConnectPacket("x").write(),
 ]
-KNOWN_OF_MQTT = [
-    Lie((b"HTTP/1.1 400 Bad Request\r\n\r\n",)),
-    Lie((b"\x30\xff\xff\xff\x7f" + bytes(9000),)),  # a packet of 256 MiB, it says
-    Lie((CONNACK, b"\x30\xff\xff\xff\xff\xff")),
-    Lie((CONNACK, b"\x30\x05\x00\x03\xff\xfe\xfd")),  # a topic that is not UTF-8
-    Lie((CONNACK[:3],)),
-    Lie((CONNACK, CONNACK)),
-    Lie((SUBACK, CONNACK)),
-    Lie((publish(1), CONNACK, SUBACK)),
-    Lie((CONNACK, *(publish(number) for number in range(1, 9)))),  # too many at once
-    Lie((CONNACK, publish(1), publish(1))),
-    Lie((b"\x00" * 100,), honest=1000),
-    Lie((b"",), reset=True),
+KNOWN_MQTT_SCRIPTS = [
+    LinkScript((b"HTTP/1.1 400 Bad Request\r\n\r\n",)),
+    LinkScript((b"\x30\xff\xff\xff\x7f" + bytes(9000),)),  # claims to be a packet of 256 MiB
+    LinkScript((CONNACK, b"\x30\xff\xff\xff\xff\xff")),
+    LinkScript((CONNACK, b"\x30\x05\x00\x03\xff\xfe\xfd")),  # a topic that is not UTF-8
+    LinkScript((CONNACK[:3],)),
+    LinkScript((CONNACK, CONNACK)),
+    LinkScript((SUBACK, CONNACK)),
+    LinkScript((publish(1), CONNACK, SUBACK)),
+    LinkScript(
+        (CONNACK, *(publish(number) for number in range(1, 9)))
+    ),  # more than receive_maximum
+    LinkScript((CONNACK, publish(1), publish(1))),
+    LinkScript((b"\x00" * 100,), relay_first=1000),
+    LinkScript((b"",), reset=True),
 ]
 
 
 @pytest.mark.parametrize("protocol", [mqtt, subscribing])
-def test_nonsense_over_mqtt(broker: Mosquitto, protocol: Callable[[int], Mqtt]) -> None:
+def test_malformed_mqtt_ends_one_link_and_the_session_recovers(
+    broker: Mosquitto, protocol: Callable[[int], Mqtt]
+) -> None:
     noise = st.binary(max_size=64)
     with asyncio.Runner() as runner:
-        context = place(broker.port, protocol)
+        context = victim_of(broker.port, protocol)
         here = runner.run(context.__aenter__())
         fuzz(
-            lambda lies: runner.run(here.play(lies)),
+            lambda scripts: runner.run(here.play(scripts)),
             st.one_of(st.sampled_from(PACKETS), damaged(PACKETS), noise),
-            KNOWN_OF_MQTT,
+            KNOWN_MQTT_SCRIPTS,
         )
         runner.run(context.__aexit__(None, None, None))
 
@@ -253,32 +263,32 @@ KINDS = sorted({json.loads(each[4:])["k"] for each in FRAMES} | {"send", "hello"
 FIELDS = ["id", "n", "from", "to", "content", "code", "reason", "token", "window", "key"]
 FIELDS += ["more", "ids", "kind", "class", "extra"]
 DEEP = b'{"k":"message","id":"1","from":"x","n":1,"content":{"type":"poll","question":"?",'
-KNOWN_OF_DEMO = [
-    Lie((b"\xff\xff\xff\xff" + bytes(1000),)),
-    Lie((b"\x00\x04\x00\x01",)),
-    Lie((framed(b'{"k":"welcome\xff\xfe"}'),)),
-    Lie((framed(b'{"k":"welcome","token":"\xed\xa0\x80"}'),)),
-    Lie((framed(b'{"k":"wel'),)),
-    Lie((WELCOME, WELCOME)),
-    Lie((FRAMES[4], WELCOME)),
-    Lie((WELCOME, framed(b"[" * 100_000))),
+KNOWN_DEMO_SCRIPTS = [
+    LinkScript((b"\xff\xff\xff\xff" + bytes(1000),)),
+    LinkScript((b"\x00\x04\x00\x01",)),
+    LinkScript((framed(b'{"k":"welcome\xff\xfe"}'),)),
+    LinkScript((framed(b'{"k":"welcome","token":"\xed\xa0\x80"}'),)),
+    LinkScript((framed(b'{"k":"wel'),)),
+    LinkScript((WELCOME, WELCOME)),
+    LinkScript((FRAMES[4], WELCOME)),
+    LinkScript((WELCOME, framed(b"[" * 100_000))),
     *(
-        Lie((WELCOME, framed(DEEP + b'"options":[' + b"[" * depth + b"]" * depth + b"]}}")))
+        LinkScript((WELCOME, framed(DEEP + b'"options":[' + b"[" * depth + b"]" * depth + b"]}}")))
         for depth in (900, 950, 960, 970, 980, 990)
     ),
     *(
-        Lie((WELCOME, framed(b'{"k":"close","code":' + b"[" * depth + b"]" * depth + b"}")))
+        LinkScript((WELCOME, framed(b'{"k":"close","code":' + b"[" * depth + b"]" * depth + b"}")))
         for depth in (900, 950, 970, 990)
     ),
-    Lie((WELCOME, frame(k="close", code="x" * 200_000))),
-    Lie((WELCOME, framed(b'{"k":"message","id":"1","from":"x","n":1e999,"content":1}'))),
-    Lie((WELCOME, frame(k="message", id="1", n=10**400, content=1, **{"from": "x"}))),
-    Lie((b"\x00\x00\x00",), honest=1000),
-    Lie((b"",), reset=True),
+    LinkScript((WELCOME, frame(k="close", code="x" * 200_000))),
+    LinkScript((WELCOME, framed(b'{"k":"message","id":"1","from":"x","n":1e999,"content":1}'))),
+    LinkScript((WELCOME, frame(k="message", id="1", n=10**400, content=1, **{"from": "x"}))),
+    LinkScript((b"\x00\x00\x00",), relay_first=1000),
+    LinkScript((b"",), reset=True),
 ]
 
 
-def test_nonsense_over_the_demo_protocol() -> None:
+def test_malformed_demo_frames_end_one_link_and_the_session_recovers() -> None:
     values = st.recursive(
         st.none()
         | st.booleans()
@@ -302,38 +312,38 @@ def test_nonsense_over_the_demo_protocol() -> None:
     with asyncio.Runner() as runner:
         server = DemoServer()
         tcp = runner.run(server.serve())
-        context = place(tcp.port, demo)
+        context = victim_of(tcp.port, demo)
         here = runner.run(context.__aenter__())
         fuzz(
-            lambda lies: runner.run(here.play(lies)),
+            lambda scripts: runner.run(here.play(scripts)),
             st.one_of(st.sampled_from(FRAMES), invented, damaged(FRAMES), noise),
-            KNOWN_OF_DEMO,
+            KNOWN_DEMO_SCRIPTS,
         )
         runner.run(context.__aexit__(None, None, None))
         runner.run(server.close())
 
 
-async def test_a_reason_of_any_length_is_told_in_few_words() -> None:
+async def test_close_reason_of_any_length_is_shortened() -> None:
     async with DemoServer() as server:
         tcp = await server.serve()
-        async with place(tcp.port, demo) as here:
+        async with victim_of(tcp.port, demo) as here:
             reasons: list[str] = []
-            here.victim.attach(lambda event: reasons.append(event.data.reason))
+            here.session.attach(lambda event: reasons.append(event.data.reason))
             long = {"class": "transient", "code": "x" * 200_000}
-            await here.play([Lie((WELCOME, frame(k="close", **long)))])
+            await here.play([LinkScript((WELCOME, frame(k="close", **long)))])
             assert any("xxx" in reason for reason in reasons)
             assert max(map(len, reasons)) < 1000
 
 
-# -- too much ------------------------------------------------------------------------------------
+# -- floods ------------------------------------------------------------
 
-#: What may be kept of all that a server says, at most, in bytes.
-MOST = 4 * 1024 * 1024
+#: The most memory that a flood may take, in bytes.
+MAX_MEMORY = 4 * 1024 * 1024
 
 
 def endless(start: bytes, piece: bytes, many: int) -> Callable[[], Iterable[bytes]]:
-    """Something to begin with, then the same again and again."""
-    # Of what is large, much more than may be kept; what is small would take more room than it has.
+    """Return a function that yields `start`, and then `piece` many times."""
+    # Several times MAX_MEMORY, unless the pieces are small: those take more memory than bytes.
     size = min(many * len(piece), scaled(32, least=8) * 1024 * 1024)
 
     def flood() -> Iterator[bytes]:
@@ -346,22 +356,22 @@ def endless(start: bytes, piece: bytes, many: int) -> Callable[[], Iterable[byte
 
 
 MQTT_FLOODS = {
-    "messages that nobody takes": publish(0, qos=0, payload=bytes(1000)),
-    "releases that want an answer": mqtt5.PubRelPacket(9).write(),
-    "signs of life": mqtt5.PingRespPacket().write(),
-    "acknowledgements of nothing": puback(77),
+    "messages without a consumer": publish(0, qos=0, payload=bytes(1000)),
+    "PUBRELs, which need an answer": mqtt5.PubRelPacket(9).write(),
+    "PINGRESPs": mqtt5.PingRespPacket().write(),
+    "PUBACKs with an unknown id": puback(77),
 }
 DEMO_FLOODS = {
-    "messages that nobody takes": FRAMES[8],
-    "questions for a sign of life": frame(k="ping"),
+    "messages without a consumer": FRAMES[8],
+    "pings, which need an answer": frame(k="ping"),
     "credentials": frame(k="paired", key="AAAA"),
-    "frames that nobody knows": frame(k="?", more=[1] * 10),
-    "answers to nothing": frame(k="answer", id="77", value=1),
+    "frames of an unknown kind": frame(k="?", more=[1] * 10),
+    "responses with an unknown id": frame(k="answer", id="77", value=1),
 }
 
 
-class Narrow(Tcp):
-    """A TCP endpoint with little room for what the server does not take."""
+class SmallBufferTcp(Tcp):
+    """A TCP endpoint with a small send buffer in the kernel."""
 
     async def dial(self, receiver: Receiver) -> Transport:
         """Connect."""
@@ -371,53 +381,55 @@ class Narrow(Tcp):
         return transport  # type: ignore[no-any-return]
 
 
-def narrow_mqtt(port: int) -> Mqtt:
+def small_buffer_mqtt(port: int) -> Mqtt:
     protocol = mqtt(port)
-    protocol._endpoint = Narrow("127.0.0.1", port)
+    protocol._endpoint = SmallBufferTcp("127.0.0.1", port)
     return protocol
 
 
-def narrow_demo(port: int) -> Demo:
-    return Demo(Narrow("127.0.0.1", port), resume=True)
+def small_buffer_demo(port: int) -> Demo:
+    return Demo(SmallBufferTcp("127.0.0.1", port), resume=True)
 
 
 @pytest.mark.parametrize("what", MQTT_FLOODS)
-async def test_a_flood_over_mqtt(what: str, broker: Mosquitto) -> None:
+async def test_flood_over_mqtt_takes_bounded_memory(what: str, broker: Mosquitto) -> None:
     flood = endless(CONNACK, MQTT_FLOODS[what], scaled(250_000, least=80_000))
-    await _flooded(broker.port, narrow_mqtt, flood, wants_answers="answer" in what)
+    await _check_flood(broker.port, small_buffer_mqtt, flood, needs_answers="answer" in what)
 
 
 @pytest.mark.parametrize("what", DEMO_FLOODS)
-async def test_a_flood_over_the_demo_protocol(what: str) -> None:
+async def test_flood_over_the_demo_protocol_takes_bounded_memory(what: str) -> None:
     async with DemoServer() as server:
         tcp = await server.serve()
         flood = endless(WELCOME, DEMO_FLOODS[what], scaled(80_000, least=25_000))
-        await _flooded(tcp.port, narrow_demo, flood, wants_answers="sign" in what)
+        await _check_flood(tcp.port, small_buffer_demo, flood, needs_answers="answer" in what)
 
 
-async def _flooded(
+async def _check_flood(
     port: int,
     protocol: Callable[[int], Protocol],
     flood: Callable[[], Iterable[bytes]],
     *,
-    wants_answers: bool,
+    needs_answers: bool,
 ) -> None:
-    async with place(port, protocol) as here:
-        await here.victim.disconnect()
-        here.liar.flood = flood
+    async with victim_of(port, protocol) as here:
+        await here.session.disconnect()
+        here.bad_server.flood = flood
         tracemalloc.start()
         try:
-            before = here.victim.generation
-            # (A link that is open by then is as good: its end is what is waited for.)
-            connecting = asyncio.create_task(here.victim.connect(LIMIT))
-            await until(lambda: here.victim.generation > before + 1, 3 * LIMIT)
+            before = here.session.generation
+            # (The result does not matter: the test waits for the end of the link.)
+            connecting = asyncio.create_task(here.session.connect(LIMIT))
+            await until(lambda: here.session.generation > before + 1, 3 * LIMIT)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         await asyncio.gather(connecting, return_exceptions=True)
-        assert ("takes no answers" in here.victim.status()["reason"]) == wants_answers
-        assert peak < MOST, f"{peak} bytes were kept of a flood of {here.liar.flooded}"
-        # Beside it, nobody has noticed; and when the server is sane again, so is the session.
+        assert ("takes no answers" in here.session.status()["reason"]) == needs_answers
+        assert peak < MAX_MEMORY, (
+            f"{peak} bytes of memory were taken by a flood of {here.bad_server.flooded}"
+        )
+        # The other session is not affected, and this one recovers when its server behaves.
         assert isinstance(await here.other.send("bob", b""), Acked)
-        here.liar.flood = None
-        await here.play([Lie((b"",))])
+        here.bad_server.flood = None
+        await here.play([LinkScript((b"",))])

@@ -1,4 +1,4 @@
-"""One session for a profile in the whole cluster, whatever befalls its process or the store."""
+"""At most one session per profile in a cluster, also if its process or the lease store fails."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from moored.sessions.transport._transport import Transport
 from moored.testing import FaultProxy
 from moored.testing.demo import Demo, DemoServer
 
-#: How long a lease lives without a sign of life of its holder, in seconds.
+#: Lifetime of a lease that is not renewed, in seconds.
 TTL = 3.0
-#: The same, where nobody but this process needs time.
+#: The same, for tests within this process.
 SHORT = 1.5
 
 
@@ -65,7 +65,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["redis", "postgres"])
 def leases_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty place in a real store."""
+    """The URL of an empty lease store on a real server."""
     if request.param == "postgres":
         url: str = request.getfixturevalue("postgres_url")
         return url
@@ -73,7 +73,7 @@ def leases_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 class Account:
-    """A process that has a session, or wants it."""
+    """A process that holds a session, or tries to get it."""
 
     def __init__(
         self,
@@ -81,24 +81,24 @@ class Account:
         leases: str,
         port: int,
         *,
-        insists: bool = False,
+        retries: bool = False,
         send_window: int = 1000,
     ) -> None:
         self.name = name
-        self._order = {
+        self._settings = {
             "name": name,
             "leases": leases,
             "ttl": TTL,
             "broker": f"mqtt://127.0.0.1:{port}",
-            "insists": insists,
+            "retries": retries,
             "send_window": send_window,
         }
-        self.told: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> Self:
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, account.__file__, json.dumps(self._order), stdin=pipe, stdout=pipe
+            sys.executable, account.__file__, json.dumps(self._settings), stdin=pipe, stdout=pipe
         )
         self._reading = asyncio.create_task(self._read())
         return self
@@ -112,10 +112,10 @@ class Account:
     async def _read(self) -> None:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            self.told.append(json.loads(line))
+            self.reports.append(json.loads(line))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; it is our child, so the number is its own."""
+        """Send it a signal."""
         os.kill(self._process.pid, number)
 
     @property
@@ -123,11 +123,11 @@ class Account:
         return self._process.pid
 
     def of(self, what: str) -> list[dict[str, Any]]:
-        """What it has told of one kind."""
-        return [each for each in self.told if each["what"] == what]
+        """Return its reports of one kind."""
+        return [each for each in self.reports if each["what"] == what]
 
-    async def tells(self, what: str, limit: float = 30.0, **data: Any) -> dict[str, Any]:
-        """Wait until it tells this."""
+    async def reported(self, what: str, limit: float = 30.0, **data: Any) -> dict[str, Any]:
+        """Wait for a report of this kind with this data, and return it."""
 
         def found() -> list[dict[str, Any]]:
             return [each for each in self.of(what) if data.items() <= each.items()]
@@ -136,10 +136,10 @@ class Account:
         return found()[0]
 
     async def finish(self) -> dict[str, str]:
-        """Let it end; returns the outcome of each of its sends."""
+        """Let it finish its sends, and return the outcome of each."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
-        done = await self.tells("done")
+        done = await self.reported("done")
         outcomes = self.of("outcome")
         assert len(outcomes) == len({each["id"] for each in outcomes}) == done["sends"]
         assert done["status"]["sending"] == 0
@@ -147,9 +147,9 @@ class Account:
 
 
 @contextlib.asynccontextmanager
-async def listening(broker: Mosquitto) -> AsyncIterator[list[str]]:
-    """The ids of all that comes to Bob, in order."""
-    heard: list[str] = []
+async def subscriber(broker: Mosquitto) -> AsyncIterator[list[str]]:
+    """Yield the list of ids that have arrived at Bob, in order."""
+    arrived_ids: list[str] = []
     ready = asyncio.Event()
 
     async def listen() -> None:
@@ -159,29 +159,29 @@ async def listening(broker: Mosquitto) -> AsyncIterator[list[str]]:
             ready.set()
             async for message in client.messages:
                 assert isinstance(message.payload, bytes)
-                heard.append(message.payload.decode())
+                arrived_ids.append(message.payload.decode())
 
     task = asyncio.create_task(listen())
     try:
         await asyncio.wait_for(ready.wait(), 30)
-        yield heard
+        yield arrived_ids
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-def check(outcomes: dict[str, str], heard: list[str]) -> None:
-    """What was said of each send is true."""
+def check(outcomes: dict[str, str], arrived_ids: list[str]) -> None:
+    """Check each outcome against the ids that have arrived."""
     for id, outcome in outcomes.items():
         if outcome == "Acked":
-            assert id in heard
+            assert id in arrived_ids
         elif outcome == "NotSent":
-            assert id not in heard
+            assert id not in arrived_ids
         else:
             assert outcome == "Unknown"
 
 
-async def test_one_session_for_a_profile_in_a_process() -> None:
+async def test_second_session_of_a_profile_in_one_process_is_refused() -> None:
     server = DemoServer()
     async with Sessions() as sessions:
         first = await sessions.connect("alice", Demo(server))
@@ -195,57 +195,59 @@ async def test_one_session_for_a_profile_in_a_process() -> None:
         await sessions.connect("alice", Demo(server))
 
 
-async def test_one_session_for_a_profile_in_a_cluster_and_a_paused_one_sends_nothing_more(
+async def test_paused_process_loses_its_session_to_another_and_sends_nothing_more(
     leases_url: str,
 ) -> None:
     with Mosquitto(require_server("mosquitto")) as broker:
         async with (
-            listening(broker) as heard,
+            subscriber(broker) as arrived_ids,
             FaultProxy("127.0.0.1", broker.port) as proxy,
             Account("first", leases_url, proxy.port, send_window=2) as first,
         ):
-            # Acknowledgements come late, and make room for more: while it is paused, some do.
+            # Delay acknowledgements, so that some arrive during the pause and open the window.
             proxy.latency(0.05, "down")
-            fence = (await first.tells("online"))["fence"]
-            await until(lambda: len(heard) > 20)
-            async with Account("second", leases_url, broker.port, insists=True) as second:
-                refusal = await second.tells("already running")
+            fence = (await first.reported("online"))["fence"]
+            await until(lambda: len(arrived_ids) > 20)
+            async with Account("second", leases_url, broker.port, retries=True) as second:
+                refusal = await second.reported("already running")
                 assert f"pid {first.pid}" in refusal["error"]
                 first.signal(signal.SIGSTOP)
                 stopped_at = time.monotonic()
-                taken = await second.tells("online", limit=3 * TTL + 10)
+                taken = await second.reported("online", limit=3 * TTL + 10)
                 assert taken["fence"] > fence
                 assert time.monotonic() - stopped_at < 3 * TTL + 10
-                await until(lambda: any(id.startswith("second") for id in heard))
+                await until(lambda: any(id.startswith("second") for id in arrived_ids))
                 known = len(first.of("outcome"))
                 first.signal(signal.SIGCONT)
-                end = await first.tells("update", limit=3 * TTL + 10, kind="TAKEOVER")
+                end = await first.reported("update", limit=3 * TTL + 10, kind="TAKEOVER")
                 assert end["state"] == "offline/refused"
                 assert f"pid {second.pid}" in end["reason"]
                 outcomes = await first.finish()
                 late = first.of("outcome")[known:]
-                assert "NotSent" in [each["outcome"] for each in late], "it had none in its hands"
+                assert "NotSent" in [each["outcome"] for each in late], (
+                    "no send was pending during the pause"
+                )
                 seconds = await second.finish()
                 assert set(seconds.values()) == {"Acked"}
-                await until(lambda: set(seconds) <= set(heard))
-            began = min(n for n, id in enumerate(heard) if id.startswith("second"))
-            assert not [id for id in heard[began:] if id.startswith("first")]
-            check(outcomes, heard)
-            # It stays so: it does not come back by itself.
+                await until(lambda: set(seconds) <= set(arrived_ids))
+            began = min(n for n, id in enumerate(arrived_ids) if id.startswith("second"))
+            assert not [id for id in arrived_ids[began:] if id.startswith("first")]
+            check(outcomes, arrived_ids)
+            # It does not reconnect by itself.
             (done,) = first.of("done")
             assert done["status"]["state"] == "offline/refused"
             assert not first.of("session_crashed")
 
 
 class Sender:
-    """Sends something every few milliseconds, from this process."""
+    """Sends every few milliseconds, and records the outcomes."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._session = sessions.via("alice")
         self.outcomes: list[Outcome] = []
 
     async def run(self) -> None:
-        """Until somebody cancels it."""
+        """Send until cancelled."""
         while True:
             self.outcomes.append(await self._session.send("bob", b"", outcome=True))
             await asyncio.sleep(0.005)
@@ -254,18 +256,18 @@ class Sender:
 def break_store(proxy: FaultProxy, fault: str) -> None:
     """Make a store unavailable."""
     match fault:
-        case "refused" | "refused, but not for long":
+        case "refused" | "refused briefly":
             proxy.refuse()
             proxy.reset()
         case "black hole":
             proxy.black_hole()
-        case "deaf":
-            # What it is asked for is done, but no answer comes: a renewal counts there, not here.
+        case "answers lost":
+            # The store executes requests, but its answers are lost: it counts a renewal, we do not.
             proxy.cut_after(0, "down")
 
 
-@pytest.mark.parametrize("fault", ["refused", "refused, but not for long", "black hole", "deaf"])
-async def test_a_store_that_is_away_for_a_while(
+@pytest.mark.parametrize("fault", ["refused", "refused briefly", "black hole", "answers lost"])
+async def test_session_stops_while_the_store_is_down_and_resumes_with_it(
     fault: str, redis: RedisServer, tmp_path: Path
 ) -> None:
     server = DemoServer()
@@ -286,29 +288,29 @@ async def test_a_store_that_is_away_for_a_while(
 
             break_store(proxy, fault)
             broken_at, before = time.monotonic(), len(sender.outcomes)
-            # While the lease lives, it goes on.
+            # The session continues while its lease is valid.
             await until(lambda: len(sender.outcomes) > before + 10)
             assert alice.state == "online"
             assert all(isinstance(each, Acked) for each in sender.outcomes)
-            # Before another could have it, it stops.
+            # It stops before another process could get the lease.
             await until(lambda: alice.state != "online", 3 * SHORT)
             assert lease.deadline < broken_at + SHORT
             await asyncio.sleep(0)
             count = len(server.received)
-            told = len(sender.outcomes)
-            if "not for long" not in fault:
-                await until(lambda: len(sender.outcomes) > told + 20)
+            known = len(sender.outcomes)
+            if fault != "refused briefly":
+                await until(lambda: len(sender.outcomes) > known + 20)
                 assert len(server.received) == count
-                assert all(isinstance(each, NotSent) for each in sender.outcomes[told:])
+                assert all(isinstance(each, NotSent) for each in sender.outcomes[known:])
 
-            # When the store is back, so is the session, and nobody has to do anything; even if
-            # the store has its last lease still, which nobody else can have had meanwhile.
+            # The session returns with the store by itself, even if the store still has its last
+            # lease, which no other process can have held meanwhile.
             proxy.heal()
             await until(lambda: alice.state == "online")
             assert alice.fence is not None
             assert alice.fence > fence
-            told = len(sender.outcomes)
-            await until(lambda: len(sender.outcomes) > told + 10)
+            known = len(sender.outcomes)
+            await until(lambda: len(sender.outcomes) > known + 10)
             assert isinstance(sender.outcomes[-1], Acked)
             sending.cancel()
             arrived = {each.id for each in server.received}
@@ -320,7 +322,7 @@ async def test_a_store_that_is_away_for_a_while(
             assert CloseClass.TAKEOVER not in kinds
 
 
-async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> None:
+async def test_own_lease_that_the_store_still_has_is_not_a_takeover() -> None:
     server = DemoServer()
     async with (
         connect("memory://") as leases,
@@ -329,7 +331,7 @@ async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> N
         alice = await sessions.connect("alice", Demo(server))
         lease = alice._runtime.lease
         assert lease is not None
-        # As if the answer to a request of ours had been lost, and another lease with it.
+        # As if the answer to an acquire had been lost: the store has a lease that unused uses.
         assert await leases.revoke(lease.id, lease.key)
         ghost = await leases.acquire(lease.key, limit=1, ttl=SHORT, owner=lease.owner)
         assert ghost is not None
@@ -343,61 +345,61 @@ async def test_a_lease_of_its_own_that_the_store_still_has_is_no_takeover() -> N
 
 
 async def free(leases: Leases) -> None:
-    """Wait until nobody has a lease."""
+    """Wait until no lease is held."""
     async with asyncio.timeout(30):
-        while await leases.held():  # noqa: ASYNC110 (a store tells nobody)
+        while await leases.held():  # noqa: ASYNC110 (a store has no notifications)
             await asyncio.sleep(0.001)
 
 
-class Slow(MemoryStore):
-    """A store that does not say that it has given the first lease, and is slow to take it back."""
+class SlowStore(MemoryStore):
+    """A store that delays its answer to the first acquire, and all releases."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given = asyncio.Event()
-        self.may_take = asyncio.Event()
+        self.granted_once = asyncio.Event()
+        self.may_answer = asyncio.Event()
 
     async def acquire(self, request: Request) -> Grant | None:
         granted = await super().acquire(request)
-        if not self.given.is_set():
-            self.given.set()
-            await self.may_take.wait()
+        if not self.granted_once.is_set():
+            self.granted_once.set()
+            await self.may_answer.wait()
         return granted
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        await self.may_take.wait()
+        await self.may_answer.wait()
         return await super().release(requests)
 
 
-async def test_a_start_that_was_given_up_is_not_running() -> None:
-    store = Slow()
+async def test_cancelled_start_leaves_no_session_and_the_profile_can_start_again() -> None:
+    store = SlowStore()
     async with Leases(store) as leases, Sessions(leases=leases) as sessions:
-        given_up = asyncio.create_task(sessions.start("alice", Demo(DemoServer())))
-        await store.given.wait()
-        given_up.cancel()
+        cancelled = asyncio.create_task(sessions.start("alice", Demo(DemoServer())))
+        await store.granted_once.wait()
+        cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await given_up
+            await cancelled
         with pytest.raises(StoreUnavailable, match="its own last lease"):
             await sessions.start("alice", Demo(DemoServer()))
-        store.may_take.set()
+        store.may_answer.set()
         await free(leases)
         await sessions.start("alice", Demo(DemoServer()))
 
 
-async def test_a_lease_that_is_free_again_when_it_is_looked_at_is_taken() -> None:
-    class Hasty(MemoryStore):
+async def test_lease_released_during_the_check_of_its_holder_is_acquired() -> None:
+    class ReleasedOnQuery(MemoryStore):
         async def held(self, key: str | None = None) -> Sequence[Held]:
             await other.release()
             return await super().held(key)
 
-    async with Leases(Hasty()) as leases, Sessions(leases=leases) as sessions:
-        found = await leases.acquire("sessions/alice", limit=1, owner="somebody")
+    async with Leases(ReleasedOnQuery()) as leases, Sessions(leases=leases) as sessions:
+        found = await leases.acquire("sessions/alice", limit=1, owner="another process")
         assert found is not None
         other = found
         await sessions.connect("alice", Demo(DemoServer()))
 
 
-async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> None:
+async def test_late_loss_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> None:
     server = DemoServer()
     now = [0.0]
     clock = Clock(lambda: time.monotonic() + now[0])
@@ -408,42 +410,42 @@ async def test_the_end_of_an_old_lease_does_not_end_the_link_of_a_new_one() -> N
         alice = await sessions.connect("alice", Demo(server))
         old = alice._runtime.lease
         assert old is not None
-        (tell,) = old._callbacks
-        # As after a pause of the whole process: the lease is over, and nobody was told yet.
+        (report_loss,) = old._callbacks
+        # As after a pause of the process: the lease has expired, and its loss is not yet reported.
         now[0] = SHORT
         assert not old.live
         assert isinstance(await alice.send("bob", b"", outcome=True), NotSent)
         await alice.online(30)
         assert alice._runtime.lease is not old
         generation = alice.generation
-        tell(LeaseLost("it is over", key=old.key, reason="expired"))
+        report_loss(LeaseLost("expired", key=old.key, reason="expired"))
         assert (alice.state, alice.generation) == ("online", generation)
         assert isinstance(await alice.send("bob", b""), Acked)
 
 
-# -- when the lease has been somebody else's ---------------------------------------------------
+# -- after another process has held the lease --------------------------------------------------
 
 
-async def revoked(leases: Leases, session: Session) -> None:
-    """Let the store give the lease of a session to whoever wants it; the session learns later."""
+async def revoke_lease(leases: Leases, session: Session) -> None:
+    """Revoke the lease of a session in the store; the session does not know yet."""
     assert session._runtime.lease is not None
     assert await leases.revoke(session._runtime.lease.id, session._runtime.lease.key)
 
 
-async def learns_of_it(session: Session) -> None:
-    """Its lease is gone, and now it knows."""
+async def notice_lost_lease(session: Session) -> None:
+    """Let the session notice that its lease is lost."""
     assert session._runtime.lease is not None
     with pytest.raises(LeaseLost):
         await session._runtime.lease.renew()
 
 
 @pytest.mark.parametrize("client_id", ["{profile}", ""], ids=["named", "unnamed"])
-async def test_what_was_sent_under_an_old_lease_does_not_follow_what_the_next_owner_sent(
+async def test_sends_of_an_old_lease_are_not_written_after_those_of_the_next_owner(
     client_id: str,
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         broker = stack.enter_context(Mosquitto(require_server("mosquitto")))
-        heard = await stack.enter_async_context(listening(broker))
+        arrived_ids = await stack.enter_async_context(subscriber(broker))
         proxy = await stack.enter_async_context(FaultProxy("127.0.0.1", broker.port))
         leases = await stack.enter_async_context(connect("memory://"))
         one = await stack.enter_async_context(Sessions(leases=leases, backoff=Backoff(0.01, 0.05)))
@@ -454,9 +456,9 @@ async def test_what_was_sent_under_an_old_lease_does_not_follow_what_the_next_ow
         proxy.black_hole()
         old = asyncio.create_task(first.send("bob/1", b"old", outcome=True))
         await until(lambda: len(first._runtime.memory.inflight) == 1)
-        await revoked(leases, first)
+        await revoke_lease(leases, first)
         second = await two.connect("alice", Mqtt(broker.url(), **how))
-        await learns_of_it(first)
+        await notice_lost_lease(first)
         assert isinstance(await old, Unknown)
         await until(lambda: first.state == "offline/refused")
         assert isinstance(await second.send("bob/1", b"new"), Acked)
@@ -465,15 +467,15 @@ async def test_what_was_sent_under_an_old_lease_does_not_follow_what_the_next_ow
         proxy.heal()
         await first.connect()
         assert isinstance(await first.send("bob/1", b"newest"), Acked)
-        await until(lambda: "newest" in heard)
-        assert heard == ["new", "newest"]
+        await until(lambda: "newest" in arrived_ids)
+        assert arrived_ids == ["new", "newest"]
 
 
-async def test_a_lease_that_is_had_again_is_no_clean_start() -> None:
-    """Nobody else has had it, perhaps: what the broker has kept is not thrown away."""
+async def test_regained_lease_does_not_force_a_clean_start() -> None:
+    """The broker keeps messages for the session, which a clean start would discard."""
     got: list[object] = []
 
-    def hears(event: Incoming) -> None:
+    def collect_messages(event: Incoming) -> None:
         if event.type == "messages_upsert":
             got.append(event.data.content)
 
@@ -484,11 +486,11 @@ async def test_a_lease_that_is_had_again_is_no_clean_start() -> None:
             Sessions() as other,
         ):
             protocol = Mqtt(broker.url(), clean_start=True)
-            alice = await one.connect("alice", protocol, on_event=hears)
+            alice = await one.connect("alice", protocol, on_event=collect_messages)
             bob = await other.connect("bob", Mqtt(broker.url(), subscribe=()))
-            await revoked(leases, alice)
-            async with leases.exclusive("sessions/alice", owner="somebody"):
-                await learns_of_it(alice)
+            await revoke_lease(leases, alice)
+            async with leases.exclusive("sessions/alice", owner="another process"):
+                await notice_lost_lease(alice)
                 await until(lambda: alice.state == "offline/refused")
                 await bob.send("alice", b"while she was away")
             await alice.connect()
@@ -496,30 +498,30 @@ async def test_a_lease_that_is_had_again_is_no_clean_start() -> None:
             assert got == [b"while she was away"]
 
 
-async def test_credentials_of_the_next_owner_are_not_ignored(tmp_path: Path) -> None:
+async def test_credentials_stored_by_the_next_owner_are_used(tmp_path: Path) -> None:
     server = DemoServer(pairing=True)
     storage = f"{tmp_path}/accounts.db"
     async with connect("memory://") as leases, Sessions(leases=leases, storage=storage) as one:
         await one._storage.new("alice")
         await one._storage.put("alice", "creds", "creds", server.add("alice"))
         first = await one.connect("alice", Demo(server))
-        await revoked(leases, first)
+        await revoke_lease(leases, first)
         async with Sessions(leases=leases, storage=storage) as two:
             await two._storage.put("alice", "creds", "creds", server.add("alice"))
             second = await two.connect("alice", Demo(server))
-            await learns_of_it(first)
+            await notice_lost_lease(first)
             await until(lambda: first.state == "offline/refused")
             assert second.state == "online"
         await first.connect()
         assert first.state == "online"
 
 
-# -- a server that is slow to take what is left ------------------------------------------------
+# -- links with unsent data ------------------------------------------------
 
 
 @contextlib.asynccontextmanager
 async def overloaded(leases: Leases | None = None) -> AsyncIterator[tuple[Session, FaultProxy]]:
-    """A session that has more to send than it gets rid of."""
+    """Yield a session whose send buffer is full, and the proxy that stalls it."""
     async with (
         DemoServer() as server,
         FaultProxy("127.0.0.1", (await server.serve()).port) as proxy,
@@ -542,35 +544,37 @@ def link_of(session: Session) -> Transport:
     return transport
 
 
-@pytest.mark.parametrize("takes_it", [True, False])
-async def test_a_lease_is_given_back_when_nothing_more_can_be_sent(takes_it: bool) -> None:
+@pytest.mark.parametrize("server_reads", [True, False])
+async def test_lease_is_released_when_the_closed_link_can_send_nothing_more(
+    server_reads: bool,
+) -> None:
     async with connect("memory://") as leases, overloaded(leases) as (alice, proxy):
         link = link_of(alice)
         stopping = asyncio.create_task(alice.stop())
         await until(lambda: alice.state == "stopped")
         assert link.pending
-        if takes_it:
+        if server_reads:
             proxy.resume()
         await free(leases)
         assert not link.pending
         await stopping
 
 
-async def test_a_new_link_ends_one_that_was_closed_before() -> None:
+async def test_new_link_aborts_a_closed_link_with_unsent_data() -> None:
     async with overloaded() as (alice, proxy):
         link = link_of(alice)
         await alice.disconnect()
         assert link.pending
         connecting = asyncio.create_task(alice.connect())
-        # Long before the time is over that a closed link has.
+        # Long before the closing timeout of a closed link expires.
         await until(lambda: not link.pending, 3.0)
         proxy.resume()
         await connecting
 
 
-async def test_a_link_that_is_gone_is_not_waited_for() -> None:
-    class Backlog:
-        """A transport that has lost its socket, and still has something to send."""
+async def test_lost_link_with_unsent_data_is_not_waited_for() -> None:
+    class LostTransport:
+        """A transport that has lost its socket, with unsent data."""
 
         keeps_bounds = False
         pending = 5
@@ -583,29 +587,29 @@ async def test_a_link_that_is_gone_is_not_waited_for() -> None:
 
         abort = close
 
-    parting = ClosingLinks()
-    nobody = cast(Any, None)
-    link = Link(nobody, nobody, 1, nobody)
-    link.transport = Backlog()
+    closing_links = ClosingLinks()
+    unused = cast(Any, None)
+    link = Link(unused, unused, 1, unused)
+    link.transport = LostTransport()
     link.lost(None)
-    parting.closed(link)
-    await asyncio.wait_for(parting.gone(2 * LIMIT), LIMIT)
+    closing_links.closed(link)
+    await asyncio.wait_for(closing_links.gone(2 * LIMIT), LIMIT)
 
 
-async def test_a_lost_lease_ends_a_link_that_was_closed_before() -> None:
+async def test_lost_lease_aborts_a_closed_link_with_unsent_data() -> None:
     async with connect("memory://") as leases, overloaded(leases) as (alice, _):
         link = link_of(alice)
         await alice.disconnect()
         assert link.pending
-        await revoked(leases, alice)
-        await learns_of_it(alice)
+        await revoke_lease(leases, alice)
+        await notice_lost_lease(alice)
         assert not link.pending
 
 
-# -- a store that is away at the start ---------------------------------------------------------
+# -- a store that is down at the start ---------------------------------------------------------
 
 
-async def test_a_session_is_not_started_while_the_store_is_away(
+async def test_session_cannot_start_while_the_store_is_down(
     redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = DemoServer()

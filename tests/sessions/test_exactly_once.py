@@ -1,4 +1,4 @@
-"""A protocol that resumes, over links that are cut: every send arrives once, and no more."""
+"""With a protocol that resumes, every send arrives exactly once over links that are cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
-from tests.sessions.storm import Faults, Storm
+from tests.sessions.send_load import LinkFaults, SendLoad
 from tests.sessions.support import until
 
 from moored.kernel import Backoff
@@ -19,14 +19,14 @@ from moored.testing.demo import Demo, DemoServer
 SENDS = scaled(1000, least=200)
 CUTS = scaled(20, least=5)
 RECIPIENTS = 50
-#: How many of the recipients are there, over links that are cut as well.
-PRESENT = 3
-#: How long one of these takes for a message, in seconds.
-SLOWLY = 0.02
+#: How many of the recipients are connected, over links that are cut as well.
+CONNECTED = 3
+#: How long a connected recipient takes to handle a message, in seconds.
+HANDLING_TIME = 0.02
 
 
 def ids_in_mail(server: DemoServer, name: str) -> list[str]:
-    """What the server keeps for somebody, in its order, as often as it was posted."""
+    """Return the ids in the server's mail for an account, in order, with repetitions."""
     return [frame["id"] for frame in server.world.account(name).mail.values()]
 
 
@@ -39,20 +39,20 @@ async def test_every_send_arrives_once_over_links_that_are_cut(
     server = DemoServer(window=window)
     names = [f"to/{number}" for number in range(RECIPIENTS)]
     for name in names:
-        server.world.account(name)  # so that there is mail for them
+        server.world.account(name)  # so that the server keeps mail for it
     tcp = await server.serve()
-    heard: defaultdict[str, list[str]] = defaultdict(list)
-    over: Counter[tuple[str, int, str]] = Counter()
+    received: defaultdict[str, list[str]] = defaultdict(list)
+    times_per_link: Counter[tuple[str, int, str]] = Counter()
     backlog: Counter[str] = Counter()
 
-    async def hear(event: Incoming) -> None:
-        # So slowly that others wait behind it, of which a lost link must not make two.
+    async def handle(event: Incoming) -> None:
+        # Slow, so that messages queue behind it; a lost link must not duplicate those.
         if event.type == "messages_upsert":
             name, id = event.profile, event.data.id
-            heard[name].append(id)
-            over[name, sessions.via(name).generation, id] += 1
+            received[name].append(id)
+            times_per_link[name, sessions.via(name).generation, id] += 1
             backlog[name] = max(backlog[name], server.mail(name))
-            await asyncio.sleep(SLOWLY)
+            await asyncio.sleep(HANDLING_TIME)
 
     async with (
         server,
@@ -67,34 +67,36 @@ async def test_every_send_arrives_once_over_links_that_are_cut(
             )
             return await sessions.connect(name, protocol, **options)
 
-        for name in names[:PRESENT]:
-            await connect(name, on_event=hear)
+        for name in names[:CONNECTED]:
+            await connect(name, on_event=handle)
         session = await connect("alice")
-        storm = Storm(session, rng)
-        await storm.run(SENDS, [Faults(proxy, session, storm, rng)] * CUTS)
+        load = SendLoad(session, rng)
+        await load.run(SENDS, [LinkFaults(proxy, session, load, rng)] * CUTS)
         assert session.status()["reconnects"] >= CUTS
-        # The server always knows the session, so it says what became of each one in the end.
-        assert storm.counts()["Unknown"] == 0
-        assert storm.counts()["Acked"] > SENDS / 4
+        # The server always resumes the session, so every send has a definite outcome.
+        assert load.counts()["Unknown"] == 0
+        assert load.counts()["Acked"] > SENDS / 4
 
-        # What has come to those who were there is acknowledged when they have handled it.
-        await until(lambda: not any(server.mail(name) for name in names[:PRESENT]))
-        await storm.last("to/0")
-        lost, again = storm.check(
-            lambda name: heard[name] if name in names[:PRESENT] else ids_in_mail(server, name)
+        # A message to a connected recipient is acknowledged when it has been handled.
+        await until(lambda: not any(server.mail(name) for name in names[:CONNECTED]))
+        await load.last("to/0")
+        lost, again = load.check(
+            lambda name: received[name] if name in names[:CONNECTED] else ids_in_mail(server, name)
         )
         assert lost == 0
-        for name in names[PRESENT:]:
+        for name in names[CONNECTED:]:
             posted = ids_in_mail(server, name)
-            assert len(posted) == len(set(posted)), "the server has posted one twice"
+            assert len(posted) == len(set(posted)), "the server has stored a send twice"
         sent_again = sum(each.duplicates for each in server.received)
-        assert sent_again > 0, "nothing had to be sent again: the links were cut too gently"
-        # And what came again to those who were there: each at most once over each new link, and no
-        # more than the server had unacknowledged.
-        assert set(over.values()) <= {1}, f"twice over one link: {over.most_common(3)}"
+        assert sent_again > 0, "no send was repeated: the faults hit nothing"
+        # A connected recipient gets a message at most once over each link, and no more repetitions
+        # than the server had unacknowledged messages.
+        assert set(times_per_link.values()) <= {1}, (
+            f"twice over one link:  {times_per_link.most_common(3)}"
+        )
         most = {
             name: backlog[name] * sessions.via(name).status()["reconnects"]
-            for name in names[:PRESENT]
+            for name in names[:CONNECTED]
         }
         assert again <= sum(most.values()), f"{again} came again: {most}"
 

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from tests.sessions.support import until
-from tests.sessions.test_cluster import learns_of_it, revoked
+from tests.sessions.test_cluster import notice_lost_lease, revoke_lease
 
 from moored.leases import connect
 from moored.sessions import SessionError, Sessions
@@ -27,12 +27,12 @@ async def test_unsaved_credentials_of_an_old_lease_do_not_replace_those_of_the_n
         # As if the storage had failed when the server gave them.
         first._runtime.credentials._lease = first._runtime.lease
         first._runtime.credentials.unsaved = True
-        await revoked(leases, first)
+        await revoke_lease(leases, first)
         async with Sessions(leases=leases, storage=storage) as two:
             newer = server.add("alice")
             await two._storage.put(*CREDENTIALS, newer)
             await two.connect("alice", Demo(server))
-            await learns_of_it(first)
+            await notice_lost_lease(first)
             await until(lambda: first.state == "offline/refused")
         with contextlib.suppress(SessionError):  # the server does not know the old ones any more
             await first.connect()

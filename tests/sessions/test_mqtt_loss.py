@@ -1,4 +1,4 @@
-"""A link that is cut, and a broker that is killed: every send has one outcome, and it is true."""
+"""MQTT links that are cut and brokers that are killed: every send has one, correct outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
-from tests.sessions.storm import Faults, Storm
+from tests.sessions.send_load import LinkFaults, SendLoad
 from tests.sessions.support import until
 
 from moored.kernel import Backoff
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 
 SENDS = scaled(1000, least=200)
 CUTS = scaled(20, least=5)
-#: Nothing of what the listener has not taken yet is thrown away.
-KEEPS_ALL = "max_queued_messages 0"
+#: The broker drops no message that the listener has not received yet.
+UNLIMITED_QUEUE = "max_queued_messages 0"
 KILLS = 2
 
-#: Keeps a figure with the report of the test.
+#: Adds a measured value to the report of the test.
 Record = Callable[[str, object], None]
 
 
 @pytest.fixture
 def record(record_property: Record) -> Record:
-    """Where to put what was measured."""
+    """Return a function that records a measured value."""
 
     def record(name: str, value: object) -> None:
         record_property(name, str(value))
@@ -48,28 +48,28 @@ def record(record_property: Record) -> Record:
 
 
 class Listener:
-    """Another client, by other people, with a session of its own: what it misses comes later."""
+    """A client of another library with a persistent session: missed messages arrive later."""
 
     def __init__(self, broker: Mosquitto) -> None:
         self._broker = broker
-        # One for all connections: what a client has acknowledged is not forgotten with it.
+        # One queue for all connections: messages that a client has acknowledged are not lost.
         self._queue: asyncio.Queue[aiomqtt.Message] = asyncio.Queue()
-        self.heard: defaultdict[str, list[str]] = defaultdict(list)
+        self.received: defaultdict[str, list[str]] = defaultdict(list)
         self.subscribed = asyncio.Event()
 
     async def run(self) -> None:
-        """Listen, whatever becomes of the broker, until somebody cancels this."""
+        """Receive until cancelled, and reconnect whenever the broker is lost."""
         while True:
             try:
                 async with self._client() as client:
                     await client.subscribe("to/+", qos=1)
                     self.subscribed.set()
                     async for message in client.messages:
-                        self._hear(message)
+                        self._record(message)
             except aiomqtt.MqttError:
                 self.subscribed.clear()
                 while not self._queue.empty():
-                    self._hear(self._queue.get_nowait())
+                    self._record(self._queue.get_nowait())
                 await asyncio.sleep(0.02)
 
     def _client(self) -> aiomqtt.Client:
@@ -86,16 +86,16 @@ class Listener:
             queue_type=queue,
         )
 
-    def _hear(self, message: aiomqtt.Message) -> None:
+    def _record(self, message: aiomqtt.Message) -> None:
         assert isinstance(message.payload, bytes)
         ((name, id),) = message.properties.UserProperty  # type: ignore[union-attr]
         assert (name, id.encode()) == ("message-id", message.payload)
-        self.heard[str(message.topic)].append(id)
+        self.received[str(message.topic)].append(id)
 
     @classmethod
     @contextlib.asynccontextmanager
     async def listening(cls, broker: Mosquitto) -> AsyncIterator[Listener]:
-        """One that listens already."""
+        """Yield a listener that has subscribed."""
         listener = cls(broker)
         task = asyncio.create_task(listener.run())
         try:
@@ -120,50 +120,52 @@ async def connected(broker: Mosquitto, **options: Any) -> AsyncIterator[tuple[Se
         yield await sessions.connect("alice", protocol), proxy
 
 
-async def has_come(storm: Storm, listener: Listener) -> None:
-    """Whatever has left the session has come to the listener by now, if it ever will."""
+async def all_arrived(load: SendLoad, listener: Listener) -> None:
+    """Wait until every send that the session has written has arrived, if it ever will."""
     await asyncio.wait_for(listener.subscribed.wait(), 30)
-    last = await storm.last()
-    await until(lambda: last in listener.heard["to/last"])
+    last = await load.last()
+    await until(lambda: last in listener.received["to/last"])
 
 
 @pytest.mark.parametrize("session_expiry", [0, 3600])
-async def test_a_link_that_is_cut_again_and_again(session_expiry: int, record: Record) -> None:
+async def test_outcomes_are_correct_over_links_that_are_cut(
+    session_expiry: int, record: Record
+) -> None:
     rng = random.Random(base_seed() + session_expiry)
-    with Mosquitto(require_server("mosquitto"), KEEPS_ALL) as broker:
+    with Mosquitto(require_server("mosquitto"), UNLIMITED_QUEUE) as broker:
         async with (
             Listener.listening(broker) as listener,
             connected(broker, session_expiry=session_expiry) as (session, proxy),
         ):
-            storm = Storm(session, rng)
-            fault = Faults(proxy, session, storm, rng)
-            await storm.run(SENDS, [fault] * CUTS)
-            await has_come(storm, listener)
-            lost, again = storm.check(lambda recipient: listener.heard[recipient])
+            load = SendLoad(session, rng)
+            fault = LinkFaults(proxy, session, load, rng)
+            await load.run(SENDS, [fault] * CUTS)
+            await all_arrived(load, listener)
+            lost, again = load.check(lambda recipient: listener.received[recipient])
             assert session.status()["reconnects"] >= CUTS
-    record("outcomes", storm.counts())
+    record("outcomes", load.counts())
     record("lost, came again", (lost, again))
-    assert storm.counts()["Acked"] > SENDS / 4
+    assert load.counts()["Acked"] > SENDS / 4
     if session_expiry:
-        # The server knows the session, so it says what became of each send in the end. (None is put
-        # aside: others are in flight whenever a link is cut, and every third dies of silence.)
-        assert storm.counts()["Unknown"] == 0
+        # The broker resumes the session, so every send has a definite outcome. (None is given up:
+        # others are in flight whenever a link is cut, and every third fault is a silent link.)
+        assert load.counts()["Unknown"] == 0
 
 
 @pytest.mark.parametrize(
     ("persistence", "session_expiry"), [(True, 3600), (False, 3600), (False, 0)]
 )
-async def test_a_broker_that_is_killed_twice_besides(
+async def test_outcomes_are_correct_if_the_broker_is_killed_twice(
     persistence: bool, session_expiry: int, record: Record
 ) -> None:
     rng = random.Random(base_seed() + 1)
     binary = require_server("mosquitto")
-    with Mosquitto(binary, KEEPS_ALL, persistence=persistence) as broker:
+    with Mosquitto(binary, UNLIMITED_QUEUE, persistence=persistence) as broker:
         async with (
             Listener.listening(broker) as listener,
             connected(broker, session_expiry=session_expiry) as (session, proxy),
         ):
-            storm = Storm(session, rng)
+            load = SendLoad(session, rng)
 
             async def kill() -> None:
                 await session.online(30)
@@ -172,36 +174,36 @@ async def test_a_broker_that_is_killed_twice_besides(
                 await until(lambda: session.state != "online")
                 await asyncio.to_thread(broker.start)
 
-            faults = [Faults(proxy, session, storm, rng)] * CUTS
-            await storm.run(SENDS, rng.sample([*faults, *[kill] * KILLS], CUTS + KILLS))
-            await has_come(storm, listener)
-            # What was confirmed is with the broker, and may be gone with it; all else holds.
-            lost, again = storm.check(lambda recipient: listener.heard[recipient], lossy=True)
-    record("outcomes", storm.counts())
+            faults = [LinkFaults(proxy, session, load, rng)] * CUTS
+            await load.run(SENDS, rng.sample([*faults, *[kill] * KILLS], CUTS + KILLS))
+            await all_arrived(load, listener)
+            # A killed broker may lose what it has confirmed; everything else must hold.
+            lost, again = load.check(lambda recipient: listener.received[recipient], lossy=True)
+    record("outcomes", load.counts())
     record("lost, came again", (lost, again))
-    assert storm.counts()["Acked"] > SENDS / 4
+    assert load.counts()["Acked"] > SENDS / 4
 
 
 @pytest.mark.parametrize("persistence", [True, False])
-async def test_what_a_broker_has_confirmed_is_its_own_to_keep(
+async def test_killed_broker_keeps_confirmed_messages_only_with_persistence(
     persistence: bool, record: Record
 ) -> None:
     binary = require_server("mosquitto")
-    with Mosquitto(binary, KEEPS_ALL, persistence=persistence) as broker:
+    with Mosquitto(binary, UNLIMITED_QUEUE, persistence=persistence) as broker:
         async with connected(broker) as (session, _):
             async with Listener.listening(broker):
-                pass  # it has subscribed, and is away now
+                pass  # it stays subscribed while it is away
             sends = [session.send("to/bob", b"%d" % n, id=f"{n}") for n in range(20)]
             assert len(await asyncio.gather(*sends)) == 20
             if persistence:
-                # Mosquitto confirms first, and writes a moment later.
+                # Mosquitto confirms first, and writes to disk a moment later.
                 await until(lambda: b"message-id\x00\x0219" in broker.database.read_bytes())
             broker.kill()
             await until(lambda: session.state != "online")
             await asyncio.to_thread(broker.start)
             async with Listener.listening(broker) as listener:
                 await session.send("to/last", b"last", id="last", hold=True)
-                await until(lambda: listener.heard["to/last"])
-                lost = 20 - len(listener.heard["to/bob"])
+                await until(lambda: listener.received["to/last"])
+                lost = 20 - len(listener.received["to/bob"])
     record("lost", lost)
     assert lost == (0 if persistence else 20)

@@ -1,4 +1,4 @@
-"""A session over the demo protocol, in this process: every send has its outcome."""
+"""A session over the demo protocol, in this process: outcomes, steps, lifecycle, events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from moored.testing.demo import Demo, DemoServer
 # -- outcomes -----------------------------------------------------------------------------------
 
 
-async def test_a_send_returns_when_the_server_has_confirmed_it(
+async def test_send_returns_when_the_server_has_confirmed_it(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -55,7 +55,7 @@ async def test_a_send_returns_when_the_server_has_confirmed_it(
     assert (received.profile, received.recipient, received.id) == ("alice", "bob", "first")
 
 
-async def test_a_refused_send_is_raised_or_returned(sessions: Sessions, server: DemoServer) -> None:
+async def test_rejected_send_is_raised_or_returned(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.reject("bob", 463, "no such account")
     with pytest.raises(SendRejected, match="463") as caught:
@@ -66,7 +66,7 @@ async def test_a_refused_send_is_raised_or_returned(sessions: Sessions, server: 
     )
 
 
-async def test_link_loss_resolves_what_was_written_at_once(
+async def test_link_loss_settles_written_sends_immediately(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -81,7 +81,7 @@ async def test_link_loss_resolves_what_was_written_at_once(
     assert await alice.send("bob", b"again")
 
 
-async def test_without_a_link_a_send_fails_at_once_and_says_that_it_is_safe(
+async def test_send_without_a_link_fails_immediately_as_not_sent(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -92,7 +92,7 @@ async def test_without_a_link_a_send_fails_at_once_and_says_that_it_is_safe(
     assert server.received == []
 
 
-async def test_a_held_send_waits_for_the_link(sessions: Sessions, server: DemoServer) -> None:
+async def test_held_send_waits_for_the_link(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.refusing = True
     server.cut("alice")
@@ -107,7 +107,7 @@ async def test_a_held_send_waits_for_the_link(sessions: Sessions, server: DemoSe
     assert [each.id for each in server.received] == ["0", "1", "2"]
 
 
-async def test_a_held_send_ends_with_its_time_and_was_not_sent(
+async def test_held_send_that_times_out_was_not_sent(
     sessions: Sessions, server: DemoServer
 ) -> None:
     server.refusing = True
@@ -117,7 +117,7 @@ async def test_a_held_send_ends_with_its_time_and_was_not_sent(
     assert outcome.stage == "relay"
 
 
-async def test_an_idempotent_send_is_written_again_with_its_id(
+async def test_idempotent_send_is_written_again_with_its_id(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -130,14 +130,14 @@ async def test_an_idempotent_send_is_written_again_with_its_id(
     assert received.duplicates == 1
 
 
-async def test_a_send_that_is_not_confirmed_in_time_is_unknown(
+async def test_send_that_is_not_confirmed_in_time_is_unknown(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.drop_acks = 1
     with pytest.raises(SendUnknown, match="only if a second one does no harm"):
         await alice.send("bob", b"hello", timeout=0.05)
-    # The ack that comes late is nobody's.
+    # A late ack must not settle the next send.
     assert await alice.send("bob", b"next")
 
 
@@ -152,13 +152,13 @@ async def test_duplicate_and_partial_acks_change_nothing(
     assert all(each.duplicates == 0 for each in server.received)
 
 
-async def test_cumulative_acks_resolve_every_send(sessions: Sessions, server: DemoServer) -> None:
+async def test_cumulative_acks_settle_every_send(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server, cumulative=True))
     sends = [alice.send(f"to {number % 7}", b"", id=str(number)) for number in range(50)]
     assert len(await asyncio.gather(*sends)) == 50
 
 
-async def test_the_window_of_the_server_is_kept(sessions: Sessions) -> None:
+async def test_send_window_of_the_server_is_respected(sessions: Sessions) -> None:
     server = DemoServer(window=3)
     server.drop_acks = float("inf")
     alice = await sessions.connect("alice", Demo(server))
@@ -171,7 +171,7 @@ async def test_the_window_of_the_server_is_kept(sessions: Sessions) -> None:
     assert len(server.received) == 3
 
 
-async def test_an_ack_that_comes_twice_frees_the_window_once(sessions: Sessions) -> None:
+async def test_duplicate_ack_frees_one_place_in_the_window(sessions: Sessions) -> None:
     server = DemoServer(window=2)
     server.partial_acks = server.duplicate_acks = True
     alice = await sessions.connect("alice", Demo(server))
@@ -181,11 +181,11 @@ async def test_an_ack_that_comes_twice_frees_the_window_once(sessions: Sessions)
     for _ in range(10):
         await alice.send("bob", b"", wait=False)
     await until(lambda: len(server.received) >= before + 2)
-    await alice.query({"do": "echo"})  # behind all that was written
+    await alice.query({"do": "echo"})  # answered after everything written before it
     assert len(server.received) == before + 2
 
 
-async def test_a_caller_that_goes_before_anything_was_written_takes_its_send_along(
+async def test_cancelled_send_that_was_not_written_is_never_written(
     sessions: Sessions, server: DemoServer
 ) -> None:
     server.refusing = True
@@ -202,7 +202,7 @@ async def test_a_caller_that_goes_before_anything_was_written_takes_its_send_alo
     assert [each.recipient for each in server.received] == ["carol"]
 
 
-async def test_fire_and_forget_returns_at_once_and_is_counted(
+async def test_send_without_wait_returns_immediately_and_is_counted(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -210,15 +210,13 @@ async def test_fire_and_forget_returns_at_once_and_is_counted(
     await until(lambda: alice.status()["acked"] == 1)
 
 
-async def test_the_ack_of_a_poll_carries_its_secret(sessions: Sessions, server: DemoServer) -> None:
+async def test_ack_of_a_poll_carries_its_secret(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     outcome = await alice.send_poll("bob", Poll("tea?", ("yes", "no")))
     assert outcome.extra["secret"]
 
 
-async def test_a_peer_may_ask_for_a_recent_send_again(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_peer_can_request_a_recent_send_again(sessions: Sessions, server: DemoServer) -> None:
     class Repeating(Demo):
         repeats = True
 
@@ -232,7 +230,7 @@ async def test_a_peer_may_ask_for_a_recent_send_again(
     await until(lambda: server.received[0].duplicates == 1)
     status = alice.status()
     assert (status["repeated"], status["not_repeated"]) == (1, 1)
-    # What has crashed takes its memory along.
+    # A crash discards the cache of recent sends.
     connection.crash(RuntimeError("a defect"))
     await until(lambda: alice.generation > 1 and alice.state == "online")
     assert alice._runtime.link is not None
@@ -240,7 +238,7 @@ async def test_a_peer_may_ask_for_a_recent_send_again(
     assert alice.status()["not_repeated"] == 2
 
 
-async def test_a_peer_that_asks_and_asks_does_not_fill_the_memory(sessions: Sessions) -> None:
+async def test_repeat_requests_do_not_fill_the_send_buffer(sessions: Sessions) -> None:
     class Repeating(Demo):
         repeats = True
 
@@ -263,7 +261,7 @@ async def test_a_peer_that_asks_and_asks_does_not_fill_the_memory(sessions: Sess
 # -- steps and senders --------------------------------------------------------------------------
 
 
-async def test_sends_to_one_recipient_keep_their_order_and_others_go_past(
+async def test_sends_to_one_recipient_keep_their_order_and_others_overtake_them(
     sessions: Sessions, server: DemoServer
 ) -> None:
     gate = asyncio.Event()
@@ -287,9 +285,7 @@ async def test_sends_to_one_recipient_keep_their_order_and_others_go_past(
     assert len(alice._runtime.sends.senders) == 0
 
 
-async def test_a_failed_step_fails_its_own_send_only(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_failed_step_fails_its_own_send_only(sessions: Sessions, server: DemoServer) -> None:
     async def bundle(outgoing: Outgoing, session: Any) -> Outgoing:
         await asyncio.sleep(0)
         if outgoing.id == "bad":
@@ -305,9 +301,9 @@ async def test_a_failed_step_fails_its_own_send_only(
     assert good == Acked("good")
 
 
-@pytest.mark.parametrize("waits", [True, False])
-async def test_a_crashed_sender_fails_all_that_its_recipient_has_and_nobody_else(
-    sessions: Sessions, server: DemoServer, waits: bool
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_crashed_sender_fails_the_sends_of_its_recipient_only(
+    sessions: Sessions, server: DemoServer, is_async: bool
 ) -> None:
     async def later(outgoing: Outgoing) -> Outgoing:
         await asyncio.sleep(0)
@@ -316,7 +312,7 @@ async def test_a_crashed_sender_fails_all_that_its_recipient_has_and_nobody_else
         return outgoing
 
     def encrypt(outgoing: Outgoing, session: Any) -> Any:
-        if waits:
+        if is_async:
             return later(outgoing)
         if outgoing.id == "poison":
             raise RuntimeError("ratchet out of step")
@@ -334,7 +330,7 @@ async def test_a_crashed_sender_fails_all_that_its_recipient_has_and_nobody_else
     assert isinstance(outcomes[1], NotSent)
     assert isinstance(outcomes[0].reason, SenderCrashed)
     assert isinstance(outcomes[1].reason, SenderCrashed)
-    if waits:
+    if is_async:
         assert isinstance(outcomes[2], NotSent)
         assert isinstance(outcomes[2].reason, SenderCrashed)
     assert await other == Acked("other")
@@ -343,7 +339,7 @@ async def test_a_crashed_sender_fails_all_that_its_recipient_has_and_nobody_else
     assert alice.status()["sender_crashes"] == 1
 
 
-async def test_a_send_that_was_given_up_in_a_step_is_never_written(
+async def test_send_that_ends_during_a_step_is_never_written(
     sessions: Sessions, server: DemoServer
 ) -> None:
     gate = asyncio.Event()
@@ -369,7 +365,7 @@ async def test_a_send_that_was_given_up_in_a_step_is_never_written(
 # -- the connection -----------------------------------------------------------------------------
 
 
-async def test_a_crash_of_the_session_resolves_its_sends_and_it_connects_again_by_itself(
+async def test_session_crash_settles_its_sends_and_it_reconnects_by_itself(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -391,7 +387,7 @@ async def test_a_crash_of_the_session_resolves_its_sends_and_it_connects_again_b
     assert [each.type for each in events].count("session_crashed") == 1
 
 
-async def test_too_many_crashes_end_one_session_with_a_reason_and_no_other(
+async def test_session_that_crashes_too_often_ends_and_others_continue(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.start("alice", Broken(server))
@@ -418,7 +414,7 @@ async def test_too_many_crashes_end_one_session_with_a_reason_and_no_other(
         (lambda server: server.revoke("alice"), CloseClass.AUTHENTICATION),
     ],
 )
-async def test_what_is_final_stops_the_session_with_an_event_and_is_not_retried(
+async def test_final_close_stops_the_session_with_an_event_and_is_not_retried(
     sessions: Sessions,
     server: DemoServer,
     break_it: Callable[[DemoServer], None],
@@ -442,7 +438,7 @@ async def test_what_is_final_stops_the_session_with_an_event_and_is_not_retried(
     assert sessions.whereis("alice") is alice  # the profile is still taken
 
 
-async def test_a_restart_that_the_server_wants_is_made_at_once(
+async def test_restart_requested_by_the_server_is_immediate(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -451,7 +447,7 @@ async def test_a_restart_that_the_server_wants_is_made_at_once(
     assert alice._runtime.core.backoff.attempts == 0
 
 
-async def test_disconnect_keeps_the_profile_and_connect_brings_the_link_back(
+async def test_disconnect_keeps_the_profile_and_connect_restores_the_link(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -483,9 +479,7 @@ async def test_stop_frees_the_profile_and_via_finds_the_next_session(
     await sessions.stop("alice")
 
 
-async def test_connect_that_cannot_be_leaves_nothing_behind(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_failed_connect_leaves_nothing_behind(sessions: Sessions, server: DemoServer) -> None:
     server.refusing = True
     with pytest.raises(NotConnected, match="not online within"):
         await sessions.connect("alice", Demo(server), timeout=0.05)
@@ -497,7 +491,7 @@ async def test_connect_that_cannot_be_leaves_nothing_behind(
     assert len(sessions) == 0
 
 
-async def test_only_one_of_many_that_start_at_once_gets_the_profile(
+async def test_only_one_of_many_concurrent_starts_gets_the_profile(
     sessions: Sessions, server: DemoServer
 ) -> None:
     starts = [sessions.start("alice", Demo(server)) for _ in range(10)]
@@ -506,7 +500,7 @@ async def test_only_one_of_many_that_start_at_once_gets_the_profile(
     assert sum(isinstance(each, AlreadyRunning) for each in outcomes) == 9
 
 
-async def test_leaving_the_block_settles_everything(server: DemoServer) -> None:
+async def test_leaving_the_sessions_block_settles_all_sends(server: DemoServer) -> None:
     async with Sessions() as sessions:
         alice = await sessions.connect("alice", Demo(server))
         server.drop_acks = 1
@@ -516,7 +510,7 @@ async def test_leaving_the_block_settles_everything(server: DemoServer) -> None:
     assert server.online == []
 
 
-# -- login, questions ---------------------------------------------------------------------------
+# -- login, queries --- ------------------------------------------------------------------------
 
 
 async def test_pairing_gives_credentials_that_the_next_login_uses() -> None:
@@ -535,17 +529,17 @@ async def test_pairing_gives_credentials_that_the_next_login_uses() -> None:
         assert "login" not in [each.type for each in collect(again)]
 
 
-async def test_questions_are_answered_each_with_its_own(
+async def test_concurrent_queries_get_their_own_answers(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
-    asked = [alice.query({"do": "echo", "value": number}) for number in range(20)]
-    assert await asyncio.gather(*asked) == list(range(20))
+    queries = [alice.query({"do": "echo", "value": number}) for number in range(20)]
+    assert await asyncio.gather(*queries) == list(range(20))
     with pytest.raises(QueryFailed):
         await alice.query({"do": "nothing of the kind"})
 
 
-async def test_a_question_ends_with_its_time_or_with_the_link(
+async def test_query_fails_by_timeout_or_when_the_link_is_lost(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -554,15 +548,17 @@ async def test_a_question_ends_with_its_time_or_with_the_link(
         await alice.query({"do": "echo"}, timeout=0.05)
     asking = asyncio.create_task(alice.query({"do": "echo"}, timeout=3600))
     assert alice._runtime.connection is not None
-    queries = alice._runtime.connection.queries
-    await until(lambda: len(queries) == 1)
+    pending = alice._runtime.connection.queries
+    await until(lambda: len(pending) == 1)
     server.cut("alice")
     with pytest.raises(QueryFailed, match="link was lost"):
         await asyncio.wait_for(asking, 30)
-    assert len(queries) == 0
+    assert len(pending) == 0
 
 
-async def test_what_a_protocol_has_not_says_so(sessions: Sessions, server: DemoServer) -> None:
+async def test_missing_feature_of_a_protocol_is_reported(
+    sessions: Sessions, server: DemoServer
+) -> None:
     class Plain(Demo):
         features = frozenset()
 
@@ -571,7 +567,7 @@ async def test_what_a_protocol_has_not_says_so(sessions: Sessions, server: DemoS
         await alice.send_poll("bob", Poll("tea?", ("yes", "no")))
 
 
-async def test_presence_read_markers_groups_and_media(
+async def test_presence_read_markers_groups_and_media_reach_the_other_session(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -596,7 +592,7 @@ async def test_presence_read_markers_groups_and_media(
 # -- receiving ----------------------------------------------------------------------------------
 
 
-async def test_a_message_is_acknowledged_when_its_handler_has_returned(
+async def test_message_is_acknowledged_when_its_handler_has_returned(
     sessions: Sessions, server: DemoServer
 ) -> None:
     gate, got = asyncio.Event(), []
@@ -616,7 +612,7 @@ async def test_a_message_is_acknowledged_when_its_handler_has_returned(
     assert (message.type, message.content, message.sender) == ("text", Text("hello"), "bob")
 
 
-async def test_what_a_handler_failed_at_comes_again_over_the_next_link(
+async def test_message_whose_handler_failed_is_redelivered_on_the_next_link(
     sessions: Sessions, server: DemoServer
 ) -> None:
     got: list[Msg] = []
@@ -625,7 +621,7 @@ async def test_what_a_handler_failed_at_comes_again_over_the_next_link(
         if event.type == "messages_upsert":
             got.append(event.data)
             if len(got) == 1:
-                raise RuntimeError("the handler's own trouble")
+                raise RuntimeError("a defect of the handler")
 
     alice = await sessions.connect("alice", Demo(server), on_event=handler)
     server.deliver("alice", Text("hello"))
@@ -638,7 +634,7 @@ async def test_what_a_handler_failed_at_comes_again_over_the_next_link(
     await until(lambda: server.mail("alice") == 0)
 
 
-async def test_events_wait_for_a_consumer_and_what_is_dropped_is_told(server: DemoServer) -> None:
+async def test_events_wait_for_a_consumer_and_dropped_ones_are_reported(server: DemoServer) -> None:
     async with Sessions(events=5) as sessions:
         alice = await sessions.connect("alice", Demo(server))
         for number in range(9):
@@ -651,11 +647,11 @@ async def test_events_wait_for_a_consumer_and_what_is_dropped_is_told(server: De
                 break
         assert got[0].type == "events_dropped"
         assert got[0].data == alice.status()["events_dropped"]
-        # What was dropped was not acknowledged: the server still has it.
+        # Dropped messages were not acknowledged: the server still has them.
         await until(lambda: server.mail("alice") <= 6)
 
 
-async def test_what_a_consumer_had_when_it_left_comes_again(
+async def test_event_of_a_consumer_that_left_is_delivered_again(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -675,7 +671,7 @@ async def test_what_a_consumer_had_when_it_left_comes_again(
 
 
 @pytest.mark.every_loop
-async def test_leaving_a_block_of_events_acknowledges_the_last_one(
+async def test_leaving_the_events_block_acknowledges_the_last_event(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -700,9 +696,7 @@ async def test_leaving_a_block_of_events_acknowledges_the_last_one(
     assert server.mail("alice") == 1
 
 
-async def test_each_change_of_the_connection_is_told_once(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_each_state_change_is_reported_once(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     events = collect(alice)
     server.cut("alice")
@@ -713,9 +707,7 @@ async def test_each_change_of_the_connection_is_told_once(
     assert [each.data.reason == "" for each in events] == [True, False, True, False]
 
 
-async def test_a_second_consumer_takes_the_place_of_the_first(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_second_consumer_replaces_the_first(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     first: list[str] = []
 
@@ -733,7 +725,7 @@ async def test_a_second_consumer_takes_the_place_of_the_first(
     assert "messages_upsert" not in first
 
 
-async def test_nonsense_closes_one_link_and_the_session_comes_back(
+async def test_malformed_bytes_close_one_link_and_the_session_reconnects(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -744,16 +736,14 @@ async def test_nonsense_closes_one_link_and_the_session_comes_back(
     assert any("broken the rules" in getattr(each.data, "reason", "") for each in events)
 
 
-async def test_frames_that_nobody_handles_are_counted(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_unhandled_frames_are_counted(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.say("alice", {"k": "nothing that we know"})
     await until(lambda: alice.status()["unhandled"] == 1)
     assert alice.state == "online"
 
 
-async def test_offline_sends_answer_as_confirmed_ones_and_nothing_leaves(
+async def test_sends_of_an_offline_session_are_confirmed_without_a_link(
     sessions: Sessions, server: DemoServer
 ) -> None:
     def never(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -766,7 +756,7 @@ async def test_offline_sends_answer_as_confirmed_ones_and_nothing_leaves(
     assert server.accepted_links == 0
 
 
-async def test_nobody_reads_contents_or_recipients_in_the_recorder(
+async def test_recorder_status_and_repr_hide_contents_and_recipients(
     sessions: Sessions, server: DemoServer
 ) -> None:
     def poison(outgoing: Outgoing, session: Any) -> Outgoing:

@@ -1,4 +1,4 @@
-"""Links that begin in plain text and go on over TLS, because the protocol says when."""
+"""STARTTLS: links that begin in plain text and switch to TLS when the protocol asks for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.every_loop
 
 
 class Plain(Protocol):
-    """STARTTLS, then a name, then sends: a line each."""
+    """A line protocol: STARTTLS, then a name, then sends."""
 
     name = "plain"
     keepalive = None
@@ -76,12 +76,12 @@ class PlainDialogue(Dialogue):
 
 
 class Server:
-    """Speaks it; everything that it heard is kept, with whether it was encrypted."""
+    """A server of that protocol; records each line, and whether it was encrypted."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._context = context
-        self.heard: list[tuple[bool, str]] = []
-        #: What follows its PROCEED in the same packet, in plain text.
+        self.received: list[tuple[bool, str]] = []
+        #: Plain text that follows the PROCEED in the same packet.
         self.injected = b""
         self.port = 0
 
@@ -89,7 +89,7 @@ class Server:
         secure = False
         with contextlib.suppress(OSError, ssl.SSLError):
             while line := (await reader.readline()).decode().strip():
-                self.heard.append((secure, line))
+                self.received.append((secure, line))
                 match line.split():
                     case ["STARTTLS"]:
                         writer.write(b"PROCEED\n" + self.injected)
@@ -130,38 +130,36 @@ async def sessions() -> AsyncIterator[Sessions]:
         yield opened
 
 
-async def test_a_link_is_encrypted_when_the_protocol_says_so(
+async def test_link_switches_to_tls_when_the_protocol_requests_it(
     sessions: Sessions, server: Server, trusting: ssl.SSLContext
 ) -> None:
     endpoint = Tcp("localhost", server.port, tls=trusting, starttls=True)
     assert str(endpoint) == f"localhost:{server.port} (STARTTLS)"
     alice = await sessions.connect("alice", Plain(endpoint))
     assert isinstance(await alice.send("bob", b"", id="1"), Acked)
-    assert server.heard == [(False, "STARTTLS"), (True, "NAME alice"), (True, "SEND 1")]
+    assert server.received == [(False, "STARTTLS"), (True, "NAME alice"), (True, "SEND 1")]
 
 
-async def test_a_certificate_that_is_not_accepted_is_a_failed_attempt(
-    sessions: Sessions, server: Server
-) -> None:
+async def test_refused_certificate_is_a_failed_attempt(sessions: Sessions, server: Server) -> None:
     endpoint = Tcp("localhost", server.port, tls=ssl.create_default_context(), starttls=True)
     alice = await sessions.start("alice", Plain(endpoint))
     await until(lambda: alice.generation > 2)
     assert "certificate is not accepted" in alice.status()["reason"]
-    assert not any(line.startswith("NAME") for _, line in server.heard)
+    assert not any(line.startswith("NAME") for _, line in server.received)
 
 
-async def test_what_is_injected_before_tls_is_not_heard(
+async def test_plain_text_after_proceed_is_discarded(
     sessions: Sessions, server: Server, trusting: ssl.SSLContext
 ) -> None:
     server.injected = b"WELCOME\n"
     alice = await sessions.connect(
         "alice", Plain(Tcp("localhost", server.port, tls=trusting, starttls=True))
     )
-    assert (True, "NAME alice") in server.heard
+    assert (True, "NAME alice") in server.received
     assert alice.generation == 1
 
 
-async def test_a_link_that_was_to_be_encrypted_and_is_not_is_never_ready(
+async def test_link_without_the_required_tls_never_becomes_ready(
     sessions: Sessions, server: Server, trusting: ssl.SSLContext
 ) -> None:
     endpoint = Tcp("localhost", server.port, tls=trusting, starttls=True)
@@ -172,6 +170,6 @@ async def test_a_link_that_was_to_be_encrypted_and_is_not_is_never_ready(
         await alice.online(0.05)
 
 
-def test_starttls_needs_something_to_trust(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="starttls is for TLS: pass tls as well"):
+def test_starttls_without_a_tls_context_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="starttls needs TLS: pass tls as well"):
         Tcp("localhost", 5222, starttls=True)

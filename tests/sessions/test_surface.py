@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import pytest
-from tests.sessions.storages import Full
+from tests.sessions.storages import FullStorage
 from tests.sessions.support import Broken, collect, until
 
 from moored.kernel import Backoff
@@ -472,7 +472,7 @@ async def test_warnings_about_events_name_the_account(
     server.deliver("alice", Text("hello"))
     await until(lambda: alice.status()["handler_failures"])
     unhandled, failed = lines(caplog, "WARNING")
-    assert unhandled.startswith("sessions/alice: a frame that nobody handles")
+    assert unhandled.startswith("sessions/alice: the protocol does not handle a frame")
     assert failed.startswith("a handler of events of 'alice' has failed")
 
 
@@ -509,7 +509,7 @@ async def test_credentials_in_a_durable_storage_cause_no_warning(
 
 @pytest.mark.parametrize("full", [True, False], ids=["not stored", "stored"])
 async def test_new_lease_reloads_credentials_only_if_they_were_stored(full: bool) -> None:
-    server, storage = DemoServer(pairing=True), Full()
+    server, storage = DemoServer(pairing=True), FullStorage()
     storage.full = full
     async with (
         connect("memory://") as leases,

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
-from tests.sessions.ears import Ear, tcp_server, websocket_server
 from tests.sessions.support import LIMIT
+from tests.sessions.transport_peers import RecordingReceiver, tcp_server, websocket_server
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
@@ -31,42 +31,42 @@ from moored.testing import FaultProxy, Sim, run_one, scaled, simulate
 
 
 @pytest.mark.every_loop
-async def test_one_write_is_one_binary_message_and_back() -> None:
-    heard: list[Any] = []
+async def test_each_write_is_one_binary_message_in_both_directions() -> None:
+    received: list[Any] = []
 
     async def handler(connection: ServerConnection) -> None:
-        heard.append(await connection.recv())
-        heard.append(await connection.recv())
+        received.append(await connection.recv())
+        received.append(await connection.recv())
         await connection.send(b"one")
         await connection.send([b"in ", b"three ", b"parts"])
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        transport = await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        receiver = RecordingReceiver()
+        transport = await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
         transport.write(b"first")
         transport.write(b"second")
-        assert await ear.ended() is None
-        assert heard == [b"first", b"second"]
-        assert ear.pieces == [b"one", b"in three parts"]
+        assert await receiver.ended() is None
+        assert received == [b"first", b"second"]
+        assert receiver.pieces == [b"one", b"in three parts"]
 
 
-async def test_pings_are_answered() -> None:
+async def test_pings_of_the_server_are_answered() -> None:
     answered = asyncio.get_running_loop().create_future()
 
     async def handler(connection: ServerConnection) -> None:
         answered.set_result(await (await connection.ping()))
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
         async with asyncio.timeout(10):
             await answered
-        assert await ear.ended() is None
-        assert ear.pieces == []
+        assert await receiver.ended() is None
+        assert receiver.pieces == []
 
 
 @pytest.mark.every_loop
-async def test_we_close_in_good_order() -> None:
+async def test_close_sends_pending_data_and_code_1000() -> None:
     closed = asyncio.get_running_loop().create_future()
 
     async def handler(connection: ServerConnection) -> None:
@@ -77,13 +77,13 @@ async def test_we_close_in_good_order() -> None:
             closed.set_result((connection.close_code, connection.close_reason))
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        transport = await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
+        receiver = RecordingReceiver()
+        transport = await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
         transport.write(b"last words")
         transport.close()
-        assert await ear.ended() is None
+        assert await receiver.ended() is None
         assert await closed == (1000, "")
-        assert ear.pieces == [], "nothing is received after close()"
+        assert receiver.pieces == [], "nothing is received after close()"
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,20 @@ async def test_we_close_in_good_order() -> None:
     [
         (1000, "", None),
         (1001, "restart", None),
-        (1008, "you talk too much", "the server closed it with 1008 (you talk too much)"),
-        (4000, "", "the server closed it with 4000"),
+        (1008, "too much", "the server closed the WebSocket with code 1008 (too much)"),
+        (4000, "", "the server closed the WebSocket with code 4000"),
     ],
 )
-async def test_the_server_closes(code: int, reason: str, expected: str | None) -> None:
+async def test_close_codes_other_than_1000_and_1001_are_errors(
+    code: int, reason: str, expected: str | None
+) -> None:
     async def handler(connection: ServerConnection) -> None:
         await connection.close(code, reason)
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
-        error = await ear.ended()
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
+        error = await receiver.ended()
         if expected is None:
             assert error is None
         else:
@@ -110,27 +112,27 @@ async def test_the_server_closes(code: int, reason: str, expected: str | None) -
             assert (str(error), error.code) == (expected, code)
 
 
-async def test_an_end_without_a_word_is_an_error() -> None:
+async def test_end_without_a_close_frame_is_an_error() -> None:
     async with websocket_server() as port, FaultProxy("127.0.0.1", port) as proxy:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{proxy.port}").dial(ear)
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{proxy.port}").dial(receiver)
         proxy.reset()
-        assert isinstance(await ear.ended(), ConnectionResetError)
+        assert isinstance(await receiver.ended(), ConnectionResetError)
 
     async def handler(connection: ServerConnection) -> None:
         connection.transport.close()
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
-        error = await ear.ended()
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
+        error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
         assert error.code == 1006
 
 
 @pytest.mark.parametrize("message", [bytes(1001), [bytes(600), bytes(600)]])
-async def test_a_message_that_is_too_long_ends_the_link(message: bytes | list[bytes]) -> None:
-    told = asyncio.get_running_loop().create_future()
+async def test_message_above_max_size_ends_the_link(message: bytes | list[bytes]) -> None:
+    close_code = asyncio.get_running_loop().create_future()
 
     async def handler(connection: ServerConnection) -> None:
         try:
@@ -138,47 +140,47 @@ async def test_a_message_that_is_too_long_ends_the_link(message: bytes | list[by
             await connection.recv()
         finally:
             await connection.wait_closed()
-            told.set_result(connection.close_code)
+            close_code.set_result(connection.close_code)
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{port}", max_size=1000).dial(ear)
-        error = await ear.ended()
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{port}", max_size=1000).dial(receiver)
+        error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
         assert error.code == 1009
         assert str(error) == "the server sent a message that is longer than max_size=1000"
-        assert ear.pieces == []
-        assert await told == 1009
+        assert receiver.pieces == []
+        assert await close_code == 1009
 
 
-async def test_the_wrong_kind_of_frame_ends_the_link() -> None:
+async def test_text_frame_on_a_binary_link_ends_the_link() -> None:
     async def handler(connection: ServerConnection) -> None:
         await connection.send("a text")
         await connection.wait_closed()
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
-        error = await ear.ended()
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
+        error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
         assert (str(error), error.code) == ("the server sent a text frame", 1003)
 
-        ear = Ear()
-        transport = await WebSocket(f"ws://127.0.0.1:{port}", text=True).dial(ear)
-        assert await ear.hears(6) == b"a text"
+        receiver = RecordingReceiver()
+        transport = await WebSocket(f"ws://127.0.0.1:{port}", text=True).dial(receiver)
+        assert await receiver.receives(6) == b"a text"
         transport.close()
-        assert await ear.ended() is None
+        assert await receiver.ended() is None
 
 
-async def test_nonsense_instead_of_frames_ends_the_link() -> None:
+async def test_invalid_frames_end_the_link() -> None:
     async def handler(connection: ServerConnection) -> None:
         connection.transport.write(b"\xff\xff\xff\xff")
         await connection.wait_closed()
 
     async with websocket_server(handler) as port:
-        ear = Ear()
-        await WebSocket(f"ws://127.0.0.1:{port}").dial(ear)
-        error = await ear.ended()
+        receiver = RecordingReceiver()
+        await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
+        error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
         assert error.code == 1002
 
@@ -186,7 +188,7 @@ async def test_nonsense_instead_of_frames_ends_the_link() -> None:
 # -- the handshake ---------------------------------------------------------------------------------
 
 
-async def test_what_the_handshake_carries() -> None:
+async def test_handshake_carries_path_headers_authorization_and_subprotocol() -> None:
     seen: list[Any] = []
 
     async def handler(connection: ServerConnection) -> None:
@@ -196,29 +198,31 @@ async def test_what_the_handshake_carries() -> None:
         seen.append(connection.subprotocol)
 
     async with websocket_server(handler, subprotocols=["mqtt"]) as port:
-        ear = Ear()
+        receiver = RecordingReceiver()
         url = f"ws://me:p%40ss@127.0.0.1:{port}/a/b?c=d"
         endpoint = WebSocket(url, subprotocol="mqtt", headers=[("X-Key", "1")])
-        await endpoint.dial(ear)
-        assert await ear.ended() is None
+        await endpoint.dial(receiver)
+        assert await receiver.ended() is None
     basic = base64.b64encode(b"me:p@ss").decode()
     assert seen == [("/a/b?c=d", "1", f"Basic {basic}"), "mqtt"]
 
 
-async def test_a_server_that_does_not_speak_the_subprotocol_is_refused() -> None:
+async def test_server_without_the_subprotocol_is_refused() -> None:
     async with websocket_server() as port:
         endpoint = WebSocket(f"ws://127.0.0.1:{port}", subprotocol="mqtt")
-        with pytest.raises(WebSocketRefused, match=r"to ws://.*: the server does not speak 'mqtt'"):
-            await endpoint.dial(Ear())
+        with pytest.raises(
+            WebSocketRefused, match=r"to ws://.*: the server does not support 'mqtt'"
+        ):
+            await endpoint.dial(RecordingReceiver())
 
 
-async def test_an_answer_other_than_yes_is_a_refusal_with_its_status() -> None:
+async def test_http_error_status_is_a_refusal_with_that_status() -> None:
     def forbid(connection: ServerConnection, request: Request) -> Response:
         return connection.respond(HTTPStatus.FORBIDDEN, "no")
 
     async with websocket_server(process_request=forbid) as port:
         with pytest.raises(WebSocketRefused, match="the server answered with HTTP 403") as caught:
-            await WebSocket(f"ws://127.0.0.1:{port}?token=secret").dial(Ear())
+            await WebSocket(f"ws://127.0.0.1:{port}?token=secret").dial(RecordingReceiver())
         assert caught.value.status == 403
         assert "secret" not in str(caught.value)
 
@@ -226,7 +230,7 @@ async def test_an_answer_other_than_yes_is_a_refusal_with_its_status() -> None:
 @pytest.mark.parametrize(
     "answer", [b"220 smtp ready\r\n", b"x" * 100_000, b"HTTP/1.1 200 OK\r\n\r\n", b""]
 )
-async def test_a_server_that_speaks_something_else_is_refused(answer: bytes) -> None:
+async def test_server_that_speaks_another_protocol_is_refused(answer: bytes) -> None:
     async def says(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -235,7 +239,7 @@ async def test_a_server_that_speaks_something_else_is_refused(answer: bytes) -> 
     async with tcp_server(says) as port:
         expected = WebSocketRefused if answer else ConnectionResetError
         with pytest.raises(expected, match="cannot connect to ws://"):
-            await WebSocket(f"ws://127.0.0.1:{port}").dial(Ear())
+            await WebSocket(f"ws://127.0.0.1:{port}").dial(RecordingReceiver())
 
 
 # -- in the simulation -----------------------------------------------------------------------------
@@ -258,23 +262,23 @@ async def sim_echo(sim: Sim) -> None:
 
     sim.host("server", main)
     await listening.wait()
-    ear = Ear()
-    transport = await WebSocket("ws://server").dial(ear)
+    receiver = RecordingReceiver()
+    transport = await WebSocket("ws://server").dial(receiver)
     sent = [sim.rng.randbytes(sim.rng.randint(1, 500)) for _ in range(20)]
     for message in sent:
         transport.write(message)
-    await ear.hears(sum(map(len, sent)))
-    assert ear.pieces == sent
+    await receiver.receives(sum(map(len, sent)))
+    assert receiver.pieces == sent
     transport.close()
-    assert await ear.ended() is None
+    assert await receiver.ended() is None
 
 
-def test_messages_survive_every_way_of_cutting_bytes() -> None:
+def test_messages_arrive_unchanged_however_the_bytes_are_split() -> None:
     simulate(sim_echo, scaled(200, least=8))
 
 
-async def deaf(sim: Sim) -> float:
-    """A server that does not answer the closing handshake."""
+async def close_without_answer(sim: Sim) -> float:
+    """Return how long a close takes if the server does not answer the closing handshake."""
     listening = asyncio.Event()
 
     async def main() -> None:
@@ -287,21 +291,21 @@ async def deaf(sim: Sim) -> float:
 
     sim.host("server", main)
     await listening.wait()
-    ear = Ear()
-    transport = await WebSocket("ws://server").dial(ear)
+    receiver = RecordingReceiver()
+    transport = await WebSocket("ws://server").dial(receiver)
     sim.network.blackhole("server")
     before = sim.now
     transport.close()
-    await ear.end
+    await receiver.end
     return sim.now - before
 
 
-def test_a_server_that_does_not_close_is_not_waited_for_long() -> None:
-    assert run_one(deaf, 1).result() == 5.0
+def test_close_waits_five_seconds_for_the_closing_handshake() -> None:
+    assert run_one(close_without_answer, 1).result() == 5.0
 
 
 class Words(Protocol):
-    """A protocol with one message for each frame."""
+    """A protocol in which each WebSocket message is one id."""
 
     name = "words"
     keepalive = None
@@ -329,12 +333,12 @@ class WordsDialogue(Dialogue):
 
 
 @pytest.mark.every_loop
-async def test_sends_of_one_turn_are_a_frame_each() -> None:
-    heard: list[Any] = []
+async def test_sends_of_one_loop_iteration_are_separate_messages() -> None:
+    received: list[Any] = []
 
     async def handler(connection: ServerConnection) -> None:
         async for message in connection:
-            heard.append(message)
+            received.append(message)
             await connection.send("welcome" if message == "hello" else message)
 
     async with websocket_server(handler) as port, Sessions() as sessions:
@@ -345,11 +349,11 @@ async def test_sends_of_one_turn_are_a_frame_each() -> None:
             *(alice.send("bob", b"", id=id, outcome=True, timeout=5) for id in ids)
         )
         assert outcomes == [Acked(id) for id in ids]
-        assert heard == ["hello", *ids]
+        assert received == ["hello", *ids]
 
 
 @pytest.mark.every_loop
-async def test_a_stop_ends_after_the_socket_of_a_slow_server_is_closed() -> None:
+async def test_stop_returns_after_the_socket_of_a_slow_server_is_closed() -> None:
     async def handler(connection: ServerConnection) -> None:
         async for _ in connection:
             await connection.send("welcome")

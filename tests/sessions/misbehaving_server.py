@@ -1,4 +1,4 @@
-"""A TCP server that says whatever it is told to, and otherwise leads to an honest one."""
+"""A TCP server that sends scripted bytes, and otherwise relays to a real server."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["Liar", "Lie"]
+__all__ = ["LinkScript", "MisbehavingServer"]
 
-#: How long to wait for something more to be said, where nobody knows whether there is more.
+#: How long to wait for more bytes of the real server, in seconds.
 PAUSE = 0.02
 
 
 @dataclass(frozen=True)
-class Lie:
-    """What happens on one link."""
+class LinkScript:
+    """What the server does on one link."""
 
-    #: What is said, piece by piece.
+    #: The bytes to send, piece by piece.
     pieces: tuple[bytes, ...]
-    #: How many bytes of the honest server come before that.
-    honest: int = 0
-    #: Whether the link is reset at the end, or closed.
+    #: How many bytes of the real server to relay before them.
+    relay_first: int = 0
+    #: Whether the link is reset at the end, instead of closed.
     reset: bool = False
 
 
-class Liar:
-    """The server; each link takes the next lie, and is honest when there is none left.
+class MisbehavingServer:
+    """The server; each link plays the next script, and is relayed when none is left.
 
-    :param port: where the honest server is.
+    :param port: the port of the real server.
     """
 
     def __init__(self, port: int) -> None:
-        self._honest_port = port
+        self._real_port = port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.lies: deque[Lie] = deque()
-        #: Says much, in place of the lies, and never reads.
+        self.scripts: deque[LinkScript] = deque()
+        #: Bytes to send in place of the scripts, without ever reading.
         self.flood: Callable[[], Iterable[bytes]] | None = None
         self.flooded = 0
-        #: Links that are being lied to.
-        self.lying = 0
+        #: Open links that play a script.
+        self.scripted_links = 0
 
     @property
     def port(self) -> int:
@@ -53,7 +53,7 @@ class Liar:
 
     async def __aenter__(self) -> Self:
         listener = socket.create_server(("127.0.0.1", 0))
-        # Little room for what nobody reads, so that it is noticed soon.
+        # A small receive buffer, so that the client soon notices that nothing is read.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._server = await asyncio.start_server(self._accept, sock=listener)
         return self
@@ -70,18 +70,18 @@ class Liar:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        lie = self.lies.popleft() if self.lies else None
+        script = self.scripts.popleft() if self.scripts else None
         try:
             if self.flood is not None:
                 await self._flood(writer, self.flood)
-            elif lie is None:
+            elif script is None:
                 await self._relay(reader, writer)
             else:
-                self.lying += 1
+                self.scripted_links += 1
                 try:
-                    await self._lie(lie, reader, writer)
+                    await self._play(script, reader, writer)
                 finally:
-                    self.lying -= 1
+                    self.scripted_links -= 1
         except (OSError, asyncio.CancelledError):
             pass
         finally:
@@ -96,30 +96,30 @@ class Liar:
             writer.write(piece)
             self.flooded += len(piece)
             await writer.drain()
-        writer.write_eof()  # the client comes to this when it has taken all of it
+        writer.write_eof()  # the client sees it after the whole flood
         await writer.wait_closed()
 
-    async def _lie(
-        self, lie: Lie, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    async def _play(
+        self, script: LinkScript, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if lie.honest:
-            await self._be_honest(lie.honest, reader, writer)
-        for piece in lie.pieces:
+        if script.relay_first:
+            await self._relay_some(script.relay_first, reader, writer)
+        for piece in script.pieces:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        if not lie.reset:
+        if not script.reset:
             writer.write_eof()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     while await reader.read(65536):
                         pass
 
-    async def _be_honest(
+    async def _relay_some(
         self, size: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Let so many bytes of the honest server pass, or as many as there are for now."""
-        there, back = await asyncio.open_connection("127.0.0.1", self._honest_port)
+        """Relay up to `size` bytes of the real server, or as many as it sends without a pause."""
+        there, back = await asyncio.open_connection("127.0.0.1", self._real_port)
         pump = asyncio.create_task(_pump(reader, back))
         try:
             while size > 0:
@@ -137,7 +137,7 @@ class Liar:
             back.transport.abort()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._honest_port)
+        there, back = await asyncio.open_connection("127.0.0.1", self._real_port)
         pump = asyncio.create_task(_pump(reader, back))
         try:
             await _pump(there, writer)

@@ -1,4 +1,4 @@
-"""Many sends over a link that is cut again and again, and what may be said of them afterwards."""
+"""Many sends over a link that is cut repeatedly, and the checks of their outcomes."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from tests.sessions.support import LIMIT, until
 from moored.sessions import Acked, NotSent, Outcome, Rejected, Session, Unknown
 from moored.testing import FaultProxy
 
-__all__ = ["Faults", "Hears", "Sent", "Storm"]
+__all__ = ["LinkFaults", "SendLoad"]
 
-#: More than any of these tests takes: no send ends here because its time was over.
+#: More than any of these tests takes: no send ends by this timeout.
 TIMEOUT = 100.0
 
-#: Which ids have arrived at a recipient, each as often as it came, in the order of coming.
-Hears = Callable[[str], Iterable[str]]
+#: Returns the ids that have arrived at a recipient, in order, with repetitions.
+Arrived = Callable[[str], Iterable[str]]
 
 
 @dataclass(slots=True)
 class Sent:
-    """One send, and what its caller was told."""
+    """One send, and the outcome that its caller got."""
 
     id: str
     recipient: str
     outcome: Outcome | None = None
 
 
-class Faults:
-    """What can happen to a link, each done by chance."""
+class LinkFaults:
+    """Breaks the session's link, in each of the given ways in turn."""
 
     def __init__(
         self,
         proxy: FaultProxy,
         session: Session,
-        storm: Storm,
+        load: SendLoad,
         rng: random.Random,
         kinds: Iterable[str] = ("reset", "cut", "hole"),
     ) -> None:
         self._proxy = proxy
         self._session = session
-        self._storm = storm
+        self._load = load
         self._rng = rng
         self._kinds = list(kinds)
         self.done: Counter[str] = Counter()
 
     async def __call__(self) -> None:
-        """Break the link that there is, in one of the ways; each of them has its turn."""
+        """Break the current link in the next way, and wait until the session has noticed."""
         await self._session.online(LIMIT)
         kind = self._kinds[self.done.total() % len(self._kinds)]
         generation = self._session.generation
@@ -60,25 +60,25 @@ class Faults:
             case "reset":
                 self._proxy.reset()
             case "cut":
-                # In the middle of a packet, on one of the two ways.
-                way, size = self._rng.choice((("up", 200), ("down", 18)))
-                self._proxy.cut_after(self._rng.randrange(1, size), way)  # type: ignore[arg-type]
+                # In the middle of a packet, in one of the two directions.
+                direction, size = self._rng.choice((("up", 200), ("down", 18)))
+                self._proxy.cut_after(self._rng.randrange(1, size), direction)  # type: ignore[arg-type]
             case "hole":
                 self._proxy.black_hole()
         self.done[kind] += 1
-        while kind == "cut" and not self._is_over(generation):
-            self._storm.send()
+        while kind == "cut" and not self._lost(generation):
+            self._load.send()
             await asyncio.sleep(0.002)
-        await until(lambda: self._is_over(generation))
+        await until(lambda: self._lost(generation))
         self._proxy.cut_after(None)
         self._proxy.resume()
 
-    def _is_over(self, generation: int) -> bool:
+    def _lost(self, generation: int) -> bool:
         return self._session.generation != generation or self._session.state != "online"
 
 
-class Storm:
-    """Sends from one session to many recipients."""
+class SendLoad:
+    """Sends from one session to many recipients; records the outcome of each."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class Storm:
         self.sent: list[Sent] = []
 
     async def run(self, total: int, faults: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Send so many, with the faults at random places between them, and wait for the ends."""
+        """Send `total` messages with the faults at random places, and wait for all outcomes."""
         waiting = list(faults)
         places = set(self._rng.sample(range(total // 20, total), len(waiting)))
         for number in range(total):
             self.send()
             if number in places:
-                # There must be something to lose, before and while it happens.
+                # Sends must be in flight before and during the fault.
                 fault = asyncio.ensure_future(waiting.pop(0)())
                 await asyncio.wait((fault,), timeout=0.002)
                 for _ in range(5):
@@ -113,7 +113,7 @@ class Storm:
             await asyncio.gather(*self._tasks)
 
     async def last(self, recipient: str = "to/last") -> str:
-        """Send one more, when all is calm: whatever else has left is there before it."""
+        """Send one more when the link is up, and return its id: it arrives after all others."""
         await self._session.online(LIMIT)
         sent = Sent(f"send-{len(self.sent)}", recipient)
         self._recipients.append(recipient)
@@ -123,7 +123,7 @@ class Storm:
         return sent.id
 
     def send(self) -> None:
-        """Send something to somebody, and do not wait for it."""
+        """Start a send to a random recipient, without waiting for its outcome."""
         sent = Sent(f"send-{len(self.sent)}", self._rng.choice(self._recipients))
         self.sent.append(sent)
         how = {"hold": self._rng.random() < 0.6, "idempotent": self._rng.random() < 0.3}
@@ -138,43 +138,45 @@ class Storm:
         assert outcome.id == sent.id
         sent.outcome = outcome
 
-    # -- what must be true afterwards ----------------------------------------------------------
+    # -- what must hold afterwards -------------------------------------------------------------
 
     def counts(self) -> Counter[str]:
-        """How many had which outcome."""
+        """Return how many sends had each outcome."""
         return Counter(type(each.outcome).__name__ for each in self.sent)
 
-    def check(self, hears: Hears, *, lossy: bool = False) -> tuple[int, int]:
-        """Look at all of them; returns how many confirmed ones were lost, and how many came again.
+    def check(self, arrived_at: Arrived, *, lossy: bool = False) -> tuple[int, int]:
+        """Check all sends; return how many confirmed ones were lost, and how many came again.
 
-        A server that is `lossy` may lose what it has confirmed, and nothing else is forgiven.
+        A `lossy` server may lose sends that it has confirmed; everything else is still checked.
         """
         self._check_outcomes()
         lost = again = 0
         for recipient in self._recipients:
             mine = [each for each in self.sent if each.recipient == recipient]
-            arrived = list(hears(recipient))
+            arrived = list(arrived_at(recipient))
             first = list(dict.fromkeys(arrived))
             again += len(arrived) - len(first)
             known = {each.id: each for each in mine}
-            assert set(first) <= set(known), "what nobody has sent has arrived"
+            assert set(first) <= set(known), "an id has arrived that was never sent"
             order = [each.id for each in mine]
             assert first == [id for id in order if id in set(first)], f"out of order: {recipient}"
             for each in mine:
                 here = each.id in set(first)
-                assert not (here and isinstance(each.outcome, NotSent)), f"it was sent: {each}"
+                assert not (here and isinstance(each.outcome, NotSent)), (
+                    f"reported as not sent, and has arrived: {each}"
+                )
                 if isinstance(each.outcome, Acked) and not here:
-                    assert lossy, f"it was confirmed, and has not arrived: {each}"
+                    assert lossy, f"confirmed, and has not arrived: {each}"
                     lost += 1
         return lost, again
 
     def _check_outcomes(self) -> None:
         assert all(each.outcome is not None for each in self.sent)
         assert not [each for each in self.sent if isinstance(each.outcome, Rejected)]
-        # The session has counted the same: nothing was settled twice, nothing is under way.
+        # The session's counters agree: no send was settled twice, and none is in flight.
         status, counts = self._session.status(), self.counts()
-        told = {name: counts[kind.__name__] for name, kind in _KINDS.items()}
-        assert {name: status[name] for name in _KINDS} == told
+        expected = {name: counts[kind.__name__] for name, kind in _KINDS.items()}
+        assert {name: status[name] for name in _KINDS} == expected
         assert (status["sending"], status["waiting"]) == (0, 0)
         assert status["crashes"] == 0
 

@@ -12,49 +12,49 @@ from websockets.exceptions import ConnectionClosed
 
 from moored.sessions.transport._transport import Transport
 
-__all__ = ["Ear", "Echo", "Raises", "tcp_server", "websocket_server"]
+__all__ = ["Echo", "FailingReceiver", "RecordingReceiver", "tcp_server", "websocket_server"]
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 PATIENCE = 30.0
 
 
-class Ear:
-    """Hears everything, and checks that nothing comes after the end."""
+class RecordingReceiver:
+    """Records what it receives, and checks that nothing arrives after the end."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.size = 0
         self.end: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
-        self._news: asyncio.Event = asyncio.Event()
+        self._changed: asyncio.Event = asyncio.Event()
 
     def received(self, data: bytes) -> None:
-        assert not self.end.done(), "something was received after the end"
+        assert not self.end.done(), "data was received after the end"
         assert type(data) is bytes
         assert data
         self.pieces.append(data)
         self.size += len(data)
-        self._news.set()
+        self._changed.set()
 
     def lost(self, error: BaseException | None) -> None:
-        assert not self.end.done(), "the end was told twice"
+        assert not self.end.done(), "the end was reported twice"
         self.end.set_result(error)
-        self._news.set()
+        self._changed.set()
 
     @property
     def data(self) -> bytes:
         return b"".join(self.pieces)
 
-    async def hears(self, size: int) -> bytes:
-        """Wait for so many bytes."""
+    async def receives(self, size: int) -> bytes:
+        """Wait for that many bytes, and return all data."""
         async with asyncio.timeout(PATIENCE):
             while self.size < size:
                 assert not self.end.done(), f"lost: {self.end.result()!r}"
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
         return self.data
 
     async def ended(self) -> BaseException | None:
-        """Wait for the end, and look whether more comes."""
+        """Wait for the end and a few loop iterations more, and return its error."""
         async with asyncio.timeout(PATIENCE):
             error = await self.end
         for _ in range(5):
@@ -62,16 +62,16 @@ class Ear:
         return error
 
 
-class Raises(Ear):
-    """Cannot handle what it hears."""
+class FailingReceiver(RecordingReceiver):
+    """A receiver that raises for everything it receives."""
 
     def received(self, data: bytes) -> None:
         super().received(data)
-        raise LookupError("what is this?")
+        raise LookupError("cannot handle this")
 
 
 class Echo:
-    """The server's end of a link in memory."""
+    """The server's end of a link in memory; sends everything back."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -94,7 +94,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 async def tcp_server(
     handler: Handler = echo, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """Serve on a free port; yields it."""
+    """Serve on a free port, and yield its number."""
     tasks: set[asyncio.Task[object]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,7 +133,7 @@ async def websocket_server(
     tls: ssl.SSLContext | None = None,
     **options: object,
 ) -> AsyncIterator[int]:
-    """Serve WebSockets on a free port; yields it."""
+    """Serve WebSockets on a free port, and yield its number."""
 
     async def handle(connection: ServerConnection) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a newcomer does first: wrong calls, odd names, a disk that is full."""
+"""Wrong calls, names that a broker refuses, full disks, and queries without a link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
-from tests.sessions.storages import Full
+from tests.sessions.storages import FullStorage
 from tests.sessions.support import LIMIT, Broken, collect, until
 
 from moored.kernel import Backoff
@@ -33,29 +33,27 @@ from moored.sessions.link._credentials import RECORD as CREDENTIALS
 from moored.sessions.mqtt import Message, Mqtt
 from moored.testing.demo import Demo, DemoServer
 
-#: Longer than any test: what ends by its time has failed.
+#: Longer than any test: a wait that ends by this timeout has failed.
 LONG = 300.0
 
 
 # -- a crash ---------------------------------------------------------------------------------------
 
 
-async def test_a_question_ends_with_the_crash_of_its_session(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_query_fails_when_its_session_crashes(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Broken(server))
     server.delay = LONG
-    asking = asyncio.create_task(alice.query({"do": "time"}, timeout=LONG))
+    querying = asyncio.create_task(alice.query({"do": "time"}, timeout=LONG))
     await until(lambda: len(getattr(alice._runtime.connection, "queries", ())))
     server.deliver("alice", Text("hello"))
     with pytest.raises(QueryFailed, match=r"the session has crashed: .*a defect"):
-        await asyncio.wait_for(asking, LIMIT)
+        await asyncio.wait_for(querying, LIMIT)
 
 
 # -- without a link -------------------------------------------------------------------------------
 
 
-async def test_a_step_that_cannot_ask_without_a_link_fails_its_own_send(
+async def test_step_that_cannot_query_without_a_link_fails_its_own_send(
     server: DemoServer,
 ) -> None:
     async def look_up(outgoing: Outgoing, session: Session) -> Outgoing:
@@ -75,12 +73,12 @@ async def test_a_step_that_cannot_ask_without_a_link_fails_its_own_send(
         assert isinstance(second.reason, NotConnected)
         assert second.stage == "look_up"
         await alice.connect()
-        # The server had it, and the next link says so.
+        # The server had received the first send, and confirms it on the next link.
         assert isinstance(await asyncio.wait_for(first, LIMIT), Acked)
         assert alice.status()["sender_crashes"] == 0
 
 
-# -- what a broker closes a link for ---------------------------------------------------------------
+# -- sends for which a broker closes the link -----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +99,10 @@ def broker() -> Iterator[Mosquitto]:
         ("bob", Message("", user_properties=(("key\r", "value"),)), None),
     ],
 )
-async def test_a_name_that_the_broker_takes_offence_at_costs_one_send_and_no_link(
+async def test_control_character_fails_one_send_and_keeps_the_link(
     sessions: Sessions, broker: Mosquitto, recipient: str, content: Any, id: str | None
 ) -> None:
-    # It would be sent again over each link that resumes, and end that one, too.
+    # A broker closes the link for it, and the resumed link would send it again.
     alice = await sessions.connect("alice", Mqtt(broker.url()))
     outcome = await alice.send(recipient, content, id=id, outcome=True, timeout=LIMIT)
     assert isinstance(outcome, NotSent)
@@ -120,8 +118,8 @@ async def test_a_profile_with_a_control_character_is_refused(
         await sessions.connect("al\nice", Mqtt(broker.url()))
 
 
-async def test_a_send_for_which_the_broker_ends_each_link_is_given_up(broker: Mosquitto) -> None:
-    # Mosquitto takes no more than 200 levels.
+async def test_send_for_which_the_broker_closes_every_link_is_given_up(broker: Mosquitto) -> None:
+    # Mosquitto accepts at most 200 topic levels.
     async with Sessions(backoff=Backoff(0.01, 0.05)) as sessions:
         alice = await sessions.connect("alice", Mqtt(broker.url()))
         outcomes = await asyncio.gather(
@@ -139,8 +137,10 @@ async def test_a_send_for_which_the_broker_ends_each_link_is_given_up(broker: Mo
 # -- storage ---------------------------------------------------------------------------------------
 
 
-async def test_a_directory_on_a_full_disk_is_not_held(tmp_path: Path) -> None:
-    # It stands for a disk that is full: the directory's lock cannot be written.
+async def test_storage_directory_on_a_full_disk_is_refused_without_leaking_files(
+    tmp_path: Path,
+) -> None:
+    # /dev/full stands for a full disk: the directory's lock file cannot be written.
     (tmp_path / ".lock").symlink_to("/dev/full")
     for _ in range(3):
         with pytest.raises(StorageError, match="cannot be used as storage"):
@@ -153,11 +153,11 @@ def _open_files() -> Iterator[str]:
         try:
             yield os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:
-            pass  # that of the listing
+            pass  # the descriptor of the listing itself
 
 
-async def test_credentials_that_could_not_be_kept_are_kept_before_a_later_link() -> None:
-    server, storage = DemoServer(pairing=True), Full()
+async def test_unsaved_credentials_are_saved_before_a_later_link() -> None:
+    server, storage = DemoServer(pairing=True), FullStorage()
     async with Sessions(storage=storage, backoff=Backoff(0.01, 0.05)) as sessions:
         alice = await sessions.start("alice", Demo(server))
         events = collect(alice)
@@ -171,7 +171,7 @@ async def test_credentials_that_could_not_be_kept_are_kept_before_a_later_link()
     assert await storage.get("alice", *CREDENTIALS)
 
 
-def test_the_password_of_an_address_is_not_shown() -> None:
+def test_error_for_an_unknown_storage_hides_the_password() -> None:
     with pytest.raises(StorageError, match="no storage for postgres://") as caught:
         open_storage("postgres://user:s3cret@host/accounts")
     assert "s3cret" not in str(caught.value)
@@ -180,10 +180,12 @@ def test_the_password_of_an_address_is_not_shown() -> None:
 # -- wrong calls -----------------------------------------------------------------------------------
 
 
-async def test_another_loop_is_told_so_at_once(sessions: Sessions, server: DemoServer) -> None:
+async def test_calls_from_another_event_loop_are_refused(
+    sessions: Sessions, server: DemoServer
+) -> None:
     alice = await sessions.connect("alice", Demo(server))
 
-    async def elsewhere() -> None:
+    async def in_another_loop() -> None:
         for call in (
             alice.send("bob", b""),
             alice.query({"do": "time"}),
@@ -193,12 +195,12 @@ async def test_another_loop_is_told_so_at_once(sessions: Sessions, server: DemoS
             with pytest.raises(SessionError, match="another event loop"):
                 await call
 
-    await asyncio.to_thread(asyncio.run, elsewhere())
+    await asyncio.to_thread(asyncio.run, in_another_loop())
     assert isinstance(await alice.send("bob", b""), Acked)
     assert len(sessions) == 1
 
 
-async def test_what_is_no_profile_or_no_protocol_is_told(
+async def test_invalid_profile_or_protocol_is_refused(
     sessions: Sessions, server: DemoServer
 ) -> None:
     with pytest.raises(TypeError, match="profile must be a str, and not int"):
@@ -209,9 +211,7 @@ async def test_what_is_no_profile_or_no_protocol_is_told(
     assert not len(sessions)
 
 
-async def test_what_takes_no_events_and_what_are_no_steps_is_told(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_invalid_handler_or_steps_are_refused(sessions: Sessions, server: DemoServer) -> None:
     wrong: Any
     for wrong in ("handle", 5, []):
         with pytest.raises(TypeError, match="events go to a function"):

@@ -1,4 +1,4 @@
-"""What users do that nobody planned for: each of these once lost a send, a message or a session."""
+"""A failing step, handler, storage or server affects only its own send, event or session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from moored.sessions import (
 )
 from moored.sessions.events._event_queue import EventQueue
 from moored.sessions.events._sink import Sink
-from moored.sessions.link._keepalive import Keepalive, KeepaliveStep
 from moored.sessions.mqtt import Message, Mqtt
 from moored.sessions.mqtt._dialogue import MqttDialogue
 from moored.sessions.sending._acks import SLACK, AckTable, Parked
@@ -37,27 +36,27 @@ from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import session_sandbox
 from moored.testing.demo import Demo, DemoServer
 
-#: Longer than any test: whoever needs it was not told otherwise.
+#: Longer than any test: a wait that needs it was not ended by its cause.
 LONG = 300.0
 
 
 # -- steps -----------------------------------------------------------------------------------------
 
 
-async def give_up() -> None:
-    """What a step that waits for something cancelled ends in."""
+async def await_cancelled_task() -> None:
+    """Raise CancelledError, as a wait for a cancelled task does."""
     other = asyncio.create_task(asyncio.sleep(LONG))
     other.cancel()
     await other
 
 
-async def test_a_step_whose_work_was_cancelled_tells_all_who_wait(
+async def test_cancellation_inside_a_step_settles_the_sends_of_its_recipient(
     sessions: Sessions, server: DemoServer
 ) -> None:
     async def step(outgoing: Outgoing, session: Any) -> Outgoing:
         await asyncio.sleep(0)
         if outgoing.content == b"bad":
-            await give_up()
+            await await_cancelled_task()
         return outgoing
 
     alice = await sessions.connect("alice", Demo(server), steps=[("encrypt", step)])
@@ -74,7 +73,7 @@ async def test_a_step_whose_work_was_cancelled_tells_all_who_wait(
         assert isinstance(await alice.send("bob", b"good"), Acked)
 
 
-async def test_a_plain_step_that_raises_a_cancellation_cancels_nobody(
+async def test_plain_step_that_raises_cancelled_error_fails_its_send(
     sessions: Sessions, server: DemoServer
 ) -> None:
     def step(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -85,7 +84,7 @@ async def test_a_plain_step_that_raises_a_cancellation_cancels_nobody(
     assert alice.status()["sending"] == 0
 
 
-async def test_a_step_that_never_ends_ends_with_its_send(
+async def test_step_that_never_returns_ends_with_the_timeout_of_its_send(
     sessions: Sessions, server: DemoServer
 ) -> None:
     async def step(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -102,7 +101,7 @@ async def test_a_step_that_never_ends_ends_with_its_send(
         assert isinstance(await second, Acked)
 
 
-async def test_the_recorder_repeats_no_words_of_a_step(
+async def test_recorder_omits_the_error_text_of_a_step(
     sessions: Sessions, server: DemoServer
 ) -> None:
     def raises(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -127,7 +126,7 @@ async def test_the_recorder_repeats_no_words_of_a_step(
 @pytest.mark.parametrize(
     ("recipient", "id"), [(None, None), (5, None), (["bob"], None), ("bob", 5)]
 )
-async def test_what_is_no_recipient_or_id_leaves_nothing_behind(
+async def test_invalid_recipient_or_id_is_refused_and_leaves_nothing_behind(
     sessions: Sessions, server: DemoServer, recipient: Any, id: Any
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -136,7 +135,7 @@ async def test_what_is_no_recipient_or_id_leaves_nothing_behind(
     assert alice.status()["sending"] == 0
 
 
-async def test_a_protocol_that_cannot_write_one_send_fails_it_at_once(
+async def test_exception_in_the_protocols_write_fails_the_send_immediately(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moored.testing.demo._protocol import DemoDialogue
@@ -158,7 +157,7 @@ async def test_a_protocol_that_cannot_write_one_send_fails_it_at_once(
     assert (alice.state, alice.status()["sending"]) == ("online", 0)
 
 
-def test_a_message_that_makes_no_packet_is_one_failed_send() -> None:
+def test_mqtt_message_that_cannot_be_encoded_fails_its_send_only() -> None:
     message = Message(b"", user_properties=(("a", 5),))  # type: ignore[arg-type]
     protocol = Mqtt("mqtt://127.0.0.1", subscribe=())
     dialogue = protocol.begin("alice", None, protocol.remember())
@@ -168,7 +167,7 @@ def test_a_message_that_makes_no_packet_is_one_failed_send() -> None:
         dialogue.write(Outgoing("1", "bob", message))
 
 
-async def test_an_id_that_is_sent_again_takes_two_places_in_the_window(
+async def test_send_repeated_with_its_id_takes_a_second_place_in_the_window(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -187,7 +186,7 @@ async def test_an_id_that_is_sent_again_takes_two_places_in_the_window(
     assert isinstance(await third, Acked)
 
 
-def test_a_timeout_for_each_send_leaves_no_queue_for_each() -> None:
+def test_distinct_timeouts_leave_no_deadline_queues_behind() -> None:
     table = AckTable(lambda parked, outcome: None)
     table.park(Parked(Outgoing("first", "bob", b""), LONG, LONG))
     for number in range(10 * SLACK):
@@ -201,7 +200,7 @@ def test_a_timeout_for_each_send_leaves_no_queue_for_each() -> None:
 # -- events ----------------------------------------------------------------------------------------
 
 
-async def test_a_handler_may_stop_its_session(sessions: Sessions, server: DemoServer) -> None:
+async def test_handler_can_stop_its_own_session(sessions: Sessions, server: DemoServer) -> None:
     stopped = asyncio.Event()
 
     async def handler(event: Incoming) -> None:
@@ -211,13 +210,13 @@ async def test_a_handler_may_stop_its_session(sessions: Sessions, server: DemoSe
 
     await sessions.connect("alice", Demo(server), on_event=handler)
     server.deliver("alice", b"quit", sender="bob")
-    # It used to wait for itself, and to be cancelled for that.
+    # The stop must not wait for the handler that called it.
     async with asyncio.timeout(30):
         await stopped.wait()
     assert sessions.whereis("alice") is None
 
 
-async def test_a_handler_whose_work_was_cancelled_has_failed_at_one_message(
+async def test_cancellation_inside_a_handler_fails_one_message_only(
     sessions: Sessions, server: DemoServer
 ) -> None:
     seen = []
@@ -226,7 +225,7 @@ async def test_a_handler_whose_work_was_cancelled_has_failed_at_one_message(
         if event.type == "messages_upsert":
             seen.append(event.data.content)
             if seen == [b"1"]:
-                await give_up()
+                await await_cancelled_task()
 
     alice = await sessions.connect("alice", Demo(server), on_event=handler)
     server.deliver("alice", b"1", sender="bob")
@@ -236,7 +235,7 @@ async def test_a_handler_whose_work_was_cancelled_has_failed_at_one_message(
     assert alice.status()["events_waiting"] == 0
 
 
-async def test_a_handler_that_makes_room_for_another_gets_nothing_more() -> None:
+async def test_handler_that_attaches_another_receives_nothing_more() -> None:
     sink = Sink(EventQueue("alice"))
     one, two = [], []
 
@@ -251,7 +250,7 @@ async def test_a_handler_that_makes_room_for_another_gets_nothing_more() -> None
     assert (one, two) == ([0], [1, 2, 3, 4])
 
 
-async def test_a_flood_of_events_costs_no_message_that_is_to_be_acknowledged() -> None:
+async def test_overflow_drops_plain_events_before_messages_with_acknowledgement() -> None:
     sink = Sink(EventQueue("alice", 3))
     handled: list[bool] = []
     for number in range(5):
@@ -267,46 +266,47 @@ async def test_a_flood_of_events_costs_no_message_that_is_to_be_acknowledged() -
     assert sink.queue.owed == 0
 
 
-# -- storage, life and links -----------------------------------------------------------------------
+# -- storage, lifecycle and links ------------------------------------------------------------
 
 
-class Moody(MemoryStorage):
-    """A storage that has bad days."""
+class FaultyStorage(MemoryStorage):
+    """A storage whose reads fail or hang, as `fault` says."""
 
-    mood = "good"
+    fault = ""
 
     async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
-        match self.mood:
-            case "away":
+        match self.fault:
+            case "storage error":
                 raise StorageError("the disk is away")
-            case "odd":
+            case "other error":
                 raise LookupError("an error of a library below")
-            case "silent":
+            case "hang":
                 await asyncio.sleep(LONG)
         return await super().get(profile, namespace, key)
 
 
 @pytest.mark.parametrize(
-    ("mood", "says"), [("away", "disk is away"), ("odd", "LookupError"), ("silent", "Timeout")]
+    ("fault", "reason"),
+    [("storage error", "disk is away"), ("other error", "LookupError"), ("hang", "Timeout")],
 )
-async def test_an_account_comes_back_with_its_storage(
-    server: DemoServer, mood: str, says: str
+async def test_session_reconnects_when_its_storage_works_again(
+    server: DemoServer, fault: str, reason: str
 ) -> None:
-    storage = Moody()
+    storage = FaultyStorage()
     async with Sessions(
         storage=storage, backoff=Backoff(0.01, 0.05), connect_timeout=0.5
     ) as sessions:
         alice = await sessions.connect("alice", Demo(server))
-        storage.mood = mood
+        storage.fault = fault
         server.cut("alice")
-        await until(lambda: says in alice.status()["reason"])
-        storage.mood = "good"
+        await until(lambda: reason in alice.status()["reason"])
+        storage.fault = ""
         await alice.online(30)
         assert alice.status()["crashes"] == 0
 
 
-class Slow(MemoryStorage):
-    """A storage that takes its time."""
+class SlowStorage(MemoryStorage):
+    """A storage that takes 10 ms for each operation."""
 
     async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
         await asyncio.sleep(0.01)
@@ -317,27 +317,27 @@ class Slow(MemoryStorage):
         await super().put(profile, namespace, key, value)
 
 
-def one_more(old: bytes | None) -> bytes:
+def increment(old: bytes | None) -> bytes:
     return b"%d" % (int(old or b"0") + 1)
 
 
-async def test_no_change_of_a_record_is_lost_between_two_sessions_of_a_profile(
+async def test_no_record_update_is_lost_between_two_sessions_of_a_profile(
     server: DemoServer,
 ) -> None:
-    async with Sessions(storage=Slow()) as sessions:
+    async with Sessions(storage=SlowStorage()) as sessions:
         first = await sessions.connect("alice", Demo(server))
-        changes = [first.records.update("session", "bob", one_more) for _ in range(5)]
+        changes = [first.records.update("session", "bob", increment) for _ in range(5)]
         under_way = [asyncio.create_task(change) for change in changes]
         await asyncio.sleep(0)
         await first.stop()
         second = await sessions.connect("alice", Demo(server))
         await asyncio.gather(*under_way)
-        assert await second.records.update("session", "bob", one_more) == b"6"
-        with pytest.raises(StorageError, match="its session has ended"):
-            await first.records.update("session", "bob", one_more)
+        assert await second.records.update("session", "bob", increment) == b"6"
+        with pytest.raises(StorageError, match="the session has ended"):
+            await first.records.update("session", "bob", increment)
 
 
-async def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_failed_open_leaves_the_storage_unlocked(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="unknown scheme nonsense"):
         async with Sessions(storage=f"files:{tmp_path}", leases="nonsense://"):
             pass
@@ -345,7 +345,7 @@ async def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None
         assert len(sessions) == 0
 
 
-async def test_a_server_that_talks_nonsense_does_not_fill_the_logs(
+async def test_log_lines_about_unhandled_frames_are_limited(
     sessions: Sessions, server: DemoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -356,7 +356,7 @@ async def test_a_server_that_talks_nonsense_does_not_fill_the_logs(
     assert len(ours) == 100 + len((128, 256, 512))
 
 
-async def test_an_old_loss_is_not_the_reason_of_a_later_end(
+async def test_earlier_link_loss_is_not_the_reason_of_a_later_disconnect_or_stop(
     sessions: Sessions, server: DemoServer
 ) -> None:
     updates = []
@@ -376,7 +376,7 @@ async def test_an_old_loss_is_not_the_reason_of_a_later_end(
         await alice.connect()
 
 
-async def test_a_session_without_a_server_never_gets_one(
+async def test_offline_session_never_dials_even_after_a_crash(
     sessions: Sessions, server: DemoServer
 ) -> None:
     bot = await sessions.connect("bot", Demo(server), offline=True)
@@ -390,7 +390,7 @@ async def test_a_session_without_a_server_never_gets_one(
     assert server.accepted_links == 0
 
 
-async def test_a_bot_in_the_sandbox_may_ask_the_server() -> None:
+async def test_sandbox_answers_queries() -> None:
     async with session_sandbox() as sandbox:
         bot = sandbox.session
         await bot.mark_read("ann", "1")
@@ -401,55 +401,22 @@ async def test_a_bot_in_the_sandbox_may_ask_the_server() -> None:
         assert sandbox.sent[-1].content == media
 
 
-async def test_the_sandbox_does_not_wait_for_a_bot_that_is_dead() -> None:
+async def test_sandbox_receive_times_out_without_a_consumer() -> None:
     async with session_sandbox() as sandbox:
         with pytest.raises(AssertionError, match="the event was not handled"):
             await sandbox.receive(Text("ping"), timeout=0.05)
 
 
-async def test_a_name_for_a_session_can_be_copied(sessions: Sessions) -> None:
+async def test_session_via_can_be_copied(sessions: Sessions) -> None:
     via = copy.copy(sessions.via("alice"))
     with pytest.raises(SessionError, match="start one"):
         _ = via.state
 
 
-def test_a_server_that_takes_what_was_written_lives() -> None:
-    keepalive = Keepalive(30.0, 5.0, 0.0)
-    assert keepalive.look(30.0, 1000) == (KeepaliveStep.ASK, 35.0)
-    assert keepalive.look(35.0, 600) == (KeepaliveStep.WAIT, 40.0)
-    assert keepalive.look(40.0, 0) == (KeepaliveStep.WAIT, 45.0)
-    assert keepalive.look(45.0, 0) == (KeepaliveStep.LOST, 45.0)
-
-
-def test_a_server_that_takes_nothing_is_lost() -> None:
-    keepalive = Keepalive(30.0, 5.0, 0.0)
-    assert keepalive.look(30.0, 1000) == (KeepaliveStep.ASK, 35.0)
-    assert keepalive.look(35.0, 1000) == (KeepaliveStep.LOST, 35.0)
-
-
-def test_a_server_hears_from_us_while_we_wait_for_its_answer() -> None:
-    keepalive = Keepalive(2.0, 5.0, 0.0)
-    assert keepalive.look(2.0) == (KeepaliveStep.ASK, 4.0)
-    assert keepalive.look(4.0) == (KeepaliveStep.ASK, 6.0)
-    keepalive.said_at = 5.0
-    assert keepalive.look(6.0) == (KeepaliveStep.WAIT, 7.0)
-    assert keepalive.look(7.0) == (KeepaliveStep.LOST, 7.0)
-
-
-def test_an_answer_ends_the_wait_and_the_next_question_is_in_time() -> None:
-    keepalive = Keepalive(2.0, 5.0, 0.0)
-    assert keepalive.look(2.0) == (KeepaliveStep.ASK, 4.0)
-    keepalive.heard_at = 2.1
-    assert keepalive.look(4.0) == (KeepaliveStep.ASK, 6.0)
-    keepalive.heard_at = 4.1
-    keepalive.said_at = 5.0
-    assert keepalive.look(6.0) == (KeepaliveStep.WAIT, 6.1)
-
-
 # -- leases ----------------------------------------------------------------------------------------
 
 
-async def test_two_objects_of_one_process_share_no_lease(server: DemoServer) -> None:
+async def test_two_sessions_objects_of_one_process_share_no_lease(server: DemoServer) -> None:
     async with (
         connect("memory://") as leases,
         Sessions(leases=leases) as first,
@@ -462,7 +429,7 @@ async def test_two_objects_of_one_process_share_no_lease(server: DemoServer) -> 
         assert await second.connect("alice", Demo(server))
 
 
-async def test_without_its_lease_a_session_changes_no_records(server: DemoServer) -> None:
+async def test_session_without_its_lease_changes_no_records(server: DemoServer) -> None:
     async with (
         connect("memory://") as leases,
         Sessions(leases=leases, lease_ttl=1.5) as sessions,
@@ -478,14 +445,14 @@ async def test_without_its_lease_a_session_changes_no_records(server: DemoServer
         assert await alice.records.get("session", "bob") == b"1"
 
 
-async def test_a_sink_that_is_smaller_than_what_may_come_is_refused() -> None:
+async def test_event_limit_below_the_receive_maximum_is_refused() -> None:
     async with Sessions(events=10) as sessions:
         with pytest.raises(SessionError, match="raise events"):
             await sessions.start("alice", Mqtt("mqtt://127.0.0.1:1", receive_maximum=11))
         assert len(sessions) == 0
 
 
-async def test_credentials_that_cannot_be_kept_are_told() -> None:
+async def test_credentials_that_cannot_be_stored_are_reported_as_an_event() -> None:
     class Full(MemoryStorage):
         async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
             raise StorageError("the disk is full")
