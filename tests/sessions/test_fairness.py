@@ -1,4 +1,4 @@
-"""No call and no handler of a session keeps the event loop for itself, whatever it does."""
+"""Every call and every event of a session yields to the event loop."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from moored.sessions import (
     Outgoing,
     QueryFailed,
     Session,
+    SessionError,
     Sessions,
     StepFailed,
     Submitted,
@@ -28,91 +29,104 @@ from moored.testing.demo import MAX_FRAME, Demo, DemoServer
 pytestmark = pytest.mark.every_loop
 
 
-class Turns:
-    """Counts the turns of the event loop."""
+class IterationCounter:
+    """Counts the iterations of the event loop."""
 
     def __init__(self) -> None:
         self.count = 0
         self._loop = asyncio.get_running_loop()
-        self._over = False
-        self._turn()
+        self._stopped = False
+        self._count()
 
-    def _turn(self) -> None:
+    def _count(self) -> None:
         self.count += 1
-        if not self._over:
-            self._loop.call_soon(self._turn)
+        if not self._stopped:
+            self._loop.call_soon(self._count)
 
     def stop(self) -> None:
-        self._over = True
+        self._stopped = True
 
 
 @pytest.fixture
-async def turns() -> AsyncIterator[Turns]:
-    counted = Turns()
+async def iterations() -> AsyncIterator[IterationCounter]:
+    counted = IterationCounter()
     yield counted
     counted.stop()
 
 
-async def test_retrying_a_send_without_a_link_lets_others_run(
-    sessions: Sessions, server: DemoServer, turns: Turns
+async def test_repeated_send_without_a_link_yields_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
     await alice.disconnect()
-    before = turns.count
+    before = iterations.count
     for _ in range(50):
         assert isinstance(await alice.send("bob", b"x", outcome=True), NotSent)
-    assert turns.count - before >= 50
+    assert iterations.count - before >= 50
 
 
-async def test_retrying_a_send_that_a_step_refuses_lets_others_run(
-    sessions: Sessions, server: DemoServer, turns: Turns
+async def test_repeated_send_that_a_step_refuses_yields_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
 ) -> None:
     def refuse(outgoing: Outgoing, session: Any) -> Outgoing:
         raise StepFailed("no key")
 
     alice = await sessions.connect("alice", Demo(server), steps=[("encrypt", refuse)])
-    before = turns.count
+    before = iterations.count
     for _ in range(50):
         assert isinstance(await alice.send("bob", b"x", outcome=True), NotSent)
         await alice.online()
-    assert turns.count - before >= 100
+    assert iterations.count - before >= 100
 
 
-async def test_sends_that_nobody_waits_for_let_others_run(
-    sessions: Sessions, server: DemoServer, turns: Turns
+async def test_repeated_send_with_an_id_in_flight_yields_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
-    before = turns.count
+    server.drop_acks = 1
+    await alice.send("bob", b"x", id="1", wait=False)
+    before = iterations.count
+    for _ in range(50):
+        with pytest.raises(SessionError, match="under way already"):
+            await alice.send("bob", b"x", id="1")
+    assert iterations.count - before >= 50
+
+
+async def test_sends_without_wait_yield_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
+) -> None:
+    alice = await sessions.connect("alice", Demo(server))
+    before = iterations.count
     for _ in range(50):
         await alice.send("bob", b"x", wait=False)
-    assert turns.count - before >= 50
+    assert iterations.count - before >= 50
     await until(lambda: alice.status()["acked"] == 50)
 
 
-async def test_retrying_a_query_without_a_link_lets_others_run(
-    sessions: Sessions, server: DemoServer, turns: Turns
+async def test_repeated_query_without_a_link_yields_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
     await alice.disconnect()
-    before = turns.count
+    before = iterations.count
     for _ in range(50):
         with pytest.raises(NotConnected):
             await alice.query({"do": "echo", "value": 1})
-    assert turns.count - before >= 50
+    assert iterations.count - before >= 50
 
 
-async def test_retrying_a_query_that_cannot_be_written_lets_others_run(
-    sessions: Sessions, server: DemoServer, turns: Turns
+async def test_repeated_query_that_cannot_be_encoded_yields_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
-    before = turns.count
+    before = iterations.count
     for _ in range(50):
         with pytest.raises(QueryFailed):
             await alice.query({"do": "echo", "value": "x" * MAX_FRAME})
-    assert turns.count - before >= 50
+    assert iterations.count - before >= 50
 
 
-async def test_online_waits_for_room_when_too_many_sends_are_under_way(
+async def test_online_waits_for_room_when_the_send_limit_is_reached(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "LIMIT", 3)
@@ -127,7 +141,7 @@ async def test_online_waits_for_room_when_too_many_sends_are_under_way(
     await asyncio.gather(*first)
 
 
-async def test_a_plain_handler_lets_its_acknowledgements_out_after_each_event(
+async def test_plain_handler_flushes_its_acknowledgement_after_each_event(
     sessions: Sessions, server: DemoServer
 ) -> None:
     left: list[int] = []
@@ -142,29 +156,27 @@ async def test_a_plain_handler_lets_its_acknowledgements_out_after_each_event(
     await until(lambda: alice.status()["events_waiting"] >= 30)
     alice.attach(handle)
     await until(lambda: server.mail("alice") == 0)
-    # The acknowledgement of a message is at most two turns of the loop away from the server.
+    # The acknowledgement of a message is at most two iterations of the loop away from the server.
     late = [count - (30 - number) for number, count in enumerate(left)]
-    assert max(late) <= 2, f"so many were handled and unacknowledged, at each call: {late}"
+    assert max(late) <= 2, f"handled and not yet acknowledged, at each call: {late}"
 
 
-async def test_a_loop_over_events_that_never_waits_lets_others_run(
-    sessions: Sessions, server: DemoServer, turns: Turns
+async def test_loop_over_events_that_never_awaits_yields_to_the_loop(
+    sessions: Sessions, server: DemoServer, iterations: IterationCounter
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
     for _ in range(30):
         server.deliver("alice", b"x")
     await until(lambda: alice.status()["events_waiting"] >= 30)
-    before, heard = turns.count, 0
+    before, received = iterations.count, 0
     async for event in alice.events():
-        heard += event.type == "messages_upsert"
-        if heard == 30:
+        received += event.type == "messages_upsert"
+        if received == 30:
             break
-    assert turns.count - before >= 30
+    assert iterations.count - before >= 30
 
 
-async def test_a_send_that_is_not_waited_for_has_a_type_of_its_own(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_send_without_wait_returns_submitted(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.refusing = True
     server.cut("alice")
@@ -182,13 +194,15 @@ async def _stop_while_sending(session: Session, drain: float) -> list[str]:
     return [type(await each).__name__ for each in sends]
 
 
-async def test_a_stop_waits_for_the_sends_under_way(sessions: Sessions, server: DemoServer) -> None:
+async def test_stop_with_drain_waits_for_sends_in_flight(
+    sessions: Sessions, server: DemoServer
+) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.delay = 0.05
     assert await _stop_while_sending(alice, 30.0) == ["Acked"] * 5
 
 
-def test_a_stop_waits_no_longer_than_it_was_told_to() -> None:
+def test_stop_waits_no_longer_than_its_drain_timeout() -> None:
     async def scenario(sim: Sim) -> None:
         server = DemoServer()
         async with Sessions() as sessions:
@@ -201,9 +215,7 @@ def test_a_stop_waits_no_longer_than_it_was_told_to() -> None:
     run_one(scenario, 0, drift=False).result()
 
 
-async def test_a_session_that_drains_takes_no_more_sends(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_draining_session_refuses_new_sends(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.drop_acks = 1
     under_way = asyncio.ensure_future(alice.send("bob", b"x", id="1", outcome=True))

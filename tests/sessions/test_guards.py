@@ -1,4 +1,4 @@
-"""Conditions that keep what is old, settled or closed from doing anything more."""
+"""Old links, settled sends and closed objects have no further effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moored.testing import Sim, run_one
 from moored.testing.demo import Demo, DemoServer
 
 
-async def test_a_send_does_not_overtake_what_waits_in_the_outbox(sessions: Sessions) -> None:
+async def test_send_does_not_overtake_sends_in_the_outbox(sessions: Sessions) -> None:
     server = DemoServer(window=1)
     alice = await sessions.connect("alice", Demo(server))
     server.delay = 30.0
@@ -40,7 +40,7 @@ async def test_a_send_does_not_overtake_what_waits_in_the_outbox(sessions: Sessi
     await until(lambda: alice.status()["waiting"] == 1)
     link = alice._runtime.link
     assert link is not None
-    # There is room again, and nobody has written yet what waits for it.
+    # The window has room again, and the outbox has not been flushed yet.
     link.window.resize(10)
     last = asyncio.ensure_future(alice.send("bob", b"", id="3"))
     await until(lambda: alice.status()["waiting"] == 2)
@@ -52,7 +52,7 @@ async def test_a_send_does_not_overtake_what_waits_in_the_outbox(sessions: Sessi
     assert await asyncio.gather(*first, last) == [Acked("1"), Acked("2"), Acked("3")]
 
 
-async def test_the_end_of_a_replaced_handler_does_not_let_two_events_be_handled_at_once(
+async def test_end_of_a_replaced_handler_does_not_start_a_second_event(
     sessions: Sessions, server: DemoServer
 ) -> None:
     go_on, gate = asyncio.Event(), asyncio.Event()
@@ -87,10 +87,10 @@ async def test_the_end_of_a_replaced_handler_does_not_let_two_events_be_handled_
     await until(lambda: second == ["2", "3"])
 
 
-# -- calls that come too early, too late or twice --------------------------------------------------
+# -- calls that are too early, too late or repeated -----------------------------------------------
 
 
-async def test_sessions_are_opened_once() -> None:
+async def test_sessions_can_be_opened_once() -> None:
     async with Sessions() as sessions:
         with pytest.raises(SessionError, match="has been opened before"):
             await sessions.open()
@@ -101,24 +101,24 @@ async def test_sessions_are_opened_once() -> None:
             await closed.start("alice", Demo(DemoServer()))
 
 
-async def test_a_profile_needs_a_name(sessions: Sessions, server: DemoServer) -> None:
+async def test_empty_profile_is_refused(sessions: Sessions, server: DemoServer) -> None:
     with pytest.raises(SessionError, match="must have a name"):
         await sessions.start("", Demo(server))
 
 
-async def test_a_stopped_session_answers_no_question(
+async def test_stopped_session_refuses_queries_and_login_answers(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
     await alice.stop()
-    for question in ({"do": "echo"}, Notice({"do": "echo"})):
+    for query in ({"do": "echo"}, Notice({"do": "echo"})):
         with pytest.raises(NotConnected, match="stopped"):
-            await alice.query(question)
+            await alice.query(query)
     with pytest.raises(NotConnected, match="stopped"):
         alice.answer_login("1234")
 
 
-async def test_nothing_is_told_to_a_server_before_the_login(sessions: Sessions) -> None:
+async def test_notice_before_the_login_is_refused(sessions: Sessions) -> None:
     server = DemoServer(pairing=True)
     alice = await sessions.start("alice", Demo(server))
     await until(lambda: alice.state == "connecting/login")
@@ -126,7 +126,7 @@ async def test_nothing_is_told_to_a_server_before_the_login(sessions: Sessions) 
         await alice.query(Notice({"do": "presence", "state": "available"}))
 
 
-async def test_a_login_is_answered_only_when_the_server_asks(
+async def test_answer_login_is_refused_unless_a_login_is_pending(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -145,18 +145,18 @@ async def test_stopping_an_old_session_leaves_the_new_one_of_its_profile(
     assert new.state == "online"
 
 
-async def test_a_stop_that_comes_too_late_leaves_the_session_that_was_started_meanwhile(
+async def test_late_stop_leaves_a_session_that_started_meanwhile(
     sessions: Sessions, server: DemoServer
 ) -> None:
     old = await sessions.connect("alice", Demo(server))
     await old.stop()
     new = await sessions.connect("alice", Demo(server))
-    # It has waited for a handler, and another stop was faster.
+    # As if this stop had waited for a handler while another stop finished.
     await sessions._end(old._runtime, "it was stopped", None, 0.0)
     assert new.state == "online"
 
 
-async def test_a_function_for_credentials_must_return_bytes(
+async def test_credentials_function_must_return_bytes(
     sessions: Sessions, server: DemoServer
 ) -> None:
     wrong: Any = "a str"
@@ -176,25 +176,27 @@ async def test_waiting_for_room_ends_with_its_timeout(
             await alice.online(wrong)
 
 
-async def test_questions_to_a_session_without_a_server_let_others_run(sessions: Sessions) -> None:
+async def test_query_of_an_offline_session_yields_to_the_loop(sessions: Sessions) -> None:
     alice = await sessions.start("alice", Demo(DemoServer()), offline=True)
-    turns: list[None] = []
-    asyncio.get_running_loop().call_soon(turns.append, None)
+    iterations: list[None] = []
+    asyncio.get_running_loop().call_soon(iterations.append, None)
     await alice.query({"do": "echo"})
-    assert turns
+    assert iterations
 
 
 # -- steps -----------------------------------------------------------------------------------------
 
 
-async def test_a_step_that_returns_nothing_keeps_the_send(
+async def test_step_that_returns_none_keeps_the_send(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server), steps=[("look", lambda *_: None)])
     assert isinstance(await alice.send("bob", b""), Acked)
 
 
-async def test_a_step_must_return_the_send(sessions: Sessions, server: DemoServer) -> None:
+async def test_step_that_returns_another_type_fails_the_send(
+    sessions: Sessions, server: DemoServer
+) -> None:
     wrong: Any = lambda *_: "a str"  # noqa: E731
     alice = await sessions.connect("alice", Demo(server), steps=[("wrong", wrong)])
     outcome = await alice.send("bob", b"", outcome=True)
@@ -203,7 +205,7 @@ async def test_a_step_must_return_the_send(sessions: Sessions, server: DemoServe
 
 
 @pytest.mark.parametrize("change", [{"id": "other"}, {"recipient": "eve"}])
-async def test_a_step_may_not_change_the_id_or_the_recipient(
+async def test_step_that_changes_the_id_or_recipient_fails_the_send(
     sessions: Sessions, server: DemoServer, change: dict[str, str]
 ) -> None:
     def step(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -217,7 +219,7 @@ async def test_a_step_may_not_change_the_id_or_the_recipient(
     assert not server.received
 
 
-async def test_a_step_that_times_out_by_itself_is_a_defect_of_the_step(
+async def test_timeout_error_raised_by_a_step_is_a_sender_crash(
     sessions: Sessions, server: DemoServer
 ) -> None:
     async def step(outgoing: Outgoing, session: Any) -> None:
@@ -231,9 +233,7 @@ async def test_a_step_that_times_out_by_itself_is_a_defect_of_the_step(
     assert alice.status()["sender_crashes"] == 1
 
 
-async def test_no_step_is_done_for_a_send_that_has_its_outcome(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_settled_send_skips_its_steps(sessions: Sessions, server: DemoServer) -> None:
     gate, done = asyncio.Event(), list[str]()
 
     async def step(outgoing: Outgoing, session: Any) -> None:
@@ -251,7 +251,7 @@ async def test_no_step_is_done_for_a_send_that_has_its_outcome(
     assert done == ["1", "3"]
 
 
-async def test_a_stop_in_the_middle_of_a_step_is_no_crash_of_its_sender(
+async def test_stop_during_a_step_is_not_a_sender_crash(
     sessions: Sessions, server: DemoServer
 ) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
@@ -276,7 +276,7 @@ async def test_a_stop_in_the_middle_of_a_step_is_no_crash_of_its_sender(
     assert isinstance(late.reason, SessionStopped)
 
 
-async def test_sends_whose_callers_have_gone_do_not_fill_the_outbox(server: DemoServer) -> None:
+async def test_cancelled_sends_do_not_fill_the_outbox(server: DemoServer) -> None:
     server.refusing = True
     async with Sessions(backoff=Backoff(60.0, 60.0)) as sessions:
         alice = await sessions.start("alice", Demo(server))
@@ -289,10 +289,10 @@ async def test_sends_whose_callers_have_gone_do_not_fill_the_outbox(server: Demo
         assert alice.status()["waiting"] <= 17
 
 
-# -- what a link says ------------------------------------------------------------------------------
+# -- events of a link ------------------------------------------------------------------------------
 
 
-async def test_a_sign_of_life_counts_for_its_own_link_alone(
+async def test_sign_of_life_counts_only_for_its_own_link(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -315,14 +315,14 @@ async def test_a_sign_of_life_counts_for_its_own_link_alone(
     quiet._runtime.link.heard()
 
 
-async def test_frames_that_the_protocol_routes_nowhere_or_makes_nothing_of(
+async def test_unrouted_frames_stay_unacknowledged_and_internal_ones_are_acknowledged(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
+    texts: list[str] = []
 
-    def hears(event: Incoming) -> None:
+    def collect(event: Incoming) -> None:
         if event.type == "messages_upsert":
-            heard.append(event.data.content.text)
+            texts.append(event.data.content.text)
 
     route, interpret = Demo.route, Demo.interpret
     monkeypatch.setattr(
@@ -331,18 +331,18 @@ async def test_frames_that_the_protocol_routes_nowhere_or_makes_nothing_of(
     monkeypatch.setattr(
         Demo, "interpret", lambda self, t, f: None if "key" in str(f) else interpret(self, t, f)
     )
-    alice = await sessions.connect("alice", Demo(server), on_event=hears)
+    alice = await sessions.connect("alice", Demo(server), on_event=collect)
     for text in ("strange", "key", "hello"):
         server.deliver("alice", Text(text))
-    await until(lambda: heard)
-    # What the protocol keeps for itself is acknowledged; what it does not know is not.
+    await until(lambda: texts)
+    # A frame that the protocol consumes is acknowledged; an unknown frame is not.
     await until(lambda: server.mail("alice") == 1)
-    assert heard == ["hello"]
+    assert texts == ["hello"]
     assert alice.status()["unhandled"] == 1
     assert alice.status()["received"] == 2
 
 
-async def test_a_server_that_takes_its_answers_may_ask_for_ever(
+async def test_answered_pings_do_not_count_against_the_limit_of_unsent_answers(
     sessions: Sessions, server: DemoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_link, "MOST_ANSWERS", 100)
@@ -356,7 +356,7 @@ async def test_a_server_that_takes_its_answers_may_ask_for_ever(
 
 
 @pytest.mark.parametrize("setting", [{"redelivers": "never"}, {"redelivery": None}])
-def test_no_link_is_made_for_what_does_not_come_again(setting: dict[str, Any]) -> None:
+def test_no_link_is_made_for_messages_that_are_not_redelivered(setting: dict[str, Any]) -> None:
     async def scenario(sim: Sim) -> None:
         def fails(event: Incoming) -> None:
             if event.type == "messages_upsert":
@@ -376,8 +376,8 @@ def test_no_link_is_made_for_what_does_not_come_again(setting: dict[str, Any]) -
     run_one(scenario, 0, drift=False).result()
 
 
-class Ending:
-    """A transport that is closed and not gone."""
+class ClosedTransport:
+    """A transport that is closed, and has not ended yet."""
 
     keeps_bounds = False
 
@@ -393,55 +393,55 @@ class Ending:
         self.aborted = True
 
 
-async def test_a_new_link_aborts_only_a_closed_one_that_still_sends() -> None:
-    parting, transports = ClosingLinks(), (Ending(0), Ending(1))
-    nobody: Any = None
+async def test_new_link_aborts_only_closed_links_with_unsent_data() -> None:
+    closing_links, transports = ClosingLinks(), (ClosedTransport(0), ClosedTransport(1))
+    unused: Any = None
     for number, transport in enumerate(transports):
-        link = Link(nobody, nobody, number, nobody)
+        link = Link(unused, unused, number, unused)
         link.transport = transport
-        parting.closed(link)
-    parting.abort()
-    # The last words of the other one are on their way, and a reset could overtake them.
+        closing_links.closed(link)
+    closing_links.abort()
+    # The last bytes of the other one are in the kernel, and a reset could discard them.
     assert [transport.aborted for transport in transports] == [False, True]
 
 
 # -- records ---------------------------------------------------------------------------------------
 
 
-async def test_a_transaction_whose_session_has_ended_meanwhile_writes_nothing() -> None:
-    class Slow(MemoryStorage):
-        asked, go_on = asyncio.Event(), asyncio.Event()
+async def test_transaction_whose_session_has_ended_writes_nothing() -> None:
+    class BlockingStorage(MemoryStorage):
+        called, go_on = asyncio.Event(), asyncio.Event()
 
         async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
-            self.asked.set()
+            self.called.set()
             await self.go_on.wait()
             return await super().get(profile, namespace, key)
 
-    place = ("session", "bob")
-    async with Slow() as storage:
+    record = ("session", "bob")
+    async with BlockingStorage() as storage:
         records = Records(storage, "alice")
-        change = asyncio.create_task(records.update_many([place], lambda old: {place: b"late"}))
-        await storage.asked.wait()
+        change = asyncio.create_task(records.update_many([record], lambda old: {record: b"late"}))
+        await storage.called.wait()
         await records.close(0.0)
         storage.go_on.set()
-        with pytest.raises(StorageError, match="its session has ended"):
+        with pytest.raises(StorageError, match="the session has ended"):
             await change
-        assert await storage.get("alice", *place) is None
+        assert await storage.get("alice", *record) is None
 
 
-async def test_records_are_closed_after_the_changes_under_way() -> None:
-    class Slow(MemoryStorage):
-        asked, go_on = asyncio.Event(), asyncio.Event()
+async def test_closing_records_waits_for_updates_in_progress() -> None:
+    class BlockingStorage(MemoryStorage):
+        called, go_on = asyncio.Event(), asyncio.Event()
 
         async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
-            self.asked.set()
+            self.called.set()
             await self.go_on.wait()
             await super().put(profile, namespace, key, value)
 
-    async with Slow() as storage:
+    async with BlockingStorage() as storage:
         records = Records(storage, "alice")
         change = asyncio.create_task(records.put("session", "bob", b"1"))
-        await storage.asked.wait()
+        await storage.called.wait()
         asyncio.get_running_loop().call_later(0.05, storage.go_on.set)
         await records.close()
         assert await storage.get("alice", "session", "bob") == b"1"

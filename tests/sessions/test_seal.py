@@ -17,9 +17,9 @@ from tests.sessions.storages import KEY
 from moored.sessions._errors import CorruptRecord, StorageError
 from moored.sessions.storage import _seal
 from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._open import open_storage
 from moored.sessions.storage._seal import Seal
 from moored.sessions.storage._sealed import MARKER, Sealed
-from moored.sessions.storage._storage import open_storage
 from moored.testing import scaled
 
 NAMES = ("alice", "session", "bob")
@@ -169,7 +169,7 @@ async def test_a_wrong_key_is_noticed_before_anything_is_written() -> None:
     for wrong in (OTHER_KEY, PASSPHRASE):
         with pytest.raises(CorruptRecord, match="another key"):
             await open_storage(inner, key=wrong).open()
-    with pytest.raises(StorageError, match="is encrypted: give the key"):
+    with pytest.raises(StorageError, match="is encrypted: pass the key"):
         await Sealed(inner, Seal()).open()
     async with open_storage(inner, key=KEY) as storage:
         assert await storage.get("alice", "creds", "me") == b"secret"

@@ -18,9 +18,10 @@ from moored.sessions._errors import StorageError
 from moored.sessions.storage._file_names import from_file_name, is_cut, to_file_name
 from moored.sessions.storage._files import FileStorage
 from moored.sessions.storage._memory import MemoryStorage
+from moored.sessions.storage._open import open_storage
 from moored.sessions.storage._sealed import Sealed
 from moored.sessions.storage._sqlite import SqliteStorage
-from moored.sessions.storage._storage import Namespace, Storage, open_storage
+from moored.sessions.storage._storage import Namespace, Storage
 from moored.testing import scaled
 
 HARD_NAMES = [
@@ -275,19 +276,19 @@ async def test_what_a_storage_is_called(tmp_path: Path) -> None:
     sealed = open_storage(own, key=KEY)
     assert isinstance(sealed, Sealed)
     assert sealed.inner is own
-    with pytest.raises(StorageError, match="sealed already"):
+    with pytest.raises(StorageError, match="encrypted already"):
         open_storage(sealed, key=KEY)
 
 
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("", "names nothing"),
+        ("", "the name is empty"),
         (":memory:", "'memory:'"),
-        ("memory:x", "has no name"),
+        ("memory:x", "without a name"),
         ("files:", "directory is missing"),
         ("redis://cache", "no storage for redis://"),
-        ("no/such/", "no such directory"),
+        ("no/such/", "directory does not exist"),
     ],
 )
 def test_what_is_no_storage(where: str, says: str) -> None:

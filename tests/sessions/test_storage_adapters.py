@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from moored.sessions._errors import CorruptRecord, StorageError
 from moored.sessions.storage._files import FileStorage
+from moored.sessions.storage._open import open_storage
 from moored.sessions.storage._records import Corruption, Records
 from moored.sessions.storage._sqlite import SqliteStorage
-from moored.sessions.storage._storage import Storage, open_storage
+from moored.sessions.storage._storage import Storage
 from moored.testing import scaled
 
 # -- SQLite --------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ async def test_what_is_not_its_database(tmp_path: Path) -> None:
         await SqliteStorage(newer).open()
     with pytest.raises(StorageError, match="cannot be used as storage"):
         await SqliteStorage(text / "below" / "a.db").open()
-    with pytest.raises(StorageError, match="rights"):
+    with pytest.raises(StorageError, match="permissions"):
         await SqliteStorage(tmp_path).open()
 
 
@@ -184,7 +185,7 @@ def test_a_directory_in_use_by_another_process(tmp_path: Path) -> None:
 
 async def test_what_is_not_its_directory(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(StorageError, match="other files in it"):
+    with pytest.raises(StorageError, match="other files"):
         await FileStorage(tmp_path).open()
     assert os.listdir(tmp_path) == ["notes.txt"]
     with pytest.raises(StorageError, match="is a file"):
@@ -210,7 +211,7 @@ async def test_a_disk_that_does_not_take_it(tmp_path: Path) -> None:
     async with FileStorage(tmp_path / "a") as storage:
         await storage.put("alice", "creds", "bob@example.org", b"x")
         (tmp_path / "a" / "alice" / "session").write_text("in the way")
-        with pytest.raises(StorageError, match="look at the free space") as caught:
+        with pytest.raises(StorageError, match="check the free space") as caught:
             await storage.put("alice", "session", "bob@example.org", b"x")
         assert "example" not in str(caught.value), "it tells who was talked to"
         assert not list((tmp_path / "a" / ".tmp").iterdir())

@@ -69,7 +69,7 @@ async def test_a_transaction_that_fails_changes_nothing(storage: Storage) -> Non
             await records.update_many([ONE, TWO], raises)
         wrong: list[Any] = [lambda old: {TWO: 1}, lambda old: {TWO: b"", ONE: "text"}]
         for change in wrong:
-            with pytest.raises(TypeError, match="a record is bytes"):
+            with pytest.raises(TypeError, match="a record must be bytes"):
                 await records.update_many([ONE, TWO], change)
         with pytest.raises(StorageError, match="was not given"):
             await records.update_many([ONE], lambda old: {ONE: b"2", NEW: b""})

@@ -146,7 +146,7 @@ class SessionRuntime:
 
         async def keep() -> None:
             try:
-                # Not by a custodian: there is one writer, and each account would keep a custodian.
+                # Without a worker for the record: this is its only writer.
                 await self.records._write(*MEMORY, data)
             except Exception as error:
                 text = "what the protocol has to remember could not be kept"

@@ -14,7 +14,7 @@ from moored.kernel import counted, duration
 
 from ._checks import check_handler, check_loop, check_timeout
 from ._content import Incoming, Media, Poll, Text
-from ._errors import NotConnected, SessionStopped, Unsupported
+from ._errors import NotConnected, SessionError, SessionStopped, Unsupported
 from ._protocol import Feature, Notice, Protocol
 from .events import EventStream, Handler
 from .sending import Acked, Outcome, Submitted, error_of
@@ -103,13 +103,17 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
             nobody can say whether it arrived.
         :param hold: without a link, wait for one within the timeout, instead of failing at once.
         """
-        parked = self._runtime.sends.begin(recipient, content, id, timeout, idempotent, hold)
+        try:
+            parked = self._runtime.sends.begin(recipient, content, id, timeout, idempotent, hold)
+        except SessionError:
+            await asyncio.sleep(0)  # as below
+            raise
         if not wait:
             await asyncio.sleep(0)
             return parked.outcome or Submitted(parked.id)
         try:
             if parked.outcome is not None:
-                # A caller that retries what is settled at once would keep the loop for itself.
+                # A caller that retries a send which fails immediately must not block the loop.
                 await asyncio.sleep(0)
             found: Outcome = parked.outcome or await parked.future  # type: ignore[misc]
         except asyncio.CancelledError:

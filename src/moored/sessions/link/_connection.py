@@ -180,7 +180,7 @@ class Connection:
             self._greeted.set_result(done)
 
     def _failed(self, generation: int, reason: str) -> None:
-        core = self._runtime.core
+        core, reason = self._runtime.core, self._runtime.credentials.hide(reason)
         if core.lost(generation, CloseClass.TRANSIENT, reason, self._now()):
             self._end_link(abort=True)
             self._settle(LinkLost(reason))
@@ -236,7 +236,7 @@ class Connection:
         if link is None:
             return
         link.push()
-        core = self._runtime.core
+        core, reason = self._runtime.core, self._runtime.credentials.hide(reason)
         current = core.lost(link.generation, kind, reason, self._now(), retry_after)
         self._end_link()
         if current:

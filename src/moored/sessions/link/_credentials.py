@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from moored.kernel import awaited, describe, start_task
+from moored.kernel import SECRETS, Secrets, awaited, describe, start_task
 from moored.leases import Lease
 
 from .._errors import SessionError, StorageError
@@ -65,6 +65,15 @@ class Credentials:
         if provider is not None and not isinstance(found, bytes):
             raise SessionError(f"{source} returned {type(found).__name__}, not bytes")
         self.value = found  # type: ignore[assignment]
+
+    def hide(self, text: str) -> str:
+        """Return a text of the server, which may quote these credentials, without them."""
+        # Not in `SECRETS`, which keeps a few hundred values: a process may have more accounts.
+        own = Secrets()
+        if self.value is not None:
+            secret = self.value.partition(b"\0")[2] or self.value  # the rest is a user name
+            own.add(secret.decode(errors="surrogateescape"))
+        return SECRETS.hide(own.hide(text))
 
     def refused(self) -> bool:
         """Note that the server has refused them; says whether others may be had at once."""

@@ -344,8 +344,8 @@ class Link:
 
     def _on_refused(self, event: Refused | Bounced) -> None:
         self.window.answered(event.id)
-        table = self._runtime.sends.table
-        table.refused(event.id, event.code, event.reason, self.generation)
+        table, reason = self._runtime.sends.table, self._runtime.credentials.hide(event.reason)
+        table.refused(event.id, event.code, reason, self.generation)
         self.flush()
 
     def _on_bounced(self, event: Bounced) -> None:
@@ -354,10 +354,14 @@ class Link:
             self._on_refused(event)
             return
         runtime.counts.bounced += 1
-        runtime.emit("send_bounced", Bounce(event.id, event.code, event.reason))
+        reason = runtime.credentials.hide(event.reason)
+        runtime.emit("send_bounced", Bounce(event.id, event.code, reason))
 
     def _on_answered(self, event: Answered) -> None:
-        self._connection.queries.answered(event.id, event.value, event.code)
+        code = event.code
+        if isinstance(code, str):
+            code = self._runtime.credentials.hide(code)
+        self._connection.queries.answered(event.id, event.value, code)
 
     def _on_happening(self, event: Happening) -> None:
         runtime, protocol = self._runtime, self._runtime.protocol
@@ -498,7 +502,8 @@ class Link:
         counts.unhandled += 1
         # A server that says nothing else shall not fill the logs: from then on, at 128, 256, 512 …
         if counts.unhandled <= MOST_LOGGED or not counts.unhandled & (counts.unhandled - 1):
-            text = "%s: a frame that nobody handles (%d so far): %s"
+            text = "%s: the protocol does not handle a frame (%d so far): %s"
+            what = self._runtime.credentials.hide(what)
             log.warning(text, self._runtime.name, counts.unhandled, what)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moored.kernel import describe, refuse
+from moored.kernel import SECRETS, describe, refuse
 
 from .._content import Msg, Text
 from .._errors import SessionError
@@ -115,6 +115,7 @@ class Mqtt(Protocol):
         self._send_window = send_window
         self._max_packet_size = max_packet_size
         self._will = will
+        SECRETS.add_from(uri)
         mistakes: list[str] = []
         address = take_apart(uri, mistakes)
         mistakes += self._wrong_numbers()

@@ -1,10 +1,9 @@
-"""File names for any text, and back.
+"""File names for any string, and back.
 
-Names come from users and from the network: they may hold slashes, be "..", be longer than a file
-system takes, or differ from each other in their case alone. So a file's name has nothing in it but
-`a-z 0-9 _ - %`; every other byte is written as `%` and two digits, a capital letter too, and what
-gets too long is cut and ends with `~` and a hash. Such a name does not tell the whole text: the
-text is in a file beside it.
+Names come from users and from the network: they may contain slashes, be "..", be longer than a file
+system allows, or differ only in case. So a file name consists of `a-z 0-9 _ - %`; every other byte,
+also a capital letter, is written as `%` and two digits. A name that gets too long is cut and ends
+with `~` and a hash; the whole string is then kept in a file beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from hashlib import blake2b
 
 __all__ = ["from_file_name", "is_cut", "to_file_name"]
 
-#: Every file system takes 255 bytes.
+#: Every file system allows 255 bytes.
 MAX_NAME = 160
 KEPT = 80
 
@@ -24,9 +23,9 @@ _WHOLE = re.compile(r"(?:[a-z0-9_-]|%[0-9a-f]{2})+")
 
 
 def to_file_name(text: str) -> str:
-    """The file name that stands for a text; no two texts have the same."""
+    """Return the file name for a string; no two strings have the same."""
     raw = text.encode("utf-8", "surrogatepass")
-    # A name of no letters at all would be the directory itself; a lone % stands for nothing else.
+    # An empty name would be the directory itself; a lone % occurs nowhere else.
     name = "".join([_SPELLING[byte] for byte in raw]) or "%"
     if len(name) <= MAX_NAME:
         return name
@@ -34,12 +33,12 @@ def to_file_name(text: str) -> str:
 
 
 def is_cut(name: str) -> bool:
-    """Whether the text cannot be had from the name."""
+    """Whether the file name was cut, so that it does not hold the whole string."""
     return "~" in name
 
 
 def from_file_name(name: str) -> str | None:
-    """The text that an uncut file name stands for; None for a file that is not one of ours."""
+    """Return the string of an uncut file name; None if the name was not made by `to_file_name`."""
     if name == "%":
         return ""
     if not _WHOLE.fullmatch(name):

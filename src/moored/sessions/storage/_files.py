@@ -1,12 +1,12 @@
-"""A storage in a directory: one file for each record, to be read and saved by ordinary means.
+"""A storage in a directory: one file for each record, for ordinary tools to read and back up.
 
-A record is written to a file beside the others, brought to the disk, and only then given its name;
-the name is brought to the disk too. So a record is the old one or the new one, whatever happens in
-between. What a crash left half done is in `.tmp`, and is removed when the storage is opened. A
-profile is removed in the same way: taken away whole, and then deleted. Several records that change
-together are first written to `.journal`, which is carried out again after a crash.
+A record is written to a temporary file, synced, and then renamed; the directory is synced as well.
+So after a crash a record is the old one or the new one. Temporary files are in `.tmp`, and are
+removed when the storage is opened. A profile is deleted in the same way: its directory is moved to
+`.tmp`, and then removed. Several records that change together are first written to `.journal`,
+which is replayed after a crash.
 
-The directory belongs to one storage object at a time; for several processes, there is SQLite.
+One storage object at a time may use the directory; several processes can share a SQLite file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from .._errors import StorageError
 from ._file_names import from_file_name, is_cut, to_file_name
 from ._storage import Changes
-from ._thread import Job, ThreadStorage, settle
+from ._thread import Job, ThreadStorage, settle, sync_directory
 
 __all__ = ["FileStorage"]
 
@@ -58,7 +58,7 @@ class FileStorage(ThreadStorage):
         await self._do(lambda: self._change(profile, namespace, key, None))
 
     async def put_all(self, profile: str, changes: Changes) -> None:
-        """Write and remove several records: a journal says what is to be done until it is."""
+        """Write and delete several records: a journal makes the change atomic."""
         lines = [
             [*place, None if value is None else base64.b64encode(value).decode()]
             for place, value in changes.items()
@@ -79,7 +79,7 @@ class FileStorage(ThreadStorage):
             if place.exists():
                 away = self._temporary / secrets.token_hex(8)
                 place.rename(away)
-                _sync(self.path)
+                sync_directory(self.path)
                 self._moment("taken away")
                 shutil.rmtree(away)
             _beside(place).unlink(missing_ok=True)
@@ -111,14 +111,14 @@ class FileStorage(ThreadStorage):
             settle((job,))
 
     def _advice(self, error: Exception) -> str:
-        # Without the file's name: it tells who was talked to.
+        # Without the file's name, which may name a recipient.
         return (
-            f"cannot be used as storage: {getattr(error, 'strerror', None) or error}; look at the "
-            "free space, and at the rights of the directory and of what is in it"
+            f"cannot be used as storage: {getattr(error, 'strerror', None) or error}; check the "
+            "free space, and the permissions of the directory and its files"
         )
 
     def _change(self, profile: str, namespace: str, key: str, value: bytes | None) -> None:
-        self._replay()  # what could not be finished before, if there is any
+        self._replay()  # if an earlier change could not be completed
         self._apply(profile, namespace, key, value)
 
     def _apply(self, profile: str, namespace: str, key: str, value: bytes | None) -> None:
@@ -131,10 +131,10 @@ class FileStorage(ThreadStorage):
         elif file.exists():
             file.unlink()
             _beside(file).unlink(missing_ok=True)
-            _sync(file.parent)
+            sync_directory(file.parent)
 
     def _replay(self) -> None:
-        """Do what the journal says, if there is one: it was written whole, or not at all."""
+        """Make the changes in the journal, if there is one; it is always complete."""
         journal = _read(self._journal)
         if journal is None:
             return
@@ -144,7 +144,7 @@ class FileStorage(ThreadStorage):
             self._apply(profile, namespace, key, data)
             self._moment("one of several")
         self._journal.unlink()
-        _sync(self.path)
+        sync_directory(self.path)
 
     def _at(self, *names: str) -> Path:
         return self.path.joinpath(*map(to_file_name, names))
@@ -155,7 +155,7 @@ class FileStorage(ThreadStorage):
             return False
         self._keep_text(parent, name)
         place.mkdir(mode=0o700)
-        _sync(parent)
+        sync_directory(parent)
         return True
 
     def _keep_text(self, place: Path, name: str) -> None:
@@ -177,27 +177,27 @@ class FileStorage(ThreadStorage):
             draft.unlink(missing_ok=True)
             raise
         self._moment("named")
-        _sync(file.parent)
+        sync_directory(file.parent)
 
     def _moment(self, name: str) -> None:
-        """A moment at which a crash must do no harm; tests have one there."""
+        """Do nothing: tests replace this to crash at a point where no data may be lost."""
 
     def _take(self) -> None:
         if not self.path.exists():
             self.path.mkdir(mode=0o700, parents=True)
-            _sync(self.path.parent)
+            sync_directory(self.path.parent)
         elif not self.path.is_dir():
             raise StorageError(f"{self.path} is a file, not a directory: choose another path")
         label = _read(self.path / ".format")
         if label is None and any(not name.startswith(".") for name in os.listdir(self.path)):
             raise StorageError(
-                f"{self.path} has other files in it, and no storage: choose an empty directory, "
+                f"{self.path} holds other files, and is not a storage: choose an empty directory, "
                 "or one that does not exist"
             )
         if label not in (None, _FORMAT):
             raise StorageError(
-                f"{self.path} has a storage of another format ({label!r:.60}): use the version of "
-                "Moored that made it"
+                f"{self.path} is a storage of another format ({label!r:.60}): use the version of "
+                "Moored that created it"
             )
         self._take_lock()
         self._clean()
@@ -219,7 +219,7 @@ class FileStorage(ThreadStorage):
                 "or share a SQLite database instead"
             ) from None
         except BaseException:
-            os.close(lock)  # a full disk takes not even a number
+            os.close(lock)  # for example, the disk is full
             raise
         self._lock = lock
 
@@ -239,7 +239,7 @@ class FileStorage(ThreadStorage):
 
 
 def _beside(file: Path) -> Path:
-    """Where the text is that a cut name does not tell."""
+    """The file that holds the whole name for a cut file name."""
     return file.with_name(f"{file.name}.name")
 
 
@@ -267,11 +267,3 @@ def _read(file: Path) -> bytes | None:
         return file.read_bytes()
     except FileNotFoundError:
         return None
-
-
-def _sync(directory: Path) -> None:
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

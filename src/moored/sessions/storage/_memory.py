@@ -1,4 +1,4 @@
-"""A storage for tests, and for accounts that are gone with the process."""
+"""A storage in memory, for tests and for accounts that need not outlive the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["MemoryStorage"]
 
 
 class MemoryStorage(Storage):
-    """Records in this object, for as long as it lives; `open` and `close` change nothing."""
+    """Records in this object; `open` and `close` do nothing."""
 
     durable = False
 

@@ -1,13 +1,13 @@
-"""The records of one profile, and a custodian for each that is being changed.
+"""The records of one profile, each changed by one worker at a time.
 
-Sending and receiving change the same records: a session's keys move on with every message, in both
-directions. Two that read, change and write at once would lose one change, in silence, and with it
-every message after that. So a change is a function, and the record's custodian applies one at a
-time, each to what the one before it left, and writes it down before anybody is told.
+Sending and receiving change the same records: with end-to-end encryption, the keys of a session
+change with every message in both directions. Two callers that read, change and write at once would
+lose one change, and every message after that could not be decrypted. So a change is a function.
+The record's worker applies one change at a time, each to the result of the one before it, and
+writes the result before the call returns.
 
-A custodian exists only while there is something to change (`KeyedWorkers`); nothing is cached. A
-profile may have many records, but only one `Records` at a time: custodians of two know nothing
-of each other.
+A worker exists only while its record has changes to make (`KeyedWorkers`); nothing is cached. A
+profile must have only one `Records` object at a time: two do not know of each other's workers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ __all__ = ["Change", "ChangeMany", "Corruption", "Records"]
 
 log = logging.getLogger("moored.sessions")
 
-#: Gets the record or None, returns what it shall be or None for no record. Not async.
+SESSION_ENDED = "the session has ended: its records can only be changed while it runs"
+
+#: Gets the record or None, returns its new value or None to delete it. Not async.
 Change: TypeAlias = Callable[[bytes | None], bytes | None]
-#: The same for several records, by namespace and key; returns those that shall be different.
+#: The same for several records, by namespace and key; returns those that change.
 ChangeMany: TypeAlias = Callable[[Changes], Changes]
 
 
 class Corruption(NamedTuple):
-    """A record that cannot be read, and counts as missing."""
+    """A record that cannot be read, and is treated as missing."""
 
     namespace: str
-    #: It may be somebody's address: keep it out of logs.
+    #: Keep it out of logs: it may be a recipient's address.
     key: str
-    #: Why, without names.
+    #: Why it cannot be read, without the profile and the key.
     reason: str
-    #: Whether there is a copy in the namespace with `.corrupt` at its end.
+    #: Whether a copy was saved in the namespace with the suffix `.corrupt`.
     kept: bool
 
 
@@ -52,14 +54,14 @@ class _Done(NamedTuple):
 
 
 class _Hold:
-    """Keeps a record's custodian busy while several records are changed together."""
+    """Keeps a record's worker busy while several records are changed together."""
 
     __slots__ = ("begun", "lost", "over")
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
         self.over = asyncio.Event()
-        #: Whether the custodian was cancelled meanwhile.
+        #: Whether the worker was cancelled meanwhile.
         self.lost = False
 
     async def wait(self) -> _Done:
@@ -72,23 +74,24 @@ class _Hold:
         return _Done(None)
 
 
-#: One for each record that is being changed.
-_Custodians: TypeAlias = KeyedWorkers[tuple[str, str], Change | bytes | _Hold | None, _Done]
+#: One worker for each record that is being changed.
+_RecordWorkers: TypeAlias = KeyedWorkers[tuple[str, str], Change | bytes | _Hold | None, _Done]
 
 
 class Records:
     """The records of one profile in a storage.
 
-    `on_corrupt` is called for each record that cannot be read. Nothing is written while `may_write`
-    returns False. At most `max_queue` changes wait for one record; one more raises `QueueFull`.
+    :param on_corrupt: called for each record that cannot be read.
+    :param may_write: nothing is written while this returns False.
+    :param max_queue: the most changes that may wait for one record; one more raises `QueueFull`.
     """
 
     __slots__ = (
         "_closed",
-        "_custodians",
         "_max_queue",
         "_may_write",
         "_on_corrupt",
+        "_workers",
         "corrupt",
         "profile",
         "storage",
@@ -105,17 +108,17 @@ class Records:
     ) -> None:
         self.storage = storage
         self.profile = profile
-        #: How often a record could not be read.
+        #: The number of times that a record could not be read.
         self.corrupt = 0
         self._on_corrupt = on_corrupt
         self._may_write = may_write
         self._max_queue = max_queue
-        # Made with the first change: most profiles are only read.
-        self._custodians: _Custodians | None = None
+        # Created with the first change: most profiles are only read.
+        self._workers: _RecordWorkers | None = None
         self._closed = False
 
     async def get(self, namespace: str, key: str) -> bytes | None:
-        """The record as it was last written, or None; one that is damaged counts as missing."""
+        """Return the record as last written, or None; a damaged one is treated as missing."""
         try:
             return await self.storage.get(self.profile, namespace, key)
         except CorruptRecord as error:
@@ -123,53 +126,53 @@ class Records:
             return None
 
     async def put(self, namespace: str, key: str, value: bytes) -> None:
-        """Write the record, after the changes that were asked for before."""
+        """Write the record, after all earlier changes of it."""
         _check(value)
         await self._submit(namespace, key, value)
 
     async def delete(self, namespace: str, key: str) -> None:
-        """Remove the record, after the changes that were asked for before."""
+        """Delete the record, after all earlier changes of it."""
         await self._submit(namespace, key, None)
 
     async def update(self, namespace: str, key: str, change: Change) -> bytes | None:
-        """Change the record; returns what it is now, when that is durable.
+        """Change the record; return its new value when that is durable.
 
-        A change that raises fails this call alone, and the record stays as it is. A caller that
-        gives up once the change has begun does not stop it.
+        A change that raises fails only this call, and the record keeps its value. A change that has
+        begun is completed even if its caller is cancelled.
         """
         return await self._submit(namespace, key, change)
 
     async def update_many(
         self, places: Iterable[tuple[str, str]], change: ChangeMany
     ) -> Mapping[tuple[str, str], bytes | None]:
-        """Change several records in one transaction: all of them, or none.
+        """Change several records in one transaction; return all their values when it is durable.
 
-        `change` gets the records by namespace and key, and returns those that shall be different,
-        with None for no record. Other changes of any of them wait meanwhile. Returns what all of
-        them are now, when that is durable. Not every storage can do it: see `Storage.put_all`.
+        `change` gets the records by namespace and key, and returns those that change; None deletes
+        a record. Other changes of these records wait meanwhile. Raises `StorageError` if the
+        storage has no transactions: see `Storage.put_all`.
         """
         wanted = sorted(set(places))
         async with contextlib.AsyncExitStack() as stack:
-            # Always in the same order, so that no two wait for each other.
+            # Always in the same order, so that two calls cannot deadlock.
             holds = [await stack.enter_async_context(self._held(place)) for place in wanted]
             old = {place: await self.get(*place) for place in wanted}
             new = change(dict(old))
             if strange := set(new) - set(old):
-                raise StorageError(f"the change names {len(strange)} records it was not given")
+                raise StorageError(f"the change returned {len(strange)} records it was not given")
             for value in new.values():
                 _check(value)
             self._check_lease()
             if any(hold.lost for hold in holds):
-                raise StorageError("its session has ended: change records while it lives")
+                raise StorageError(SESSION_ENDED)
             if new:
                 await self.storage.put_all(self.profile, new)
             return {**old, **new}
 
     @contextlib.asynccontextmanager
     async def _held(self, place: tuple[str, str]) -> AsyncIterator[_Hold]:
-        """Keep other changes of a record waiting."""
+        """Make other changes of a record wait."""
         hold = _Hold()
-        self._custody().submit(place, hold)
+        self._open_workers().submit(place, hold)
         try:
             await hold.begun.wait()
             yield hold
@@ -177,15 +180,15 @@ class Records:
             hold.over.set()
 
     async def close(self, timeout: float | None = None) -> None:
-        """Take no more changes, and wait for those there are; the storage stays open."""
+        """Accept no more changes, and wait for those in progress; the storage stays open."""
         self._closed = True
-        if self._custodians is not None:
-            await self._custodians.close(timeout)
+        if self._workers is not None:
+            await self._workers.close(timeout)
 
     @property
     def busy(self) -> int:
-        """How many records are being changed."""
-        return 0 if self._custodians is None else len(self._custodians)
+        """The number of records that are being changed."""
+        return 0 if self._workers is None else len(self._workers)
 
     async def __aenter__(self) -> Records:
         return self
@@ -197,20 +200,20 @@ class Records:
         return f"<Records: {self.busy} being changed, {self.corrupt} corrupt>"
 
     async def _submit(self, namespace: str, key: str, work: Change | bytes | None) -> bytes | None:
-        done = await self._custody().run((namespace, key), work)
+        done = await self._open_workers().run((namespace, key), work)
         if done.error is not None:
             raise done.error
         return done.value
 
-    def _custody(self) -> _Custodians:
+    def _open_workers(self) -> _RecordWorkers:
         if self._closed:
-            raise StorageError("its session has ended: change records while it lives")
-        if self._custodians is None:
-            self._custodians = KeyedWorkers(self._apply, name="records", max_queue=self._max_queue)
-        return self._custodians
+            raise StorageError(SESSION_ENDED)
+        if self._workers is None:
+            self._workers = KeyedWorkers(self._apply, name="records", max_queue=self._max_queue)
+        return self._workers
 
     async def _apply(self, place: tuple[str, str], work: Change | bytes | _Hold | None) -> _Done:
-        # What is raised here would fail all that wait behind it: it is handed over instead.
+        # An exception would fail all changes that wait for this worker, so it is returned instead.
         if isinstance(work, _Hold):
             return await work.wait()
         try:
@@ -241,7 +244,7 @@ class Records:
     def _check_lease(self) -> None:
         if self._may_write is not None and not self._may_write():
             raise StorageError(
-                "the lease of this profile is lost: another may change its records by now"
+                "the lease of this profile is lost: another process may be changing its records"
             )
 
     async def _lost(self, namespace: str, key: str, error: CorruptRecord) -> None:
@@ -250,7 +253,7 @@ class Records:
         try:
             kept = await self.storage.set_aside(self.profile, namespace, key)
         except StorageError as failure:
-            log.error("a damaged record could not be kept: %s", failure)
+            log.error("a damaged record could not be copied: %s", failure)
         if self._on_corrupt is None:
             return
         try:
@@ -264,4 +267,4 @@ def _check(new: object) -> None:
         return
     if inspect.iscoroutine(new):
         new.close()
-    raise TypeError(f"a record is bytes, or None for none, and not {type(new).__name__}")
+    raise TypeError(f"a record must be bytes, or None for no record, not {type(new).__name__}")

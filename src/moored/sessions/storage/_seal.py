@@ -7,10 +7,10 @@
     kind 1        nonce, 12 bytes · AES-256-GCM of the value
     kind 2        salt, 16 bytes · nonce · AES-256-GCM, the key made from a passphrase by scrypt
 
-The checksum finds what broke by accident; anybody can compute it. Encryption finds what was done on
-purpose: each record has an AES key of its own, derived from yours and from profile, namespace and
-key, so a record that was moved to another place does not open there. An older version of the same
-record in the same place does open: that a disk was set back cannot be seen from here.
+The checksum detects accidental damage; anybody can compute it. Encryption detects manipulation:
+each record has an AES key of its own, derived from yours and from profile, namespace and key, so a
+record that was moved to another place cannot be decrypted there. An older version of the same
+record in the same place can: restoring an old disk image is not detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from moored.kernel import counted
+from moored.kernel import SECRETS, counted
 
 from .._errors import CorruptRecord, StorageError
 from ._storage import Keys
@@ -41,24 +41,25 @@ SALT = 16
 NO_SALT = b""
 KEY_BYTES = 32
 MIN_PASSPHRASE = 8
-#: Keys made from passphrases that are kept; one salt for each storage is the rule.
+#: The most keys derived from passphrases that are cached; a storage usually has one salt.
 MAX_MADE = 32
 
 
 class Seal:
     """Puts values into envelopes, and takes them out again.
 
-    `key` is 32 bytes, or a passphrase (a string), or several of them: the first one writes, all of
-    them read, so that a key can be replaced. Without a key there is a checksum alone. With one,
-    records that are not encrypted are refused, because anybody could have put them there;
-    `accept_plain` lets them pass, for a storage that was begun without a key.
+    :param key: 32 bytes, or a passphrase (a string), or several of them: the first one encrypts,
+        all of them decrypt, so that a key can be replaced. Without a key, records only have a
+        checksum.
+    :param accept_plain: with a key, accept records that are not encrypted as well, for a storage
+        that was first used without a key. Otherwise they are refused: anybody could forge them.
     """
 
     def __init__(self, key: Keys | None = None, *, accept_plain: bool = False) -> None:
         self._secrets = [_Secret(each) for each in _listed(key)]
         self._accept_plain = accept_plain or not self._secrets
         self._aes = _aes_gcm() if self._secrets else None
-        #: What a passphrase is mixed with; the storage's own, once it is known.
+        #: The salt of the passphrase; the storage's own, once it is known.
         self._salt = secrets.token_bytes(SALT)
 
     @property
@@ -68,11 +69,11 @@ class Seal:
 
     @property
     def accept_plain(self) -> bool:
-        """Whether records that are not encrypted are read."""
+        """Whether records that are not encrypted are accepted."""
         return self._accept_plain
 
     def close_envelope(self, names: Names, value: bytes) -> bytes:
-        """The value, ready to be written under these names."""
+        """Return the envelope to store under these names."""
         if not self._secrets:
             return _envelope(PLAIN, names, value)
         first = self._secrets[0]
@@ -83,7 +84,7 @@ class Seal:
         return _envelope(kind, names, salt + nonce + hidden)
 
     def open_envelope(self, names: Names, envelope: bytes) -> bytes:
-        """The value; raises `CorruptRecord` if it is damaged, misplaced, or the key is another."""
+        """Return the value; raises `CorruptRecord` if it is damaged, moved, or of another key."""
         kind, payload = _checked(names, envelope)
         if kind == PLAIN:
             if not self._accept_plain:
@@ -94,23 +95,23 @@ class Seal:
         return self._reveal(kind, names, payload)
 
     def must_prepare(self, names: Names, envelope: bytes) -> bool:
-        """Whether opening it would first take a while: a key is to be made from a passphrase."""
+        """Whether opening it is slow, because a key must be derived from a passphrase first."""
         salt = _salt_of(names, envelope)
         return salt is not None and any(not secret.has_made(salt) for secret in self._secrets)
 
     def prepare(self, salt: bytes | None = None) -> None:
-        """Make the keys from the passphrases, which takes a while: to be called in a thread."""
+        """Derive the keys from the passphrases, which is slow: call it in a thread."""
         for secret in self._secrets:
             if secret.is_passphrase:
                 secret.master(self._salt if salt is None else salt)
 
     def prepare_for(self, names: Names, envelope: bytes) -> None:
-        """Make what is needed to open this one; to be called in a thread."""
+        """Derive the keys that are needed to open this envelope; call it in a thread."""
         if (salt := _salt_of(names, envelope)) is not None:
             self.prepare(salt)
 
     def adopt(self, names: Names, envelope: bytes) -> bool:
-        """Write with the salt of this one from now on; False if its key is not the first one."""
+        """Use the salt of this envelope from now on; return False if its key is not the first."""
         kind, payload = _checked(names, envelope)
         first = self._secrets[0]
         if kind != (WITH_PASSPHRASE if first.is_passphrase else WITH_KEY):
@@ -128,7 +129,7 @@ class Seal:
                 value = self._try(secret, salt, kind, names, payload[len(salt) :])
                 if value is not None:
                     return value
-        raise _corrupt(names, "was written with another key, or for another place")
+        raise _corrupt(names, "was encrypted with another key, or for another place")
 
     def _try(
         self, secret: _Secret, salt: bytes, kind: int, names: Names, sealed: bytes
@@ -140,7 +141,7 @@ class Seal:
                 sealed[:NONCE], sealed[NONCE:], _bound(kind, names)
             )
         except (InvalidTag, ValueError):
-            # ValueError: too short for a nonce, which only somebody on purpose can have made.
+            # ValueError: too short for a nonce, which must be a forgery: the checksum is right.
             return None
         return opened
 
@@ -156,29 +157,32 @@ class Seal:
         return f"<Seal: {counted(len(self._secrets), 'key')}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Seal holds keys, and is not to be pickled")
+        raise TypeError("a Seal holds keys, and cannot be pickled")
 
 
 class _Secret:
-    """A key or a passphrase, which nothing shows."""
+    """A key or a passphrase; its repr does not show it."""
 
     __slots__ = ("_made", "_value", "is_passphrase")
 
     def __init__(self, value: bytes | str) -> None:
         self.is_passphrase = isinstance(value, str)
-        self._value = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        if isinstance(value, str):
+            SECRETS.add(value)
+            value = value.encode("utf-8", "surrogatepass")
+        self._value = value
         self._made: OrderedDict[bytes, bytes] = OrderedDict()
 
     def has_made(self, salt: bytes) -> bool:
         return not self.is_passphrase or salt in self._made
 
     def master(self, salt: bytes) -> bytes:
-        """The key itself, or the one made from the passphrase and the salt."""
+        """Return the key itself, or the one derived from the passphrase and the salt."""
         if not self.is_passphrase:
             return self._value
         made = self._made.get(salt)
         if made is None:
-            # 32 MiB, and about a fifth of a second: as much as guessing at each word shall cost.
+            # 32 MiB and about 0.2 s, to make guessing the passphrase expensive.
             made = hashlib.scrypt(
                 self._value, salt=salt, n=2**15, r=8, p=3, maxmem=2**26, dklen=KEY_BYTES
             )
@@ -196,14 +200,14 @@ def _listed(key: Keys | None) -> Sequence[bytes | str]:
         return ()
     keys = [key] if isinstance(key, bytes | str) else list(key)
     if not keys:
-        raise ValueError("no key: give None for a storage that is not encrypted")
+        raise ValueError("no key: pass None for a storage that is not encrypted")
     for number, each in enumerate(keys, 1):
-        # What is wrong is said without the key.
+        # No error shows the key.
         if isinstance(each, bytes):
             if len(each) != KEY_BYTES:
                 raise ValueError(f"key {number} has {len(each)} bytes: it must have {KEY_BYTES}")
         elif not isinstance(each, str):
-            raise TypeError(f"key {number} is of type {type(each).__name__}: give bytes or str")
+            raise TypeError(f"key {number} is of type {type(each).__name__}: pass bytes or str")
         elif len(each) < MIN_PASSPHRASE:
             raise ValueError(
                 f"passphrase {number} is too short: it needs {MIN_PASSPHRASE} characters or more"
@@ -228,7 +232,7 @@ def _envelope(kind: int, names: Names, payload: bytes) -> bytes:
 
 
 def _checked(names: Names, envelope: bytes) -> tuple[int, bytes]:
-    """Kind and payload of an envelope that nothing has happened to."""
+    """Return the kind and the payload of an envelope, after checking its checksum."""
     start = len(MAGIC)
     if envelope[:start] != MAGIC or len(envelope) < HEAD:
         raise _corrupt(names, "is damaged: it has no envelope")
@@ -258,11 +262,11 @@ def _bound(kind: int, names: Names) -> bytes:
 
 
 def _spelled(names: Names) -> bytes:
-    """The names as bytes, so that no two triples look the same."""
+    """Encode the names as bytes, so that different triples never have the same encoding."""
     parts = [name.encode("utf-8", "surrogatepass") for name in names]
     return b"".join([len(part).to_bytes(4, "big") + part for part in parts])
 
 
 def _corrupt(names: Names, what: str) -> CorruptRecord:
-    # Without profile and key: they tell who was talked to.
+    # Without profile and key: they may name a recipient.
     return CorruptRecord(f"a record in namespace {names[1]!r} {what}")

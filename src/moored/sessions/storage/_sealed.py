@@ -1,4 +1,4 @@
-"""A storage whose records are in envelopes: what comes out is what went in, or `CorruptRecord`."""
+"""A storage that wraps the records of another one in envelopes, checked at each read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ._storage import Changes, Storage
 
 __all__ = ["Sealed"]
 
-#: Where a storage keeps what its keys are tried on; no profile has this name.
+#: The record that shows whether a key is right; no profile has this name.
 MARKER: Names = ("", "seal", "marker")
 ASIDE = ".corrupt"
 
 
 class Sealed(Storage):
-    """Another storage, with a checksum on everything, and encrypted if the seal has a key.
+    """Another storage, with a checksum for each record, encrypted if the seal has a key.
 
-    Names of profiles, namespaces and keys are not hidden. A marker tells at once whether a key is
-    the right one: with a wrong one, opening raises `CorruptRecord`, before anything is taken for
+    The names of profiles, namespaces and keys are not encrypted. A marker record shows whether the
+    key is right: with a wrong key, `open` raises `CorruptRecord`, before any record is treated as
     missing and overwritten.
     """
 
@@ -29,7 +29,7 @@ class Sealed(Storage):
         self._seal = seal
 
     async def open(self) -> None:
-        """Open it, and see whether the key fits."""
+        """Open the storage, and check the key."""
         await self.inner.open()
         try:
             await self._check_key()
@@ -87,7 +87,7 @@ class Sealed(Storage):
         return await self.inner.keys(_named(profile), namespace)
 
     async def set_aside(self, profile: str, namespace: str, key: str) -> bool:
-        """Copy a damaged record, envelope and all, to the namespace with `.corrupt` at its end."""
+        """Copy a damaged record with its envelope to the namespace with the suffix `.corrupt`."""
         envelope = await self.inner.get(_named(profile), namespace, key)
         if envelope is None:
             return False
@@ -95,10 +95,10 @@ class Sealed(Storage):
         return True
 
     async def reseal(self) -> int:
-        """Write every record anew, with the first key; returns how many that were.
+        """Encrypt every record again with the first key; return how many there were.
 
-        For the end of a change of keys: afterwards the old ones are not needed any more. Nobody
-        else may use the storage meanwhile. What is damaged stays as it is.
+        This completes a change of keys: the old keys are not needed afterwards. The storage must
+        not be used otherwise meanwhile. Damaged records stay as they are.
         """
         written = 0
         for profile in await self.list_profiles():
@@ -119,17 +119,17 @@ class Sealed(Storage):
     async def _opened(self, names: Names, envelope: bytes) -> bytes:
         seal = self._seal
         if seal.encrypts and seal.must_prepare(names, envelope):
-            # Written by one that had not seen the marker yet, so with a salt of its own.
+            # Another process wrote it before it had read the marker, with a salt of its own.
             await in_thread(lambda: seal.prepare_for(names, envelope), name="moored makes a key")
         return seal.open_envelope(names, envelope)
 
     async def _check_key(self) -> None:
-        # In this order: another process may be at its first record, and the marker is before it.
+        # In this order: another process may be writing its first record, after the marker.
         profiles = await self.list_profiles() if self._seal.encrypts else []
         marker = await self.inner.get(*MARKER)
         if not self._seal.encrypts:
             if marker is not None:
-                raise StorageError(f"{self.inner!r} is encrypted: give the key")
+                raise StorageError(f"{self.inner!r} is encrypted: pass the key")
             return
         if marker is None and profiles and not self._seal.accept_plain:
             raise StorageError(
@@ -141,13 +141,12 @@ class Sealed(Storage):
             await self.inner.put(*MARKER, self._seal.close_envelope(MARKER, b""))
 
     async def _fits(self, marker: bytes) -> bool:
-        """Whether the marker is as it would be written; False if it is to be written anew."""
+        """Whether the marker was written with the first key; False if it must be replaced."""
         seal = self._seal
         try:
             needs_time = seal.must_prepare(MARKER, marker)
         except CorruptRecord:
-            # By its checksum: that is damage, and says nothing about the key.
-            return False
+            return False  # the checksum is wrong: damaged, which says nothing about the key
         if needs_time:
             await in_thread(lambda: seal.prepare_for(MARKER, marker), name="moored makes a key")
         try:
@@ -161,5 +160,5 @@ class Sealed(Storage):
 
 def _named(profile: str) -> str:
     if not profile:
-        raise ValueError("a profile needs a name: '' is none")
+        raise ValueError("the name of a profile must not be empty")
     return profile

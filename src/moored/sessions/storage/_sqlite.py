@@ -1,8 +1,8 @@
 """A storage in one SQLite file: the default.
 
-Writes that come while another commit is on its way to the disk go into one transaction, so that a
-thousand accounts which write at once wait for a few syncs and not for a thousand. Several processes
-of one machine may share the file.
+Writes that arrive during a commit go into one transaction, so that a thousand accounts that write
+at once wait for a few syncs and not for a thousand. Several processes of one machine may share the
+file.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 from .._errors import StorageError
 from ._storage import Changes
-from ._thread import Job, ThreadStorage, settle
+from ._thread import Job, ThreadStorage, settle, sync_directory
 
 __all__ = ["SqliteStorage"]
 
 T = TypeVar("T")
 
-#: "HFst", in the header of the file: this is what it is for.
+#: The application id in the header of the file.
 APPLICATION = 0x48467374
 LAYOUT = 1
 
-# Names are kept as bytes: not every Python string is text to SQLite.
+# Names are stored as bytes: SQLite does not accept every Python string as text.
 _TABLES = """
 create table if not exists profiles (profile blob primary key) without rowid;
 create table if not exists records (
@@ -48,15 +48,16 @@ _DELETE = "delete from records where profile = ? and namespace = ? and key = ?"
 class SqliteStorage(ThreadStorage):
     """Records in the SQLite file at `path`, which only its owner may read.
 
-    `patience` is how many seconds to wait for another process that has the file locked.
+    :param patience: seconds to wait for another process that has locked the file.
     """
 
-    _failures = (sqlite3.Error, OSError)
+    # UnicodeDecodeError: the message of SQLite quotes a damaged name.
+    _failures = (sqlite3.Error, OSError, UnicodeDecodeError)
 
     def __init__(self, path: str | os.PathLike[str], *, patience: float = 5.0) -> None:
         super().__init__(path)
         self.patience = patience
-        #: Transactions so far, and the writes that were in them.
+        #: The number of transactions, and of the writes in them.
         self.commits = self.writes = 0
         self._database: sqlite3.Connection
 
@@ -67,7 +68,7 @@ class SqliteStorage(ThreadStorage):
     async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
         """The record, or None."""
         names = _raw(profile, namespace, key)
-        # Another tool may have left a text there: it is damaged, and still bytes.
+        # Another tool may have written text: return its bytes, which the checksum then refuses.
         value = "cast(value as blob)"
         query = f"select {value} from records where profile = ? and namespace = ? and key = ?"
         rows = await self._rows(query, *names)
@@ -130,8 +131,8 @@ class SqliteStorage(ThreadStorage):
     # -- in the thread --------------------------------------------------------------------------
 
     def _carry_out(self, jobs: list[Job]) -> None:
-        # What is read before the first write need not wait for a commit. What is read after it
-        # must: nobody may see what is not yet durable.
+        # Reads before the first write need not wait for the commit. Reads after it must: they may
+        # not return what is not durable yet.
         reads = list(takewhile(lambda job: not job.writes, jobs))
         for job in reads:
             job.run()
@@ -149,7 +150,7 @@ class SqliteStorage(ThreadStorage):
         except Exception as error:
             self._roll_back()
             if len(jobs) > 1 and not isinstance(error, sqlite3.OperationalError):
-                # One of them cannot be written. The others have nothing to do with that.
+                # One of them cannot be written: commit each alone, so that the others can.
                 for job in jobs:
                     self._commit([job])
                 return
@@ -164,8 +165,7 @@ class SqliteStorage(ThreadStorage):
             try:
                 self._database.execute("rollback")
             except sqlite3.Error:
-                # SQLite has done it already: some errors end the transaction.
-                pass
+                pass  # some errors have already ended the transaction
 
     def _make_profile(self, profile: str) -> bool:
         query = "insert into profiles values (?) on conflict do nothing"
@@ -179,19 +179,16 @@ class SqliteStorage(ThreadStorage):
     def _make_file(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Made here, because SQLite would let everybody read it; its other files are as this.
+            # Created here, because SQLite's file would be readable by all; its -wal file inherits
+            # the mode.
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         except FileExistsError:
             return
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(self.path.parent)
 
     def _prepare(self) -> None:
         execute = self._database.execute
-        # All at one moment: another process may be making the tables.
+        # In one transaction: another process may be creating the tables.
         execute("begin")
         application = execute("pragma application_id").fetchone()[0]
         layout = execute("pragma user_version").fetchone()[0]
@@ -204,19 +201,19 @@ class SqliteStorage(ThreadStorage):
         if layout > LAYOUT:
             raise StorageError(
                 f"{self.path} was written by a newer version of Moored (layout {layout}, "
-                f"this one knows {LAYOUT}): use that version"
+                f"this one supports {LAYOUT}): use that version"
             )
         self._use_wal()
         execute("pragma synchronous = full")
         if layout < LAYOUT:
-            # In one transaction: of two processes that make it at once, one waits for the other.
+            # In one transaction: of two processes that create the file, one waits for the other.
             self._database.executescript(
                 f"begin immediate; {_TABLES} pragma application_id = {APPLICATION}; "
                 f"pragma user_version = {LAYOUT}; commit;"
             )
 
     def _use_wal(self) -> None:
-        # SQLite refuses this switch at once, whatever the timeout, while another process makes it.
+        # SQLite ignores the timeout here, and fails while another process does the same.
         ends = time.monotonic() + self.patience
         while True:
             try:
@@ -232,7 +229,7 @@ class SqliteStorage(ThreadStorage):
             self._database.close()
 
     def _advice(self, error: Exception) -> str:
-        if isinstance(error, sqlite3.Error):
+        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
             return _advice(error, self.patience)
         why = getattr(error, "strerror", None) or error
         return f"cannot be used as storage: {why}; choose a path that can be written to"
@@ -246,26 +243,28 @@ def _texts(names: list[Any]) -> list[str]:
     return sorted(bytes(name).decode("utf-8", "surrogatepass") for name in names)
 
 
-def _advice(error: sqlite3.Error, patience: float) -> str:
-    """What is wrong with the file, and what to do."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    match code:
+def _advice(error: sqlite3.Error | UnicodeDecodeError, patience: float) -> str:
+    """Return what is wrong with the file, and what to do about it."""
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
             return (
-                f"another process has had it locked for {patience:g} s; find it (a backup? a shell "
-                "with an open transaction?) and let it end"
+                f"another process has kept the database locked for {patience:g} s; find it (a "
+                "backup? a shell with an open transaction?) and let it end"
             )
         case sqlite3.SQLITE_NOTADB:
             return "this is not a SQLite database; choose another path, or move the file away"
+        case _ if isinstance(error, UnicodeDecodeError):
+            return "the database is damaged; restore it from a backup"
         case sqlite3.SQLITE_CORRUPT:
             return (
                 f"the database is damaged ({error}); restore it from a backup, or save what can be "
                 "saved with the `.recover` command of the sqlite3 program"
             )
         case sqlite3.SQLITE_FULL:
-            return "the disk is full; nothing of this was written"
+            return "the disk is full; this change was not written"
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM:
             return (
-                f"it cannot be written ({error}); look at the rights of the file and its directory"
+                f"it cannot be written ({error}); check the permissions of the file and its "
+                "directory"
             )
     return f"{error} ({type(error).__name__})"

@@ -1,13 +1,13 @@
-"""The one thread of a storage: what blocks is done there, in order, and in groups.
+"""The thread of a storage, which makes the blocking calls in order and in groups.
 
-Whatever is asked for while the thread is busy waits, and is taken all together when the thread has
-time again. An adapter that can make many changes durable at the price of one does so with such a
-group.
+Calls that arrive while the thread is busy are taken together when it is idle again, so that an
+adapter can make many changes durable with one sync.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from abc import abstractmethod
@@ -20,16 +20,16 @@ from typing import Any, ClassVar, TypeVar
 from .._errors import StorageError
 from ._storage import Storage
 
-__all__ = ["Job", "StorageThread", "ThreadStorage", "settle"]
+__all__ = ["Job", "StorageThread", "ThreadStorage", "settle", "sync_directory"]
 
 T = TypeVar("T")
 
-#: A group is no larger, so that the first of it does not wait for ever.
+#: The most calls in a group: the first one waits for the last one.
 MAX_GROUP = 1000
 
 
 class Job:
-    """One call for the thread, and what came of it."""
+    """One call for the thread, and its result."""
 
     __slots__ = ("call", "error", "future", "loop", "result", "writes")
 
@@ -42,7 +42,7 @@ class Job:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Make the call, and keep what came of it."""
+        """Make the call, and keep its result or its error."""
         try:
             self.result = self.call()
         except BaseException as error:
@@ -57,13 +57,13 @@ class StorageThread:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._last: Job | None = None
         self._closed = False
-        # A daemon, so that a storage that nobody closed does not keep the program alive.
+        # A daemon, so that a storage that was not closed does not keep the program alive.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T], *, writes: bool = True) -> Future[T]:
-        """Have the call made in the thread; a future that is cancelled does not call it back."""
+        """Make the call in the thread; cancelling the future does not stop the call."""
         if self._closed:
-            raise StorageError("the storage is closed; open it again, or use it before the end")
+            raise StorageError("the storage is closed; open it again, or use it before closing it")
         future: Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put(Job(call, writes, future))
         return future
@@ -82,7 +82,7 @@ class StorageThread:
             jobs = [self._jobs.get()]
             while len(jobs) < MAX_GROUP and not self._jobs.empty():
                 jobs.append(self._jobs.get())
-            # It is alone: what others asked for must be done when it is.
+            # The last call is made alone, after all others.
             last = jobs.pop() if jobs[-1] is self._last else None
             self._do(jobs)
         last.run()
@@ -92,7 +92,7 @@ class StorageThread:
         try:
             self._carry_out(jobs)
         except BaseException as error:
-            # A defect of the adapter: who waits must be told, and the others served.
+            # A defect of the adapter: fail these jobs, and go on with the next ones.
             for job in jobs:
                 job.error = error
             settle(jobs)
@@ -101,7 +101,7 @@ class StorageThread:
 class ThreadStorage(Storage):
     """A storage at a path, whose calls are made in a thread of its own."""
 
-    #: What the calls raise when the path cannot be used.
+    #: The exceptions of calls that fail because of the path or its contents.
     _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -109,7 +109,7 @@ class ThreadStorage(Storage):
         self._thread: StorageThread | None = None
 
     async def open(self) -> None:
-        """Open the storage, or make it; raises `StorageError` that says what to do."""
+        """Open the storage, or create it; raises `StorageError` with what to do."""
         if self._thread is not None:
             return
         thread = self._thread = StorageThread(f"moored {self.path.name}", self._carry_out)
@@ -121,7 +121,7 @@ class ThreadStorage(Storage):
             raise
 
     async def close(self) -> None:
-        """Close the storage, after everything that was asked for is done."""
+        """Close the storage, after all calls before this one."""
         thread, self._thread = self._thread, None
         if thread is not None:
             await thread.end(self._let_go)
@@ -141,35 +141,43 @@ class ThreadStorage(Storage):
 
     @abstractmethod
     def _carry_out(self, jobs: list[Job]) -> None:
-        """Do and settle a group of jobs."""
+        """Run and settle a group of jobs."""
 
     @abstractmethod
     def _take(self) -> None:
-        """Open what is at the path."""
+        """Open the storage at the path; called in the thread."""
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Close it, if it was opened."""
+        """Close the storage if it was opened; called in the thread."""
 
     @abstractmethod
     def _advice(self, error: Exception) -> str:
-        """What is wrong with the path, and what to do."""
+        """Return what failed, and what to do about it."""
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def settle(jobs: Sequence[Job]) -> None:
-    """Tell those who wait; from the thread. What was told already stays as it is."""
+    """Pass results to the waiting callers; called in the thread. Settled futures stay as is."""
     loops: dict[AbstractEventLoop, list[Job]] = {}
     for job in jobs:
         loops.setdefault(job.loop, []).append(job)
     for loop, its_jobs in loops.items():
         try:
-            loop.call_soon_threadsafe(_tell, its_jobs)
+            loop.call_soon_threadsafe(_set_results, its_jobs)
         except RuntimeError:
-            # The loop has ended, and with it everybody who wanted to know.
-            pass
+            pass  # the loop is closed, and its callers are gone
 
 
-def _tell(jobs: Iterable[Job]) -> None:
+def _set_results(jobs: Iterable[Job]) -> None:
     for job in jobs:
         if job.future.done():
             continue

@@ -1,8 +1,7 @@
-"""Where links lead: over TCP, with or without TLS, over WebSocket, or within the process.
+"""The endpoints that a session can connect to: TCP, TLS, WebSocket, or within the process.
 
-An endpoint has no time limit of its own: whoever dials has one, and cancels. A receiver hears
-nothing of a dial that fails or is cancelled; of one that succeeds it may hear before `dial` has
-returned, if the server speaks first.
+An endpoint has no timeout: its caller cancels `dial`. The receiver is not called for a dial that
+fails or is cancelled. It may be called before `dial` has returned, if the server sends first.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from moored.kernel import extra
+from moored.kernel import SECRETS, extra
 
 from ._memory import memory_pair
 from ._stream import Dialler, Stream
@@ -23,20 +22,20 @@ from ._transport import Receiver, Transport
 
 __all__ = ["InMemory", "MemoryServer", "Tcp", "WebSocket", "default_tls"]
 
-#: What serves a link within the process: gets its end of it, and returns who receives there.
+#: A server within the process: gets its end of a connection, and returns the receiver for it.
 MemoryServer: TypeAlias = Callable[[Transport], Receiver]
 
 _PORTS = {"ws": 80, "wss": 443}
 
 
 class Tcp:
-    """A server behind a TCP port.
+    """A server on a TCP port.
 
     :param host: its name or address; all addresses of a name are tried, IPv6 and IPv4 in turn.
-    :param tls: what the server's certificate is checked with; None for a connection without TLS.
-    :param server_name: the name that the certificate must have; the host's by default.
-    :param starttls: begin without TLS, until the protocol says `StartTls`; a link that is ready
-        before that is closed.
+    :param tls: the context that verifies the server's certificate; None for no TLS.
+    :param server_name: the name that the certificate must have, if it is not the host's.
+    :param starttls: begin without TLS, until the protocol reports `StartTls`; a link that becomes
+        ready before that is closed.
     """
 
     __slots__ = ("host", "port", "server_name", "starttls", "tls")
@@ -56,9 +55,9 @@ class Tcp:
         if not 0 < port < 65536:
             wrong.append(f"port is {port}, and must be from 1 to 65535")
         if server_name is not None and tls is None:
-            wrong.append("server_name is for TLS: pass tls as well")
+            wrong.append("server_name needs TLS: pass tls as well")
         if starttls and tls is None:
-            wrong.append("starttls is for TLS: pass tls as well")
+            wrong.append("starttls needs TLS: pass tls as well")
         if wrong:
             raise ValueError("; ".join(wrong))
         self.host = host
@@ -68,7 +67,7 @@ class Tcp:
         self.server_name = server_name
 
     async def dial(self, receiver: Receiver) -> Transport:
-        """Connect; raises `OSError` that says what failed."""
+        """Connect; raises `OSError` with the reason."""
         try:
             return await self._open(receiver)
         except OSError as error:
@@ -82,7 +81,7 @@ class Tcp:
         )
 
     async def secure(self, transport: Transport, receiver: Receiver) -> Transport:
-        """Go on with a link over TLS, from which nothing is read meanwhile (STARTTLS)."""
+        """Upgrade a paused connection to TLS (STARTTLS)."""
         assert self.tls is not None
         assert isinstance(transport, Stream)
 
@@ -100,7 +99,7 @@ class Tcp:
         try:
             link = TlsLink(receiver, tls, name)
         except ValueError as error:
-            raise OSError(errno.EINVAL, f"{name!r} is no name for TLS: {error}") from error
+            raise OSError(errno.EINVAL, f"{name!r} is not a valid TLS name: {error}") from error
         await link.open(dial)
         return link
 
@@ -114,15 +113,16 @@ class Tcp:
 
 
 class WebSocket:
-    """A server behind a WebSocket URL; each send, greeting or acknowledgement is a frame.
+    """A server at a WebSocket URL; each write of the protocol is one frame.
 
     :param url: `ws://` or `wss://`; a user and a password in it are sent as basic authentication.
-    :param subprotocol: what is spoken over it, such as `mqtt`; a server that does not is refused.
-    :param tls: for `wss`: what the server's certificate is checked with; what the system trusts by
-        default.
+    :param subprotocol: the subprotocol to use, such as `mqtt`; the dial fails if the server does
+        not support it.
+    :param tls: for `wss`: the context that verifies the server's certificate; by default, it trusts
+        the system's authorities.
     :param headers: more headers for the handshake, as pairs.
     :param text: send and expect text frames (UTF-8), not binary ones.
-    :param max_size: the longest message that is accepted, in bytes; a longer one ends the link.
+    :param max_size: the longest accepted message, in bytes; a longer one ends the link.
     """
 
     __slots__ = ("_headers", "_tcp", "_url", "max_size", "subprotocol", "text")
@@ -139,13 +139,17 @@ class WebSocket:
     ) -> None:
         with extra("mqtt", "WebSocket"):
             import websockets  # noqa: F401
+        SECRETS.add_from(url)
         parts = _parts(url, tls)
         secure = parts.scheme == "wss"
         assert parts.hostname is not None
         self._url = url
         self._headers = tuple(headers)
+        for name, value in self._headers:
+            if name.lower() == "authorization":
+                SECRETS.add(value.rpartition(" ")[2])  # "Bearer TOKEN"
         if any(set("\r\n") & {*name, *value} for name, value in self._headers):
-            raise ValueError("a header has the end of a line in it")
+            raise ValueError("a header contains a line break")
         self._tcp = Tcp(
             parts.hostname,
             parts.port or _PORTS[parts.scheme],
@@ -156,7 +160,7 @@ class WebSocket:
         self.max_size = max_size
 
     async def dial(self, receiver: Receiver) -> Transport:
-        """Connect; raises `OSError` that says what failed."""
+        """Connect; raises `OSError` with the reason."""
         from ._websocket import WebSocketLink
 
         link = WebSocketLink(
@@ -174,7 +178,7 @@ class WebSocket:
         return link
 
     def __str__(self) -> str:
-        # A query may hold a token, and what is before the host a password.
+        # The query may hold a token, and the user information a password.
         parts = urlsplit(self._url)
         host = parts.netloc.rpartition("@")[2]
         return f"{parts.scheme}://{host}{parts.path}" + ("?…" if parts.query else "")
@@ -184,10 +188,10 @@ class WebSocket:
 
 
 def _parts(url: str, tls: ssl.SSLContext | None) -> SplitResult:
-    """The parts of a URL that is right; no error shows more of it than its scheme."""
+    """Split and check a URL; no error shows more of it than its scheme."""
     parts = urlsplit(url)
     if parts.scheme not in _PORTS:
-        raise ValueError(f"the URL of a WebSocket begins with ws:// or wss://, not {parts.scheme}:")
+        raise ValueError(f"a WebSocket URL begins with ws:// or wss://, not {parts.scheme}:")
     try:
         port_is_right = parts.port is None or parts.port > 0
     except ValueError:
@@ -198,7 +202,7 @@ def _parts(url: str, tls: ssl.SSLContext | None) -> SplitResult:
     if not port_is_right:
         wrong.append("has no valid port")
     if parts.fragment:
-        wrong.append("has a fragment (#…), which means nothing here")
+        wrong.append("has a fragment (#…), which WebSocket URLs do not allow")
     if parts.username is not None and parts.password is None:
         wrong.append("has a user without a password")
     try:
@@ -208,15 +212,15 @@ def _parts(url: str, tls: ssl.SSLContext | None) -> SplitResult:
     if parts.scheme == "ws" and tls is not None:
         wrong.append("is not encrypted, but tls is given: use wss://")
     if wrong:
-        raise ValueError("the URL of the WebSocket " + "; it ".join(wrong))
+        raise ValueError("the WebSocket URL " + "; it ".join(wrong))
     return parts
 
 
 class InMemory:
     """A server in this process.
 
-    :param server: called for each link with the server's end; returns who receives there. It may
-        raise `OSError`, to refuse.
+    :param server: called with the server's end of each connection; returns the receiver for it, or
+        raises `OSError` to refuse the connection.
     """
 
     __slots__ = ("_server", "name")
@@ -226,7 +230,7 @@ class InMemory:
         self.name = name
 
     async def dial(self, receiver: Receiver) -> Transport:
-        """Connect; raises `OSError` if the server does."""
+        """Connect; raises `OSError` if the server refuses."""
         near, far = memory_pair()
         near.receiver = receiver
         try:

@@ -1,4 +1,4 @@
-"""A link inside of one process: two ends, joined by the turns of the loop."""
+"""A connection within one process: two transports that deliver to each other on the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MemoryEnd", "memory_pair"]
 
 
 class MemoryEnd:
-    """One end; what is written comes out at the other in a later turn of the loop, in order."""
+    """One end; written bytes reach the other end in a later turn of the loop, in order."""
 
     __slots__ = (
         "_context",
@@ -34,11 +34,11 @@ class MemoryEnd:
         self._loop = loop
         self._context = context
         self.receiver: Receiver | None = None
-        # What is on its way to the other end.
+        # Written, and not delivered to the other end yet.
         self._queue: deque[bytes] = deque()
         self._pending = 0
         self._scheduled = False
-        # Closed, aborted or lost: nothing more is written, and nothing more is received.
+        # Closed, aborted or lost: nothing more is written or received.
         self._leaving = False
         self._over = False
         self._error: BaseException | None = None
@@ -53,17 +53,17 @@ class MemoryEnd:
 
     @property
     def pending(self) -> int:
-        """How many bytes the other end has not got yet."""
+        """The number of bytes that are not delivered yet."""
         return self._pending
 
     def close(self) -> None:
-        """The other end gets what is pending, then both are over."""
+        """Deliver the pending bytes, then close both ends."""
         if not self._leaving:
             self._leaving = True
             self._schedule()
 
     def abort(self) -> None:
-        """Both ends are over; what is pending is lost."""
+        """Close both ends, and drop the pending bytes."""
         self._break(None)
 
     def _break(self, error: BaseException | None) -> None:
@@ -72,7 +72,7 @@ class MemoryEnd:
         self._queue.clear()
         self._pending = 0
         if self.peer._error is None and not self.peer._leaving:
-            self.peer._error = ConnectionResetError("the other side has dropped the link")
+            self.peer._error = ConnectionResetError("the peer has aborted the connection")
         self._schedule()
 
     def _schedule(self) -> None:
@@ -102,7 +102,7 @@ class MemoryEnd:
             self._break(error)
 
     def _end(self) -> None:
-        """It is over; told once, because the receiver is let go of."""
+        """Report the end to the receiver, once."""
         self._leaving = self._over = True
         self._queue.clear()
         self._pending = 0
@@ -116,7 +116,7 @@ class MemoryEnd:
 
 
 def memory_pair() -> tuple[MemoryEnd, MemoryEnd]:
-    """Two ends that are joined; set their receivers before the loop runs on."""
+    """Return two connected ends; set their receivers before the next turn of the loop."""
     loop, context = asyncio.get_running_loop(), copy_context()
     near, far = MemoryEnd(loop, context), MemoryEnd(loop, context)
     near.peer, far.peer = far, near

@@ -1,8 +1,8 @@
-"""A TCP connection as a transport, and what the layers above one (TLS, WebSocket) have in common.
+"""A TCP connection as a transport, and the base class of the layers above one (TLS, WebSocket).
 
 A process may have thousands of these, so they are small: no stream reader, no task, no read buffer
-of their own. All connections of a loop share one buffer, because a loop reads one at a time and
-what was read is copied at once.
+of their own. All connections of a loop share one buffer: a loop reads one connection at a time, and
+the data is copied immediately.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from ._transport import Receiver, Transport
 
 __all__ = ["Dialler", "Layer", "Stream", "read_buffer"]
 
-#: Something that makes a transport for a receiver.
+#: Connects a transport for a receiver.
 Dialler: TypeAlias = Callable[[Receiver], Awaitable[Transport]]
 
-# Larger reads would save little, and a message is rarely as long as this.
+# Larger reads would save little: few messages are as long as this.
 _READ_SIZE = 64 * 1024
-# Seconds that a peer has to take what is pending when the connection is closed.
+# Seconds until a closed connection is aborted if the peer does not read the rest.
 _CLOSING_TIME = 5.0
-# A last resort below the protocols' own signs of life: a peer that is gone is noticed in 2 minutes.
+# TCP keepalive, below that of the protocols: a vanished peer is detected within 2 minutes.
 _OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (
         ("TCP_KEEPIDLE", 60),
         ("TCP_KEEPINTVL", 15),
         ("TCP_KEEPCNT", 4),
-        # What cannot be sent yet waits with us, where it can be seen to become less.
+        # Unsent data stays in our buffer, so that `pending` shows whether the peer reads.
         ("TCP_NOTSENT_LOWAT", 128 * 1024),
     )
     if hasattr(socket, name)
 ]
 
-# Closing drops what is left, and tells the peer so (RST).
+# Close with RST, and drop unsent data.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 _buffers: WeakKeyDictionary[asyncio.AbstractEventLoop, memoryview] = WeakKeyDictionary()
 
 
 def read_buffer(loop: asyncio.AbstractEventLoop) -> memoryview:
-    """What all connections of a loop read into."""
+    """Return the read buffer that all connections of a loop share."""
     buffer = _buffers.get(loop)
     if buffer is None:
         buffer = _buffers[loop] = memoryview(bytearray(_READ_SIZE))
@@ -56,8 +56,8 @@ def read_buffer(loop: asyncio.AbstractEventLoop) -> memoryview:
 class Stream(asyncio.BufferedProtocol):
     """One TCP connection.
 
-    :param buffer: what the loop reads into, from `read_buffer`.
-    :param receiver: who gets what comes in; without one nothing is read until `adopt`.
+    :param buffer: the buffer that the loop reads into, from `read_buffer`.
+    :param receiver: gets the received data; without one nothing is read until `adopt`.
     """
 
     __slots__ = ("_buffer", "_early", "_error", "_timer", "_transport", "receiver")
@@ -66,34 +66,34 @@ class Stream(asyncio.BufferedProtocol):
 
     def __init__(self, buffer: memoryview, receiver: Receiver | None = None) -> None:
         self._buffer = buffer
-        # What was read while there was no receiver: uvloop reads after `connection_made`, even if
-        # that has paused it.
+        # Data read without a receiver: uvloop reads after `connection_made`, even if that has
+        # paused reading.
         self._early = b""
         self.receiver = receiver
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
 
-    # -- what the loop calls -------------------------------------------------------------------
+    # -- called by the event loop --------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open. (The loop has switched Nagle's algorithm off already.)"""
+        """Set the socket's options. (The loop has already set TCP_NODELAY.)"""
         self._transport = transport
         sock = transport.get_extra_info("socket")
         try:
             for option in _OPTIONS:
                 sock.setsockopt(*option)
         except OSError:
-            pass  # it is gone again, which the loop will find out by itself
+            pass  # already disconnected, which the loop will report
         if self.receiver is None:
             self._transport.pause_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where to put what comes in."""
+        """Return the buffer to read into."""
         return self._buffer
 
     def buffer_updated(self, count: int) -> None:
-        """So many bytes have come in."""
+        """Give the received bytes to the receiver."""
         data = bytes(self._buffer[:count])
         if self.receiver is not None:
             self._give(self.receiver, data)
@@ -109,7 +109,7 @@ class Stream(asyncio.BufferedProtocol):
             self.abort()
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Report the end of the connection to the receiver."""
         self._catch_up()
         receiver, self.receiver, self._transport = self.receiver, None, None
         if self._timer is not None:
@@ -118,12 +118,12 @@ class Stream(asyncio.BufferedProtocol):
             receiver.lost(self._error or error)
 
     def adopt(self, receiver: Receiver) -> None:
-        """Somebody wants it after all."""
+        """Give the connection a receiver, and begin to read."""
         if self._transport is None:
             raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
         self.receiver = receiver
         if self._early:
-            # Later: whoever adopts it may not be ready to hear something from within this call.
+            # Not from within this call: the receiver may not be ready yet.
             asyncio.get_running_loop().call_soon(self._go_on)
         else:
             self._transport.resume_reading()
@@ -139,31 +139,31 @@ class Stream(asyncio.BufferedProtocol):
             self._give(self.receiver, early)
 
     def pause(self) -> None:
-        """Read nothing until `adopt`."""
+        """Stop reading until `adopt`."""
         self.receiver = None
         if self._transport is not None:
             self._transport.pause_reading()
 
     def mute(self) -> None:
-        """Nobody wants to hear of it any more."""
+        """Report nothing more to the receiver."""
         self.receiver = None
 
-    # -- what its owner calls ------------------------------------------------------------------
+    # -- called by the owner -------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send bytes, as soon as that is possible."""
+        """Send bytes as soon as possible."""
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.write(data)
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be sent."""
+        """The number of bytes in the send buffer."""
         transport = self._transport
         return 0 if transport is None else transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """Send what is pending, then end; a peer that reads nothing cannot delay that for ever."""
+        """Flush the send buffer and close; abort after 5 s if the peer does not read it."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -173,7 +173,7 @@ class Stream(asyncio.BufferedProtocol):
             self._timer = loop.call_later(_CLOSING_TIME, self.abort)
 
     def abort(self) -> None:
-        """End now: what the system was given and has not sent is not sent either."""
+        """Close immediately; data that the kernel has not sent yet is dropped as well."""
         transport = self._transport
         if transport is None:
             return
@@ -182,7 +182,7 @@ class Stream(asyncio.BufferedProtocol):
             if sock is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         except OSError:
-            pass  # it is gone already
+            pass  # already disconnected
         transport.abort()
 
     def __repr__(self) -> str:
@@ -194,10 +194,10 @@ class Stream(asyncio.BufferedProtocol):
 
 
 class Layer:
-    """A transport on top of another: the receiver of what is below, with a handshake first.
+    """A transport on top of another transport, with a handshake of its own.
 
-    A subclass says what it sends first (`_begin`), what it makes of what comes (`_digest`), and
-    calls `_opened` when its handshake is over.
+    A subclass sends the first bytes in `_begin`, handles received bytes in `_digest`, and calls
+    `_opened` when its handshake is complete.
     """
 
     __slots__ = ("_below", "_closed", "_error", "_opening", "_receiver")
@@ -212,7 +212,7 @@ class Layer:
         self._closed = False
 
     async def open(self, dial: Dialler) -> None:
-        """Connect what is below, then this; if that fails, the receiver hears nothing of it."""
+        """Connect the transport below, then this one; a failure is raised, not reported."""
         opening = self._opening = asyncio.get_running_loop().create_future()
         try:
             self._below = await dial(self)
@@ -223,25 +223,25 @@ class Layer:
             self._opening = self._receiver = None
             self.abort()
             if opening.done() and not opening.cancelled():
-                opening.exception()  # so that nobody is told that it was never looked at
+                opening.exception()  # retrieved, so that asyncio does not log it
             raise
 
     def _begin(self) -> None:
-        """What is below is open."""
+        """Begin the handshake: the transport below is connected."""
         raise NotImplementedError
 
     def _digest(self, data: bytes) -> None:
-        """Bytes have come from below."""
+        """Handle bytes from the transport below."""
         raise NotImplementedError
 
     def _opened(self) -> None:
-        """The handshake is over."""
+        """End the handshake."""
         opening, self._opening = self._opening, None
         if opening is not None and not opening.done():
             opening.set_result(None)
 
     def _refused(self, error: BaseException) -> bool:
-        """The handshake has failed, if it was not over; whoever dials is told, nobody else."""
+        """Fail the handshake with this error, raised by `open`; return False if it was complete."""
         opening, self._opening = self._opening, None
         if opening is None:
             return False
@@ -251,12 +251,12 @@ class Layer:
         return True
 
     def _give(self, data: bytes) -> None:
-        """Hand bytes to the receiver, unless it has seen the end."""
+        """Give bytes to the receiver, unless this layer is closed."""
         if self._receiver is not None and not self._closed:
             self._receiver.received(data)
 
     def _fail(self, error: BaseException, *, flush: bool = False) -> None:
-        """End it for a reason; `flush` what was written to tell the other side."""
+        """End the connection with an error; `flush` if the peer is to get what was written."""
         self._closed = True
         if not self._refused(error) and self._error is None:
             self._error = error
@@ -266,12 +266,12 @@ class Layer:
             else:
                 self._below.abort()
 
-    # -- what is below calls -------------------------------------------------------------------
+    # -- called by the transport below ---------------------------------------------------------
 
     def received(self, data: bytes) -> None:
-        """Bytes have come from below."""
+        """Handle bytes from the transport below."""
         if self._below is None:
-            self._fail(ConnectionError("the server spoke before it was asked"))
+            self._fail(ConnectionError("the server sent data before the handshake"))
             return
         try:
             self._digest(data)
@@ -279,22 +279,22 @@ class Layer:
             self._fail(error)
 
     def lost(self, error: BaseException | None) -> None:
-        """What is below is gone."""
+        """Handle the end of the transport below."""
         self._closed = True
         self._refused(error or ConnectionResetError(errno.ECONNRESET, "closed in the handshake"))
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.lost(self._error or error)
 
-    # -- what its owner calls ------------------------------------------------------------------
+    # -- called by the owner -------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be sent."""
+        """The number of bytes in the send buffer."""
         return 0 if self._below is None else self._below.pending
 
     def abort(self) -> None:
-        """End now, whatever is pending."""
+        """Close immediately and drop the send buffer."""
         self._closed = True
         if self._below is not None:
             self._below.abort()

@@ -1,7 +1,6 @@
-"""Opening a TCP connection: all addresses of a name, a little apart from each other (RFC 8305).
+"""Open a TCP connection to one of a host's addresses, trying them in parallel (RFC 8305).
 
-The event loop can do that too, but when it is cancelled at the wrong moment it loses a socket that
-has just been connected.
+The event loop has this too, but leaks a connected socket if it is cancelled at the wrong moment.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from ._transport import Receiver
 
 __all__ = ["cannot_connect", "dial_stream"]
 
-# Seconds until the next address is tried beside those before it: what RFC 8305 recommends.
+# Seconds until the next address is tried as well, as RFC 8305 recommends.
 _STAGGER = 0.25
 
 
 async def dial_stream(host: str, port: int, receiver: Receiver) -> Stream:
-    """Connect; a receiver hears nothing of an attempt that fails or is cancelled."""
+    """Connect; the receiver is not called for an attempt that fails or is cancelled."""
     try:
         addresses = [host] if _is_address(host) else await _addresses(host, port)
     except ValueError as error:
-        # What a name that breaks the rules of names ends in, far below.
-        raise OSError(errno.EINVAL, f"{host!r} is no name of a host: {error}") from error
+        # Raised by the IDNA codec for an invalid name.
+        raise OSError(errno.EINVAL, f"{host!r} is not a valid host name: {error}") from error
     if len(addresses) == 1:
         return await _attempt(addresses[0], port, receiver)
     stream = await _race(addresses, port)
@@ -47,7 +46,7 @@ def _is_address(host: str) -> bool:
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """The addresses of a name, both families in turn."""
+    """Resolve a name; IPv6 and IPv4 addresses alternate."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     families: dict[int, dict[str, None]] = {}
@@ -69,7 +68,7 @@ async def _attempt(address: str, port: int, receiver: Receiver | None = None) ->
 
 
 async def _race(addresses: list[str], port: int) -> Stream:
-    """The first that is connected; the others are closed."""
+    """Return the first attempt that is connected, and close the others."""
     attempts: set[asyncio.Task[Stream]] = set()
     waiting, errors = list(addresses), list[OSError]()
     try:
@@ -101,7 +100,7 @@ async def _race(addresses: list[str], port: int) -> Stream:
 
 
 def _drop(attempt: asyncio.Task[Stream]) -> None:
-    """Nobody wants it any more, even if it has been connected meanwhile."""
+    """Close an attempt that was connected although it had been cancelled."""
     if not attempt.cancelled() and attempt.exception() is None:
         attempt.result().abort()
 
@@ -113,7 +112,7 @@ def _sum_up(errors: list[OSError]) -> OSError:
 
 
 def cannot_connect(where: str, error: OSError) -> OSError:
-    """The same error, with words that say what could not be reached and why."""
+    """Return the error with a message that names the endpoint and the reason."""
     if isinstance(error, socket.gaierror):
         why = f"the name cannot be resolved ({error.strerror})"
     elif isinstance(error, ssl.SSLCertVerificationError):
@@ -121,13 +120,13 @@ def cannot_connect(where: str, error: OSError) -> OSError:
     elif isinstance(error, ssl.SSLError):
         why = f"TLS failed: {error.reason or error.strerror or error}"
     elif error.errno is not None and str(error.strerror).startswith("Connect call failed"):
-        why = os.strerror(error.errno)  # the loop's own words hide what the system said
+        why = os.strerror(error.errno)  # the loop's message hides the system's
     else:
         why = str(error.strerror or error)
     text = f"cannot connect to {where}: {why}"
     try:
-        told = type(error)(error.errno, text) if error.errno is not None else type(error)(text)
+        named = type(error)(error.errno, text) if error.errno is not None else type(error)(text)
     except TypeError:
-        told = OSError(error.errno, text)
-    told.__dict__.update(error.__dict__)
-    return told
+        named = OSError(error.errno, text)
+    named.__dict__.update(error.__dict__)
+    return named

@@ -1,7 +1,7 @@
 """TLS on top of a transport.
 
-The event loop has TLS of its own, but takes a quarter of a megabyte for each connection, most of it
-for one buffer, and does not count what waits below it. A thousand sessions should not cost that.
+The event loop's own TLS takes a quarter of a megabyte for each connection, most of it for one
+buffer, and does not count the bytes in the socket's send buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _READ_SIZE = 64 * 1024
 
 @cache
 def default_tls() -> ssl.SSLContext:
-    """What trusts the authorities that the system trusts; one for all, because each is large."""
+    """The context with the system's authorities; shared, because each context is large."""
     return ssl.create_default_context()
 
 
@@ -39,7 +39,7 @@ class TlsLink(Layer):
         super().__init__(receiver)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        # What cannot be encrypted before the other side has agreed on new keys; hardly ever used.
+        # Data that cannot be encrypted until the peer has agreed on new keys; rarely used.
         self._backlog = b""
         self._tls = context.wrap_bio(
             self._incoming, self._outgoing, server_side=server_side, server_hostname=server_name
@@ -61,7 +61,7 @@ class TlsLink(Layer):
         except ssl.SSLWantReadError:
             self._flush()
         except ssl.SSLError as error:
-            self._flush()  # tells the other side why
+            self._flush()  # sends the TLS alert
             self._fail(error, flush=True)
         else:
             self._flush()
@@ -74,7 +74,7 @@ class TlsLink(Layer):
                 if data:
                     self._give(data)
                 else:
-                    self.close()  # the other side has said goodbye
+                    self.close()  # the peer has sent close_notify
         except ssl.SSLWantReadError:
             if self._backlog and not self._closed:
                 backlog, self._backlog = self._backlog, b""
@@ -96,7 +96,7 @@ class TlsLink(Layer):
             self._backlog = data
 
     def write(self, data: bytes) -> None:
-        """Send bytes, as soon as that is possible."""
+        """Send bytes as soon as possible."""
         if self._closed or not data:
             return
         if self._backlog:
@@ -107,18 +107,18 @@ class TlsLink(Layer):
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be sent."""
+        """The number of bytes in the send buffer."""
         return super().pending + len(self._backlog)
 
     def close(self) -> None:
-        """Say goodbye, send what is pending, then end."""
+        """Send close_notify, flush the send buffer, then close."""
         if self._closed:
             return
         self._closed = True
         try:
             self._tls.unwrap()
         except ssl.SSLError:
-            pass  # it wants the other side's goodbye, which nobody waits for
+            pass  # it wants the peer's close_notify, which is not awaited
         self._flush()
         if self._below is not None:
             self._below.close()

@@ -1,51 +1,59 @@
-"""What carries bytes: one seam of four methods, and where it leads.
+"""The interfaces between a link and what carries its bytes.
 
-A transport never blocks: `write` buffers, and whoever writes much looks at `pending`.
+A transport never blocks: `write` buffers, and `pending` shows how much is buffered.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Endpoint", "Receiver", "Transport"]
+__all__ = ["Endpoint", "PartReceiver", "Receiver", "Transport"]
 
 
 class Receiver(Protocol):
-    """Who is told what a transport receives; always on the loop, never after `lost`."""
+    """The callbacks of a transport; called on the event loop, and never after `lost`."""
 
     def received(self, data: bytes) -> None:
-        """Bytes have come in."""
+        """Handle received bytes."""
 
     def lost(self, error: BaseException | None) -> None:
-        """It is over, once: closed by the other side (None), or broken."""
+        """Handle the end of the connection, once: closed by the peer (None), or by an error."""
+
+
+@runtime_checkable
+class PartReceiver(Receiver, Protocol):
+    """A receiver that also wants to know when a part of a message has arrived."""
+
+    def heard(self) -> None:
+        """Note that the peer is alive: a part of a message has arrived."""
 
 
 class Transport(Protocol):
-    """A link that is open."""
+    """An open connection."""
 
     @property
     def keeps_bounds(self) -> bool:
-        """Whether each write is a message of its own, so that two must not be joined."""
+        """Whether each write becomes a message of its own, so that writes must not be joined."""
 
     def write(self, data: bytes) -> None:
-        """Send bytes, as soon as that is possible; after the end, nothing happens."""
+        """Send bytes as soon as possible; does nothing after the end of the connection."""
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be sent."""
+        """The number of bytes in the send buffer."""
 
     def close(self) -> None:
-        """Send what is pending, then end; `lost(None)` follows."""
+        """Flush the send buffer, then close; `lost(None)` follows."""
 
     def abort(self) -> None:
-        """End now, whatever is pending; `lost` follows."""
+        """Close immediately and drop the send buffer; `lost` follows."""
 
 
 class Endpoint(Protocol):
-    """Where a transport leads, and how one is made."""
+    """The address of a server, and how to connect to it."""
 
     async def dial(self, receiver: Receiver) -> Transport:
-        """Connect; raises `OSError` (or a subclass) that says what failed. May be cancelled."""
+        """Connect; raises `OSError` (or a subclass) with the reason. May be cancelled."""
 
     def __str__(self) -> str:
-        """For people, without secrets."""
+        """The address for logs and errors, without secrets."""

@@ -1,7 +1,7 @@
-"""A WebSocket on top of a transport: the rules are those of the `websockets` package.
+"""A WebSocket on top of a transport, with the sans-I/O protocol of the `websockets` package.
 
-One write is one message, and one message is given to the receiver in one piece, so that protocols
-with a frame per message and protocols with a stream of bytes can both be carried.
+One write is one message, and the receiver gets each message in one piece, so that protocols with
+one frame per message and protocols with a stream of bytes both work.
 """
 
 from __future__ import annotations
@@ -17,40 +17,39 @@ from websockets.protocol import State
 from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
-from ..link import Link
 from ._stream import Layer
-from ._transport import Receiver
+from ._transport import PartReceiver, Receiver
 
 __all__ = ["WebSocketClosed", "WebSocketLink", "WebSocketRefused"]
 
 # Seconds that a server has to close the connection after the closing handshake has begun.
 _CLOSING_TIME = 5.0
-# "Normal closure" and "going away": the server has nothing to complain about.
+# Normal closure, going away, and no status: closed without an error.
 _POLITE = (1000, 1001, 1005)
 
-# Not below INFO, whatever is set elsewhere: there the package logs what is sent.
+# Never below INFO: at DEBUG the package logs the contents of messages.
 _logger = logging.getLogger(__name__)
 _logger.setLevel(logging.INFO)
 
 
 class WebSocketRefused(ConnectionError):
-    """The server did not agree to speak WebSocket."""
+    """The server refused the WebSocket handshake."""
 
-    #: The HTTP status of its answer, if that was the reason.
+    #: The HTTP status of the response, if that was the reason.
     status: int | None = None
 
 
 class WebSocketClosed(ConnectionError):
-    """The WebSocket was closed with a complaint, or without a word."""
+    """The WebSocket was closed with an error code, or without a close frame."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
-        #: The code of RFC 6455: 1006 for no word at all.
+        #: The close code of RFC 6455; 1006 if there was no close frame.
         self.code = code
 
 
 class WebSocketLink(Layer):
-    """One WebSocket, at the client's end."""
+    """One WebSocket connection of a client."""
 
     __slots__ = ("_core", "_fragments", "_headers", "_kind", "_max_size", "_timer")
 
@@ -89,24 +88,24 @@ class WebSocketLink(Layer):
         self._core.send_request(request)
         self._flush()
 
-    def _greeted(self) -> None:
-        """The answer to the handshake is there, if not refused."""
+    def _handshake_done(self) -> None:
+        """Open or fail the connection, as the response to the handshake says."""
         wanted, got = self._core.available_subprotocols, self._core.subprotocol
         if (error := self._core.handshake_exc) is not None:
             self._fail(_refusal(error))
         elif wanted is not None and got is None:
-            self._fail(WebSocketRefused(f"the server does not speak {wanted[0]!r}"))
+            self._fail(WebSocketRefused(f"the server does not support {wanted[0]!r}"))
         else:
             self._opened()
 
-    # -- what comes ----------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------
 
     def _digest(self, data: bytes) -> None:
         core = self._core
         core.receive_data(data)
         events = core.events_received()
         if self._opening is not None and (core.state is not State.CONNECTING or core.handshake_exc):
-            self._greeted()
+            self._handshake_done()
         for event in events:
             if isinstance(event, Frame) and not self._closed:
                 self._take(event)
@@ -120,8 +119,8 @@ class WebSocketLink(Layer):
     def _take(self, frame: Frame) -> None:
         opcode = frame.opcode
         if opcode is Opcode.CONT:
-            assert self._fragments is not None  # the core sees to that
-            if frame.data:  # of those without, there may be any number
+            assert self._fragments is not None  # the core has checked the order of frames
+            if frame.data:  # a peer may send any number of empty frames
                 self._fragments.append(bytes(frame.data))
                 self._partly()
             if frame.fin:
@@ -134,36 +133,36 @@ class WebSocketLink(Layer):
                 self._fragments = [bytes(frame.data)]
                 self._partly()
         elif opcode is Opcode.TEXT or opcode is Opcode.BINARY:
-            self._core.fail(1003, f"only {self._kind.name.lower()} frames are understood")
+            self._core.fail(1003, f"only {self._kind.name.lower()} frames are supported")
             self._error = WebSocketClosed(f"the server sent a {opcode.name.lower()} frame", 1003)
 
     def _partly(self) -> None:
-        """A message comes in parts, and may take longer than its server may be silent.
+        """Report a part of a message: a large one may take longer than the keepalive allows.
 
-        (Not so a ping: of whatever is between here and the server, that may be all that lives.)
+        (A ping is not reported: a proxy may answer pings although the server behind it is dead.)
         """
-        if self._opening is None and isinstance(self._receiver, Link):
+        if self._opening is None and isinstance(self._receiver, PartReceiver):
             self._receiver.heard()
 
     def _ending(self) -> None:
-        """One side has said goodbye, or has broken the rules."""
+        """End the connection: one side has sent a close frame, or violated the protocol."""
         self._closed = True
         broken = self._core.parser_exc
         if self._error is None and broken is not None and not isinstance(broken, EOFError):
             sent = self._core.close_sent
             code = 1002 if sent is None else sent.code
-            what = f"the server broke the rules: {broken}"
+            what = f"the server violated the protocol: {broken}"
             if code == 1009:
                 what = f"the server sent a message that is longer than max_size={self._max_size}"
             self._error = WebSocketClosed(what, code)
         if self._error is not None and self._below is not None:
-            self._below.close()  # there is no answer to wait for
+            self._below.close()  # no close frame will follow
         if self._timer is None and self._below is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_CLOSING_TIME, self._below.abort)
 
     def lost(self, error: BaseException | None) -> None:
-        """What is below is gone."""
+        """Handle the end of the connection below."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -172,7 +171,7 @@ class WebSocketLink(Layer):
         super().lost(error)
 
     def _unfinished(self) -> WebSocketRefused | None:
-        """What is to be said of an answer to the handshake that ended with the connection."""
+        """The error of a handshake whose response was cut off by the end of the connection."""
         self._core.receive_eof()
         error = self._core.handshake_exc
         if error is None or isinstance(error.__cause__, EOFError):
@@ -180,16 +179,18 @@ class WebSocketLink(Layer):
         return _refusal(error)
 
     def _complaint(self) -> WebSocketClosed | None:
-        """Why it ended, if not in good order."""
-        said, ours = self._core.close_rcvd, self._core.close_sent
-        if said is not None and said.code not in _POLITE:
-            words = f" ({said.reason})" if said.reason else ""
-            return WebSocketClosed(f"the server closed it with {said.code}{words}", said.code)
-        if said is None and ours is None and not self._closed:
-            return WebSocketClosed("the server closed it without a word", 1006)
+        """The error with which the WebSocket was closed; None after a normal closure."""
+        theirs, ours = self._core.close_rcvd, self._core.close_sent
+        if theirs is not None and theirs.code not in _POLITE:
+            why = f" ({theirs.reason})" if theirs.reason else ""
+            text = f"the server closed the WebSocket with code {theirs.code}{why}"
+            return WebSocketClosed(text, theirs.code)
+        if theirs is None and ours is None and not self._closed:
+            text = "the server closed the connection without a WebSocket close frame"
+            return WebSocketClosed(text, 1006)
         return None
 
-    # -- what its owner calls ------------------------------------------------------------------
+    # -- sending and closing -------------------------------------------------------------------
 
     def _flush(self) -> None:
         assert self._below is not None
@@ -200,7 +201,7 @@ class WebSocketLink(Layer):
                 self._below.close()
 
     def write(self, data: bytes) -> None:
-        """Send a message, as soon as that is possible."""
+        """Send a message as soon as possible."""
         if self._closed or not data:
             return
         core = self._core
@@ -212,7 +213,7 @@ class WebSocketLink(Layer):
         self._below.write(core.writes.pop())
 
     def close(self) -> None:
-        """Send what is pending, say goodbye, and end when the server has done so too."""
+        """Flush, send a close frame, and end when the server has answered it."""
         if self._closed:
             return
         self._core.send_close(1000)

@@ -33,7 +33,7 @@ class ServerLink:
 
     __slots__ = (
         "_arrived",
-        "_due",
+        "_delayed",
         "_frames",
         "_server",
         "_transport",
@@ -57,8 +57,8 @@ class ServerLink:
         self.resumes = False
         # Sends that are to be confirmed by the next count.
         self._arrived = 0
-        # When the last delayed answer is said.
-        self._due = 0.0
+        # Frames of a cumulative link that are sent later, in order, each with its time.
+        self._delayed: list[tuple[float, Frame]] = []
 
     # -- what is said --------------------------------------------------------------------------
 
@@ -223,17 +223,26 @@ class ServerLink:
             self._later(frame)
 
     def _later(self, frame: Frame) -> None:
+        """Send an ack or an answer after the server's delay."""
         delay = self._server.delay
         seconds = delay() if callable(delay) else delay
-        if seconds <= 0 and not self._due:
-            self.say(frame)
-            return
         loop = asyncio.get_running_loop()
-        due = loop.time() + seconds
         if self.cumulative:
-            # A count covers all before it: nothing may overtake. (Equal times have no order.)
-            self._due = due = max(due, self._due + 1e-6)
-        loop.call_at(due, self.say, frame)
+            # A count covers every send before it, so no frame may overtake another one.
+            self._delayed.append((loop.time() + seconds, frame))
+            if len(self._delayed) == 1:
+                self._say_delayed()
+        elif seconds > 0:
+            loop.call_later(seconds, self.say, frame)
+        else:
+            self.say(frame)
+
+    def _say_delayed(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._delayed and self._delayed[0][0] <= loop.time():
+            self.say(self._delayed.pop(0)[1])
+        if self._delayed:
+            loop.call_at(self._delayed[0][0], self._say_delayed)
 
     def __repr__(self) -> str:
         return f"<ServerLink of {self.profile or 'nobody yet'} over {self._transport!r}>"
