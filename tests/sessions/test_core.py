@@ -1,4 +1,4 @@
-"""The rules for connecting: when, how often, and when not at all."""
+"""The session core: when it dials, how long it waits, and when it stops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def core() -> SessionCore:
 
 
 def online(core: SessionCore, now: float = 0.0) -> int:
-    """Take it all the way."""
+    """Bring the core online, and return the generation of its link."""
     core.connect()
     what = core.next(now)
     assert isinstance(what, DialNow)
@@ -37,7 +37,7 @@ def online(core: SessionCore, now: float = 0.0) -> int:
     return what.generation
 
 
-def test_it_dials_once_and_then_waits_for_what_happens(core: SessionCore) -> None:
+def test_core_dials_once_and_then_is_idle(core: SessionCore) -> None:
     assert core.next(0.0) == Idle()
     core.connect()
     assert core.next(0.0) == DialNow(1)
@@ -49,7 +49,7 @@ def test_it_dials_once_and_then_waits_for_what_happens(core: SessionCore) -> Non
     assert core.next(99.0) == Idle()
 
 
-def test_a_transient_loss_is_followed_by_growing_pauses_without_end(core: SessionCore) -> None:
+def test_transient_losses_are_retried_forever_with_growing_pauses(core: SessionCore) -> None:
     online(core)
     now, pauses = 0.0, []
     for generation in range(1, 12):
@@ -64,7 +64,7 @@ def test_a_transient_loss_is_followed_by_growing_pauses_without_end(core: Sessio
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
 
-def test_only_a_link_that_has_lasted_ends_the_growth(core: SessionCore) -> None:
+def test_only_a_link_that_lasted_resets_the_backoff(core: SessionCore) -> None:
     online(core)
     core.lost(1, CloseClass.TRANSIENT, "reset", 0.1)
     assert core.next(0.1) == Wait(1.1)
@@ -80,7 +80,7 @@ def test_only_a_link_that_has_lasted_ends_the_growth(core: SessionCore) -> None:
     assert core.next(15.0) == Wait(16.0)
 
 
-def test_a_link_that_has_done_its_part_need_not_last(core: SessionCore) -> None:
+def test_link_marked_as_proven_resets_the_backoff(core: SessionCore) -> None:
     pauses = []
     for _ in range(3):
         generation = online(core, 0.0)
@@ -91,7 +91,7 @@ def test_a_link_that_has_done_its_part_need_not_last(core: SessionCore) -> None:
     assert len(set(pauses)) == 1
 
 
-def test_a_restart_is_made_at_once_and_not_counted(core: SessionCore) -> None:
+def test_restart_is_immediate_and_not_counted_as_an_attempt(core: SessionCore) -> None:
     online(core)
     assert core.lost(1, CloseClass.RESTART, "515", 0.0)
     assert core.restarting
@@ -103,7 +103,7 @@ def test_a_restart_is_made_at_once_and_not_counted(core: SessionCore) -> None:
     assert not core.restarting
 
 
-def test_a_server_that_wants_restarts_for_ever_must_wait(core: SessionCore) -> None:
+def test_repeated_restarts_wait_after_the_limit(core: SessionCore) -> None:
     online(core)
     for generation in range(1, RESTARTS + 1):
         core.lost(generation, CloseClass.RESTART, "515", 0.0)
@@ -114,16 +114,14 @@ def test_a_server_that_wants_restarts_for_ever_must_wait(core: SessionCore) -> N
     assert not core.restarting
 
 
-def test_the_server_may_ask_for_a_longer_pause(core: SessionCore) -> None:
+def test_retry_after_of_the_server_extends_the_pause(core: SessionCore) -> None:
     online(core)
     core.lost(1, CloseClass.TRANSIENT, "busy", 0.0, retry_after=30.0)
     assert core.next(0.0) == Wait(30.0)
 
 
 @pytest.mark.parametrize("kind", FINAL)
-def test_after_what_is_final_nothing_is_dialled_until_the_user_says_so(
-    core: SessionCore, kind: CloseClass
-) -> None:
+def test_final_close_dials_nothing_until_connect(core: SessionCore, kind: CloseClass) -> None:
     online(core)
     assert core.lost(1, kind, "conflict", 0.0)
     assert str(core.machine.state) == "offline/refused"
@@ -133,7 +131,7 @@ def test_after_what_is_final_nothing_is_dialled_until_the_user_says_so(
     assert core.next(1e9) == DialNow(2)
 
 
-def test_what_an_old_link_says_changes_nothing(core: SessionCore) -> None:
+def test_events_of_an_old_link_change_nothing(core: SessionCore) -> None:
     online(core)
     core.lost(1, CloseClass.RESTART, "515", 0.0)
     core.next(0.0)
@@ -146,7 +144,7 @@ def test_what_an_old_link_says_changes_nothing(core: SessionCore) -> None:
     assert core.ready(2, 0.0)
 
 
-def test_what_a_link_says_twice_changes_nothing(core: SessionCore) -> None:
+def test_repeated_events_of_a_link_change_nothing(core: SessionCore) -> None:
     core.connect()
     assert core.next(0.0) == DialNow(1)
     assert core.dialled(1)
@@ -161,7 +159,7 @@ def test_what_a_link_says_twice_changes_nothing(core: SessionCore) -> None:
     assert str(core.machine.state) == "connecting/waiting"
 
 
-def test_a_second_end_of_a_link_that_was_refused_changes_nothing(core: SessionCore) -> None:
+def test_second_end_of_a_refused_link_changes_nothing(core: SessionCore) -> None:
     generation = online(core)
     assert core.lost(generation, CloseClass.TAKEOVER, "conflict", 0.0)
     assert not core.lost(generation, CloseClass.TRANSIENT, "closed", 0.0)
@@ -169,7 +167,9 @@ def test_a_second_end_of_a_link_that_was_refused_changes_nothing(core: SessionCo
     assert core.why == (CloseClass.TAKEOVER, "conflict")
 
 
-def test_a_dial_of_before_a_disconnect_is_not_that_of_the_next_connect(core: SessionCore) -> None:
+def test_dial_from_before_a_disconnect_does_not_count_for_the_next_connect(
+    core: SessionCore,
+) -> None:
     core.connect()
     assert core.next(0.0) == DialNow(1)
     core.disconnect()
@@ -178,7 +178,7 @@ def test_a_dial_of_before_a_disconnect_is_not_that_of_the_next_connect(core: Ses
     assert isinstance(core.next(0.0), DialNow)
 
 
-def test_a_disconnected_one_rests_and_whatever_its_link_says_is_old(core: SessionCore) -> None:
+def test_disconnected_core_rests_and_ignores_its_old_link(core: SessionCore) -> None:
     generation = online(core)
     core.disconnect()
     assert str(core.machine.state) == "offline/resting"
@@ -186,14 +186,14 @@ def test_a_disconnected_one_rests_and_whatever_its_link_says_is_old(core: Sessio
     assert core.next(1e9) == Idle()
 
 
-def test_a_dial_that_ends_after_the_user_disconnected_is_not_wanted(core: SessionCore) -> None:
+def test_dial_that_succeeds_after_a_disconnect_is_discarded(core: SessionCore) -> None:
     core.connect()
     assert core.next(0.0) == DialNow(1)
     core.disconnect()
     assert not core.dialled(1)
 
 
-def test_a_login_may_take_several_steps(core: SessionCore) -> None:
+def test_login_may_take_several_steps(core: SessionCore) -> None:
     core.connect()
     core.next(0.0)
     core.dialled(1)
@@ -203,21 +203,21 @@ def test_a_login_may_take_several_steps(core: SessionCore) -> None:
     assert not core.login(1, "too late")
 
 
-def test_a_crashed_one_connects_by_itself(core: SessionCore) -> None:
+def test_crashed_core_reconnects_by_itself(core: SessionCore) -> None:
     online(core)
     core.crashed("defect", 0.0)
     assert core.next(0.0) == Wait(1.0)
-    assert core.next(1.0) == DialNow(3)  # the crash has made everything of link 1 old
+    assert core.next(1.0) == DialNow(3)  # the crash has ended the generation of link 1
 
 
-def test_a_crash_does_not_bring_back_what_was_refused(core: SessionCore) -> None:
+def test_crash_does_not_reconnect_a_refused_core(core: SessionCore) -> None:
     online(core)
     core.lost(1, CloseClass.TAKEOVER, "conflict", 0.0)
     core.crashed("defect", 0.0)
     assert core.next(1e9) == Idle()
 
 
-def test_a_stopped_one_stays_stopped(core: SessionCore) -> None:
+def test_stopped_core_stays_stopped(core: SessionCore) -> None:
     online(core)
     core.stop("the user stopped it")
     core.stop("again")
@@ -228,31 +228,31 @@ def test_a_stopped_one_stays_stopped(core: SessionCore) -> None:
 
 
 def lost_once(core: SessionCore) -> None:
-    """Let its first attempt fail, so that it waits until 1.0."""
+    """Let the first attempt fail, so that the core waits until 1.0."""
     core.connect()
     assert core.next(0.0) == DialNow(1)
     assert core.lost(1, CloseClass.TRANSIENT, "refused", 0.0)
     assert core.next(0.0) == Wait(1.0)
 
 
-def test_who_asks_for_a_link_in_a_pause_ends_the_pause(core: SessionCore) -> None:
+def test_connect_during_a_pause_dials_immediately(core: SessionCore) -> None:
     lost_once(core)
     core.connect("the user connected it")
     assert core.next(0.1) == DialNow(2)
     core.connect("the user connected it")
-    assert core.next(0.1) == Idle(), "it is made already"
+    assert core.next(0.1) == Idle(), "a dial is in progress"
     assert core.lost(2, CloseClass.TRANSIENT, "refused", 0.2)
-    assert core.next(0.2) == Wait(0.2 + 2.0), "asking does not make the server better"
+    assert core.next(0.2) == Wait(0.2 + 2.0), "connect() must not reset the backoff"
 
 
-def test_what_is_said_of_a_link_that_nobody_has_begun_changes_nothing(core: SessionCore) -> None:
+def test_event_of_a_link_that_was_not_dialled_changes_nothing(core: SessionCore) -> None:
     lost_once(core)
     core.connect("the user connected it")
     assert not core.lost(1, CloseClass.BANNED, "banned", 0.1)
     assert core.next(0.1) == DialNow(2)
 
 
-def test_only_being_online_again_is_a_reconnect(core: SessionCore) -> None:
+def test_reconnects_counts_only_becoming_online_again(core: SessionCore) -> None:
     lost_once(core)
     core.next(1.0)
     core.dialled(2)
@@ -267,7 +267,7 @@ def test_only_being_online_again_is_a_reconnect(core: SessionCore) -> None:
     assert core.reconnects == 1
 
 
-def test_while_it_is_online_there_is_no_reason_not_to_be(core: SessionCore) -> None:
+def test_reason_is_empty_while_online(core: SessionCore) -> None:
     lost_once(core)
     whys = [core.why]
     core.next(1.0)
@@ -281,11 +281,11 @@ def test_while_it_is_online_there_is_no_reason_not_to_be(core: SessionCore) -> N
     assert whys == [refused, refused, (None, ""), (CloseClass.TAKEOVER, "conflict")]
 
 
-def test_the_next_attempt_has_a_time_only_in_a_pause(core: SessionCore) -> None:
+def test_next_attempt_has_a_time_only_in_a_pause(core: SessionCore) -> None:
     assert core.next_attempt_in(0.0) is None
     lost_once(core)
     assert core.next_attempt_in(0.25) == 0.75
-    assert core.next_attempt_in(9.0) == 0.0, "it is late"
+    assert core.next_attempt_in(9.0) == 0.0, "the attempt is overdue"
     core.next(9.0)
     assert core.next_attempt_in(9.0) is None
     core.dialled(2)
@@ -293,7 +293,7 @@ def test_the_next_attempt_has_a_time_only_in_a_pause(core: SessionCore) -> None:
     assert core.next_attempt_in(9.0) is None
 
 
-def test_who_does_not_want_to_try_for_ever_gives_up_in_order(core: SessionCore) -> None:
+def test_max_attempts_ends_in_offline_refused(core: SessionCore) -> None:
     core.backoff.max_attempts = 2
     online(core)
     assert core.lost(1, CloseClass.TRANSIENT, "reset", 0.0)
@@ -302,7 +302,7 @@ def test_who_does_not_want_to_try_for_ever_gives_up_in_order(core: SessionCore) 
     assert str(core.machine.state) == "offline/refused"
     assert core.why == (CloseClass.TRANSIENT, "given up after attempt 2: refused")
     assert core.next(99.0) == Idle()
-    # Somebody who asks for it begins from the start.
+    # connect() starts a new series of attempts.
     core.connect()
     assert core.next(99.0) == DialNow(3)
     assert core.lost(3, CloseClass.TRANSIENT, "refused", 99.0)
@@ -313,7 +313,7 @@ def test_who_does_not_want_to_try_for_ever_gives_up_in_order(core: SessionCore) 
     assert str(core.machine.state) == "offline/refused"
 
 
-def test_a_crash_after_a_link_that_has_lasted_has_a_short_pause(core: SessionCore) -> None:
+def test_crash_after_a_link_that_lasted_has_a_short_pause(core: SessionCore) -> None:
     online(core)
     for generation in range(1, 6):
         core.lost(generation, CloseClass.TRANSIENT, "reset", 0.0)
@@ -325,7 +325,7 @@ def test_a_crash_after_a_link_that_has_lasted_has_a_short_pause(core: SessionCor
     assert core.next(PROVEN) == Wait(PROVEN + 1.0)
 
 
-def test_a_new_beginning_by_the_user_has_short_pauses(core: SessionCore) -> None:
+def test_disconnect_and_connect_reset_the_backoff(core: SessionCore) -> None:
     generation = online(core)
     for _ in range(5):
         core.lost(generation, CloseClass.TRANSIENT, "reset", 0.0)

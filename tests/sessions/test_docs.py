@@ -1,4 +1,4 @@
-"""The pages about `moored.sessions` say what the code does today, and their programs run."""
+"""The pages about `moored.sessions` agree with the code, and their programs run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(name: str) -> str:
 
 
 def blocks(text: str, language: str = "python") -> list[str]:
-    """The fenced blocks of a page."""
+    """Return the fenced blocks of a page."""
     return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -65,7 +65,7 @@ def block_with(text: str, words: str) -> str:
 
 
 async def run(block: str, names: Names, *replaced: tuple[str, object]) -> None:
-    """Run a block of a page, which may await, with other addresses than it has."""
+    """Run a block of a page, which may await, with its addresses replaced."""
     for old, new in replaced:
         assert old in block
         block = block.replace(old, str(new))
@@ -77,7 +77,7 @@ async def run(block: str, names: Names, *replaced: tuple[str, object]) -> None:
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Mosquitto]:
-    """A broker for blocks that do not harm it."""
+    """A broker that all tests share."""
     with Mosquitto(require_server("mosquitto")) as server:
         yield server
 
@@ -86,21 +86,21 @@ def broker() -> Iterator[Mosquitto]:
 
 
 class RunningBot:
-    """The bot of the tutorial in a process of its own, and what it prints."""
+    """The bot of the tutorial in its own process, and the lines that it prints."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.lines: list[str] = []
 
-    async def says(self, beginning: str) -> str:
-        """Read on until a line begins like that."""
+    async def prints(self, beginning: str) -> str:
+        """Wait for a line with this beginning, and return it."""
         assert self._process.stdout is not None
         async with asyncio.timeout(LIMIT):
             while line := (await self._process.stdout.readline()).decode().rstrip():
                 self.lines.append(line)
                 if line.startswith(beginning):
                     return line
-        raise AssertionError(f"it has ended, and said {self.lines}")
+        raise AssertionError(f"it has ended, and printed {self.lines}")
 
     async def stop(self) -> int:
         """Press Ctrl-C."""
@@ -125,72 +125,72 @@ async def bot_at(url: str) -> AsyncIterator[RunningBot]:
 
 
 async def ask(broker: Mosquitto, words: bytes) -> bytes:
-    """What Ann does with `mosquitto_sub` and `mosquitto_pub`."""
+    """Send words to the bot and wait for its echo, as `mosquitto_pub` and `mosquitto_sub` do."""
     version = aiomqtt.ProtocolVersion.V5
     async with asyncio.timeout(LIMIT):
         async with aiomqtt.Client("127.0.0.1", broker.port, protocol=version) as ann:
             await ann.subscribe("from-bot/ann", qos=1)
             await ann.publish("to-bot/ann", words, qos=1)
             async for answer in ann.messages:
-                # Before it, an answer to an earlier question may come again: at least once.
+                # At least once: an earlier answer may arrive again before it.
                 if answer.payload == words:
                     return words
     raise AssertionError("the broker has closed the link")
 
 
-def test_the_bot_has_25_lines_at_most() -> None:
+def test_bot_of_the_tutorial_has_at_most_25_lines() -> None:
     tree = ast.parse(BOT.read_text())
     first = tree.body[1].lineno
     program = BOT.read_text().splitlines()[first - 1 :]
     assert len([line for line in program if line.strip()]) <= 25
 
 
-async def test_the_bot_survives_what_the_tutorial_does_to_it() -> None:
+async def test_bot_survives_the_faults_of_the_tutorial() -> None:
     with Mosquitto(require_server("mosquitto")) as broker:
         async with (
             FaultProxy("127.0.0.1", broker.port) as proxy,
             bot_at(f"mqtt://127.0.0.1:{proxy.port}") as bot,
         ):
-            await bot.says("online")
+            await bot.prints("online")
             assert await ask(broker, b"hello") == b"hello"
-            assert (await bot.says("to ann")).startswith("to ann: Acked(id='")
+            assert (await bot.prints("to ann")).startswith("to ann: Acked(id='")
             broker.kill()
-            await bot.says("connecting/waiting")
+            await bot.prints("connecting/waiting")
             broker.start()
-            await bot.says("online")
+            await bot.prints("online")
             assert await ask(broker, b"again") == b"again"
-            await bot.says("to ann: Acked")
+            await bot.prints("to ann: Acked")
             proxy.reset()
-            await bot.says("connecting/waiting")
+            await bot.prints("connecting/waiting")
             assert await ask(broker, b"while it was away") == b"while it was away"
-            await bot.says("to ann: Acked")
+            await bot.prints("to ann: Acked")
             assert await bot.stop() == 0
         assert "Received DISCONNECT from bot" in broker.log
 
 
-async def test_the_bot_waits_for_a_broker_that_is_not_there_yet() -> None:
+async def test_bot_waits_for_a_broker_that_starts_later() -> None:
     broker = Mosquitto(require_server("mosquitto"))
     try:
         async with bot_at(broker.url()) as bot:
-            line = await bot.says("connecting/waiting")
+            line = await bot.prints("connecting/waiting")
             assert "Connection refused" in line
             broker.start()
-            await bot.says("online")
+            await bot.prints("online")
             assert await ask(broker, b"hello") == b"hello"
     finally:
         broker.stop()
 
 
-async def test_a_session_asks_the_bot(broker: Mosquitto) -> None:
+async def test_client_of_the_tutorial_gets_the_echo_of_the_bot(broker: Mosquitto) -> None:
     printed: list[Any] = []
     (block,) = blocks(page("tutorial/bot"))
     async with bot_at(broker.url()) as bot:
-        await bot.says("online")
+        await bot.prints("online")
         program = block.replace(BROKER, broker.url())
         assert program != block
         names: dict[str, Any] = {"print": printed.append}
         await asyncio.to_thread(exec, program, names)
-        # Each answer is acknowledged: the next one is not the last one again.
+        # Each answer is acknowledged, so the next client does not get it again.
         for words in (b"second", b"third"):
             assert await names["ask"](broker.url(), words) == words
     assert printed == [b"hello"]
@@ -205,7 +205,7 @@ async def sessions() -> AsyncIterator[Sessions]:
         yield opened
 
 
-async def test_deliver_sends_until_it_is_certain(sessions: Sessions) -> None:
+async def test_deliver_of_the_page_sends_until_the_outcome_is_certain(sessions: Sessions) -> None:
     names = dict(vars(package))
     await run(blocks(page("topics/four-outcomes"))[0], names)
     server = DemoServer()
@@ -229,7 +229,7 @@ async def test_deliver_sends_until_it_is_certain(sessions: Sessions) -> None:
 TOPIC = page("topics/sessions")
 
 
-def test_the_chart_is_the_one_of_the_code() -> None:
+def test_state_chart_of_the_page_is_that_of_the_code() -> None:
     assert _core.CHART.text() in blocks(TOPIC, "text")
 
 
@@ -240,7 +240,7 @@ def default(function: Callable[..., Any], name: str) -> Any:
     return inspect.signature(function).parameters[name].default
 
 
-def test_the_numbers_are_those_of_the_code() -> None:
+def test_table_of_numbers_matches_the_code() -> None:
     table = TOPIC.partition("## Numbers")[2].partition("##")[0]
     rows = {
         cells[1].strip(): [float(number.replace(",", "")) for number in NUMBER.findall(cells[2])]
@@ -273,15 +273,15 @@ def test_the_numbers_are_those_of_the_code() -> None:
     }
 
 
-async def test_the_keys_of_the_status_are_those_of_the_code(sessions: Sessions) -> None:
+async def test_table_of_status_keys_matches_the_code(sessions: Sessions) -> None:
     table = TOPIC.partition("| key | |")[2].partition("| the rest |")[0]
-    told = {key for line in table.splitlines() for key in re.findall(r"^\|(.*?)\|", line)}
-    keys = {key for cell in told for key in re.findall(r"`(\w+)`", cell)}
+    cells = {key for line in table.splitlines() for key in re.findall(r"^\|(.*?)\|", line)}
+    keys = {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
     alice = await sessions.start("alice", Demo(DemoServer()))
     assert keys | set(alice._runtime.totals()) == set(alice.status())
 
 
-async def test_the_programs_of_the_topic_run(
+async def test_programs_of_the_topic_run(
     broker: Mosquitto, postgres_url: str, tmp_path: Path, sessions: Sessions
 ) -> None:
     first, steps = blocks(TOPIC)
@@ -316,7 +316,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(require_server("openssl"), directory, "authority")
 
 
-async def test_the_first_program_of_mqtt(broker: Mosquitto, tmp_path: Path) -> None:
+async def test_first_program_of_the_mqtt_page_runs(broker: Mosquitto, tmp_path: Path) -> None:
     names: Names = {}
     await run(
         blocks(MQTT)[0],
@@ -327,7 +327,9 @@ async def test_the_first_program_of_mqtt(broker: Mosquitto, tmp_path: Path) -> N
     assert names["alice"].status()["acked"] == 1
 
 
-async def test_a_broker_with_a_certificate(authority: Authority, sessions: Sessions) -> None:
+async def test_tls_program_of_the_mqtt_page_connects(
+    authority: Authority, sessions: Sessions
+) -> None:
     certificate = authority.sign("broker", "broker.internal")
     client = authority.sign("client")
     with Mosquitto(require_server("mosquitto"), certificate=certificate) as server:
@@ -345,7 +347,7 @@ async def test_a_broker_with_a_certificate(authority: Authority, sessions: Sessi
         await alice.stop()
 
 
-async def test_a_password_is_in_the_storage(tmp_path: Path) -> None:
+async def test_password_program_of_the_mqtt_page_stores_it_encrypted(tmp_path: Path) -> None:
     names: Names = {"Mqtt": Mqtt, "Sessions": Sessions}
     with Mosquitto(require_server("mosquitto"), users={"alice": "s3cret"}) as server:
         await run(
@@ -358,11 +360,13 @@ async def test_a_password_is_in_the_storage(tmp_path: Path) -> None:
     assert b"s3cret" not in (tmp_path / "accounts.db").read_bytes()
 
 
-async def test_topics_messages_wills_and_sockets(broker: Mosquitto, sessions: Sessions) -> None:
+async def test_programs_for_topics_messages_wills_and_websockets_run(
+    broker: Mosquitto, sessions: Sessions
+) -> None:
     names: Names = {"Mqtt": Mqtt}
-    place = ("mqtt://broker:1883", broker.url())
-    await run(block_with(MQTT, 'client_id="gateway'), names, place)
-    await run(block_with(MQTT, "Will("), names, place)
+    address = ("mqtt://broker:1883", broker.url())
+    await run(block_with(MQTT, 'client_id="gateway'), names, address)
+    await run(block_with(MQTT, "Will("), names, address)
     web = broker.url("ws") + "/mqtt"
     await run(block_with(MQTT, "host_of="), names, ("mqtts://us.example.com", broker.url()))
     await run(block_with(MQTT, "wss://"), names, ("wss://broker.example.com/mqtt", web))
@@ -388,7 +392,7 @@ async def test_topics_messages_wills_and_sockets(broker: Mosquitto, sessions: Se
 PROTOCOL = page("howto/write-a-protocol")
 
 
-async def test_the_line_protocol_works_and_survives() -> None:
+async def test_line_protocol_of_the_page_works_and_reconnects() -> None:
     names: Names = {"Sessions": Sessions}
     whole, use, alone, server = blocks(PROTOCOL)
     await run(whole, names)
@@ -400,18 +404,18 @@ async def test_the_line_protocol_works_and_survives() -> None:
     await run(use, names, ("7000", port))
     assert [mail.split(b" ", 2)[2] for mail in lines.mail["bob"].values()] == [b"alice hello\n"]
 
-    heard: list[Msg] = []
+    received: list[Msg] = []
 
-    def hears(event: package.Incoming) -> None:
+    def collect(event: package.Incoming) -> None:
         if isinstance(event.data, Msg):
-            heard.append(event.data)
+            received.append(event.data)
 
     async with Sessions() as sessions:
         protocol = names["Lines"]("127.0.0.1", port)
-        await sessions.connect("bob", protocol, on_event=hears)
+        await sessions.connect("bob", protocol, on_event=collect)
         alice = await sessions.connect("alice", protocol)
-        await until(lambda: heard and not lines.mail["bob"])  # it was handled, and forgotten
-        assert (heard[0].sender, heard[0].content) == ("alice", Text("hello"))
+        await until(lambda: received and not lines.mail["bob"])  # it was handled and acknowledged
+        assert (received[0].sender, received[0].content) == ("alice", Text("hello"))
         refused = await alice.send("nobody", Text("hello"), id="1", outcome=True)
         assert refused == Rejected("1", "404")
         unsent = await alice.send("bob", Text("two\nlines"), outcome=True)
@@ -426,7 +430,7 @@ async def test_the_line_protocol_works_and_survives() -> None:
     await listener.wait_closed()
 
 
-def test_the_line_protocol_is_as_short_as_the_page_says() -> None:
+def test_line_protocol_is_as_short_as_the_page_says() -> None:
     code = [line for line in blocks(PROTOCOL)[0].splitlines() if line.strip()]
     assert len(code) <= 75
 
@@ -436,7 +440,7 @@ def test_the_line_protocol_is_as_short_as_the_page_says() -> None:
 CLUSTER = page("howto/sessions-cluster")
 
 
-async def test_a_profile_runs_once_in_the_cluster_and_moves(
+async def test_cluster_programs_run_a_profile_once_and_move_it(
     broker: Mosquitto, postgres_url: str, tmp_path: Path
 ) -> None:
     names: Names = {}
@@ -469,7 +473,7 @@ async def test_a_profile_runs_once_in_the_cluster_and_moves(
             with pytest.raises(AlreadyRunning, match="cluster-a"):
                 await third.start("cluster-a", Mqtt(broker.url()))
         assert first.state == "online"
-    # The old process has left: the new one gets it by itself.
+    # The old process has ended: the new one takes over by itself.
     async with aiomqtt.Client("127.0.0.1", broker.port) as peer, asyncio.timeout(LIMIT):
         while not any(event.type == "messages_upsert" for event in handled):
             await peer.publish("cluster-a", b"hello", qos=1)
@@ -480,7 +484,7 @@ async def test_a_profile_runs_once_in_the_cluster_and_moves(
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
-async def test_a_handler_ends_what_it_has_in_hand_when_the_process_is_stopped() -> None:
+async def test_sigterm_lets_the_current_handler_finish() -> None:
     server = DemoServer()
     begun, ended = asyncio.Event(), asyncio.Event()
 
@@ -506,12 +510,12 @@ async def test_a_handler_ends_what_it_has_in_hand_when_the_process_is_stopped() 
         await main
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     assert ended.is_set()
-    assert not server.mail("alice"), "it was acknowledged"
+    assert not server.mail("alice"), "the message was not acknowledged"
     assert all(task.done() for task in names["background"])
 
 
 @in_virtual_time
-async def test_an_account_is_kept_though_the_store_is_away_at_first(sim: Sim) -> None:
+async def test_keep_of_the_page_starts_the_account_once_the_store_is_up(sim: Sim) -> None:
     server, store = DemoServer(), ScriptedStore()
     names: Names = dict(vars(package))
     await run(block_with(CLUSTER, "async def keep"), names)
@@ -531,7 +535,7 @@ async def test_an_account_is_kept_though_the_store_is_away_at_first(sim: Sim) ->
 # -- testing a bot ---------------------------------------------------------------------------------
 
 
-async def test_the_tests_of_the_page_pass() -> None:
+async def test_tests_of_the_page_pass() -> None:
     names: Names = {}
     for block in blocks(page("howto/test-a-bot")):
         await run(block, names)
@@ -545,7 +549,7 @@ async def test_the_tests_of_the_page_pass() -> None:
 # -- the readme ------------------------------------------------------------------------------------
 
 
-async def test_the_example_of_the_readme(
+async def test_example_of_the_readme_runs(
     broker: Mosquitto, postgres_url: str, tmp_path: Path
 ) -> None:
     names: Names = {}

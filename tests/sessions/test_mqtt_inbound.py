@@ -1,4 +1,4 @@
-"""Messages from a real broker, and when they come again: after a failure, a lost link, a stop."""
+"""Redelivery of messages by a real broker after a failed handler, a lost link or a stop."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from moored.sessions.mqtt import Mqtt
 from moored.sessions.mqtt._dialogue import OVERRUN
 from moored.testing import FaultProxy
 
-#: More than may be unacknowledged at once, so that a lost acknowledgement is felt.
+#: More messages than the receive maximum, so that a missing acknowledgement blocks the rest.
 WINDOW, MESSAGES = 4, 12
-#: Messages that all wait for a handler at once, and how long it takes for one.
-MANY, SLOWLY = 60, 0.01
+#: Messages queued for a handler at once, and how long it takes for one, in seconds.
+MANY, HANDLING_TIME = 60, 0.01
 #: Longer than any test.
 LONG = 3600.0
 
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Mosquitto]:
-    # (It sends as many as our receive maximum allows, not only its own 20.)
+    # (It then sends as many as our receive maximum allows, instead of its default of 20.)
     with Mosquitto(require_server("mosquitto"), "max_inflight_messages 0") as server:
         yield server
 
@@ -45,51 +45,51 @@ async def sessions() -> AsyncIterator[Sessions]:
         yield opened
 
 
-class Log:
-    """What a handler got, and when it fails or waits."""
+class RecordingHandler:
+    """A handler that records messages, fails once at `fails_at`, and waits for `may_go_on`."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes] = []
+        self.begun: list[bytes] = []
         self.fails_at: bytes | None = None
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
 
     async def __call__(self, event: Incoming) -> None:
         if isinstance(event.data, Msg):
-            self.heard.append(event.data.content)
+            self.begun.append(event.data.content)
             await self.may_go_on.wait()
             if event.data.content == self.fails_at:
                 self.fails_at = None
                 raise ValueError("once")
 
 
-async def test_what_a_handler_failed_at_is_set_aside_until_the_next_link(
+async def test_message_whose_handler_failed_is_set_aside_until_the_next_link(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    log = Log()
-    log.fails_at = b"0"
+    handler = RecordingHandler()
+    handler.fails_at = b"0"
     bot = await sessions.connect(
-        "failing", Mqtt(broker.url(), receive_maximum=WINDOW), on_event=log
+        "failing", Mqtt(broker.url(), receive_maximum=WINDOW), on_event=handler
     )
     async with peer(broker) as client:
         for number in range(MESSAGES):
             await client.publish("failing", b"%d" % number, qos=1)
-        # Nothing is held up by it, and the link stays.
-        await until(lambda: log.heard[-1:] == [b"%d" % (MESSAGES - 1)])
-        assert log.heard == [b"%d" % number for number in range(MESSAGES)]
+        # It delays no other message, and the link stays.
+        await until(lambda: handler.begun[-1:] == [b"%d" % (MESSAGES - 1)])
+        assert handler.begun == [b"%d" % number for number in range(MESSAGES)]
         assert bot.generation == 1
         await bot.disconnect()
         await bot.connect()
-        await until(lambda: log.heard[MESSAGES:] == [b"0"])
+        await until(lambda: handler.begun[MESSAGES:] == [b"0"])
         for number in range(MESSAGES, 3 * MESSAGES):
             await client.publish("failing", b"%d" % number, qos=1)
-        await until(lambda: log.heard[-1:] == [b"%d" % (3 * MESSAGES - 1)])
-    assert set(log.heard) == {b"%d" % number for number in range(3 * MESSAGES)}
-    assert log.heard.count(b"0") == 2
+        await until(lambda: handler.begun[-1:] == [b"%d" % (3 * MESSAGES - 1)])
+    assert set(handler.begun) == {b"%d" % number for number in range(3 * MESSAGES)}
+    assert handler.begun.count(b"0") == 2
     assert bot.status()["handler_failures"] == bot.status()["messages_set_aside"] == 1
 
 
-async def test_a_handler_that_fails_at_everything_does_not_stop_the_sends(
+async def test_handler_that_always_fails_does_not_stop_the_sends(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
     def handle(event: Incoming) -> None:
@@ -105,61 +105,61 @@ async def test_a_handler_that_fails_at_everything_does_not_stop_the_sends(
 
 
 @pytest.mark.every_loop
-async def test_a_backlog_larger_than_the_window_is_taken_after_a_loss(
+async def test_backlog_above_the_receive_maximum_is_accepted_after_a_lost_link(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    # Mosquitto does not count what it sends again, and exceeds our receive maximum.
-    log = Log()
+    # Mosquitto does not count redelivered messages, and exceeds our receive maximum.
+    handler = RecordingHandler()
     protocol = Mqtt(broker.url(), receive_maximum=WINDOW)
-    bot = await sessions.connect("backlog", protocol, on_event=log)
-    log.may_go_on.clear()
+    bot = await sessions.connect("backlog", protocol, on_event=handler)
+    handler.may_go_on.clear()
     async with peer(broker) as client:
         for number in range(MESSAGES):
             await client.publish("backlog", b"%d" % number, qos=1)
-    await until(lambda: log.heard)
+    await until(lambda: handler.begun)
     await bot.disconnect()
-    log.may_go_on.set()
+    handler.may_go_on.set()
     await bot.connect()
-    await until(lambda: log.heard[-1:] == [b"%d" % (MESSAGES - 1)])
+    await until(lambda: handler.begun[-1:] == [b"%d" % (MESSAGES - 1)])
     await until(lambda: not bot.status()["events_waiting"])
     assert bot.state == "online"
     assert "rules" not in bot.status()["reason"]
-    assert set(log.heard) == {b"%d" % number for number in range(MESSAGES)}
+    assert set(handler.begun) == {b"%d" % number for number in range(MESSAGES)}
 
 
-async def test_another_handler_gets_what_the_last_one_had_in_hand(
+async def test_new_handler_gets_the_unfinished_message_of_the_old_one(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    first, second = Log(), Log()
+    first, second = RecordingHandler(), RecordingHandler()
     first.may_go_on.clear()
     bot = await sessions.connect("replaced", Mqtt(broker.url()), on_event=first)
     async with peer(broker) as client:
         await client.publish("replaced", b"1", qos=1)
-        await until(lambda: first.heard)
+        await until(lambda: first.begun)
         bot.attach(second)
-        await until(lambda: second.heard == [b"1"])
+        await until(lambda: second.begun == [b"1"])
         await client.publish("replaced", b"2", qos=1)
-        await until(lambda: second.heard == [b"1", b"2"])
-    assert first.heard == [b"1"]
+        await until(lambda: second.begun == [b"1", b"2"])
+    assert first.begun == [b"1"]
     assert bot.generation == 1
 
 
-# -- what waits belongs to its link ----------------------------------------------------------------
+# -- queued messages belong to their link ---------------------------------------------------------
 
 
-class Slow:
-    """A handler that takes its time."""
+class SlowHandler:
+    """A handler that takes a while for each message, and waits for `may_go_on`."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes] = []
+        self.begun: list[bytes] = []
         self.handled: list[bytes] = []
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
 
     async def __call__(self, event: Incoming) -> None:
         if isinstance(event.data, Msg):
-            self.heard.append(event.data.content)
-            await asyncio.sleep(SLOWLY)
+            self.begun.append(event.data.content)
+            await asyncio.sleep(HANDLING_TIME)
             await self.may_go_on.wait()
             self.handled.append(event.data.content)
 
@@ -173,10 +173,10 @@ async def publish(broker: Mosquitto, topic: str, numbers: range) -> list[bytes]:
 
 
 @pytest.mark.parametrize("cuts", [1, 8])
-async def test_what_waits_when_a_link_is_lost_is_handled_once(
+async def test_messages_queued_when_a_link_is_lost_are_handled_once(
     sessions: Sessions, broker: Mosquitto, cuts: int
 ) -> None:
-    slow, profile = Slow(), f"lost-{cuts}"
+    slow, profile = SlowHandler(), f"lost-{cuts}"
     async with FaultProxy("127.0.0.1", broker.port) as proxy:
         protocol = Mqtt(f"mqtt://127.0.0.1:{proxy.port}")
         bot = await sessions.connect(profile, protocol, on_event=slow)
@@ -188,36 +188,36 @@ async def test_what_waits_when_a_link_is_lost_is_handled_once(
             handled = len(slow.handled)
             await until(lambda at=handled: len(slow.handled) > at)  # type: ignore[misc]
             slow.may_go_on.clear()
-            await until(lambda: len(slow.heard) > len(slow.handled))  # the next one is in hand
-            begun = len(slow.heard)
+            await until(lambda: len(slow.begun) > len(slow.handled))  # the next one has begun
+            begun = len(slow.begun)
             generation = bot.generation
             proxy.reset()
             await until(lambda at=generation: bot.generation > at and bot.state == "online")  # type: ignore[misc]
-            # The server has sent all of them again, and they wait behind the one in hand.
+            # The broker has sent them all again, and they are queued behind the current one.
             await until(lambda: bot.status()["events_waiting"] >= MANY - len(set(slow.handled)))
-            assert len(slow.heard) == begun
+            assert len(slow.begun) == begun
             slow.may_go_on.set()
         await until(lambda: set(slow.handled) == set(sent) and not bot.status()["events_waiting"])
         status = bot.status()
-    # Only one whose acknowledgement was on its way can have been handled twice.
-    assert len(slow.heard) <= MANY + cuts, Counter(slow.heard).most_common(3)
-    assert list(dict.fromkeys(slow.heard)) == sent
+    # Only a message whose acknowledgement was lost can have been handled twice.
+    assert len(slow.begun) <= MANY + cuts, Counter(slow.begun).most_common(3)
+    assert list(dict.fromkeys(slow.begun)) == sent
     assert status["events_dropped"] == 0
     assert status["events_returned"] >= MANY / 2
-    assert status["generation"] == 1 + cuts, "it has closed its own link"
+    assert status["generation"] == 1 + cuts, "the session has closed its own link"
 
 
-async def test_a_handler_that_takes_longer_than_its_links_live_is_done_once(
+async def test_handler_that_outlasts_several_links_runs_once(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    slow, profile = Slow(), "long"
+    slow, profile = SlowHandler(), "long"
     async with FaultProxy("127.0.0.1", broker.port) as proxy, peer(broker) as client:
         protocol = Mqtt(f"mqtt://127.0.0.1:{proxy.port}")
         bot = await sessions.connect(profile, protocol, on_event=slow)
         slow.may_go_on.clear()
         for content in (b"first", b"second"):
             await client.publish(profile, content, qos=1)
-        await until(lambda: slow.heard)
+        await until(lambda: slow.begun)
         for generation in (2, 3, 4):
             proxy.reset()
             await until(lambda at=generation: bot.generation == at and bot.state == "online")  # type: ignore[misc]
@@ -225,7 +225,7 @@ async def test_a_handler_that_takes_longer_than_its_links_live_is_done_once(
         await until(lambda: slow.handled == [b"first", b"second"])
         await client.publish(profile, b"third", qos=1)
         await until(lambda: slow.handled == [b"first", b"second", b"third"])
-        # And the server has been told: nothing comes again.
+        # The broker has the acknowledgement: nothing is redelivered.
         await bot.disconnect()
         await bot.connect()
         await client.publish(profile, b"fourth", qos=1)
@@ -233,30 +233,30 @@ async def test_a_handler_that_takes_longer_than_its_links_live_is_done_once(
     assert slow.handled == [b"first", b"second", b"third", b"fourth"]
 
 
-async def test_what_the_server_has_forgotten_is_handled_all_the_same(
+async def test_messages_that_the_broker_has_lost_are_still_handled(
     sessions: Sessions,
 ) -> None:
     with Mosquitto(require_server("mosquitto")) as broker:
-        slow = Slow()
+        slow = SlowHandler()
         bot = await sessions.connect("forgotten", Mqtt(broker.url()), on_event=slow)
         slow.may_go_on.clear()
         sent = await publish(broker, "forgotten", range(MESSAGES))
-        await until(lambda: bot.status()["received"] == MESSAGES and slow.heard)
+        await until(lambda: bot.status()["received"] == MESSAGES and slow.begun)
         broker.kill()
         await until(lambda: bot.state != "online")
         slow.may_go_on.set()
         await until(lambda: slow.handled == sent[:1])
-        # Nothing else is begun before it is known whether the server still has it.
-        assert slow.heard == sent[:1]
+        # No other message is begun before it is known whether the broker still has it.
+        assert slow.begun == sent[:1]
         broker.start()
         await until(lambda: slow.handled == sent)
         assert bot.status()["events_returned"] == 0
 
 
-async def test_what_no_server_sends_again_is_kept_over_a_lost_link(
+async def test_messages_that_the_broker_does_not_keep_survive_a_lost_link(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    slow = Slow()
+    slow = SlowHandler()
     bot = await sessions.connect("kept", Mqtt(broker.url(), session_expiry=0), on_event=slow)
     slow.may_go_on.clear()
     sent = await publish(broker, "kept", range(MESSAGES))
@@ -269,26 +269,28 @@ async def test_what_no_server_sends_again_is_kept_over_a_lost_link(
     await until(lambda: slow.handled == [*sent, b"0"])
 
 
-async def test_a_handler_that_is_replaced_while_there_is_no_link_leaves_nothing_twice(
+async def test_handler_replaced_while_offline_causes_no_duplicates(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    first, second = Slow(), Slow()
+    first, second = SlowHandler(), SlowHandler()
     bot = await sessions.connect("attached", Mqtt(broker.url()), on_event=first)
     first.may_go_on.clear()
     sent = await publish(broker, "attached", range(MESSAGES))
-    await until(lambda: bot.status()["received"] == MESSAGES and first.heard)
+    await until(lambda: bot.status()["received"] == MESSAGES and first.begun)
     await bot.disconnect()
-    bot.attach(second)  # the first one had something in hand, which goes back
+    bot.attach(second)  # the unfinished message of the first one returns to the queue
     await bot.connect()
     await until(lambda: second.handled == sent)
-    assert first.heard == sent[:1]
+    assert first.begun == sent[:1]
     assert bot.status()["events_returned"] == MESSAGES
 
 
 # -- a broker that keeps nothing -------------------------------------------------------------------
 
 
-async def test_what_a_broker_does_not_keep_is_settled_with_its_link_and_handled_at_a_stop() -> None:
+async def test_broker_that_keeps_nothing_loses_no_message_and_sends_are_settled_with_the_link() -> (
+    None
+):
     links: list[asyncio.StreamWriter] = []
 
     async def forgetful(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -301,7 +303,7 @@ async def test_what_a_broker_does_not_keep_is_settled_with_its_link_and_handled_
             while await reader.read(65536):
                 pass
 
-    slow = Slow()
+    slow = SlowHandler()
     slow.may_go_on.clear()
     listening = await asyncio.start_server(forgetful, "127.0.0.1", 0)
     async with listening, Sessions(backoff=Backoff(LONG, LONG)) as sessions:
@@ -309,9 +311,9 @@ async def test_what_a_broker_does_not_keep_is_settled_with_its_link_and_handled_
         protocol = Mqtt(f"mqtt://127.0.0.1:{port}", subscribe=())
         alice = await sessions.connect("alice", protocol, on_event=slow)
         sending = asyncio.create_task(alice.send("bob", b"hello", outcome=True, timeout=LONG))
-        await until(lambda: alice.status()["sending"] and slow.heard)
+        await until(lambda: alice.status()["sending"] and slow.begun)
         links[0].transport.abort()
-        # There is no next link that could tell more.
+        # No later link can confirm it.
         assert isinstance(await asyncio.wait_for(sending, 30), Unknown)
         await alice.connect()
         await until(lambda: alice.status()["received"] == 2 * MESSAGES)
@@ -324,13 +326,13 @@ async def test_what_a_broker_does_not_keep_is_settled_with_its_link_and_handled_
 
 
 @pytest.mark.parametrize("events", [1000, 600])
-async def test_more_than_there_is_room_for_comes_over_several_links(events: int) -> None:
-    # (It is the dialogue that has no room for more, or whoever waits for the handler.)
+async def test_messages_above_the_limit_arrive_over_several_links(events: int) -> None:
+    # (The limit of the dialogue applies, or that of the event queue.)
     most = min(events, OVERRUN) * 2
     kept = dict.fromkeys(range(1, most))
     links = 0
 
-    async def pushy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal links
         links += 1
         await reader.read(1)
@@ -338,26 +340,26 @@ async def test_more_than_there_is_room_for_comes_over_several_links(events: int)
         if links > 1:
             for number in kept:
                 writer.write(published(number, payload=b"%d" % number, duplicate=True))
-        said = b""
+        received = b""
         with contextlib.suppress(ConnectionError):
             while more := await reader.read(65536):
-                said += more
-                while (at := said.find(b"\x40\x02")) >= 0 and len(said) >= at + 4:
-                    kept.pop(int.from_bytes(said[at + 2 : at + 4], "big"), None)
-                    said = said[at + 4 :]
+                received += more
+                while (at := received.find(b"\x40\x02")) >= 0 and len(received) >= at + 4:
+                    kept.pop(int.from_bytes(received[at + 2 : at + 4], "big"), None)
+                    received = received[at + 4 :]
         writer.close()
 
-    log = Log()
-    listening = await asyncio.start_server(pushy, "127.0.0.1", 0)
+    handler = RecordingHandler()
+    listening = await asyncio.start_server(floods, "127.0.0.1", 0)
     async with listening, Sessions(backoff=Backoff(0.01, 0.1), events=events) as sessions:
         port = listening.sockets[0].getsockname()[1]
         protocol = Mqtt(f"mqtt://127.0.0.1:{port}", subscribe=())
-        alice = await sessions.connect("alice", protocol, on_event=log)
+        alice = await sessions.connect("alice", protocol, on_event=handler)
         await alice.disconnect()
         await alice.connect()
         await until(lambda: not kept)
         await alice.stop()
-    assert log.heard == [b"%d" % number for number in range(1, most)]
+    assert handler.begun == [b"%d" % number for number in range(1, most)]
     assert links == 3
 
 
@@ -365,8 +367,8 @@ async def test_more_than_there_is_room_for_comes_over_several_links(events: int)
 
 
 @pytest.mark.parametrize("how", ["stop", "close", "iterator"])
-async def test_a_stop_in_the_middle_makes_nothing_happen_twice(broker: Mosquitto, how: str) -> None:
-    slow, profile = Slow(), f"stopped-{how}"
+async def test_stop_during_a_handler_causes_no_duplicates(broker: Mosquitto, how: str) -> None:
+    slow, profile = SlowHandler(), f"stopped-{how}"
     protocol = Mqtt(broker.url())
 
     async def loop(events: AsyncIterator[Incoming]) -> None:
@@ -378,10 +380,10 @@ async def test_a_stop_in_the_middle_makes_nothing_happen_twice(broker: Mosquitto
         loops = asyncio.create_task(loop(bot.events())) if how == "iterator" else None
         sent = await publish(broker, profile, range(MANY))
         await until(lambda: len(slow.handled) >= 5)
-        begun = len(slow.heard)
+        begun = len(slow.begun)
         await (old.close() if how == "close" else bot.stop())
-        assert len(slow.heard) <= begun + 1
-        assert slow.handled == slow.heard, "what was in hand was not finished"
+        assert len(slow.begun) <= begun + 1
+        assert slow.handled == slow.begun, "the current message was not finished"
         if loops is not None:
             await asyncio.wait_for(loops, 30)
     async with Sessions() as new:
@@ -393,15 +395,15 @@ async def test_a_stop_in_the_middle_makes_nothing_happen_twice(broker: Mosquitto
 @pytest.mark.parametrize(
     "option", [{"clean_start": True}, {"client_id": ""}, {"session_expiry": 0}]
 )
-async def test_a_stop_leaves_nothing_to_a_session_that_will_not_get_it(
+async def test_stop_handles_all_queued_messages_if_no_later_session_gets_them(
     broker: Mosquitto, option: dict[str, Any]
 ) -> None:
-    slow, profile = Slow(), f"last-{'-'.join(option)}"
+    slow, profile = SlowHandler(), f"last-{'-'.join(option)}"
     async with Sessions() as sessions:
         bot = await sessions.connect(profile, Mqtt(broker.url(), **option), on_event=slow)
         slow.may_go_on.clear()
         sent = await publish(broker, profile, range(MESSAGES))
-        await until(lambda: bot.status()["received"] == MESSAGES and slow.heard)
+        await until(lambda: bot.status()["received"] == MESSAGES and slow.begun)
         stopping = asyncio.create_task(bot.stop())
         slow.may_go_on.set()
         await stopping
@@ -409,30 +411,30 @@ async def test_a_stop_leaves_nothing_to_a_session_that_will_not_get_it(
 
 
 @pytest.mark.parametrize("option", [{"clean_start": True}, {"client_id": ""}])
-async def test_a_stop_without_a_link_leaves_nothing_to_a_session_that_will_not_get_it(
+async def test_stop_without_a_link_handles_all_queued_messages_if_no_later_session_gets_them(
     option: dict[str, Any],
 ) -> None:
-    slow = Slow()
+    slow = SlowHandler()
     broker = Mosquitto(require_server("mosquitto"))
     async with Sessions(backoff=Backoff(LONG, LONG)) as sessions:
         with broker:
             bot = await sessions.connect("last", Mqtt(broker.url(), **option), on_event=slow)
             slow.may_go_on.clear()
             sent = await publish(broker, "last", range(MESSAGES))
-            await until(lambda: bot.status()["received"] == MESSAGES and slow.heard)
+            await until(lambda: bot.status()["received"] == MESSAGES and slow.begun)
         await until(lambda: bot.state == "connecting/waiting")
         slow.may_go_on.set()
         await bot.stop()
     assert slow.handled == sent
 
 
-async def test_what_is_in_hand_at_a_stop_may_still_send(broker: Mosquitto) -> None:
+async def test_handler_that_runs_during_a_stop_can_still_send(broker: Mosquitto) -> None:
     asked = asyncio.Event()
 
     async def answer(event: Incoming) -> None:
         if isinstance(event.data, Msg):
             asked.set()
-            await asyncio.sleep(SLOWLY)
+            await asyncio.sleep(HANDLING_TIME)
             await bot.send("answers", event.data.content)
 
     async with Sessions() as sessions, peer(broker) as client:
@@ -449,29 +451,29 @@ async def test_what_is_in_hand_at_a_stop_may_still_send(broker: Mosquitto) -> No
 # -- signs of life ---------------------------------------------------------------------------------
 
 
-async def test_a_message_that_takes_long_to_come_is_a_sign_of_life(
+async def test_slowly_arriving_message_counts_as_a_sign_of_life(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
-    log = Log()
+    handler = RecordingHandler()
     async with FaultProxy("127.0.0.1", broker.ports["ws"]) as proxy:
         protocol = Mqtt(f"ws://127.0.0.1:{proxy.port}", keepalive=3, patience=1)
-        bot = await sessions.connect("slow", protocol, on_event=log)
-        # It takes longer than a server may be silent.
+        bot = await sessions.connect("slow", protocol, on_event=handler)
+        # The transfer takes longer than the allowed silence.
         proxy.throttle(20_000, "down")
         async with peer(broker) as client:
             await client.publish("slow", bytes(110_000), qos=1)
-            await until(lambda: log.heard)
+            await until(lambda: handler.begun)
         assert bot.generation == 1
         proxy.heal()
 
 
-async def test_the_pings_of_a_websocket_are_no_sign_of_life_of_the_broker_behind(
+async def test_websocket_pings_are_not_a_sign_of_life_of_the_broker_behind(
     sessions: Sessions,
 ) -> None:
     async def proxy(connection: ServerConnection) -> None:
         await connection.recv()
         await connection.send(connack())
-        # The broker is gone; whatever was between lives on.
+        # The broker is gone, but the proxy between still sends pings.
         while True:
             await connection.ping()
             await asyncio.sleep(0.1)
