@@ -1,8 +1,8 @@
-"""A program that writes to a storage until it is killed, and says what was acknowledged.
+"""A program that writes to a storage until it is killed, and prints each acknowledged write.
 
-`python storage_writer.py CONFIG`, where CONFIG is JSON: `kind` and `place` of the storage, and
-either `begin` (the generation at which each key stands), for one that is killed by others at any
-moment, or `moment` and `visit`, for one that kills itself there.
+`python storage_writer.py CONFIG`, where CONFIG is JSON: `kind` and `directory` of the storage,
+and either `begin` (the last generation of each key), for a program that the test kills, or `moment`
+and `visit`, for one that kills itself there.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from tests.sessions.storages import make
 from moored.sessions.storage._files import FileStorage
 from moored.sessions.storage._storage import Storage
 
-__all__ = ["LONG", "PLACE", "value_of"]
+__all__ = ["LONG", "NAMESPACE", "value_of"]
 
-PLACE = ("alice", "session")
-#: A key that has no room in a file's name.
+NAMESPACE = ("alice", "session")
+#: A key that is too long for a file name.
 LONG = "x" * 1000
 
 
 def value_of(key: str, generation: int) -> bytes | None:
-    """What a record is in a generation: of any length, and not to be taken for another; or gone."""
+    """Return the value of a key in a generation, unique to both, or None if it is deleted."""
     if generation % 7 == 0:
         return None
     seed = hashlib.sha256(f"{key} {generation}".encode()).digest()
     return seed + seed * (seed[0] * seed[1] // 1000)
 
 
-async def write_for_ever(storage: Storage, begin: Mapping[str, int]) -> None:
-    """All keys at the same time, so that they meet in the storage."""
+async def write_forever(storage: Storage, begin: Mapping[str, int]) -> None:
+    """Write all keys concurrently."""
 
     async def write(key: str, generation: int) -> None:
         while True:
             generation += 1
             value = value_of(key, generation)
             if value is None:
-                await storage.delete(*PLACE, key)
+                await storage.delete(*NAMESPACE, key)
             else:
-                await storage.put(*PLACE, key, value)
-            # Whoever reads this is gone: then this is over, too.
+                await storage.put(*NAMESPACE, key, value)
+            # This fails, and ends the program, if the test has ended.
             os.write(1, f"{key} {generation}\n".encode())
 
     async with storage:
@@ -58,7 +58,7 @@ async def write_for_ever(storage: Storage, begin: Mapping[str, int]) -> None:
 
 
 async def die_at(storage: FileStorage, moment: str, visit: int) -> None:
-    """Write an old and then a new record, and be killed at a moment of the second."""
+    """Write an old and then a new record; kill the process at a moment of the second write."""
     visits = 0
 
     def at(name: str) -> None:
@@ -68,20 +68,20 @@ async def die_at(storage: FileStorage, moment: str, visit: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async with storage:
-        await storage.put(*PLACE, "short", b"old")
+        await storage.put(*NAMESPACE, "short", b"old")
         storage._moment = at  # type: ignore[method-assign]
         if moment == "taken away":
             await storage.clear("alice")
-        await storage.put(*PLACE, "short", b"new")
-        await storage.put(*PLACE, LONG, b"new")
+        await storage.put(*NAMESPACE, "short", b"new")
+        await storage.put(*NAMESPACE, LONG, b"new")
 
 
 def main() -> None:
-    """Do as the configuration says."""
+    """Run as configured."""
     config: dict[str, Any] = json.loads(sys.argv[1])
-    storage = make(config["kind"], Path(config["place"]))
+    storage = make(config["kind"], Path(config["directory"]))
     if "begin" in config:
-        asyncio.run(write_for_ever(storage, config["begin"]))
+        asyncio.run(write_forever(storage, config["begin"]))
     else:
         assert isinstance(storage, FileStorage)
         asyncio.run(die_at(storage, config["moment"], config["visit"]))

@@ -1,4 +1,4 @@
-"""The table of sends: everybody is told once, and the truth."""
+"""The table of sends: each send gets exactly one, correct outcome."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from moored.sessions.sending._acks import AckTable, Parked
 pytestmark = pytest.mark.pure
 
 
-class Told:
-    """Who was told what."""
+class Outcomes:
+    """Records the outcome of each send, and checks that there is only one."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Outcome] = {}
 
     def __call__(self, parked: Parked, outcome: Outcome) -> None:
-        assert parked.id not in self.outcomes, "told twice"
+        assert parked.id not in self.outcomes, "a send was settled twice"
         self.outcomes[parked.id] = outcome
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def settled() -> Outcomes:
+    return Outcomes()
 
 
 @pytest.fixture
-def table(told: Told) -> AckTable:
-    return AckTable(told)
+def table(settled: Outcomes) -> AckTable:
+    return AckTable(settled)
 
 
 def park(table: AckTable, id: str, to: str = "bob", timeout: float = 30.0, **how: bool) -> Parked:
@@ -53,32 +53,32 @@ def park(table: AckTable, id: str, to: str = "bob", timeout: float = 30.0, **how
     return parked
 
 
-def test_the_first_plain_confirmation_resolves_and_later_ones_change_nothing(
-    table: AckTable, told: Told
+def test_first_confirmation_settles_a_send_and_later_ones_change_nothing(
+    table: AckTable, settled: Outcomes
 ) -> None:
     table.written(park(table, "1"), 1)
     assert table.confirmed("1", "secret", 1)
     assert not table.confirmed("1", None, 1)
     assert not table.refused("1", 479, "", 1)
-    assert told.outcomes == {"1": Acked("1", "secret")}
+    assert settled.outcomes == {"1": Acked("1", "secret")}
     assert table.late == 2
     assert len(table) == table.recipients == 0
 
 
-def test_a_refusal_is_a_rejection_with_its_code(table: AckTable, told: Told) -> None:
+def test_refusal_is_a_rejection_with_its_code(table: AckTable, settled: Outcomes) -> None:
     table.written(park(table, "1"), 1)
     table.refused("1", 463, "no such account", 1)
-    assert told.outcomes == {"1": Rejected("1", 463, "no such account")}
+    assert settled.outcomes == {"1": Rejected("1", 463, "no such account")}
 
 
-def test_what_was_not_written_cannot_be_confirmed(table: AckTable, told: Told) -> None:
+def test_unwritten_send_cannot_be_confirmed(table: AckTable, settled: Outcomes) -> None:
     park(table, "1")
     assert not table.confirmed("1", None, 1)
     assert not table.confirmed("1", None, 0)
-    assert told.outcomes == {}
+    assert settled.outcomes == {}
 
 
-def test_a_confirmation_over_an_old_link_does_nothing(table: AckTable, told: Told) -> None:
+def test_confirmation_over_an_old_link_is_ignored(table: AckTable, settled: Outcomes) -> None:
     parked = park(table, "1", idempotent=True)
     table.written(parked, 1)
     table.lost("reset", resumes=False)
@@ -89,12 +89,12 @@ def test_a_confirmation_over_an_old_link_does_nothing(table: AckTable, told: Tol
     assert table.confirmed("1", None, 2)
 
 
-def test_a_lost_link_settles_everything_at_once(table: AckTable, told: Told) -> None:
+def test_lost_link_settles_all_sends_that_are_not_held(table: AckTable, settled: Outcomes) -> None:
     table.written(park(table, "written"), 1)
     park(table, "queued").stage = "encrypt"
     park(table, "held", hold=True)
     table.lost("connection reset", resumes=False)
-    unknown, not_sent = told.outcomes["written"], told.outcomes["queued"]
+    unknown, not_sent = settled.outcomes["written"], settled.outcomes["queued"]
     assert isinstance(unknown, Unknown)
     assert isinstance(unknown.reason, LinkLost)
     assert isinstance(not_sent, NotSent)
@@ -103,131 +103,136 @@ def test_a_lost_link_settles_everything_at_once(table: AckTable, told: Told) -> 
     assert [parked.id for parked in table] == ["held"]
 
 
-def test_a_protocol_that_resumes_keeps_what_was_written_until_the_next_link_tells(
-    table: AckTable, told: Told
+def test_resuming_protocol_keeps_written_sends_until_the_next_link(
+    table: AckTable, settled: Outcomes
 ) -> None:
     for id in ("a", "b", "c"):
         table.written(park(table, id), 1)
     table.lost("reset", resumes=True)
-    assert told.outcomes == {}
+    assert settled.outcomes == {}
     assert not table.confirmed("a", None, 1)
     table.resumed(["a", "b", "never heard of"], 2)
     assert table.confirmed("a", None, 2)
     assert table.forgotten("the server knows no more") == []
-    assert isinstance(told.outcomes["c"], Unknown)
+    assert isinstance(settled.outcomes["c"], Unknown)
     assert [parked.id for parked in table] == ["b"]
 
 
-def test_an_idempotent_send_is_written_again_once(table: AckTable, told: Told) -> None:
+def test_idempotent_send_is_written_again_once(table: AckTable, settled: Outcomes) -> None:
     parked = park(table, "1", idempotent=True)
     table.written(parked, 1)
     table.lost("reset", resumes=False)
     assert table.forgotten("gone") == [parked]
     table.written(parked, 2)
     table.lost("reset again", resumes=False)
-    assert isinstance(told.outcomes["1"], Unknown)
+    assert isinstance(settled.outcomes["1"], Unknown)
     assert table.forgotten("gone") == []
 
 
-def test_a_crashed_sender_fails_its_own_recipient_only(table: AckTable, told: Told) -> None:
+def test_crashed_sender_fails_its_own_recipient_only(table: AckTable, settled: Outcomes) -> None:
     table.written(park(table, "written"), 1)
     park(table, "queued")
     park(table, "other", to="carol")
     error = RuntimeError("bad bundle")
     assert table.crashed("bob", error) == 2
-    written, queued = told.outcomes["written"], told.outcomes["queued"]
+    written, queued = settled.outcomes["written"], settled.outcomes["queued"]
     assert isinstance(written, Unknown)
     assert isinstance(queued, NotSent)
     for outcome in (written, queued):
         assert isinstance(outcome.reason, SenderCrashed)
         assert outcome.reason.reason is error
-    assert "other" not in told.outcomes
+    assert "other" not in settled.outcomes
     assert table.crashed("nobody", error) == 0
 
 
-def test_time_ends_what_waits_and_says_what_for(table: AckTable, told: Told) -> None:
+def test_expired_sends_say_what_they_waited_for(table: AckTable, settled: Outcomes) -> None:
     table.written(park(table, "written", timeout=5.0), 1)
     park(table, "queued", timeout=5.0)
     park(table, "later", timeout=9.0)
     assert table.next_deadline() == 5.0
     assert table.expired(4.9) == 0
     assert table.expired(5.0) == 2
-    assert isinstance(told.outcomes["written"], Unknown)
-    assert "no confirmation within 5" in str(told.outcomes["written"].reason)
-    assert isinstance(told.outcomes["queued"], NotSent)
-    assert "not written within 5" in str(told.outcomes["queued"].reason)
+    assert isinstance(settled.outcomes["written"], Unknown)
+    assert "no confirmation within 5" in str(settled.outcomes["written"].reason)
+    assert isinstance(settled.outcomes["queued"], NotSent)
+    assert "not written within 5" in str(settled.outcomes["queued"].reason)
     assert table.next_deadline() == 9.0
 
 
-def test_what_is_written_once_more_counts_once_more(table: AckTable, told: Told) -> None:
+def test_repeated_write_takes_one_cumulative_confirmation(
+    table: AckTable, settled: Outcomes
+) -> None:
     table.linked(cumulative=True)
     table.written(park(table, "old"), 1)
     table.confirmed_up_to(1, 1)
     table.repeated("old")
     table.written(park(table, "new"), 1)
     table.confirmed_up_to(1, 1)
-    assert set(told.outcomes) == {"old"}, "the server has not confirmed the new one"
+    assert set(settled.outcomes) == {"old"}, "the count covered a send that was not confirmed"
     table.confirmed_up_to(1, 1)
-    assert told.outcomes["new"] == Acked("new", None)
+    assert settled.outcomes["new"] == Acked("new", None)
 
 
-def test_cumulative_confirmations_resolve_in_the_order_of_writing(
-    table: AckTable, told: Told
+def test_cumulative_confirmations_settle_in_the_order_of_writing(
+    table: AckTable, settled: Outcomes
 ) -> None:
     table.linked(cumulative=True)
     for id in ("a", "b", "c", "d"):
         table.written(park(table, id), 1)
     table.refused("b", "blocked", "", 1)
     assert table.confirmed_up_to(3, 1) == ["a", "b", "c"]
-    assert {id for id, outcome in told.outcomes.items() if isinstance(outcome, Acked)} == {"a", "c"}
-    assert isinstance(told.outcomes["b"], Rejected)
+    assert {id for id, outcome in settled.outcomes.items() if isinstance(outcome, Acked)} == {
+        "a",
+        "c",
+    }
+    assert isinstance(settled.outcomes["b"], Rejected)
     assert table.confirmed_up_to(99, 1) == ["d"]
 
 
-def test_a_count_after_a_resumption_does_not_cover_what_was_settled_meanwhile(
-    table: AckTable, told: Told
+def test_cumulative_count_after_a_resumption_skips_sends_settled_meanwhile(
+    table: AckTable, settled: Outcomes
 ) -> None:
     table.linked(cumulative=True)
     table.written(park(table, "slow", timeout=1.0), 1)
     table.written(park(table, "quick"), 1)
     table.lost("reset", resumes=True)
     table.expired(1.0)
-    assert isinstance(told.outcomes["slow"], Unknown)
+    assert isinstance(settled.outcomes["slow"], Unknown)
     table.linked(cumulative=True)
     table.resumed(["quick"], 2)
     assert table.confirmed_up_to(1, 2) == ["quick"]
-    assert told.outcomes["quick"] == Acked("quick")
+    assert settled.outcomes["quick"] == Acked("quick")
 
 
-def test_an_id_that_is_under_way_cannot_be_used_twice(table: AckTable) -> None:
+def test_id_in_flight_cannot_be_used_twice(table: AckTable) -> None:
     park(table, "1")
     with pytest.raises(SessionError, match="under way already"):
         park(table, "1")
 
 
-def test_the_end_settles_all(table: AckTable, told: Told) -> None:
+def test_end_of_the_session_settles_all_sends(table: AckTable, settled: Outcomes) -> None:
     table.written(park(table, "written"), 1)
     park(table, "held", hold=True)
     table.over("stopped")
-    assert isinstance(told.outcomes["written"], Unknown)
-    assert isinstance(told.outcomes["held"], NotSent)
+    assert isinstance(settled.outcomes["written"], Unknown)
+    assert isinstance(settled.outcomes["held"], NotSent)
     assert len(table) == 0
 
 
-def test_recipients_leave_nothing_behind() -> None:
+def test_idle_recipients_use_no_memory() -> None:
     table = AckTable(lambda parked, outcome: None)
 
-    def through(first: int, last: int) -> None:
+    def send_all(first: int, last: int) -> None:
         for number in range(first, last):
             parked = park(table, str(number), to=f"recipient {number}")
             table.written(parked, 1)
             table.confirmed(str(number), None, 1)
 
-    through(0, 100)
+    send_all(0, 100)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        through(100, 20_100)
+        send_all(100, 20_100)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -236,14 +241,14 @@ def test_recipients_leave_nothing_behind() -> None:
 
 
 class AnySchedule(RuleBasedStateMachine):
-    """Whatever happens in whatever order, everybody is told once, and the truth."""
+    """Events in any order: each send gets exactly one, correct outcome."""
 
     sends = Bundle("sends")
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = Told()
-        self.table = AckTable(self.told)
+        self.settled = Outcomes()
+        self.table = AckTable(self.settled)
         self.link = 1
         self.up = True
         self.now = 0.0
@@ -281,8 +286,8 @@ class AnySchedule(RuleBasedStateMachine):
     def confirm(self, parked: Parked, link: int) -> None:
         before = parked.outcome
         current = self.up and parked.written_in == self.link and not parked.orphan
-        news = self.table.confirmed(parked.id, None, self.link - link)
-        assert news == (before is None and current and link == 0)
+        accepted = self.table.confirmed(parked.id, None, self.link - link)
+        assert accepted == (before is None and current and link == 0)
 
     @rule(parked=sends)
     def reject(self, parked: Parked) -> None:
@@ -295,7 +300,7 @@ class AnySchedule(RuleBasedStateMachine):
             self.table.lost("cut", resumes=resumes)
 
     @rule(resumed=st.booleans())
-    def come_back(self, resumed: bool) -> None:
+    def reconnect(self, resumed: bool) -> None:
         if not self.up:
             self.up = True
             self.link += 1
@@ -318,22 +323,22 @@ class AnySchedule(RuleBasedStateMachine):
         assert due is None or due > self.now
 
     @invariant()
-    def the_truth(self) -> None:
-        for id, outcome in self.told.outcomes.items():
+    def not_sent_means_never_written(self) -> None:
+        for id, outcome in self.settled.outcomes.items():
             if isinstance(outcome, NotSent):
                 assert id not in self.ever_written
             else:
                 assert id in self.ever_written
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def every_send_is_parked_or_settled(self) -> None:
         waiting = {each.id for each in self.table}
-        assert waiting | set(self.told.outcomes) == set(self.parked)
-        assert not waiting & set(self.told.outcomes)
+        assert waiting | set(self.settled.outcomes) == set(self.parked)
+        assert not waiting & set(self.settled.outcomes)
 
     def teardown(self) -> None:
         self.table.over("the end")
-        assert set(self.told.outcomes) == set(self.parked)
+        assert set(self.settled.outcomes) == set(self.parked)
         assert self.table.recipients == 0
 
 

@@ -425,7 +425,7 @@ async def _check_flood(
         finally:
             tracemalloc.stop()
         await asyncio.gather(connecting, return_exceptions=True)
-        assert ("takes no answers" in here.session.status()["reason"]) == needs_answers
+        assert ("reads no replies" in here.session.status()["reason"]) == needs_answers
         assert peak < MAX_MEMORY, (
             f"{peak} bytes of memory were taken by a flood of {here.bad_server.flooded}"
         )

@@ -130,7 +130,7 @@ async def test_answer_login_is_refused_unless_a_login_is_pending(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
-    with pytest.raises(NotConnected, match="no login waits"):
+    with pytest.raises(NotConnected, match="has not requested a login step"):
         alice.answer_login("1234")
 
 
@@ -299,17 +299,17 @@ async def test_sign_of_life_counts_only_for_its_own_link(
     old = alice._runtime.link
     assert old is not None
     assert old.keepalive is not None
-    old.keepalive.heard_at = 0.0
+    old.keepalive.received_at = 0.0
     old.heard()
-    assert old.keepalive.heard_at > 0.0
+    assert old.keepalive.received_at > 0.0
     await alice.disconnect()
     await alice.connect()
     link = alice._runtime.link
     assert link is not None
     assert link.keepalive is not None
-    link.keepalive.heard_at = 0.0
+    link.keepalive.received_at = 0.0
     old.heard()
-    assert link.keepalive.heard_at == 0.0
+    assert link.keepalive.received_at == 0.0
     quiet = await sessions.connect("quiet", Demo(server, keepalive=None))
     assert quiet._runtime.link is not None
     quiet._runtime.link.heard()

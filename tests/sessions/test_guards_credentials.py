@@ -1,4 +1,4 @@
-"""Credentials that could not be stored, and a profile that another process has had since."""
+"""Credentials that could not be stored, for a profile that another process has owned since."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_unsaved_credentials_of_an_old_lease_do_not_replace_those_of_the_n
         await one._storage.new("alice")
         await one._storage.put(*CREDENTIALS, server.add("alice"))
         first = await one.connect("alice", Demo(server))
-        # As if the storage had failed when the server gave them.
+        # As if the storage had failed when the server sent them.
         first._runtime.credentials._lease = first._runtime.lease
         first._runtime.credentials.unsaved = True
         await revoke_lease(leases, first)
@@ -34,6 +34,6 @@ async def test_unsaved_credentials_of_an_old_lease_do_not_replace_those_of_the_n
             await two.connect("alice", Demo(server))
             await notice_lost_lease(first)
             await until(lambda: first.state == "offline/refused")
-        with contextlib.suppress(SessionError):  # the server does not know the old ones any more
+        with contextlib.suppress(SessionError):  # the server refuses the old ones
             await first.connect()
         assert await one._storage.get(*CREDENTIALS) == newer

@@ -1,4 +1,4 @@
-"""What the demo protocol refuses of a server, and of a frame. Pure: no loop, no session."""
+"""Frames that the demo protocol refuses. Pure: no loop, no session."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from moored.testing.demo._protocol import DemoDialogue
 pytestmark = pytest.mark.pure
 
 
-def test_a_text_of_a_frame_has_a_longest_length() -> None:
+def test_string_of_a_frame_has_a_maximum_length() -> None:
     assert text_of({"k": "ack", "id": "x" * 1024}, "id")
     with pytest.raises(ProtocolError, match="of at most 1024"):
         text_of({"k": "ack", "id": "x" * 1025}, "id")
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 1 << 53])
-def test_a_count_of_a_frame_is_an_int_that_is_not_negative(value: Any) -> None:
+def test_count_of_a_frame_must_be_a_non_negative_int(value: Any) -> None:
     with pytest.raises(ProtocolError, match="needs a count 'n'"):
         count_of({"k": "got", "n": value}, "n")
 
 
 @pytest.mark.parametrize("value", [None, 5, b"AA==", "not base64"])
-def test_bytes_of_a_frame_are_base64_in_a_str(value: Any) -> None:
+def test_bytes_of_a_frame_must_be_base64_in_a_str(value: Any) -> None:
     with pytest.raises(ValueError, match=r"not a text|not base64"):
         bytes_of(value)
 
 
-def test_nothing_after_a_close_frame_is_heard() -> None:
+def test_nothing_after_a_close_frame_is_read() -> None:
     dialogue = DemoDialogue("alice", None, None)
     close = encode({"k": "close", "class": "transient"})
-    heard = list(dialogue.feed(close + encode({"k": "ping"}) + close))
-    assert heard == [Closing(CloseClass.TRANSIENT, None, "")]
+    events = list(dialogue.feed(close + encode({"k": "ping"}) + close))
+    assert events == [Closing(CloseClass.TRANSIENT, None, "")]
 
 
 @pytest.mark.parametrize(
-    ("cumulative", "more"), [(False, 0), (True, 1)], ids=["not asked for", "too many"]
+    ("cumulative", "more"), [(False, 0), (True, 1)], ids=["not cumulative", "too many"]
 )
-def test_a_count_of_sends_that_were_not_written_is_refused(cumulative: bool, more: int) -> None:
+def test_count_of_sends_that_were_not_written_is_refused(cumulative: bool, more: int) -> None:
     dialogue = DemoDialogue("alice", None, None, cumulative=cumulative)
     list(dialogue.feed(encode({"k": "welcome"})))
     with pytest.raises(ProtocolError, match="confirms more than was written"):
@@ -53,7 +53,7 @@ def test_a_count_of_sends_that_were_not_written_is_refused(cumulative: bool, mor
 @pytest.mark.parametrize(
     ("after", "obeyed"), [(5, 5), (True, None), (-1, None), (86_400, None), ("5", None)]
 )
-def test_a_time_to_come_back_that_makes_no_sense_is_ignored(after: Any, obeyed: Any) -> None:
+def test_invalid_retry_after_is_ignored(after: Any, obeyed: Any) -> None:
     dialogue = DemoDialogue("alice", None, None)
     (closing,) = dialogue.feed(encode({"k": "close", "retry_after": after}))
     assert isinstance(closing, Closing)

@@ -1,4 +1,4 @@
-"""How sessions begin and end: together, in the middle of a start, and at once when asked."""
+"""Start and stop of sessions: concurrently, during a start, by a handler, during a pause."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import Sim
 from moored.testing.demo import Demo, DemoServer
 
-#: How long a handler has to end what it has in hand.
+#: How long a handler has to finish its event at the end of a session.
 PATIENCE = 5.0
 #: Longer than any test.
 LONG = 300.0
 
 
 async def hang(event: Incoming) -> None:
-    """A handler that never ends."""
+    """A handler that never returns."""
     await asyncio.get_running_loop().create_future()
 
 
@@ -46,23 +46,23 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# -- the end of all of them ------------------------------------------------------------------------
+# -- closing all sessions ------------------------------------------------------------------------
 
 
-class Slow(MemoryStore):
-    """A store that takes a second to take a lease back, and refuses one of them."""
+class SlowStore(MemoryStore):
+    """A store that takes a second to release a lease, and fails for the key `refused`."""
 
     refused = ""
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         await asyncio.sleep(1.0)
         if any(request.key.endswith(self.refused or "/") for request in requests):
-            raise StoreMisconfigured("this one not")
+            raise StoreMisconfigured("this key is refused")
         return await super().release(requests)
 
 
-async def many(sessions: Sessions, count: int, handler: object = None) -> list[Session]:
-    """So many sessions that are online."""
+async def online_sessions(sessions: Sessions, count: int, handler: object = None) -> list[Session]:
+    """Return that online_sessions sessions, online."""
     server = DemoServer()
     made = [
         sessions.connect(f"account-{number}", Demo(server), on_event=handler)
@@ -72,9 +72,9 @@ async def many(sessions: Sessions, count: int, handler: object = None) -> list[S
 
 
 @in_virtual_time
-async def test_many_sessions_with_hung_handlers_end_together(sim: Sim) -> None:
+async def test_many_sessions_with_hung_handlers_close_concurrently(sim: Sim) -> None:
     async with Sessions(connect_rate=1e6, connect_burst=1000) as sessions:
-        made = await many(sessions, 300, hang)
+        made = await online_sessions(sessions, 300, hang)
         began = now()
     assert now() - began == pytest.approx(PATIENCE, abs=0.1)
     assert not len(sessions)
@@ -82,24 +82,26 @@ async def test_many_sessions_with_hung_handlers_end_together(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_leases_are_given_back_together(sim: Sim) -> None:
-    store = Slow()
+async def test_leases_are_released_concurrently(sim: Sim) -> None:
+    store = SlowStore()
     async with Leases(store) as leases:
         async with Sessions(leases=leases, connect_burst=1000) as sessions:
-            await many(sessions, 30)
+            await online_sessions(sessions, 30)
             assert len(await leases.held()) == 30
             began = now()
         assert now() - began == pytest.approx(1.0, abs=0.1)
         assert not await leases.held()
 
 
-def test_one_that_cannot_end_hinders_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_session_that_fails_to_stop_does_not_block_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     @in_virtual_time
     async def scenario(sim: Sim) -> None:
-        store = Slow()
+        store = SlowStore()
         async with Leases(store) as leases:
             async with Sessions(leases=leases, lease_ttl=LONG) as sessions:
-                made = await many(sessions, 5)
+                made = await online_sessions(sessions, 5)
                 store.refused = "account-2"
             assert not len(sessions)
             assert {session.state for session in made} == {"stopped"}
@@ -108,12 +110,12 @@ def test_one_that_cannot_end_hinders_no_other(caplog: pytest.LogCaptureFixture) 
 
     with caplog.at_level(logging.WARNING, "moored.supervisor"):
         scenario()
-    told = [record.message for record in caplog.records]
-    assert "sessions/account-2 failed while stopping" in told
+    messages = [record.message for record in caplog.records]
+    assert "sessions/account-2 failed while stopping" in messages
 
 
-class Noticing(MemoryStorage):
-    """A storage that knows whether it was closed."""
+class ClosableStorage(MemoryStorage):
+    """A storage that records whether it was closed."""
 
     closed = False
 
@@ -123,11 +125,11 @@ class Noticing(MemoryStorage):
 
 
 @in_virtual_time
-async def test_a_close_that_is_cancelled_goes_to_its_end(sim: Sim) -> None:
-    storage = Noticing()
+async def test_cancelled_close_still_completes(sim: Sim) -> None:
+    storage = ClosableStorage()
     sessions = Sessions(storage=storage, leases="memory://")
     await sessions.open()
-    made = await many(sessions, 3, hang)
+    made = await online_sessions(sessions, 3, hang)
     began = now()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
@@ -137,47 +139,47 @@ async def test_a_close_that_is_cancelled_goes_to_its_end(sim: Sim) -> None:
     assert storage.closed
 
 
-async def test_a_handler_may_close_everything(server: DemoServer) -> None:
+async def test_handler_can_close_all_sessions(server: DemoServer) -> None:
     sessions = Sessions()
     await sessions.open()
     closed = asyncio.Event()
 
-    async def enough(event: Incoming) -> None:
+    async def handler(event: Incoming) -> None:
         if event.type == "connection_update" and event.data.state == "online":
             await sessions.close()
             closed.set()
 
     async with asyncio.timeout(PATIENCE - 1):
-        await sessions.start("alice", Demo(server), on_event=enough)
+        await sessions.start("alice", Demo(server), on_event=handler)
         await closed.wait()
     assert not len(sessions)
 
 
-# -- a stop in the middle of a start ---------------------------------------------------------------
+# -- a stop during a start ---------------------------------------------------------------
 
 
-class Hesitant(MemoryStorage):
-    """A storage that makes a profile when it is told to."""
+class BlockingStorage(MemoryStorage):
+    """A storage whose `new()` waits until `may` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = asyncio.Event()
+        self.called = asyncio.Event()
         self.may = asyncio.Event()
 
     async def new(self, profile: str) -> bool:
-        self.asked.set()
+        self.called.set()
         await self.may.wait()
         return await super().new(profile)
 
 
 @pytest.mark.parametrize("close", [False, True])
-async def test_a_session_that_is_stopped_while_it_starts_does_not_start(
+async def test_session_stopped_during_its_start_does_not_start(
     server: DemoServer, close: bool
 ) -> None:
-    storage = Hesitant()
+    storage = BlockingStorage()
     async with connect("memory://") as leases, Sessions(storage=storage, leases=leases) as sessions:
         start = asyncio.create_task(sessions.start("alice", Demo(server)))
-        await storage.asked.wait()
+        await storage.called.wait()
         stop = asyncio.create_task(sessions.close() if close else sessions.stop("alice"))
         await until(lambda: [each.state for each in sessions] == ["stopped"])
         assert not stop.done(), "the profile is not free yet"
@@ -197,11 +199,11 @@ async def test_a_session_that_is_stopped_while_it_starts_does_not_start(
 
 
 @in_virtual_time
-async def test_a_storage_that_hangs_does_not_hold_up_the_end(sim: Sim) -> None:
-    storage = Hesitant()
+async def test_hung_storage_delays_close_by_a_limit_only(sim: Sim) -> None:
+    storage = BlockingStorage()
     async with Sessions(storage=storage) as sessions:
         start = asyncio.create_task(sessions.start("alice", Demo(DemoServer())))
-        await storage.asked.wait()
+        await storage.called.wait()
         began = now()
     assert now() - began == pytest.approx(CLOSING, abs=0.1)
     storage.may.set()
@@ -210,20 +212,20 @@ async def test_a_storage_that_hangs_does_not_hold_up_the_end(sim: Sim) -> None:
     assert not len(sessions)
 
 
-def stopped_after(turns: int) -> None:
-    """Stop a session so many turns of the loop after its start has begun."""
+def stopped_after(iterations: int) -> None:
+    """Stop a session that online_sessions loop iterations after its start has begun."""
 
     @in_virtual_time
     async def scenario(sim: Sim) -> None:
-        server, storage = DemoServer(), Hesitant()
+        server, storage = DemoServer(), BlockingStorage()
         storage.may.set()
         async with (
             connect("memory://") as leases,
             Sessions(leases=leases, storage=storage) as sessions,
         ):
             start = asyncio.create_task(sessions.start("alice", Demo(server)))
-            await storage.asked.wait()
-            for _ in range(turns):
+            await storage.called.wait()
+            for _ in range(iterations):
                 await asyncio.sleep(0)
             await sessions.stop("alice")
             assert not len(sessions)
@@ -239,16 +241,16 @@ def stopped_after(turns: int) -> None:
     scenario()
 
 
-def test_whenever_a_session_is_stopped_nothing_of_it_is_left() -> None:
-    for turns in range(30):
-        stopped_after(turns)
+def test_stop_at_any_moment_of_a_start_leaves_nothing_behind() -> None:
+    for iterations in range(30):
+        stopped_after(iterations)
 
 
-async def test_the_stop_of_a_start_does_not_end_the_next_one(server: DemoServer) -> None:
-    storage = Hesitant()
+async def test_stop_of_a_start_does_not_end_the_next_session(server: DemoServer) -> None:
+    storage = BlockingStorage()
     async with Sessions(storage=storage) as sessions:
         first = asyncio.create_task(sessions.start("alice", Demo(server)))
-        await storage.asked.wait()
+        await storage.called.wait()
         with pytest.raises(AlreadyRunning):
             await sessions.start("alice", Demo(server))
         stop = asyncio.create_task(sessions.stop("alice"))
@@ -263,16 +265,16 @@ async def test_the_stop_of_a_start_does_not_end_the_next_one(server: DemoServer)
 
 
 @in_virtual_time
-async def test_a_start_that_ends_late_does_not_hide_the_next_one(sim: Sim) -> None:
-    server, storage = DemoServer(), Hesitant()
+async def test_start_that_ends_late_does_not_hide_the_next_one(sim: Sim) -> None:
+    server, storage = DemoServer(), BlockingStorage()
     async with Sessions(storage=storage) as sessions:
         first = asyncio.create_task(sessions.start("alice", Demo(server), on_event=hang))
-        await storage.asked.wait()
+        await storage.called.wait()
         stop = asyncio.create_task(sessions.stop("alice"))
         await until(lambda: [each.state for each in sessions] == ["stopped"])
         storage.may.set()
         await until(lambda: not len(sessions))
-        # Its profile is free, and its handler has not ended yet.
+        # Its profile is free, while its handler has not returned yet.
         storage.may.clear()
         second = asyncio.create_task(sessions.start("alice", Demo(server)))
         await stop
@@ -280,7 +282,7 @@ async def test_a_start_that_ends_late_does_not_hide_the_next_one(sim: Sim) -> No
             await first
         stop = asyncio.create_task(sessions.stop("alice"))
         await asyncio.sleep(1.0)
-        assert not stop.done(), "the second start is under way still"
+        assert not stop.done(), "the second start has not finished"
         storage.may.set()
         with pytest.raises(SessionStopped):
             await second
@@ -292,16 +294,16 @@ class Repeating(Demo):
     repeats = True
 
 
-class Broken(Exception):
-    """What a test lets a start fail with."""
+class StartFailure(Exception):
+    """Raised by the retry cache factory of a test."""
 
 
-async def test_a_start_that_fails_by_itself_says_why(server: DemoServer) -> None:
+async def test_failed_start_raises_its_own_error(server: DemoServer) -> None:
     def no_cache() -> RetryCache:
-        raise Broken("no cache") from LookupError("the reason")
+        raise StartFailure("no cache") from LookupError("the reason")
 
     async with Sessions(retry_cache=no_cache) as sessions:
-        with pytest.raises(Broken, match="no cache") as found:
+        with pytest.raises(StartFailure, match="no cache") as found:
             await sessions.start("alice", Repeating(server))
         assert isinstance(found.value.__cause__, LookupError)
         assert not len(sessions)
@@ -312,27 +314,27 @@ async def test_a_start_that_fails_by_itself_says_why(server: DemoServer) -> None
 
 
 @pytest.mark.parametrize("in_a_task", [True, False])
-async def test_a_handler_that_stops_its_session_acknowledges_only_if_it_returns(
+async def test_handler_that_stops_its_session_is_acknowledged_only_if_it_returns(
     sessions: Sessions, server: DemoServer, in_a_task: bool
 ) -> None:
     stops: list[asyncio.Task[None]] = []
 
-    async def enough(event: Incoming) -> None:
+    async def handler(event: Incoming) -> None:
         if event.type == "messages_upsert":
             if in_a_task:
                 stops.append(asyncio.create_task(alice.stop()))
             else:
                 await alice.stop()
 
-    alice = await sessions.connect("alice", Demo(server), on_event=enough)
-    server.deliver("alice", Text("that is enough"))
+    alice = await sessions.connect("alice", Demo(server), on_event=handler)
+    server.deliver("alice", Text("that is handler"))
     async with asyncio.timeout(PATIENCE - 1):
         await until(lambda: not len(sessions))
         await asyncio.gather(*stops)
     assert server.mail("alice") == (not in_a_task)
 
 
-# -- a pause that somebody ends --------------------------------------------------------------------
+# -- connect() during a pause --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("via", [False, True])
@@ -347,7 +349,7 @@ async def test_connect_ends_a_pause(server: DemoServer, via: bool) -> None:
         assert alice.state == "online"
 
 
-async def test_connect_in_a_pause_waits_on_when_the_attempt_fails(server: DemoServer) -> None:
+async def test_connect_during_a_pause_raises_when_the_attempt_fails(server: DemoServer) -> None:
     server.refusing = True
     async with Sessions(backoff=Backoff(LONG, LONG)) as sessions:
         alice = await sessions.start("alice", Demo(server))
@@ -359,11 +361,11 @@ async def test_connect_in_a_pause_waits_on_when_the_attempt_fails(server: DemoSe
         assert alice.state == "connecting/waiting"
 
 
-# -- credentials that come at the end --------------------------------------------------------------
+# -- credentials at the end of a session ----------------------------------------------------------
 
 
-class SlowToKeep(MemoryStorage):
-    """A storage that takes a while to write."""
+class SlowStorage(MemoryStorage):
+    """A storage that takes a second to write."""
 
     async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
         await asyncio.sleep(1.0)
@@ -371,8 +373,8 @@ class SlowToKeep(MemoryStorage):
 
 
 @in_virtual_time
-async def test_the_last_credentials_are_kept_before_the_profile_is_free(sim: Sim) -> None:
-    storage = SlowToKeep()
+async def test_latest_credentials_are_saved_before_the_profile_is_free(sim: Sim) -> None:
+    storage = SlowStorage()
     async with Sessions(storage=storage) as sessions:
         alice = await sessions.connect("alice", Demo(DemoServer()))
         alice._runtime.credentials.keep(b"first")
@@ -382,10 +384,10 @@ async def test_the_last_credentials_are_kept_before_the_profile_is_free(sim: Sim
         assert await storage.get("alice", "creds", "creds") == b"second"
 
 
-# -- attempts that are counted ---------------------------------------------------------------------
+# -- a limit of attempts ---------------------------------------------------------------------
 
 
-async def test_pauses_that_end_leave_a_session_that_can_be_connected(server: DemoServer) -> None:
+async def test_session_that_used_all_attempts_can_be_connected_again(server: DemoServer) -> None:
     events: list[Incoming] = []
     async with Sessions(backoff=Backoff(0.01, 0.01, max_attempts=3)) as sessions:
         alice = await sessions.connect("alice", Demo(server), on_event=events.append)
@@ -395,7 +397,7 @@ async def test_pauses_that_end_leave_a_session_that_can_be_connected(server: Dem
         held = asyncio.create_task(alice.send("bob", b"", outcome=True, hold=True))
         server.refusing = True
         server.cut("alice")
-        # Both wait for a link: when there will be none, they are told.
+        # Both wait for a link, and are settled when the attempts are used up.
         async with asyncio.timeout(10):
             assert isinstance(await sent, Unknown)
             await held
@@ -408,11 +410,11 @@ async def test_pauses_that_end_leave_a_session_that_can_be_connected(server: Dem
         assert isinstance(await alice.send("bob", b""), Acked)
 
 
-# -- what its status says --------------------------------------------------------------------------
+# -- status() -----------------------------------------------------------------------------
 
 
 @in_virtual_time
-async def test_the_status_says_why_and_for_how_long_it_is_away(sim: Sim) -> None:
+async def test_status_reports_reason_and_time_of_the_next_attempt(sim: Sim) -> None:
     server = DemoServer()
     server.refusing = True
     async with Sessions(backoff=Backoff(8.0, 60.0)) as sessions:
@@ -430,7 +432,7 @@ async def test_the_status_says_why_and_for_how_long_it_is_away(sim: Sim) -> None
         await alice.online()
         status = alice.status()
         assert (status["kind"], status["reason"], status["next_attempt_in"]) == (None, "", None)
-        assert status["reconnects"] == 0, "it was not online before"
+        assert status["reconnects"] == 0, "the first link is not a reconnect"
 
         server.cut("alice")
         await until(lambda: alice.state == "connecting/waiting")

@@ -1,4 +1,4 @@
-"""What Prometheus gets of sessions: everything that is counted, and nobody's name."""
+"""The Prometheus metrics of sessions: all counters, and no names of accounts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _labels(labels: dict[str, str]) -> list[str]:
     return [labels[name] for name in ("protocol", "state", "outcome") if name in labels]
 
 
-async def test_everything_is_counted_by_protocol_and_outlives_its_session() -> None:
+async def test_metrics_are_labelled_by_protocol_and_outlive_their_session() -> None:
     server = DemoServer()
     async with Sessions(backoff=Backoff(0.01, 0.05)) as sessions:
         collector = SessionsCollector(sessions)

@@ -1,4 +1,4 @@
-"""Recent sends: so many, so long, and it says what it let go."""
+"""The cache of recent sends: its size, its lifetime, and its counters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moored.testing import Sim, simulate
 pytestmark = pytest.mark.pure
 
 
-class Time:
-    """A clock that a test moves."""
+class ManualClock:
+    """A clock that a test sets."""
 
     now = 0.0
 
@@ -29,8 +29,8 @@ def sent(name: str) -> Outgoing:
     return Outgoing(name, "bob", b"hello")
 
 
-def test_a_send_can_be_had_again_for_five_minutes() -> None:
-    time = Time()
+def test_cached_send_is_returned_for_five_minutes() -> None:
+    time = ManualClock()
     cache = MemoryRetryCache(now=time)
     assert isinstance(cache, RetryCache)
     one = sent("one")
@@ -42,11 +42,11 @@ def test_a_send_can_be_had_again_for_five_minutes() -> None:
     assert cache.get("one") is None
     assert (len(cache), cache.expired, cache.evicted) == (0, 1, 0)
     assert (cache.hits, cache.misses) == (1, 2)
-    assert cache, "an empty one is no missing one"
+    assert cache, "an empty cache must be true"
 
 
-def test_the_first_to_come_is_the_first_to_go_however_often_it_was_asked_for() -> None:
-    cache = MemoryRetryCache(now=Time())
+def test_oldest_send_is_evicted_however_often_it_was_read() -> None:
+    cache = MemoryRetryCache(now=ManualClock())
     for number in range(513):
         cache.put(f"{number}", sent(f"{number}"))
         assert number > 511 or cache.get("0") is not None
@@ -56,8 +56,8 @@ def test_the_first_to_come_is_the_first_to_go_however_often_it_was_asked_for() -
     assert repr(cache) == "<MemoryRetryCache: 512 of 512, 1 evicted, 0 expired>"
 
 
-def test_a_send_that_is_put_again_is_the_newest() -> None:
-    time = Time()
+def test_send_that_is_put_again_is_the_newest() -> None:
+    time = ManualClock()
     cache = MemoryRetryCache(2, 10.0, now=time)
     cache.put("a", sent("a"))
     cache.put("b", sent("b"))
@@ -77,8 +77,8 @@ def test_a_send_that_is_put_again_is_the_newest() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("pppg"), st.integers(0, 9), st.integers(0, 4))))
-def test_it_holds_what_a_list_would(steps: list[tuple[str, int, int]]) -> None:
-    time = Time()
+def test_cache_agrees_with_a_simple_model(steps: list[tuple[str, int, int]]) -> None:
+    time = ManualClock()
     cache = MemoryRetryCache(4, 10.0, now=time)
     model: OrderedDict[str, tuple[float, Outgoing]] = OrderedDict()
     gone = 0
@@ -102,7 +102,7 @@ def test_it_holds_what_a_list_would(steps: list[tuple[str, int, int]]) -> None:
         assert cache.evicted + cache.expired == gone
 
 
-def test_in_the_simulator_it_follows_virtual_time() -> None:
+def test_cache_follows_virtual_time_in_the_simulator() -> None:
     async def scenario(sim: Sim) -> None:
         cache = MemoryRetryCache()
         cache.put("one", sent("one"))
@@ -114,6 +114,6 @@ def test_in_the_simulator_it_follows_virtual_time() -> None:
     simulate(scenario, 5)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_size_and_lifetime_are_refused() -> None:
     with pytest.raises(ValueError, match=r"size=0 .*; seconds=0"):
         MemoryRetryCache(0, 0)

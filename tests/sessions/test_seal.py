@@ -1,4 +1,4 @@
-"""Envelopes: whatever was done to one, it is noticed; and no key is ever shown."""
+"""Envelopes of records: any change to one is detected, and no key is ever shown."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ NAMES = ("alice", "session", "bob")
 OTHER_KEY = bytes(reversed(range(32)))
 PASSPHRASE = "correct horse battery"
 
-often = settings(max_examples=scaled(2_000, least=40), deadline=None)
+FUZZ = settings(max_examples=scaled(2_000, least=40), deadline=None)
 names = st.tuples(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
 seals = st.sampled_from([Seal(), Seal(KEY), Seal([OTHER_KEY, KEY])])
 
 
-@often
+@FUZZ
 @given(seals, names, st.binary(max_size=100))
-def test_what_was_put_in_comes_out(seal: Seal, names: tuple[str, str, str], value: bytes) -> None:
+def test_envelope_opens_to_its_value(seal: Seal, names: tuple[str, str, str], value: bytes) -> None:
     assert seal.open_envelope(names, seal.close_envelope(names, value)) == value
 
 
-@often
+@FUZZ
 @given(seals, st.binary(max_size=60), st.data())
-def test_damage_is_noticed(seal: Seal, value: bytes, data: st.DataObject) -> None:
+def test_damaged_envelope_is_corrupt(seal: Seal, value: bytes, data: st.DataObject) -> None:
     envelope = bytearray(seal.close_envelope(NAMES, value))
     if data.draw(st.booleans()):
         envelope = envelope[: data.draw(st.integers(0, len(envelope) - 1))]
@@ -49,10 +49,10 @@ def test_damage_is_noticed(seal: Seal, value: bytes, data: st.DataObject) -> Non
         seal.open_envelope(NAMES, bytes(envelope))
 
 
-@often
+@FUZZ
 @given(seals, st.integers(0, 255), st.binary(max_size=80))
-def test_what_was_made_on_purpose_is_noticed(seal: Seal, kind: int, payload: bytes) -> None:
-    """Anybody can compute a checksum; only what needs no key opens."""
+def test_forged_envelope_is_corrupt(seal: Seal, kind: int, payload: bytes) -> None:
+    """The checksum needs no key: only a plain envelope opens, if plain ones are accepted."""
     envelope = _seal._envelope(kind, NAMES, payload)
     if kind == _seal.PLAIN and seal.accept_plain:
         assert seal.open_envelope(NAMES, envelope) == payload
@@ -61,16 +61,16 @@ def test_what_was_made_on_purpose_is_noticed(seal: Seal, kind: int, payload: byt
             seal.open_envelope(NAMES, envelope)
 
 
-@often
+@FUZZ
 @given(seals, st.binary(max_size=100))
-def test_anything_else_is_no_envelope(seal: Seal, noise: bytes) -> None:
+def test_arbitrary_bytes_are_corrupt(seal: Seal, noise: bytes) -> None:
     with pytest.raises(CorruptRecord):
         seal.open_envelope(NAMES, noise)
 
 
-@often
+@FUZZ
 @given(seals, names, names)
-def test_a_record_opens_only_in_its_place(
+def test_envelope_opens_only_under_its_own_names(
     seal: Seal, here: tuple[str, str, str], there: tuple[str, str, str]
 ) -> None:
     envelope = seal.close_envelope(here, b"secret")
@@ -80,31 +80,31 @@ def test_a_record_opens_only_in_its_place(
         seal.open_envelope(there, envelope)
     if not seal.encrypts:
         return
-    # Now with the checksum mended, as somebody would who swaps records on purpose.
+    # With the checksum recomputed, as an attacker does who swaps records.
     moved = _seal._envelope(envelope[len(_seal.MAGIC)], there, envelope[_seal.HEAD :])
     with pytest.raises(CorruptRecord, match="another key, or for another place"):
         seal.open_envelope(there, moved)
 
 
-def test_encrypted_means_that_it_cannot_be_read() -> None:
+def test_encrypted_envelope_is_unreadable_without_its_key() -> None:
     seal = Seal(KEY)
     one = seal.close_envelope(NAMES, b"secret" * 10)
     assert b"secret" not in one
-    assert one != seal.close_envelope(NAMES, b"secret" * 10), "a nonce is used once"
+    assert one != seal.close_envelope(NAMES, b"secret" * 10), "the nonce was reused"
     for wrong in (Seal(OTHER_KEY), Seal()):
         with pytest.raises(CorruptRecord):
             wrong.open_envelope(NAMES, one)
     assert Seal([OTHER_KEY, KEY]).open_envelope(NAMES, one) == b"secret" * 10
 
 
-def test_with_a_key_what_is_not_encrypted_is_refused() -> None:
+def test_plain_envelope_is_refused_if_there_is_a_key() -> None:
     plain = Seal().close_envelope(NAMES, b"planted")
     with pytest.raises(CorruptRecord, match="not encrypted"):
         Seal(KEY).open_envelope(NAMES, plain)
     assert Seal(KEY, accept_plain=True).open_envelope(NAMES, plain) == b"planted"
 
 
-def test_an_error_tells_neither_who_nor_what() -> None:
+def test_corruption_error_names_neither_profile_nor_content() -> None:
     with pytest.raises(CorruptRecord) as caught:
         Seal(KEY).open_envelope(("profile!", "session", "address!"), b"content!")
     assert "!" not in str(caught.value)
@@ -120,13 +120,13 @@ def test_an_error_tells_neither_who_nor_what() -> None:
         ([KEY, 5], "type int"),
     ],
 )
-def test_what_is_no_key(key: Any, says: str) -> None:
+def test_invalid_key_is_refused_without_showing_it(key: Any, says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says) as caught:
         Seal(key)
     assert "sesame" not in str(caught.value)
 
 
-async def test_no_key_is_ever_shown() -> None:
+async def test_keys_are_hidden_in_repr_pickle_and_tracebacks() -> None:
     secret = "open sesame, please"
     inner = MemoryStorage()
     async with open_storage(inner, key=[secret, KEY]) as storage:
@@ -145,7 +145,7 @@ async def test_no_key_is_ever_shown() -> None:
     assert not [text for text in texts if "sesame" in text or repr(KEY)[2:-1] in text]
 
 
-def test_without_the_library_there_is_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cryptography_package_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -162,7 +162,7 @@ def test_without_the_library_there_is_advice(monkeypatch: pytest.MonkeyPatch) ->
 # -- a storage with a key ------------------------------------------------------------------------
 
 
-async def test_a_wrong_key_is_noticed_before_anything_is_written() -> None:
+async def test_wrong_key_is_detected_before_anything_is_written() -> None:
     inner = MemoryStorage()
     async with open_storage(inner, key=KEY) as storage:
         await storage.put("alice", "creds", "me", b"secret")
@@ -176,7 +176,7 @@ async def test_a_wrong_key_is_noticed_before_anything_is_written() -> None:
         assert await storage.list_profiles() == ["alice"]
 
 
-async def test_a_marker_that_is_damaged_keeps_nobody_out() -> None:
+async def test_damaged_marker_locks_nobody_out() -> None:
     inner = MemoryStorage()
     for key in (KEY, PASSPHRASE):
         async with open_storage(inner, key=key) as storage:
@@ -190,21 +190,21 @@ async def test_a_marker_that_is_damaged_keeps_nobody_out() -> None:
         await inner.clear("alice")
 
 
-async def test_a_passphrase(tmp_path: Path) -> None:
+async def test_passphrase_encrypts_and_opens_the_storage(tmp_path: Path) -> None:
     path = tmp_path / "accounts.db"
     async with open_storage(path, key=PASSPHRASE) as storage:
         await storage.put("alice", "creds", "me", b"secret")
     async with open_storage(path, key=PASSPHRASE) as storage:
         assert await storage.get("alice", "creds", "me") == b"secret"
         assert isinstance(storage, Sealed)
-        assert len(storage._seal._secrets[0]._made) == 1, "one salt, and so one key to make"
+        assert len(storage._seal._secrets[0]._made) == 1, "more than one key was derived"
     with pytest.raises(CorruptRecord, match="another key"):
         await open_storage(path, key=PASSPHRASE + "!").open()
     assert b"secret" not in path.read_bytes()
 
 
-async def test_two_that_begin_at_once_can_read_each_other() -> None:
-    """Each may have a salt of its own until one of them is started again."""
+async def test_two_storages_opened_at_once_read_each_others_records() -> None:
+    """Each may have its own salt until one of them is opened again."""
     inner = MemoryStorage()
     first, second = Sealed(inner, Seal(PASSPHRASE)), Sealed(inner, Seal(PASSPHRASE))
     await asyncio.gather(first.open(), second.open())
@@ -215,7 +215,7 @@ async def test_two_that_begin_at_once_can_read_each_other() -> None:
         assert await storage.get("bob", "creds", "me") == b"second"
 
 
-async def test_a_change_of_keys() -> None:
+async def test_reseal_changes_the_key_of_all_readable_records() -> None:
     inner = MemoryStorage()
     async with open_storage(inner, key=KEY) as storage:
         await storage.put("alice", "creds", "me", b"old")
@@ -230,12 +230,14 @@ async def test_a_change_of_keys() -> None:
     async with open_storage(inner, key=PASSPHRASE) as storage:
         assert await storage.get("alice", "creds", "me") == b"new"
         assert await storage.get("alice", "session", "bob") == b"kept"
-    assert await inner.get("alice", "session", "carol") == b"noise", "not made worse"
+    assert await inner.get("alice", "session", "carol") == b"noise", (
+        "reseal() changed a damaged record"
+    )
     with pytest.raises(CorruptRecord, match="another key"):
         await open_storage(inner, key=KEY).open()
 
 
-async def test_a_storage_that_was_begun_without_a_key(tmp_path: Path) -> None:
+async def test_plain_storage_can_be_encrypted_with_reseal(tmp_path: Path) -> None:
     path = tmp_path / "accounts.db"
     async with open_storage(path) as storage:
         await storage.put("alice", "creds", "me", b"secret")
@@ -248,7 +250,7 @@ async def test_a_storage_that_was_begun_without_a_key(tmp_path: Path) -> None:
         assert await storage.get("alice", "creds", "me") == b"secret"
 
 
-async def test_records_that_change_places_are_not_taken_for_each_other() -> None:
+async def test_swapped_records_are_corrupt() -> None:
     inner = MemoryStorage()
     async with open_storage(inner, key=KEY) as storage:
         await storage.put("alice", "session", "bob", b"for bob")

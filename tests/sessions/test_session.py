@@ -733,7 +733,7 @@ async def test_malformed_bytes_close_one_link_and_the_session_reconnects(
     server.say("alice", b"\xff" * 64)
     await until(lambda: alice.generation == 2 and alice.state == "online")
     assert alice.status()["crashes"] == 0
-    assert any("broken the rules" in getattr(each.data, "reason", "") for each in events)
+    assert any("violated the protocol" in getattr(each.data, "reason", "") for each in events)
 
 
 async def test_unhandled_frames_are_counted(sessions: Sessions, server: DemoServer) -> None:

@@ -1,4 +1,4 @@
-"""A process that is paused until its leases are over: what it still does when it goes on."""
+"""A process that is paused until its lease has expired writes nothing when it continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SENDS = 60
 
 
 class World:
-    """One session with a lease, and everything that it writes."""
+    """One session with a lease, and the writes that it makes without one."""
 
     def __init__(self, sim: Sim, server: DemoServer) -> None:
         self.sim = sim
@@ -40,7 +40,7 @@ class World:
         self.host = sim.host("client")
         self.session: Session | None = None
         self.outcomes: dict[str, Outcome] = {}
-        #: What was written, to the link or to the storage, without a lease.
+        #: Writes to the link or the storage without a valid lease.
         self.illegal: list[str] = []
 
     def write(self, what: str) -> None:
@@ -50,8 +50,8 @@ class World:
             self.illegal.append(f"{what} at {self.sim.now}, and the lease ended {lease.deadline}")
 
 
-class Watched:
-    """A link that looks at the lease at each write."""
+class CheckedTransport:
+    """A transport that checks the lease at each write."""
 
     keeps_bounds = False
 
@@ -74,22 +74,22 @@ class Watched:
         self._inner.abort()
 
 
-class Endpoint:
-    """Where such links are made."""
+class CheckedEndpoint:
+    """An endpoint with such transports."""
 
     def __init__(self, world: World) -> None:
         self._inner = Tcp("server", 7)
         self._world = world
 
     async def dial(self, receiver: Receiver) -> Transport:
-        return Watched(await self._inner.dial(receiver), self._world)
+        return CheckedTransport(await self._inner.dial(receiver), self._world)
 
     def __str__(self) -> str:
         return str(self._inner)
 
 
-class Storage(MemoryStorage):
-    """A storage that looks at the lease at each write."""
+class CheckedStorage(MemoryStorage):
+    """A storage that checks the lease at each write."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ async def _send(world: World, session: Session, id: str) -> None:
 
 async def _client(world: World) -> None:
     sim = world.sim
-    protocol = Demo(Endpoint(world), keepalive=1.0, patience=2.0)
+    protocol = Demo(CheckedEndpoint(world), keepalive=1.0, patience=2.0)
     steps = [("count", _count)] if sim.rng.random() < 0.5 else []
     async with (
         connect("memory://") as leases,
         Sessions(
-            leases=leases, lease_ttl=TTL, backoff=Backoff(0.1, 0.5), storage=Storage(world)
+            leases=leases, lease_ttl=TTL, backoff=Backoff(0.1, 0.5), storage=CheckedStorage(world)
         ) as sessions,
     ):
         world.session = session = await sessions.connect("ann", protocol, steps=steps)
@@ -129,7 +129,7 @@ async def _client(world: World) -> None:
         for number in range(SENDS):
             sends.append(asyncio.create_task(_send(world, session, str(number))))
             if number in stops:
-                # In the turn of the loop in which it has said something, or a little later.
+                # In the loop iteration of the send, or a little later.
                 await asyncio.sleep(sim.rng.choice([0.0, 0.0, 0.02]))
                 world.host.pause()
             await asyncio.sleep(sim.rng.choice([0.0, 0.01, 0.2]))
@@ -139,9 +139,9 @@ async def _client(world: World) -> None:
 
 
 async def paused(sim: Sim) -> None:
-    """It stands still for longer than its lease lives, and then goes on in the middle."""
+    """Pause the client for longer than its lease, and continue it."""
     server = DemoServer(rng=sim.rng)
-    listening, over = (asyncio.get_running_loop().create_future() for _ in range(2))
+    listening, finished = (asyncio.get_running_loop().create_future() for _ in range(2))
     world = World(sim, server)
 
     async def serve() -> None:
@@ -151,12 +151,12 @@ async def paused(sim: Sim) -> None:
 
     async def client() -> None:
         await _client(world)
-        over.set_result(None)
+        finished.set_result(None)
 
     sim.host("server", serve)
     await listening
     world.host = sim.host("client", client)
-    while not over.done():
+    while not finished.done():
         await asyncio.sleep(0.1)
         if world.host.paused:
             await asyncio.sleep(sim.random(0.5, 3.0) * TTL)
@@ -169,7 +169,7 @@ async def paused(sim: Sim) -> None:
     assert isinstance(world.outcomes["last"], Acked)
 
 
-def test_a_paused_process_writes_nothing_after_its_lease_is_over() -> None:
+def test_paused_process_writes_nothing_after_its_lease_has_expired() -> None:
     simulate(paused, seeds=scaled(500, least=12))
 
 
@@ -183,7 +183,12 @@ def _push_anyway(self: Link) -> None:
     "planted",
     [
         mutant(Link, "push", _push_anyway, name="bytes are written without a lease"),
-        mutant(Sessions, "_has_lease", lambda self, profile: True, name="records without a lease"),
+        mutant(
+            Sessions,
+            "_has_lease",
+            lambda self, profile: True,
+            name="records are written without a lease",
+        ),
     ],
     ids=lambda each: each.name,
 )

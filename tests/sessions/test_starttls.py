@@ -165,7 +165,7 @@ async def test_link_without_the_required_tls_never_becomes_ready(
     endpoint = Tcp("localhost", server.port, tls=trusting, starttls=True)
     alice = await sessions.start("alice", Plain(endpoint, strict=False))
     await until(lambda: alice.generation > 2)
-    assert "without TLS" in alice.status()["reason"]
+    assert "no STARTTLS" in alice.status()["reason"]
     with pytest.raises(NotConnected):
         await alice.online(0.05)
 

@@ -1,4 +1,4 @@
-"""What every storage holds to, and what storages are called."""
+"""The contract of every storage, and the addresses of storages."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         yield opened
 
 
-async def test_what_was_put_is_there_until_it_is_deleted(storage: Storage) -> None:
+async def test_record_is_stored_until_it_is_deleted(storage: Storage) -> None:
     assert await storage.get("alice", Namespace.CREDS, "me") is None
     await storage.put("alice", Namespace.CREDS, "me", b"one")
     assert await storage.get("alice", "creds", "me") == b"one"
@@ -80,16 +80,16 @@ async def test_what_was_put_is_there_until_it_is_deleted(storage: Storage) -> No
     await storage.delete("alice", "creds", "me")
     await storage.delete("nobody", "creds", "me")
     assert await storage.get("alice", "creds", "me") is None
-    assert await storage.list_profiles() == ["alice"], "a profile outlives its records"
+    assert await storage.list_profiles() == ["alice"], "deleting its records removed the profile"
 
 
-async def test_profiles_come_with_new_or_put_and_go_with_clear(storage: Storage) -> None:
+async def test_profiles_are_created_by_new_or_put_and_removed_by_clear(storage: Storage) -> None:
     assert await storage.list_profiles() == []
     assert await storage.new("bob")
     assert not await storage.new("bob")
     await storage.put("alice", "creds", "me", b"secret")
     await storage.put("alice", "session", "carol", b"ratchet")
-    assert not await storage.new("alice"), "what is there stays as it is"
+    assert not await storage.new("alice"), "new() created an existing profile"
     assert await storage.list_profiles() == ["alice", "bob"]
     assert await storage.namespaces("alice") == ["creds", "session"]
     assert await storage.namespaces("bob") == []
@@ -103,14 +103,14 @@ async def test_profiles_come_with_new_or_put_and_go_with_clear(storage: Storage)
     assert await storage.new("alice")
 
 
-async def test_a_namespace_without_records_is_none(storage: Storage) -> None:
+async def test_namespace_without_records_is_not_listed(storage: Storage) -> None:
     await storage.put("alice", "session", "bob", b"x")
     await storage.delete("alice", "session", "bob")
     assert await storage.namespaces("alice") == []
 
 
-async def test_names_that_are_hard_on_file_systems(storage: Storage) -> None:
-    """Each of them is a profile, a namespace and a key of its own."""
+async def test_names_that_file_systems_cannot_hold_are_kept_apart(storage: Storage) -> None:
+    """Use each of them as a profile, a namespace and a key."""
     for number, name in enumerate(HARD_NAMES):
         await storage.put(name, "n", "k", b"profile %d" % number)
         await storage.put("p", name, "k", b"namespace %d" % number)
@@ -129,7 +129,7 @@ async def test_names_that_are_hard_on_file_systems(storage: Storage) -> None:
     assert await storage.list_profiles() == ["p"]
 
 
-async def test_many_at_once(storage: Storage) -> None:
+async def test_concurrent_writers_do_not_interfere(storage: Storage) -> None:
     async def one(number: int) -> None:
         key = f"k{number}"
         for turn in range(3):
@@ -140,7 +140,7 @@ async def test_many_at_once(storage: Storage) -> None:
     assert len(await storage.keys("alice", "session")) == 40
 
 
-async def test_calls_are_carried_out_in_their_order_even_if_nobody_waits(storage: Storage) -> None:
+async def test_calls_run_in_order_even_if_they_are_cancelled(storage: Storage) -> None:
     for number in range(20):
         task = asyncio.create_task(storage.put("alice", "creds", "me", b"%d" % number))
         await asyncio.sleep(0)
@@ -149,7 +149,7 @@ async def test_calls_are_carried_out_in_their_order_even_if_nobody_waits(storage
 
 
 @pytest.mark.parametrize("kind", KINDS_ON_DISK)
-async def test_it_is_all_there_when_it_is_opened_again(kind: str, tmp_path: Path) -> None:
+async def test_reopened_storage_has_all_records(kind: str, tmp_path: Path) -> None:
     storage = make(kind, tmp_path)
     async with storage:
         await storage.new("bob")
@@ -166,7 +166,7 @@ async def test_it_is_all_there_when_it_is_opened_again(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS_ON_DISK)
-async def test_only_the_owner_may_read_it(kind: str, tmp_path: Path) -> None:
+async def test_files_are_readable_by_their_owner_only(kind: str, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         async with make(kind, tmp_path) as storage:
@@ -176,10 +176,10 @@ async def test_only_the_owner_may_read_it(kind: str, tmp_path: Path) -> None:
         os.umask(before)
 
 
-def _modes(place: Path) -> set[tuple[str, int]]:
+def _modes(directory: Path) -> set[tuple[str, int]]:
     return {
         ("directory" if path.is_dir() else "file", stat.S_IMODE(path.stat().st_mode))
-        for path in place.rglob("*")
+        for path in directory.rglob("*")
     }
 
 
@@ -198,11 +198,11 @@ steps = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=scaled(80, least=5), deadline=None)
 @given(steps)
-def test_it_is_what_a_dictionary_would_be(
+def test_storage_behaves_like_a_dictionary(
     kind: str, steps: list[tuple[str, str, str, str, bytes]]
 ) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        asyncio.run(_as_a_dictionary(make(kind, Path(place)), steps))
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(_as_a_dictionary(make(kind, Path(directory)), steps))
 
 
 async def _as_a_dictionary(storage: Storage, steps: list[tuple[str, str, str, str, bytes]]) -> None:
@@ -223,7 +223,7 @@ async def _as_a_dictionary(storage: Storage, steps: list[tuple[str, str, str, st
         elif step == "clear":
             await storage.clear(profile)
             profiles.discard(profile)
-            records = {place: kept for place, kept in records.items() if place[0] != profile}
+            records = {full: kept for full, kept in records.items() if full[0] != profile}
         else:
             await storage.close()
             await storage.open()
@@ -239,7 +239,7 @@ async def _as_a_dictionary(storage: Storage, steps: list[tuple[str, str, str, st
 
 
 @given(names, names)
-def test_no_two_texts_have_one_file_name(one: str, other: str) -> None:
+def test_file_names_are_unique_and_reversible(one: str, other: str) -> None:
     name = to_file_name(one)
     assert name.isascii()
     assert name == name.lower()
@@ -251,26 +251,26 @@ def test_no_two_texts_have_one_file_name(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "A", "%4", "%zz", "%61", ".tmp", "%ff", "a b", "x.name"])
-def test_a_foreign_file_has_no_text(name: str) -> None:
+def test_foreign_file_name_has_no_key(name: str) -> None:
     assert from_file_name(name) is None
 
 
 # -- from a name to a storage --------------------------------------------------------------------
 
 
-async def test_what_a_storage_is_called(tmp_path: Path) -> None:
-    def inside(where: str | Path) -> Storage:
+async def test_address_selects_the_kind_of_storage(tmp_path: Path) -> None:
+    def inner(where: str | Path) -> Storage:
         storage = open_storage(where)
         assert isinstance(storage, Sealed)
         return storage.inner
 
-    assert isinstance(inside("memory:"), MemoryStorage)
-    database = inside(str(tmp_path / "accounts.db"))
+    assert isinstance(inner("memory:"), MemoryStorage)
+    database = inner(str(tmp_path / "accounts.db"))
     assert isinstance(database, SqliteStorage)
     assert database.path == tmp_path / "accounts.db"
-    assert isinstance(inside(tmp_path / "accounts.db"), SqliteStorage)
+    assert isinstance(inner(tmp_path / "accounts.db"), SqliteStorage)
     for where in (f"files:{tmp_path / 'new'}", str(tmp_path), tmp_path):
-        assert isinstance(inside(where), FileStorage), where
+        assert isinstance(inner(where), FileStorage), where
     own = MemoryStorage()
     assert open_storage(own) is own
     sealed = open_storage(own, key=KEY)
@@ -291,12 +291,12 @@ async def test_what_a_storage_is_called(tmp_path: Path) -> None:
         ("no/such/", "directory does not exist"),
     ],
 )
-def test_what_is_no_storage(where: str, says: str) -> None:
+def test_invalid_address_is_refused(where: str, says: str) -> None:
     with pytest.raises(StorageError, match=says):
         open_storage(where)
 
 
-async def test_a_profile_needs_a_name() -> None:
+async def test_empty_profile_is_refused() -> None:
     async with open_storage("memory:") as storage:
         with pytest.raises(ValueError, match="needs a name"):
             await storage.put("", "creds", "me", b"x")

@@ -1,4 +1,4 @@
-"""What is special about SQLite and about files: who shares them, what is not theirs, damage."""
+"""SQLite and file storages: sharing, foreign files, and damage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moored.testing import scaled
 # -- SQLite --------------------------------------------------------------------------------------
 
 
-async def test_writes_that_come_together_are_committed_together(tmp_path: Path) -> None:
+async def test_concurrent_writes_share_a_commit(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "accounts.db", patience=60.0) as storage:
         other = sqlite3.connect(tmp_path / "accounts.db", isolation_level=None)
         other.execute("begin immediate")
@@ -37,11 +37,11 @@ async def test_writes_that_come_together_are_committed_together(tmp_path: Path) 
         other.close()
         await asyncio.gather(*puts)
         assert storage.writes == 500
-        assert storage.commits <= 2, "the one that waited for the lock, and all that came meanwhile"
+        assert storage.commits <= 2, "concurrent writes were committed separately"
         assert len(await storage.list_profiles()) == 500
 
 
-async def test_one_that_cannot_be_written_does_not_fail_the_others(tmp_path: Path) -> None:
+async def test_invalid_write_does_not_fail_the_others(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "accounts.db") as storage:
         wrong: bytes = {}  # type: ignore[assignment]
         outcomes = await asyncio.gather(
@@ -54,9 +54,7 @@ async def test_one_that_cannot_be_written_does_not_fail_the_others(tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", ["a text", 5, 0.5])
-async def test_what_another_tool_has_made_of_a_record_is_a_miss(
-    tmp_path: Path, value: object
-) -> None:
+async def test_record_changed_by_another_tool_is_corrupt(tmp_path: Path, value: object) -> None:
     path = tmp_path / "accounts.db"
     found: list[Corruption] = []
     async with open_storage(str(path)) as storage:
@@ -71,7 +69,7 @@ async def test_what_another_tool_has_made_of_a_record_is_a_miss(
         assert await records.get("creds", "me") == b"new"
 
 
-async def test_a_database_that_somebody_else_has_locked(tmp_path: Path) -> None:
+async def test_locked_database_fails_writes_after_its_patience(tmp_path: Path) -> None:
     path = tmp_path / "accounts.db"
     async with SqliteStorage(path, patience=0.05) as storage:
         await storage.put("alice", "creds", "me", b"old")
@@ -80,14 +78,16 @@ async def test_a_database_that_somebody_else_has_locked(tmp_path: Path) -> None:
         try:
             with pytest.raises(StorageError, match=r"locked for 0\.05 s.*let it end"):
                 await storage.put("alice", "creds", "me", b"new")
-            assert await storage.get("alice", "creds", "me") == b"old", "it can be read meanwhile"
+            assert await storage.get("alice", "creds", "me") == b"old", (
+                "a locked database could not be read"
+            )
         finally:
             other.close()
         await storage.put("alice", "creds", "me", b"new")
         assert await storage.get("alice", "creds", "me") == b"new"
 
 
-async def test_what_is_not_its_database(tmp_path: Path) -> None:
+async def test_foreign_or_newer_database_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("dear diary, " * 200)
     with pytest.raises(StorageError, match="not a SQLite database"):
@@ -113,8 +113,8 @@ async def test_what_is_not_its_database(tmp_path: Path) -> None:
         await SqliteStorage(tmp_path).open()
 
 
-async def test_several_storages_on_one_database(tmp_path: Path) -> None:
-    """They may even make it at the same time."""
+async def test_several_storages_share_one_database(tmp_path: Path) -> None:
+    """They also create it concurrently."""
     storages = [SqliteStorage(tmp_path / "accounts.db", patience=30.0) for _ in range(6)]
     await asyncio.gather(*(storage.open() for storage in storages))
     await asyncio.gather(
@@ -125,7 +125,7 @@ async def test_several_storages_on_one_database(tmp_path: Path) -> None:
         await storage.close()
 
 
-async def test_a_new_database_that_another_process_is_writing_to_is_waited_for(
+async def test_open_waits_for_a_process_that_writes_to_a_new_database(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "accounts.db"
@@ -142,10 +142,10 @@ async def test_a_new_database_that_another_process_is_writing_to_is_waited_for(
 
 @settings(max_examples=scaled(150, least=8), deadline=None)
 @given(st.data())
-def test_a_damaged_database_is_an_error_of_the_storage(data: st.DataObject) -> None:
-    """It says so or it still has the right bytes; it never has wrong ones."""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "accounts.db"
+def test_damaged_database_raises_storage_errors_only(data: st.DataObject) -> None:
+    """Reads return the right bytes or raise StorageError; they never return wrong bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "accounts.db"
         asyncio.run(_fill(open_storage(path)))
         path.write_bytes(_damaged(path.read_bytes(), data))
         asyncio.run(_read_damaged(open_storage(path)))
@@ -154,7 +154,7 @@ def test_a_damaged_database_is_an_error_of_the_storage(data: st.DataObject) -> N
 # -- files ---------------------------------------------------------------------------------------
 
 
-async def test_a_directory_has_one_user(tmp_path: Path) -> None:
+async def test_directory_can_be_open_once(tmp_path: Path) -> None:
     async with FileStorage(tmp_path / "a") as first:
         with pytest.raises(StorageError, match=f"in use by the process {os.getpid()}"):
             await FileStorage(tmp_path / "a").open()
@@ -163,7 +163,7 @@ async def test_a_directory_has_one_user(tmp_path: Path) -> None:
         assert await second.get("alice", "creds", "me") == b"x"
 
 
-def test_a_directory_in_use_by_another_process(tmp_path: Path) -> None:
+def test_directory_in_use_by_another_process_is_refused(tmp_path: Path) -> None:
     hold = (
         "import fcntl, os, sys\n"
         "lock = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)\n"
@@ -183,7 +183,7 @@ def test_a_directory_in_use_by_another_process(tmp_path: Path) -> None:
     asyncio.run(_fill(FileStorage(tmp_path / "a")))
 
 
-async def test_what_is_not_its_directory(tmp_path: Path) -> None:
+async def test_foreign_or_newer_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(StorageError, match="other files"):
         await FileStorage(tmp_path).open()
@@ -196,37 +196,37 @@ async def test_what_is_not_its_directory(tmp_path: Path) -> None:
         await FileStorage(tmp_path / "new").open()
 
 
-async def test_files_of_others_are_not_seen(tmp_path: Path) -> None:
+async def test_foreign_files_are_ignored(tmp_path: Path) -> None:
     async with FileStorage(tmp_path / "a") as storage:
         await storage.put("alice", "creds", "me", b"x")
-        for place in ("", "alice", "alice/creds"):
+        for directory in ("", "alice", "alice/creds"):
             for name in (".DS_Store", "Upper", "x~y", "core dump"):
-                (tmp_path / "a" / place / name).write_text("?")
+                (tmp_path / "a" / directory / name).write_text("?")
         assert await storage.list_profiles() == ["alice"]
         assert await storage.namespaces("alice") == ["creds"]
         assert await storage.keys("alice", "creds") == ["me"]
 
 
-async def test_a_disk_that_does_not_take_it(tmp_path: Path) -> None:
+async def test_failed_write_names_no_recipient_and_leaves_no_file(tmp_path: Path) -> None:
     async with FileStorage(tmp_path / "a") as storage:
         await storage.put("alice", "creds", "bob@example.org", b"x")
         (tmp_path / "a" / "alice" / "session").write_text("in the way")
         with pytest.raises(StorageError, match="check the free space") as caught:
             await storage.put("alice", "session", "bob@example.org", b"x")
-        assert "example" not in str(caught.value), "it tells who was talked to"
+        assert "example" not in str(caught.value), "the error names the recipient"
         assert not list((tmp_path / "a" / ".tmp").iterdir())
 
 
 @settings(max_examples=scaled(150, least=8), deadline=None)
 @given(st.data())
-def test_a_damaged_file_is_a_corrupt_record(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        asyncio.run(_fill(open_storage(f"files:{place}")))
-        file = Path(place) / "alice" / "creds" / "me"
+def test_damaged_file_is_a_corrupt_record(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(_fill(open_storage(f"files:{directory}")))
+        file = Path(directory) / "alice" / "creds" / "me"
         file.write_bytes(_damaged(file.read_bytes(), data))
 
         async def read() -> None:
-            async with open_storage(f"files:{place}") as storage:
+            async with open_storage(f"files:{directory}") as storage:
                 with pytest.raises(CorruptRecord):
                     await storage.get("alice", "creds", "me")
                 assert await storage.get("bob", "creds", "me") == b"bob's" * 100
@@ -257,6 +257,6 @@ def _damaged(before: bytes, data: st.DataObject) -> bytes:
     if data.draw(st.booleans(), label="truncate"):
         return before[: data.draw(st.integers(0, len(before) - 1), label="length")]
     damaged = bytearray(before)
-    for place in data.draw(st.sets(st.integers(0, len(before) - 1), min_size=1, max_size=8)):
-        damaged[place] ^= data.draw(st.integers(1, 255), label="flip")
+    for position in data.draw(st.sets(st.integers(0, len(before) - 1), min_size=1, max_size=8)):
+        damaged[position] ^= data.draw(st.integers(1, 255), label="flip")
     return bytes(damaged)

@@ -1,4 +1,4 @@
-"""Storages whose process is killed: every record is the old one or the new one, and whole."""
+"""Storages whose process is killed: every record has its old or its new value, complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sessions.storage_writer import LONG, PLACE, value_of
+from tests.sessions.storage_writer import LONG, NAMESPACE, value_of
 from tests.sessions.storages import make
 
 from moored.sessions.storage._files import FileStorage
@@ -30,47 +30,47 @@ def start(**config: Any) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "encrypted sqlite", "files", "encrypted files"])
-def test_killed_at_any_moment(kind: str, tmp_path: Path) -> None:
-    chance = random.Random(f"{base_seed()} {kind}")
-    stands = dict.fromkeys(KEYS, 0)
+def test_process_killed_at_random_loses_no_acknowledged_write(kind: str, tmp_path: Path) -> None:
+    rng = random.Random(f"{base_seed()} {kind}")
+    generations = dict.fromkeys(KEYS, 0)
     acknowledged = 0
     for _ in range(scaled(20, least=3)):
-        lines = killed_after(chance, kind, tmp_path, stands)
+        lines = write_and_kill(rng, kind, tmp_path, generations)
         for line in lines:
             key, generation = line.rsplit(" ", 1)
-            assert int(generation) == stands[key] + 1
-            stands[key] += 1
+            assert int(generation) == generations[key] + 1
+            generations[key] += 1
         acknowledged += len(lines)
-        asyncio.run(compare(kind, tmp_path, stands))
+        asyncio.run(compare(kind, tmp_path, generations))
     assert acknowledged >= 30
 
 
-def killed_after(
-    chance: random.Random, kind: str, place: Path, stands: dict[str, int]
+def write_and_kill(
+    rng: random.Random, kind: str, directory: Path, generations: dict[str, int]
 ) -> list[str]:
-    """Let the program write for a while, kill it, and return all that it was told."""
-    with start(kind=kind, place=str(place), begin=stands) as program:
+    """Let the program write for a while, kill it, and return the acknowledged writes."""
+    with start(kind=kind, directory=str(directory), begin=generations) as program:
         assert program.stdout is not None
         try:
-            told = [program.stdout.readline() for _ in range(chance.randrange(10, 60))]
+            lines = [program.stdout.readline() for _ in range(rng.randrange(10, 60))]
         finally:
             program.kill()
-        told += program.stdout.readlines()
+        lines += program.stdout.readlines()
     assert program.returncode == -signal.SIGKILL
-    # The last line may have been cut off.
-    return [line.decode().rstrip("\n") for line in told if line.endswith(b"\n")]
+    # The last line may be incomplete.
+    return [line.decode().rstrip("\n") for line in lines if line.endswith(b"\n")]
 
 
-async def compare(kind: str, place: Path, stands: dict[str, int]) -> None:
-    async with make(kind, place) as storage:
-        for key, generation in stands.items():
-            found = await storage.get(*PLACE, key)
+async def compare(kind: str, directory: Path, generations: dict[str, int]) -> None:
+    async with make(kind, directory) as storage:
+        for key, generation in generations.items():
+            found = await storage.get(*NAMESPACE, key)
             next_one = value_of(key, generation + 1)
             assert found in (value_of(key, generation), next_one), f"{key[:10]} at {generation}"
             if found == next_one:
-                stands[key] += 1
-        there = {key for key in KEYS if value_of(key, stands[key]) is not None}
-        assert set(await storage.keys(*PLACE)) == there
+                generations[key] += 1
+        expected = {key for key in KEYS if value_of(key, generations[key]) is not None}
+        assert set(await storage.keys(*NAMESPACE)) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ async def compare(kind: str, place: Path, stands: dict[str, int]) -> None:
         ("written", 1, b"old", None, 1),
         ("on the disk", 1, b"old", None, 1),
         ("named", 1, b"new", None, 0),
-        # The second is the text of the long name, the third its record.
+        # The second visit writes the full text of the long name, the third its record.
         ("written", 2, b"new", None, 1),
         ("on the disk", 2, b"new", None, 1),
         ("named", 2, b"new", None, 0),
@@ -89,7 +89,7 @@ async def compare(kind: str, place: Path, stands: dict[str, int]) -> None:
         ("taken away", 1, None, None, 1),
     ],
 )
-async def test_killed_at_the_worst_moments(
+async def test_process_killed_inside_a_write_leaves_whole_records(
     moment: str,
     visit: int,
     short: bytes | None,
@@ -97,26 +97,26 @@ async def test_killed_at_the_worst_moments(
     leftovers: int,
     tmp_path: Path,
 ) -> None:
-    with start(kind="files", place=str(tmp_path), moment=moment, visit=visit) as program:
+    with start(kind="files", directory=str(tmp_path), moment=moment, visit=visit) as program:
         pass
     assert program.returncode == -signal.SIGKILL
     async with FileStorage(tmp_path / "accounts") as storage:
-        assert await storage.get(*PLACE, "short") == short
-        assert await storage.get(*PLACE, LONG) == long
+        assert await storage.get(*NAMESPACE, "short") == short
+        assert await storage.get(*NAMESPACE, LONG) == long
         known = [key for key, value in ((LONG, long), ("short", short)) if value is not None]
-        assert await storage.keys(*PLACE) == sorted(known)
+        assert await storage.keys(*NAMESPACE) == sorted(known)
         assert await storage.list_profiles() == ([] if moment == "taken away" else ["alice"])
         assert storage.leftovers == leftovers
         assert os.listdir(tmp_path / "accounts" / ".tmp") == []
-        await storage.put(*PLACE, LONG, b"newer")
-        assert await storage.get(*PLACE, LONG) == b"newer"
-        assert LONG in await storage.keys(*PLACE)
+        await storage.put(*NAMESPACE, LONG, b"newer")
+        assert await storage.get(*NAMESPACE, LONG) == b"newer"
+        assert LONG in await storage.keys(*NAMESPACE)
 
 
-async def test_what_is_told_is_on_the_disk_and_in_this_order(
+async def test_file_storage_syncs_the_file_before_the_name_and_the_directory_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that a test can kill shows this: what the kernel knows survives every process."""
+    """Killing the process cannot show this: the page cache survives it."""
     done: list[tuple[str, str]] = []
     sync, replace = os.fsync, os.replace
 

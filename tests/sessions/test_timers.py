@@ -1,4 +1,4 @@
-"""Timers that fire a little before their time, as those of uvloop do."""
+"""Sessions on a loop whose timers fire a little early, as those of uvloop do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sessions.support import until
 from moored.sessions import Outgoing, Sessions, Unknown
 from moored.testing.demo import Demo, DemoServer
 
-#: More than any loop is early by.
+#: More than the timers of any loop are early, in seconds.
 EARLY = 0.005
 
 
@@ -26,7 +26,7 @@ async def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "call_at", too_early)
 
 
-async def test_a_send_ends_by_its_timeout(sessions: Sessions, server: DemoServer) -> None:
+async def test_send_times_out(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.drop_acks = 3
     sends = [alice.send("bob", b"", timeout=timeout, outcome=True) for timeout in (0.1, 0.02, 0.1)]
@@ -35,7 +35,7 @@ async def test_a_send_ends_by_its_timeout(sessions: Sessions, server: DemoServer
         assert isinstance(outcome.reason, TimeoutError)
 
 
-async def test_a_step_ends_with_the_timeout_of_its_send(
+async def test_step_ends_with_the_timeout_of_its_send(
     sessions: Sessions, server: DemoServer
 ) -> None:
     async def hangs(outgoing: Outgoing, session: Any) -> Outgoing:
@@ -47,16 +47,16 @@ async def test_a_step_ends_with_the_timeout_of_its_send(
     assert isinstance(getattr(outcome, "reason", None), TimeoutError)
 
 
-async def test_a_session_comes_back_after_its_pause(sessions: Sessions, server: DemoServer) -> None:
+async def test_session_reconnects_after_its_pause(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.cut("alice")
     await until(lambda: alice.generation == 2)
     await alice.online(30)
 
 
-async def test_a_silent_server_is_found(sessions: Sessions, server: DemoServer) -> None:
+async def test_silent_server_is_detected(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server, keepalive=0.05, patience=0.05))
     server.deaf = True
-    await until(lambda: "no sign of life" in alice.status()["reason"])
+    await until(lambda: "no answer to a ping" in alice.status()["reason"])
     server.deaf = False
     await alice.online(30)

@@ -1,4 +1,4 @@
-"""Several records that change together: all of them, or none."""
+"""Transactions over several records: all of them change, or none."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         yield opened
 
 
-async def both(storage: Storage, *places: tuple[str, str]) -> list[bytes | None]:
-    return [await storage.get("alice", *place) for place in places]
+async def values(storage: Storage, *records: tuple[str, str]) -> list[bytes | None]:
+    return [await storage.get("alice", *record) for record in records]
 
 
-async def test_several_records_are_written_and_removed_together(storage: Storage) -> None:
+async def test_put_all_writes_and_removes_several_records(storage: Storage) -> None:
     await storage.put("alice", *ONE, b"1")
     await storage.put("alice", *TWO, b"1")
     await storage.put_all("alice", {ONE: b"2", TWO: None, NEW: b""})
-    assert await both(storage, ONE, TWO, NEW) == [b"2", None, b""]
+    assert await values(storage, ONE, TWO, NEW) == [b"2", None, b""]
     assert await storage.keys("alice", TWO[0]) == []
 
 
-async def test_a_transaction_waits_for_other_changes_and_they_for_it(storage: Storage) -> None:
+async def test_transactions_and_updates_of_a_record_run_one_after_the_other(
+    storage: Storage,
+) -> None:
     records = Records(storage, "alice")
 
     def move(old: Changes) -> Changes:
@@ -53,12 +55,12 @@ async def test_a_transaction_waits_for_other_changes_and_they_for_it(storage: St
         *[records.update(*ONE, more) for _ in range(5)],
         *[records.update_many([TWO, ONE], move) for _ in range(5)],
     )
-    assert await both(storage, ONE, TWO) == [b"40", b"10"]
+    assert await values(storage, ONE, TWO) == [b"40", b"10"]
     assert records.busy == 0
     await records.close()
 
 
-async def test_a_transaction_that_fails_changes_nothing(storage: Storage) -> None:
+async def test_failed_transaction_changes_nothing(storage: Storage) -> None:
     async with Records(storage, "alice") as records:
         await records.put(*ONE, b"1")
 
@@ -73,39 +75,39 @@ async def test_a_transaction_that_fails_changes_nothing(storage: Storage) -> Non
                 await records.update_many([ONE, TWO], change)
         with pytest.raises(StorageError, match="was not given"):
             await records.update_many([ONE], lambda old: {ONE: b"2", NEW: b""})
-        assert await both(storage, ONE, TWO, NEW) == [b"1", None, None]
-        # And nobody is held up.
+        assert await values(storage, ONE, TWO, NEW) == [b"1", None, None]
+        # Later updates are not blocked.
         await records.put(*ONE, b"2")
         assert await records.update_many([ONE, TWO], lambda old: {}) == {ONE: b"2", TWO: None}
 
 
-async def test_sqlite_undoes_a_transaction_that_fails_in_the_middle(tmp_path: Path) -> None:
+async def test_sqlite_rolls_back_a_transaction_that_fails_in_the_middle(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "accounts.db") as storage:
         await storage.put("alice", *ONE, b"1")
         wrong: Any = {ONE: b"2", TWO: object()}
         with pytest.raises(StorageError):
             await storage.put_all("alice", wrong)
-        assert await both(storage, ONE, TWO) == [b"1", None]
+        assert await values(storage, ONE, TWO) == [b"1", None]
 
 
-async def test_nothing_is_changed_without_the_lease() -> None:
+async def test_transaction_without_the_lease_changes_nothing() -> None:
     storage = MemoryStorage()
     records = Records(storage, "alice", may_write=lambda: False)
     with pytest.raises(StorageError, match="the lease of this profile is lost"):
         await records.update_many([ONE, TWO], lambda old: {ONE: b"", TWO: b""})
-    assert await both(storage, ONE, TWO) == [None, None]
+    assert await values(storage, ONE, TWO) == [None, None]
 
 
-async def test_a_transaction_that_is_given_up_while_it_waits_holds_up_nobody() -> None:
+async def test_cancelled_transaction_blocks_no_other() -> None:
     began, go_on = asyncio.Event(), asyncio.Event()
 
-    class Slow(MemoryStorage):
+    class BlockingStorage(MemoryStorage):
         async def get(self, profile: str, namespace: str, key: str) -> bytes | None:
             began.set()
             await go_on.wait()
             return await super().get(profile, namespace, key)
 
-    records = Records(Slow(), "alice")
+    records = Records(BlockingStorage(), "alice")
     first = asyncio.ensure_future(records.update_many([ONE, TWO], lambda old: {ONE: b"1"}))
     await began.wait()
     second = asyncio.ensure_future(records.update_many([TWO, ONE], lambda old: {TWO: b"2"}))
@@ -117,17 +119,17 @@ async def test_a_transaction_that_is_given_up_while_it_waits_holds_up_nobody() -
     assert records.busy == 0
 
 
-async def test_a_storage_without_transactions_says_so() -> None:
-    class Own(MemoryStorage):
+async def test_storage_without_transactions_raises() -> None:
+    class WithoutTransactions(MemoryStorage):
         put_all = Storage.put_all
 
-    async with Records(Own(), "alice") as records:
+    async with Records(WithoutTransactions(), "alice") as records:
         with pytest.raises(StorageError, match="no transactions over several records"):
             await records.update_many([ONE], lambda old: {ONE: b""})
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Stands for the death of the process."""
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ class Killed(BaseException):
         ("one of several", 3, True),
     ],
 )
-async def test_files_that_change_together_survive_a_crash_together(
+async def test_file_transaction_survives_a_crash_as_a_whole(
     tmp_path: Path, moment: str, visit: int, is_new: bool
 ) -> None:
     class Crashing(FileStorage):
@@ -164,5 +166,5 @@ async def test_files_that_change_together_survive_a_crash_together(
     await storage.close()
     async with FileStorage(tmp_path) as again:
         expected = [b"2", None, b"2"] if is_new else [b"1", b"1", None]
-        assert await both(again, ONE, TWO, NEW) == expected
+        assert await values(again, ONE, TWO, NEW) == expected
         assert not (tmp_path / ".journal").exists()

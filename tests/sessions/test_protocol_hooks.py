@@ -1,4 +1,4 @@
-"""What a protocol may use besides bytes: bounces, the end of a batch, steps for what comes in."""
+"""Hooks for protocols: bounces, the end of a batch, and inbound steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moored.testing.demo._frames import encode
 from moored.testing.demo._protocol import DemoDialogue
 
 
-async def test_a_bounce_after_the_confirmation_is_an_event(
+async def test_bounce_after_the_confirmation_is_an_event(
     sessions: Sessions, server: DemoServer
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
@@ -28,7 +28,7 @@ async def test_a_bounce_after_the_confirmation_is_an_event(
     assert alice.status()["rejected"] == 0
 
 
-async def test_a_bounce_before_the_confirmation_is_a_refusal(
+async def test_bounce_before_the_confirmation_is_a_rejection(
     sessions: Sessions, server: DemoServer
 ) -> None:
     server.window = 1
@@ -42,7 +42,7 @@ async def test_a_bounce_before_the_confirmation_is_a_refusal(
     assert await alice.send("bob", b"", id="2") == Acked("2")
 
 
-async def test_the_end_of_a_batch_is_said_once_for_all_that_came_together(
+async def test_end_of_batch_is_called_once_for_events_received_together(
     sessions: Sessions, server: DemoServer
 ) -> None:
     batches: list[int] = []
@@ -69,16 +69,16 @@ async def test_the_end_of_a_batch_is_said_once_for_all_that_came_together(
     presence = encode({"k": "presence", "who": "bob", "state": "available"})
     server.say("alice", presence * 5)
     await until(lambda: 5 in batches)
-    # What it returned was written: the server answers each of them, in a batch of its own.
+    # The bytes that it returned were written: the server answers each in its own batch.
     await until(lambda: batches.count(1) >= 10)
     assert alice.generation == 1
 
 
-# -- steps for what comes in -----------------------------------------------------------------------
+# -- inbound steps -----------------------------------------------------------------------
 
 
 class Cipher:
-    """Decrypts, once for each message, as a ratchet does; and has plumbing of its own."""
+    """An inbound step that must see each message once, as a ratchet must."""
 
     def __init__(self) -> None:
         self.steps = [("decrypt", self.decrypt)]
@@ -108,7 +108,7 @@ def texts(events: list[Incoming]) -> list[str]:
 
 
 @pytest.mark.every_loop
-async def test_inbound_steps_come_before_the_consumer_and_may_send_and_use_records(
+async def test_inbound_steps_run_before_the_consumer_and_can_send_and_update_records(
     sessions: Sessions, server: DemoServer
 ) -> None:
     cipher = Cipher()
@@ -119,7 +119,7 @@ async def test_inbound_steps_come_before_the_consumer_and_may_send_and_use_recor
     await until(lambda: texts(events) == ["hello", "world"])
     assert await alice.records.get("session", "bob") == b"..."
     assert [each.recipient for each in server.received] == ["bob"]
-    # What a step has dealt with is acknowledged, and what it failed at is set aside.
+    # A message that a step has consumed is acknowledged; one at which it failed is set aside.
     await until(lambda: server.mail("alice") == 1)
     await until(lambda: "message_set_aside" in [each.type for each in events])
     (aside,) = [each.data for each in events if each.type == "message_set_aside"]
@@ -127,7 +127,7 @@ async def test_inbound_steps_come_before_the_consumer_and_may_send_and_use_recor
     assert alice.generation == 1
 
 
-async def test_a_loop_over_events_gets_what_inbound_steps_made_of_them(
+async def test_loop_over_events_gets_the_results_of_inbound_steps(
     sessions: Sessions, server: DemoServer
 ) -> None:
     cipher = Cipher()
@@ -143,21 +143,21 @@ async def test_a_loop_over_events_gets_what_inbound_steps_made_of_them(
     assert alice.status()["messages_set_aside"] == 1
 
 
-@pytest.mark.parametrize("when", ["in a step", "in a handler", "before it is taken again"])
-async def test_a_message_is_decrypted_once_over_any_number_of_links(
+@pytest.mark.parametrize("when", ["during a step", "during a handler", "after a failed handler"])
+async def test_message_is_decrypted_once_over_any_number_of_links(
     sessions: Sessions, server: DemoServer, when: str
 ) -> None:
-    cipher, heard, may_go_on = Cipher(), list[str](), asyncio.Event()
-    fails = when == "before it is taken again"
+    cipher, received, may_go_on = Cipher(), list[str](), asyncio.Event()
+    fails = when == "after a failed handler"
 
     async def handle(event: Incoming) -> None:
         if event.type == "messages_upsert":
-            heard.append(event.data.content.text)
+            received.append(event.data.content.text)
             await may_go_on.wait()
-            if fails and len(heard) == 1:
+            if fails and len(received) == 1:
                 raise ValueError("once")
 
-    if when == "in a step":
+    if when == "during a step":
         cipher.gate.clear()
     if fails:
         may_go_on.set()
@@ -165,8 +165,8 @@ async def test_a_message_is_decrypted_once_over_any_number_of_links(
         "alice", Demo(server), inbound_steps=cipher.steps, on_event=handle
     )
     server.deliver("alice", Text("olleh"))
-    if when == "in a handler":
-        await until(lambda: heard)
+    if when == "during a handler":
+        await until(lambda: received)
     elif fails:
         await until(lambda: alice.status()["messages_set_aside"])
     else:
@@ -177,10 +177,10 @@ async def test_a_message_is_decrypted_once_over_any_number_of_links(
     may_go_on.set()
     await until(lambda: server.mail("alice") == 0)
     assert cipher.decrypted == ["olleh"]
-    assert heard == (["hello", "hello"] if fails else ["hello"])
+    assert received == (["hello", "hello"] if fails else ["hello"])
 
 
-async def test_a_consumer_that_is_replaced_in_the_middle_of_a_step_loses_nothing(
+async def test_consumer_replaced_during_an_inbound_step_loses_no_message(
     sessions: Sessions, server: DemoServer
 ) -> None:
     cipher = Cipher()
@@ -198,14 +198,16 @@ async def test_a_consumer_that_is_replaced_in_the_middle_of_a_step_loses_nothing
     await until(lambda: server.mail("alice") == 0)
 
 
-async def test_an_inbound_step_must_return_an_event(sessions: Sessions, server: DemoServer) -> None:
+async def test_inbound_step_that_returns_another_type_sets_the_message_aside(
+    sessions: Sessions, server: DemoServer
+) -> None:
     with pytest.raises(TypeError, match="steps are pairs"):
         await sessions.start("bob", Demo(server), inbound_steps=[print])  # type: ignore[list-item]
     alice = await sessions.connect(
-        "alice", Demo(server), inbound_steps=[("odd", lambda event, session: "text")]
+        "alice", Demo(server), inbound_steps=[("wrong", lambda event, session: "text")]
     )
     events = collect(alice)
     server.deliver("alice", Text("hello"))
     await until(lambda: "message_set_aside" in [each.type for each in events])
     (aside,) = [each.data for each in events if each.type == "message_set_aside"]
-    assert "the inbound step 'odd' must return the event" in str(aside.error)
+    assert "the inbound step 'wrong' must return the event" in str(aside.error)

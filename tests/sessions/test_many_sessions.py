@@ -1,4 +1,4 @@
-"""Many accounts in one process: a crash stays with its own, and nothing is left behind."""
+"""Many accounts in one process: isolated crashes, and no memory left behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MANY = scaled(1000, least=100)
 RECIPIENTS = scaled(50_000, least=5_000)
 
 
-async def test_a_tenth_that_crash_at_once_leave_the_others_without_an_error() -> None:
+async def test_crash_of_every_tenth_session_affects_no_other() -> None:
     server = DemoServer()
     async with Sessions(backoff=Backoff(0.01, 0.05), connect_burst=2 * MANY) as sessions:
         connects = [sessions.connect(f"account {number}", Demo(server)) for number in range(MANY)]
         every = await asyncio.gather(*connects)
         crashing, others = every[::10], [each for each in every if each not in every[::10]]
 
-        server.delay = MANY / 100  # long enough for all of them to be under way at once
+        server.delay = MANY / 100  # long enough for all of them to be in flight at once
         sends = {
             session: asyncio.create_task(session.send("bob", b"hello", outcome=True))
             for session in every
@@ -54,28 +54,28 @@ async def test_a_tenth_that_crash_at_once_leave_the_others_without_an_error() ->
 
 
 async def _wait(outgoing: Outgoing, session: Any) -> Outgoing:
-    """A step that gives some of the recipients a worker."""
+    """A step that waits for some recipients, which then need a sender task."""
     if outgoing.recipient.endswith(("0", "5")):
         await asyncio.sleep(0)
     return outgoing
 
 
 async def _send_to(session: Session, numbers: range) -> None:
-    """One send to each, in small batches."""
+    """Send to each number, in small batches."""
     for start in range(0, len(numbers), 50):
         batch = numbers[start : start + 50]
         sends = [session.send(f"recipient {each}", b"hello", timeout=HOUR) for each in batch]
         await asyncio.gather(*sends)
-    await asyncio.sleep(0)  # the last batch is let go in the next turn
+    await asyncio.sleep(0)  # the last batch is released in the next loop iteration
 
 
-async def test_recipients_leave_no_memory_behind() -> None:
-    # Where a task was made is kept for a while, and would be measured.
+async def test_former_recipients_use_no_memory() -> None:
+    # Debug mode keeps the traceback of each task, which would be measured.
     asyncio.get_running_loop().set_debug(False)
     server = DemoServer(history=0)
     async with Sessions() as sessions:
         session = await sessions.connect("alice", Demo(server), steps=[("wait", _wait)])
-        # One that is never confirmed stands before all others in the order of deadlines.
+        # A send that is never confirmed stays first in the order of deadlines.
         server.drop_acks = 1
         stuck = asyncio.create_task(session.send("nobody", b"", outcome=True, timeout=HOUR))
         await until(lambda: server.dropped_acks)
@@ -93,12 +93,12 @@ async def test_recipients_leave_no_memory_behind() -> None:
         sends = session._runtime.sends
         assert (len(sends.senders), sends.table.recipients) == (0, 1)
         assert sum(map(len, sends.table._queues.values())) < 200
-        # Not one whole object for each of them, but what the interpreter keeps to use again.
+        # Less than one object for each: only the interpreter's own free lists.
         assert after - before < 64 * 1024
     assert isinstance(await stuck, Unknown)
 
 
-async def test_sessions_that_were_stopped_leave_nothing_behind() -> None:
+async def test_stopped_sessions_leave_nothing_behind() -> None:
     server = DemoServer()
     async with Sessions(connect_burst=MANY) as sessions:
         for number in range(MANY):
@@ -110,7 +110,7 @@ async def test_sessions_that_were_stopped_leave_nothing_behind() -> None:
         assert server.online == []
 
 
-def test_links_are_made_at_the_rate_that_was_asked_for() -> None:
+def test_links_are_made_at_the_configured_rate() -> None:
     rate, burst = 20, 10
 
     async def scenario(sim: Sim) -> list[float]:
@@ -134,5 +134,5 @@ def test_links_are_made_at_the_rate_that_was_asked_for() -> None:
     assert sum(at < times[0] + 0.01 for at in times) <= burst + 1
     for begin in times:
         assert sum(begin <= at < begin + 1.0 for at in times) <= burst + rate + 1
-    # Neither slower than it may be.
+    # Nor slower than allowed.
     assert times[-1] - times[0] < (MANY - burst) / rate + 2.0
