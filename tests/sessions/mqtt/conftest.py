@@ -14,14 +14,14 @@ from tests.sessions.mqtt.scripted import ScriptedBroker
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Who has signed the certificates of the servers."""
+    """The authority that has signed the servers' certificates."""
     directory = tmp_path_factory.mktemp("authority")
     return Authority(require_server("openssl"), directory, "authority")
 
 
 @pytest.fixture(scope="session")
 def broker(authority: Authority) -> Iterator[Mosquitto]:
-    """A running broker for tests that do not harm it, over TCP, TLS and WebSocket."""
+    """A broker that all tests share, over TCP, TLS and WebSocket."""
     certificate = authority.sign("broker", "localhost")
     with Mosquitto(require_server("mosquitto"), certificate=certificate) as server:
         yield server
@@ -29,7 +29,7 @@ def broker(authority: Authority) -> Iterator[Mosquitto]:
 
 @pytest.fixture(scope="session")
 def ejabberd() -> Iterator[Ejabberd]:
-    """A second broker, by other people, for tests that do not harm it."""
+    """Another implementation of MQTT, which all tests share."""
     require_server("ejabberd")
     with Ejabberd() as server:
         yield server
@@ -37,13 +37,13 @@ def ejabberd() -> Iterator[Ejabberd]:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[ScriptedBroker]:
-    """A broker that does what its test says."""
+    """A scripted broker."""
     async with ScriptedBroker() as opened:
         yield opened
 
 
 @pytest.fixture
 async def elsewhere() -> AsyncIterator[ScriptedBroker]:
-    """A second one, to be sent to."""
+    """A second scripted broker, as the target of redirects."""
     async with ScriptedBroker() as opened:
         yield opened

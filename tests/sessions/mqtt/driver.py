@@ -1,4 +1,4 @@
-"""Drives a dialogue over a real transport: the least that a session has to do."""
+"""Drives a dialogue over a real transport, as a session does."""
 
 from __future__ import annotations
 
@@ -18,72 +18,72 @@ Kind = TypeVar("Kind")
 
 
 def outgoing(id: str, content: Any = b"hello", recipient: str = "bob") -> Outgoing:
-    """A send."""
+    """Make a send."""
     return Outgoing(id, recipient, content)
 
 
 class Driver:
-    """One link, and all that it said."""
+    """One link, and the events of its dialogue."""
 
     def __init__(self, protocol: Mqtt, profile: str, memory: MqttMemory) -> None:
         self.protocol = protocol
         self.dialogue = protocol.begin(profile, None, memory)
         self.events: list[DialogueEvent] = []
         self.lost_with: list[BaseException | None] = []
-        #: Whether what comes is acknowledged at once.
-        self.prompt = False
+        #: Whether messages are acknowledged as they arrive.
+        self.acknowledges = False
         self.transport: Transport | None = None
         self._changed = asyncio.Event()
 
     @classmethod
     async def dial(cls, protocol: Mqtt, profile: str, memory: MqttMemory | None = None) -> Driver:
-        """Connect, say hello, and wait for what comes of it."""
+        """Connect, send the greeting, and wait until the link is ready or closed."""
         driver = cls(protocol, profile, memory if memory is not None else protocol.remember())
         driver.transport = await protocol.endpoint.dial(driver)
-        driver.say(driver.dialogue.hello())
+        driver.write(driver.dialogue.hello())
         await driver.until(lambda: driver.of(Ready) or driver.of(Closing))
         return driver
 
     def received(self, data: bytes) -> None:
-        """Bytes have come in."""
+        """Feed received bytes to the dialogue."""
         for event in self.dialogue.feed(data):
             self.events.append(event)
             if isinstance(event, Greeting):
-                self.say(event.data)
-            elif isinstance(event, Happening) and self.prompt:
-                self.say(self.dialogue.acknowledge(event.token))
+                self.write(event.data)
+            elif isinstance(event, Happening) and self.acknowledges:
+                self.write(self.dialogue.acknowledge(event.token))
         self._changed.set()
 
     def lost(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Record the end of the link."""
         self.lost_with.append(error)
         self._changed.set()
 
-    def say(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Write bytes."""
         assert self.transport is not None
         self.transport.write(data)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     async def until(self, holds: Callable[[], Any]) -> None:
-        """Wait for something to be so."""
+        """Wait until a condition holds."""
         async with asyncio.timeout(LIMIT):
             while not holds():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def end(self) -> None:
-        """Leave in peace."""
+        """Disconnect with a goodbye."""
         assert self.transport is not None
-        self.say(self.dialogue.goodbye())
+        self.write(self.dialogue.goodbye())
         self.transport.close()
         await self.until(lambda: self.lost_with)
 
     async def break_off(self) -> None:
-        """Leave without a word."""
+        """Abort the connection without a goodbye."""
         assert self.transport is not None
         self.transport.abort()
         await self.until(lambda: self.lost_with)

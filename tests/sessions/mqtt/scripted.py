@@ -1,7 +1,7 @@
-"""A broker that does what a test says, for what no real one does on request.
+"""A scripted broker, for behaviour that no real broker shows on request.
 
-It keeps sessions, grants subscriptions and acknowledges publishes, as an honest broker does, until
-one of its functions is replaced.
+It keeps sessions, grants subscriptions and acknowledges publishes as a real broker does, until one
+of its functions is replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GRANTED = mqtt5.SubAckReasonCode.GRANTED_QOS_AT_LEAST_ONCE
 
 
 def acknowledged(packet: mqtt5.PublishPacket) -> bytes:
-    """The answer to a publish that the broker takes."""
+    """Return the PUBACK of a publish that the broker accepts."""
     assert packet.packet_id is not None
     return mqtt5.PubAckPacket(packet.packet_id).write()
 
@@ -31,44 +31,44 @@ class ScriptedBroker:
         self._writers: set[asyncio.StreamWriter] = set()
         #: Client ids with a session.
         self.kept: set[str] = set()
-        #: What clients have sent, link by link.
+        #: The packets that clients have sent, link by link.
         self.links: list[list[Any]] = []
-        #: What a publish is answered with; None closes the link without a word.
+        #: Returns the answer to a publish; None closes the link without an answer.
         self.on_publish: Callable[[mqtt5.PublishPacket], bytes | None] = acknowledged
         #: More options for the next CONNACKs.
         self.connack: dict[str, Any] = {}
-        #: Whether a client's credentials are right.
+        #: Whether a client's credentials are accepted.
         self.accepts: Callable[[mqtt5.ConnectPacket], bool] = lambda packet: True
-        #: The verdict on one filter.
+        #: Returns the reason code for one filter.
         self.on_filter: Callable[[str], mqtt5.SubAckReasonCode] = lambda pattern: GRANTED
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Its port."""
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its URL."""
         return f"mqtt://127.0.0.1:{self.port}"
 
     def sent(self, kind: type[Any]) -> list[Any]:
-        """What clients have sent of one kind, over all links."""
+        """Return the packets of one kind that clients have sent, over all links."""
         return [packet for link in self.links for packet in link if isinstance(packet, kind)]
 
     def payloads(self) -> list[bytes]:
-        """The payloads of all publishes, over all links."""
+        """Return the payloads of all publishes, over all links."""
         return [packet.payload for packet in self.sent(mqtt5.PublishPacket)]
 
-    def say(self, data: bytes) -> None:
-        """Say something on every link."""
+    def send(self, data: bytes) -> None:
+        """Send bytes on every link."""
         for writer in self._writers:
             writer.write(data)
 
     def cut(self) -> None:
-        """End every link without a word."""
+        """Abort every link."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -1,4 +1,4 @@
-"""Packets by hand from the standard, and against an independent codec."""
+"""The codec, against packets from the standard and an independent codec."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from moored.sessions.mqtt._codec import read_properties as read
 from moored.sessions.mqtt._packets import Message, Publication, Will
 from moored.testing import scaled
 
-#: How much chance there is in a test.
-SOME = settings(max_examples=scaled(300, least=12), deadline=None)
+FUZZ = settings(max_examples=scaled(300, least=12), deadline=None)
 EVERY = frozenset(PROPERTIES)
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn"]), max_size=40)
@@ -31,7 +30,7 @@ topics = st.text(
 packet_ids = st.integers(1, 0xFFFF)
 pairs = st.lists(st.tuples(texts, texts), max_size=3)
 
-#: Straight from section 1.5.5 of the standard: the ends of each size.
+#: From section 1.5.5 of the standard: the smallest and largest value of each length.
 SIZES = [
     (0, "00"),
     (127, "7f"),
@@ -45,7 +44,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("value", "written"), SIZES)
-def test_variable_byte_integers(value: int, written: str) -> None:
+def test_variable_byte_integers_match_the_standard(value: int, written: str) -> None:
     data = bytes.fromhex(written)
     assert number(value) == data == VariableByteIntegers.encode(value)  # type: ignore[no-untyped-call]
     assert read_number(b"?" + data + b"?", 1, 1 + len(data)) == (value, 1 + len(data))
@@ -54,14 +53,14 @@ def test_variable_byte_integers(value: int, written: str) -> None:
 @pytest.mark.parametrize(
     "written", ["80", "80 80 80 80 01", "ff ff ff ff 7f", "80 00", "", "81 00"]
 )
-def test_variable_byte_integers_that_are_none(written: str) -> None:
+def test_invalid_variable_byte_integer_is_malformed(written: str) -> None:
     data = bytes.fromhex(written)
     with pytest.raises(ProtocolError) as caught:
         read_number(data, 0, len(data))
     assert caught.value.farewell == b"\xe0\x01\x81"
 
 
-def test_no_packet_is_larger_than_the_standard_allows() -> None:
+def test_length_above_the_limit_of_the_standard_is_refused() -> None:
     with pytest.raises(ValueError, match="268435456 is more than a packet can hold"):
         number(268_435_456)
 
@@ -69,7 +68,7 @@ def test_no_packet_is_larger_than_the_standard_allows() -> None:
 # -- golden packets ----------------------------------------------------------------------------
 
 
-def test_connect() -> None:
+def test_connect_packet_has_the_expected_bytes() -> None:
     written = _packets.connect(
         "alice",
         keepalive=30,
@@ -84,14 +83,14 @@ def test_connect() -> None:
         "10 2f 0004 4d515454 05 ee 001e"
         "05 11 0000000a"  # session expiry
         "0005 616c696365"
-        "07 18 00000005 0101"  # the will's delay, and that it is text
+        "07 18 00000005 0101"  # the will's delay, and its payload format
         "0003 772f74 0003 627965"
         "0001 75 0001 ff"
     )
     assert written == bytes.fromhex(expected)
 
 
-def test_publish_subscribe_and_the_short_ones() -> None:
+def test_publish_subscribe_and_short_packets_have_the_expected_bytes() -> None:
     published = "32 1a 0003 612f62 0007 10 26 000a 6d6573736167652d6964 0001 31 6869"
     assert _packets.publish(b"a/b", 7, "1", b"hi") == bytes.fromhex(published)
     assert _packets.subscribe(10, ["a/b"]) == bytes.fromhex("82 09 000a 00 0003 612f62 11")
@@ -102,14 +101,14 @@ def test_publish_subscribe_and_the_short_ones() -> None:
     assert bytes.fromhex("c0 00") == _packets.PINGREQ
 
 
-def test_connack_by_hand() -> None:
+def test_connack_is_parsed() -> None:
     data = bytes.fromhex("01 00 0b 21 0014 13 000a 27 000003e8")
     present, code, options = _packets.read_connack(data, 0, len(data))
     assert (present, code) == (True, 0)
     assert options == {"receive_maximum": 20, "server_keep_alive": 10, "maximum_packet_size": 1000}
 
 
-def test_an_old_server_says_that_it_does_not_know_the_version() -> None:
+def test_connack_of_an_older_version_is_unsupported_protocol_version() -> None:
     assert _packets.read_connack(b"\x00\x01", 0, 2).code == 0x84
 
 
@@ -125,7 +124,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def _some(name: str, kind: str) -> st.SearchStrategy[Any]:
+def _values_of(name: str, kind: str) -> st.SearchStrategy[Any]:
     if name == "user_property":
         return st.lists(st.tuples(texts, texts), min_size=1, max_size=3)
     if name == "subscription_identifier":
@@ -133,18 +132,18 @@ def _some(name: str, kind: str) -> st.SearchStrategy[Any]:
     return _VALUES[kind]
 
 
-@SOME
+@FUZZ
 @given(
     st.fixed_dictionaries(
-        {}, optional={name: _some(name, kind.name) for name, kind in PROPERTIES.values()}
+        {}, optional={name: _values_of(name, kind.name) for name, kind in PROPERTIES.values()}
     )
 )
-def test_every_property_there_and_back(values: dict[str, Any]) -> None:
+def test_properties_survive_encoding_and_decoding(values: dict[str, Any]) -> None:
     data = b"?" + properties(values) + b"?"
     assert read(data, 1, len(data) - 1, EVERY) == (values, len(data) - 1)
 
 
-def test_every_property_has_the_number_and_the_form_that_others_know() -> None:
+def test_identifiers_and_types_of_properties_match_another_codec() -> None:
     theirs: Any = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
     assert {name.replace(" ", "").lower() for name in theirs.names} == {
         name.replace("_", "") for name, _ in PROPERTIES.values()
@@ -181,20 +180,20 @@ def test_every_property_has_the_number_and_the_form_that_others_know() -> None:
         ("05 26 0001 61 00", 0x81),  # half a pair
     ],
 )
-def test_bad_properties(written: str, code: int) -> None:
+def test_malformed_properties_are_refused_with_the_right_code(written: str, code: int) -> None:
     data = bytes.fromhex(written)
     with pytest.raises(ProtocolError) as caught:
         read(data, 0, len(data), EVERY)
     assert caught.value.farewell == bytes((0xE0, 1, code))
 
 
-def test_a_property_has_its_packets() -> None:
+def test_property_of_another_packet_is_refused() -> None:
     data = properties({"topic_alias": 1})
     with pytest.raises(ProtocolError, match="property 0x23, which this packet cannot have"):
         _packets.read_result(b"\x00\x01\x00" + data, 0, 3 + len(data))
 
 
-def test_what_cannot_be_written() -> None:
+def test_invalid_strings_and_payloads_are_refused() -> None:
     for text, why in (("a\0b", "NUL"), ("\ud800", "surrogate"), ("x" * 65536, "65536 bytes")):
         with pytest.raises(ValueError, match=why):
             _codec.text_field(text)
@@ -204,7 +203,7 @@ def test_what_cannot_be_written() -> None:
         _packets.as_bytes(5)
 
 
-def test_what_a_server_may_close_the_link_for_is_not_written() -> None:
+def test_characters_that_brokers_refuse_are_refused() -> None:
     points = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
     refused = set()
     for point in points:
@@ -225,7 +224,7 @@ def test_what_a_server_may_close_the_link_for_is_not_written() -> None:
 # -- against an independent codec --------------------------------------------------------------
 
 
-def test_lengths_where_they_grow_by_a_byte() -> None:
+def test_lengths_at_the_byte_boundaries_are_correct() -> None:
     sizes = [*range(95, 120), *range(16_340, 16_390), 2_097_152]
     for id_size in (1, 112, 113, 300):
         for size in sizes:
@@ -236,9 +235,9 @@ def test_lengths_where_they_grow_by_a_byte() -> None:
             assert theirs.user_properties == [("message-id", "i" * id_size)]
 
 
-@SOME
+@FUZZ
 @given(topics, packet_ids, texts, st.binary(max_size=300), st.booleans(), pairs)
-def test_what_we_publish_others_read(
+def test_another_codec_reads_our_publish(
     topic: str, packet_id: int, id: str, payload: bytes, rich: bool, user: list[tuple[str, str]]
 ) -> None:
     more = b""
@@ -258,7 +257,7 @@ def test_what_we_publish_others_read(
     assert theirs.payload_format_indicator == rich
 
 
-@SOME
+@FUZZ
 @given(
     topics,
     st.binary(max_size=300),
@@ -270,7 +269,7 @@ def test_what_we_publish_others_read(
     pairs,
     st.lists(st.integers(1, 1000), max_size=2),
 )
-def test_what_others_publish_we_read(
+def test_publish_of_another_codec_is_read(
     topic: str,
     payload: bytes,
     qos: int,
@@ -308,11 +307,11 @@ def test_what_others_publish_we_read(
     assert ours == expected
 
 
-@SOME
+@FUZZ
 @given(
     st.booleans(), packet_ids, packet_ids, st.none() | packet_ids, st.none() | texts, st.booleans()
 )
-def test_connacks_of_others(
+def test_connack_of_another_codec_is_read(
     present: bool,
     receive: int,
     keepalive: int,
@@ -340,7 +339,7 @@ def test_connacks_of_others(
     assert ours.properties["maximum_qos"] == 1
 
 
-@SOME
+@FUZZ
 @given(
     texts,
     st.integers(0, 0xFFFF),
@@ -357,7 +356,7 @@ def test_connacks_of_others(
         delay=st.integers(0, 99),
     ),
 )
-def test_others_read_our_connect(
+def test_another_codec_reads_our_connect(
     client_id: str,
     keepalive: int,
     clean: bool,

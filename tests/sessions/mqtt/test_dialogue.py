@@ -1,11 +1,11 @@
-"""What a dialogue says and hears, byte by byte."""
+"""The MQTT dialogue: its events and bytes for given packets."""
 
 from __future__ import annotations
 
 import mqtt5
 import pytest
 from tests.sessions.mqtt.driver import outgoing
-from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, hear, link, puback, publish
+from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, feed, link, puback, publish
 
 from moored.sessions._content import Text
 from moored.sessions._errors import ProtocolError, StepFailed
@@ -29,78 +29,78 @@ pytestmark = pytest.mark.pure
 # -- the handshake -----------------------------------------------------------------------------
 
 
-def test_it_is_ready_when_its_subscriptions_are_there() -> None:
+def test_link_is_ready_when_its_subscriptions_are_confirmed() -> None:
     dialogue = Mqtt("mqtt://broker").begin("alice", None, Mqtt("mqtt://broker").remember())
-    remember, subscribe = hear(dialogue, CONNACK)
+    remember, subscribe = feed(dialogue, CONNACK)
     assert remember == Remember(b"alice")
     assert subscribe == Greeting(bytes.fromhex("82 0b 0001 00 0005 616c696365 11"))
     with pytest.raises(StepFailed, match="the link is subscribing"):
         dialogue.write(outgoing("1"))
-    assert hear(dialogue, SUBACK) == [Ready(False, 1024)]
+    assert feed(dialogue, SUBACK) == [Ready(False, 1024)]
 
 
-def test_without_subscriptions_it_is_ready_at_once() -> None:
+def test_link_without_subscriptions_is_ready_after_the_connack() -> None:
     _, events = link(receive_max=5, server_keep_alive=12)
     assert events == [Ready(False, 5, 12.0)]
 
 
-def test_a_server_may_want_to_hear_more_of_us_but_not_less() -> None:
+def test_server_keepalive_can_only_be_shorter() -> None:
     for ours, theirs, used in ((30, 10, 10.0), (30, 60, None), (30, 0, None), (None, 60, 60.0)):
         protocol = Mqtt("mqtt://broker", subscribe=(), keepalive=ours)
         assert link(protocol, server_keep_alive=theirs)[1] == [Ready(False, 1024, used)]
 
 
 def suback(memory: MqttMemory) -> bytes:
-    """The answer to the last SUBSCRIBE of one filter, granted."""
+    """Make a SUBACK that grants the last SUBSCRIBE of one filter."""
     return bytes.fromhex("90 04") + memory.last.to_bytes(2, "big") + bytes.fromhex("00 01")
 
 
-def test_a_server_that_has_kept_the_session_is_asked_for_all_filters_again() -> None:
+def test_resumed_session_subscribes_to_all_filters_again() -> None:
     protocol = Mqtt("mqtt://broker")
     memory = protocol.remember()
     link(protocol, memory)
     for present in (True, False):
         again = protocol.begin("alice", None, memory)
-        [greeting] = hear(again, connack(session_present=present))
+        [greeting] = feed(again, connack(session_present=present))
         assert isinstance(greeting, Greeting)
-        assert hear(again, suback(memory)) == [Ready(present, 1024)]
+        assert feed(again, suback(memory)) == [Ready(present, 1024)]
 
 
-def test_who_has_forgotten_says_so_until_a_link_was_ready() -> None:
+def test_lost_session_is_reported_until_a_link_was_ready() -> None:
     protocol = Mqtt("mqtt://broker")
     memory = protocol.remember()
     link(protocol, memory)
     cut = protocol.begin("alice", None, memory)
-    hear(cut, connack())
-    # That link made a new session, which the server knows; of the one before it knows nothing.
+    feed(cut, connack())
+    # That link created a new session on the server; the state of the one before is lost.
     after = protocol.begin("alice", None, memory)
-    assert isinstance(hear(after, connack(session_present=True))[0], Greeting)
-    assert hear(after, suback(memory)) == [Ready(False, 1024)]
+    assert isinstance(feed(after, connack(session_present=True))[0], Greeting)
+    assert feed(after, suback(memory)) == [Ready(False, 1024)]
     again = protocol.begin("alice", None, memory)
-    hear(again, connack(session_present=True))
-    assert hear(again, suback(memory)) == [Ready(True, 1024)]
+    feed(again, connack(session_present=True))
+    assert feed(again, suback(memory)) == [Ready(True, 1024)]
 
 
-def test_refused_subscriptions_are_told_without_addresses_and_asked_for_again() -> None:
+def test_refused_subscriptions_are_reported_and_requested_again() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=("{profile}", "news/{profile}"))
     memory = protocol.remember()
     dialogue = protocol.begin("alice", None, memory)
-    hear(dialogue, CONNACK)
-    told, event, ready = hear(dialogue, bytes.fromhex("90 05 0001 00 01 87"))
-    assert told == Unhandled("no subscription to news/{profile}: not authorized (0x87)")
+    feed(dialogue, CONNACK)
+    report, event, ready = feed(dialogue, bytes.fromhex("90 05 0001 00 01 87"))
+    assert report == Unhandled("no subscription to news/{profile}: not authorized (0x87)")
     assert event == Happening(SubscriptionRefused("news/alice", 0x87, "not authorized"))
     assert isinstance(ready, Ready)
     again = protocol.begin("alice", None, memory)
-    [greeting] = hear(again, connack(session_present=True))
+    [greeting] = feed(again, connack(session_present=True))
     assert isinstance(greeting, Greeting)
     assert b"news/alice" in greeting.data
 
 
-def test_what_a_server_does_not_have_is_not_asked_for() -> None:
+def test_unsupported_kinds_of_subscription_are_not_requested() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=("{profile}/#", "$share/workers/jobs"))
     dialogue = protocol.begin("alice", None, protocol.remember())
     options = {"wildcard_subscription_available": False, "shared_subscription_available": False}
-    events = hear(dialogue, connack(**options))
+    events = feed(dialogue, connack(**options))
     assert [type(event) for event in events] == [*(Unhandled, Happening) * 2, Ready]
 
 
@@ -123,9 +123,9 @@ def test_what_a_server_does_not_have_is_not_asked_for() -> None:
         (0xFE, CloseClass.TRANSIENT),
     ],
 )
-def test_a_refused_connection(code: int, kind: CloseClass) -> None:
+def test_connack_code_decides_the_close_class(code: int, kind: CloseClass) -> None:
     dialogue = Mqtt("mqtt://broker").begin("alice", None, Mqtt("mqtt://broker").remember())
-    [closing] = hear(dialogue, bytes((0x20, 3, 0, code, 0)))
+    [closing] = feed(dialogue, bytes((0x20, 3, 0, code, 0)))
     assert isinstance(closing, Closing)
     assert (closing.kind, closing.code) == (kind, code)
     assert closing.reason
@@ -144,27 +144,27 @@ def test_a_refused_connection(code: int, kind: CloseClass) -> None:
         (0xA0, CloseClass.RESTART),
     ],
 )
-def test_the_server_ends_it(code: int, kind: CloseClass) -> None:
+def test_disconnect_code_decides_the_close_class(code: int, kind: CloseClass) -> None:
     dialogue, _ = link()
-    [closing] = hear(dialogue, bytes((0xE0, 1, code)) + puback(1))
+    [closing] = feed(dialogue, bytes((0xE0, 1, code)) + puback(1))
     assert isinstance(closing, Closing)
     assert (closing.kind, closing.code) == (kind, code)
-    assert hear(dialogue, puback(1)) == [], "it is over"
+    assert feed(dialogue, puback(1)) == [], "an event came after the end"
 
 
-def test_the_server_says_more() -> None:
+def test_close_reason_contains_reason_string_and_server_reference() -> None:
     code = mqtt5.ConnAckReasonCode.SERVER_MOVED
     data = connack(reason_code=code, reason_str="maintenance", server_reference="other:1883")
     protocol = Mqtt("mqtt://broker")
-    [closing] = hear(protocol.begin("alice", None, protocol.remember()), data)
+    [closing] = feed(protocol.begin("alice", None, protocol.remember()), data)
     assert isinstance(closing, Closing)
     assert closing.reason == "the server has moved: maintenance: other:1883"
 
 
-def test_a_server_without_qos_1_is_no_use() -> None:
+def test_server_without_qos_1_is_refused() -> None:
     protocol = Mqtt("mqtt://broker")
     dialogue = protocol.begin("alice", None, protocol.remember())
-    [closing] = hear(dialogue, connack(max_qos=mqtt5.QoS.AT_MOST_ONCE))
+    [closing] = feed(dialogue, connack(max_qos=mqtt5.QoS.AT_MOST_ONCE))
     assert isinstance(closing, Closing)
     assert (closing.kind, closing.farewell) == (CloseClass.OUTDATED, b"\xe0\x00")
 
@@ -172,7 +172,7 @@ def test_a_server_without_qos_1_is_no_use() -> None:
 # -- sends -------------------------------------------------------------------------------------
 
 
-def test_outcomes_of_sends() -> None:
+def test_pubacks_confirm_or_refuse_their_sends() -> None:
     dialogue, _ = link()
     for number in range(1, 4):
         assert dialogue.write(outgoing(f"id-{number}")).startswith(b"\x32")
@@ -184,7 +184,7 @@ def test_outcomes_of_sends() -> None:
         + mqtt5.PubAckPacket(3, reason_code=refused, reason_str="too much").write()
         + puback(2)
     )
-    assert hear(dialogue, data) == [
+    assert feed(dialogue, data) == [
         Confirmed("id-2"),
         Confirmed("id-1", "no matching subscribers"),
         Refused("id-3", 0x97, "too much"),
@@ -205,7 +205,7 @@ def test_packet_ids_are_never_0_and_never_in_use() -> None:
     assert list(memory.inflight) == [0xFFFF, 1, 2]
 
 
-def test_what_the_server_would_not_take_is_not_written() -> None:
+def test_sends_that_the_server_cannot_accept_are_not_written() -> None:
     protocol = Mqtt("mqtt://broker", topic="to/{recipient}", subscribe=())
     memory = protocol.remember()
     dialogue, _ = link(protocol, memory, max_packet_size=200, retain_available=False, receive_max=1)
@@ -230,7 +230,7 @@ def test_what_the_server_would_not_take_is_not_written() -> None:
         dialogue.write(outgoing("one too many"))
 
 
-def test_texts_say_that_they_are() -> None:
+def test_strings_are_marked_as_utf8() -> None:
     dialogue, _ = link()
     for content in ("grüße", Text("grüße"), Message("grüße")):
         data = dialogue.write(outgoing("1", content))
@@ -242,24 +242,24 @@ def test_texts_say_that_they_are() -> None:
     assert kept.retain
 
 
-def test_after_a_resumption_the_unconfirmed_are_sent_again_in_order() -> None:
+def test_resumed_link_writes_unconfirmed_sends_again_in_order() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
     memory = protocol.remember()
     first, _ = link(protocol, memory)
     written = {id: first.write(outgoing(id)) for id in ("a", "b", "c", "d")}
-    hear(first, puback(2))
+    feed(first, puback(2))
     second, events = link(protocol, memory, session_present=True)
     assert events == [Ready(True, 1024)]
     again = dict(second.resend("acd"))
     assert list(again) == ["a", "c", "d"]
     for id, data in again.items():
         assert data is not None
-        assert data[0] == 0x3A, "marked as a duplicate"
+        assert data[0] == 0x3A, "the DUP flag is missing"
         assert data[1:] == written[id][1:]
-    assert hear(second, puback(1)) == [Confirmed("a")]
+    assert feed(second, puback(1)) == [Confirmed("a")]
 
 
-def test_a_smaller_window_holds_back_what_is_sent_again() -> None:
+def test_smaller_window_holds_back_repeated_sends() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
     memory = protocol.remember()
     first, _ = link(protocol, memory)
@@ -274,17 +274,17 @@ def test_a_smaller_window_holds_back_what_is_sent_again() -> None:
         ("d", False),
     ]
     assert second.room < 0
-    confirmed, greeting = hear(second, puback(2))
+    confirmed, greeting = feed(second, puback(2))
     assert confirmed == Confirmed("b")
     assert isinstance(greeting, Greeting)
     assert greeting.data[0] == 0x3A
     assert greeting.data[-5:] == b"hello"
-    assert len(hear(second, puback(1))) == 2
-    assert hear(second, puback(3)) == [Confirmed("c")]
+    assert len(feed(second, puback(1))) == 2
+    assert feed(second, puback(3)) == [Confirmed("c")]
     assert second.room == 1
 
 
-def test_what_the_server_has_forgotten_is_not_sent_again() -> None:
+def test_sends_that_the_server_has_forgotten_are_not_written_again() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
     memory = protocol.remember()
     first, _ = link(protocol, memory)
@@ -295,85 +295,87 @@ def test_what_the_server_has_forgotten_is_not_sent_again() -> None:
     assert not memory.inflight
 
 
-def test_an_acknowledgement_before_the_handshake_confirms_nothing() -> None:
+def test_acknowledgement_before_the_handshake_confirms_nothing() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
     memory = protocol.remember()
     first, _ = link(protocol, memory)
     first.write(outgoing("a"))
     second = protocol.begin("alice", None, memory)
     with pytest.raises(ProtocolError, match="before its CONNACK"):
-        hear(second, puback(1))
+        feed(second, puback(1))
     assert list(memory.inflight) == [1]
 
 
 # -- messages ----------------------------------------------------------------------------------
 
 
-def test_messages_are_acknowledged_in_the_order_in_which_they_came() -> None:
+def test_messages_are_acknowledged_in_the_order_of_arrival() -> None:
     dialogue, _ = link()
-    events = hear(dialogue, publish(5) + publish(3) + publish(9, payload=b"9") + publish(0, qos=0))
+    events = feed(dialogue, publish(5) + publish(3) + publish(9, payload=b"9") + publish(0, qos=0))
     assert [event.token for event in events if isinstance(event, Happening)] == [5, 3, 9, None]
     assert dialogue.acknowledge(9) == b""
-    assert dialogue.acknowledge(9) == b"", "once is enough"
+    assert dialogue.acknowledge(9) == b"", "acknowledged twice"
     assert dialogue.acknowledge(5) == puback(5)
     assert dialogue.acknowledge(3) == puback(3) + puback(9)
     assert dialogue.acknowledge(3) == b""
-    assert dialogue.acknowledge(77) == b"", "of another link"
+    assert dialogue.acknowledge(77) == b"", "acknowledged a message of another link"
 
 
-def test_a_message_of_qos_2_comes_once() -> None:
+def test_message_of_qos_2_is_delivered_once() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
     memory = protocol.remember()
     first, _ = link(protocol, memory)
-    [event] = hear(first, publish(5, qos=2))
+    [event] = feed(first, publish(5, qos=2))
     assert isinstance(event, Happening)
     assert first.acknowledge(5) == bytes.fromhex("50 02 0005")
     second, _ = link(protocol, memory, session_present=True)
-    assert hear(second, publish(5, qos=2, duplicate=True)) == [Greeting(bytes.fromhex("50020005"))]
-    assert hear(second, bytes.fromhex("62 02 0005")) == [Greeting(bytes.fromhex("70020005"))]
-    assert hear(second, bytes.fromhex("62 02 0005")) == [Greeting(bytes.fromhex("7003000592"))]
-    assert isinstance(hear(second, publish(5, qos=2))[0], Happening), "the next message"
+    assert feed(second, publish(5, qos=2, duplicate=True)) == [Greeting(bytes.fromhex("50020005"))]
+    assert feed(second, bytes.fromhex("62 02 0005")) == [Greeting(bytes.fromhex("70020005"))]
+    assert feed(second, bytes.fromhex("62 02 0005")) == [Greeting(bytes.fromhex("7003000592"))]
+    assert isinstance(feed(second, publish(5, qos=2))[0], Happening), (
+        "a new message with a reused id was dropped"
+    )
 
 
-def test_a_server_that_never_releases_what_it_sends() -> None:
+def test_server_that_never_releases_qos_2_messages_is_disconnected() -> None:
     dialogue, _ = link(Mqtt("mqtt://broker", subscribe=(), receive_maximum=2))
     most = 2 + OVERRUN
     for number in range(1, most + 1):
-        assert hear(dialogue, publish(number, qos=2)), number
+        assert feed(dialogue, publish(number, qos=2)), number
         assert dialogue.acknowledge(number)
     with pytest.raises(ProtocolError, match="more than 2 unacknowledged") as caught:
-        hear(dialogue, publish(most + 1))
+        feed(dialogue, publish(most + 1))
     assert caught.value.farewell == b"\xe0\x01\x93"
 
 
 @pytest.mark.parametrize("present", [False, True])
-def test_what_is_too_much_is_left_to_the_next_link(present: bool) -> None:
+def test_messages_above_the_limit_are_left_to_the_next_link(present: bool) -> None:
     protocol = Mqtt("mqtt://broker", subscribe=(), receive_maximum=2)
     memory = protocol.remember()
     link(protocol, memory)
     dialogue, _ = link(protocol, memory, session_present=present)
     most = 2 + OVERRUN
     for number in range(1, most + 1):
-        assert hear(dialogue, publish(number, duplicate=True)), number
-    assert hear(dialogue, publish(most + 1, duplicate=True)) == []
+        assert feed(dialogue, publish(number, duplicate=True)), number
+    assert feed(dialogue, publish(most + 1, duplicate=True)) == []
     for number in range(1, most):
         assert dialogue.acknowledge(number) == puback(number)
-    # There is room again, but it is behind one that was left.
-    assert hear(dialogue, publish(most + 2)) == []
+    # There is room again, but it must not overtake the message that was left.
+    assert feed(dialogue, publish(most + 2)) == []
     with pytest.raises(ProtocolError, match="a new link brings the rest") as caught:
         dialogue.acknowledge(most)
     assert caught.value.farewell == puback(most) + b"\xe0\x00"
-    assert hear(dialogue, publish(most + 3)) == []
+    assert feed(dialogue, publish(most + 3)) == []
 
 
-def test_signs_of_life_and_leave() -> None:
+def test_ping_and_goodbye_have_the_expected_bytes() -> None:
     dialogue, _ = link()
     assert dialogue.ping() == b"\xc0\x00"
-    assert hear(dialogue, b"\xd0\x00") == [Ignored()]
+    assert feed(dialogue, b"\xd0\x00") == [Ignored()]
     assert dialogue.goodbye() == b"\xe0\x00"
 
 
-def test_what_came_before_nonsense_counts() -> None:
+def test_events_before_malformed_bytes_are_delivered() -> None:
     dialogue, _ = link()
     dialogue.write(outgoing("1"))
     events = iter(dialogue.feed(puback(1) + b"\x00\x00"))
@@ -381,10 +383,10 @@ def test_what_came_before_nonsense_counts() -> None:
     with pytest.raises(ProtocolError) as caught:
         next(events)
     assert caught.value.farewell == b"\xe0\x01\x82"
-    assert hear(dialogue, CONNACK) == []
+    assert feed(dialogue, CONNACK) == []
 
 
-def test_what_is_ready_may_be_used_before_the_rest_is_read() -> None:
+def test_dialogue_can_be_used_before_all_events_are_read() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
     dialogue = protocol.begin("alice", None, protocol.remember())
     events = iter(dialogue.feed(CONNACK + puback(1) + b"\xe0\x01\x8e"))
@@ -398,7 +400,7 @@ def test_what_is_ready_may_be_used_before_the_rest_is_read() -> None:
     ("written", "code"),
     [
         ("20 03 00 00 00", 0x82),  # a second CONNACK
-        ("f0 00", 0x82),  # AUTH, which nobody asked for
+        ("f0 00", 0x82),  # AUTH without a request
         ("82 06 0001 00 0001 61", 0x82),  # SUBSCRIBE: a client's packet
         ("c0 00", 0x82),  # PINGREQ
         ("41 02 0001", 0x81),  # PUBACK with flags
@@ -420,13 +422,13 @@ def test_what_is_ready_may_be_used_before_the_rest_is_read() -> None:
         ("e0 02 00 7f", 0x81),  # properties beyond the packet
         ("40 ff ff ff 7f", 0x95),  # 256 MB, and no message
         ("30 ff ff ff ff 7f", 0x81),  # a length of five bytes
-        ("30 80 00", 0x81),  # a length that is too long for what it says
+        ("30 80 00", 0x81),  # a length in more bytes than needed
     ],
 )
-def test_nonsense_is_answered_with_the_right_code(written: str, code: int) -> None:
+def test_malformed_packets_are_answered_with_the_right_code(written: str, code: int) -> None:
     dialogue, _ = link()
     with pytest.raises(ProtocolError) as caught:
-        hear(dialogue, bytes.fromhex(written))
+        feed(dialogue, bytes.fromhex(written))
     assert caught.value.farewell == bytes((0xE0, 1, code))
     assert "closed" in repr(dialogue)
 
@@ -443,28 +445,28 @@ def test_nonsense_is_answered_with_the_right_code(written: str, code: int) -> No
         "30 04 0001 61 00",  # a message before the CONNACK
     ],
 )
-def test_a_bad_handshake(written: str) -> None:
+def test_malformed_handshake_is_a_protocol_error(written: str) -> None:
     protocol = Mqtt("mqtt://broker")
     with pytest.raises(ProtocolError):
-        hear(protocol.begin("alice", None, protocol.remember()), bytes.fromhex(written))
+        feed(protocol.begin("alice", None, protocol.remember()), bytes.fromhex(written))
 
 
-def test_a_session_after_a_clean_start_is_nonsense() -> None:
+def test_session_present_after_a_clean_start_is_a_protocol_error() -> None:
     protocol = Mqtt("mqtt://broker", clean_start=True)
     with pytest.raises(ProtocolError, match="after a clean start"):
         link(protocol, session_present=True)
 
 
-def test_a_suback_must_fit_its_question() -> None:
+def test_suback_must_match_its_subscribe() -> None:
     protocol = Mqtt("mqtt://broker")
     for bad in ("90 04 0002 00 01", "90 05 0001 00 01 01"):
         dialogue = protocol.begin("alice", None, protocol.remember())
-        hear(dialogue, CONNACK)
+        feed(dialogue, CONNACK)
         with pytest.raises(ProtocolError):
-            hear(dialogue, bytes.fromhex(bad))
+            feed(dialogue, bytes.fromhex(bad))
 
 
-def test_packets_that_answer_nothing_are_told() -> None:
+def test_acknowledgements_without_a_send_are_reported() -> None:
     dialogue, _ = link()
     stray = {
         "70 02 0001": [Unhandled("a PUBCOMP for a packet that is not in flight")],
@@ -475,10 +477,10 @@ def test_packets_that_answer_nothing_are_told() -> None:
         ],
     }
     for written, events in stray.items():
-        assert hear(dialogue, bytes.fromhex(written)) == events
+        assert feed(dialogue, bytes.fromhex(written)) == events
 
 
-def test_a_publication_is_routed_and_read() -> None:
+def test_publication_is_routed_and_interpreted() -> None:
     protocol = Mqtt("mqtt://broker")
     frame = Publication("alice", b"hi", "1", True, True, {"content_type": "x"})
     assert protocol.route(frame) == "message"
@@ -488,8 +490,8 @@ def test_a_publication_is_routed_and_read() -> None:
     assert (msg.type, msg.content, msg.id, msg.to) == ("bytes", b"hi", "1", "alice")
     assert msg.duplicate
     assert msg.extra == {"content_type": "x", "retained": True}
-    liar = Publication("alice", b"\xff", properties={"payload_format_indicator": 1})
-    spoilt = protocol.interpret("message", liar)
-    assert spoilt is not None
-    assert (spoilt.type, spoilt.content) == ("bytes", b"\xff")
+    not_text = Publication("alice", b"\xff", properties={"payload_format_indicator": 1})
+    interpreted = protocol.interpret("message", not_text)
+    assert interpreted is not None
+    assert (interpreted.type, interpreted.content) == ("bytes", b"\xff")
     assert protocol.interpret("unhandled", frame) is None

@@ -1,4 +1,4 @@
-"""Whatever a server sends: an event, or one error that closes the link; and never too much kept."""
+"""Arbitrary bytes from a server give events or one error, and use bounded memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moored.testing import scaled
 
 pytestmark = pytest.mark.pure
 
-OFTEN = settings(max_examples=scaled(3_000, least=80), deadline=None)
+FUZZ = settings(max_examples=scaled(3_000, least=80), deadline=None)
 SIZE = 2_000
-#: What an error may say before the link is closed.
+#: The DISCONNECT packets that an error may send before the link is closed.
 FAREWELLS = {bytes((0xE0, 1, code)) for code in (0x81, 0x82, 0x93, 0x94, 0x95)}
 
 PACKETS = [
@@ -55,31 +55,31 @@ def begin() -> MqttDialogue:
     return protocol.begin("alice", None, protocol.remember())
 
 
-class Played:
-    """A dialogue that was fed, acknowledging as it goes, and what came of it."""
+class FedDialogue:
+    """A dialogue that acknowledges some messages, and the events of what it was fed."""
 
     def __init__(self) -> None:
         self.dialogue = begin()
         self.events: list[DialogueEvent] = []
         self.farewells: list[bytes] = []
-        self.over = False
+        self.ended = False
         self.sent = 0
 
     def feed(self, data: bytes) -> None:
-        """Feed it, and look at what it keeps."""
-        was_over = self.over
+        """Feed bytes, and check the dialogue's state."""
+        had_ended = self.ended
         try:
             for event in self.dialogue.feed(data):
-                assert not self.over, "nothing comes after the end"
+                assert not self.ended, "an event came after the end"
                 self._handle(event)
         except ProtocolError as error:
             self.farewells.append(error.farewell)
-            self.over = True
-        assert not was_over or self.over
+            self.ended = True
+        assert not had_ended or self.ended
         assert self.dialogue._frames.kept <= SIZE
         assert len(self.dialogue._arrived) <= 4
         assert set(self.farewells) <= FAREWELLS
-        assert len(self.farewells) <= 1, "it is over only once"
+        assert len(self.farewells) <= 1, "the link ended twice"
 
     def _handle(self, event: DialogueEvent) -> None:
         self.events.append(event)
@@ -90,62 +90,66 @@ class Played:
         elif isinstance(event, Happening) and getattr(event.frame, "payload", b"hi") != b"hi":
             self.dialogue.acknowledge(event.token)
         elif isinstance(event, Closing):
-            self.over = True
+            self.ended = True
 
 
-@OFTEN
+@FUZZ
 @given(st.lists(st.sampled_from(PACKETS), max_size=12), st.data())
-def test_packets_in_any_order_cut_anywhere(packets: list[bytes], data: st.DataObject) -> None:
+def test_packets_in_any_order_and_split_anywhere_keep_the_invariants(
+    packets: list[bytes], data: st.DataObject
+) -> None:
     stream = b"".join(packets)
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=6).map(sorted))
-    played = Played()
+    fed = FedDialogue()
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        played.feed(stream[start:end])
-    settled = [event.id for event in played.events if isinstance(event, Confirmed | Refused)]
-    assert len(settled) == len(set(settled)), "a send is settled once"
+        fed.feed(stream[start:end])
+    settled = [event.id for event in fed.events if isinstance(event, Confirmed | Refused)]
+    assert len(settled) == len(set(settled)), "a send was settled twice"
 
 
-@OFTEN
+@FUZZ
 @given(
     st.lists(st.sampled_from(PACKETS), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 255)), max_size=4),
     st.integers(0, 3_000),
 )
 @example([bytes.fromhex("30 06 0001 61 02 26 00")], [], 3_000)
-def test_damaged_packets(packets: list[bytes], damage: list[tuple[int, int]], end: int) -> None:
+def test_damaged_packets_keep_the_invariants(
+    packets: list[bytes], damage: list[tuple[int, int]], end: int
+) -> None:
     stream = bytearray(b"".join(packets))
-    for place, value in damage:
-        stream[place % len(stream)] = value
+    for position, value in damage:
+        stream[position % len(stream)] = value
     for handshake in (b"", CONNACK, CONNACK + SUBACK):
-        played = Played()
-        played.feed(handshake)
-        played.feed(bytes(stream[:end]))
+        fed = FedDialogue()
+        fed.feed(handshake)
+        fed.feed(bytes(stream[:end]))
 
 
-@OFTEN
+@FUZZ
 @given(st.binary(max_size=200))
-def test_noise(noise: bytes) -> None:
+def test_arbitrary_bytes_keep_the_invariants(noise: bytes) -> None:
     for handshake in (b"", CONNACK, CONNACK + SUBACK):
-        played = Played()
-        played.feed(handshake)
-        played.feed(noise)
+        fed = FedDialogue()
+        fed.feed(handshake)
+        fed.feed(noise)
 
 
-def test_it_does_not_matter_where_a_stream_is_cut() -> None:
+def test_events_do_not_depend_on_how_a_stream_is_split() -> None:
     stream = b"".join((CONNACK, SUBACK, publish(1), puback(3), PACKETS[5], puback(2), b"\xd0\x00"))
-    whole = Played()
+    whole = FedDialogue()
     whole.feed(stream)
     kinds = [type(event).__name__ for event in whole.events]
     expected = "Remember Greeting Ready Happening Confirmed Happening Confirmed Ignored"
     assert kinds == expected.split()
     for size in range(1, len(stream)):
-        cut = Played()
+        cut = FedDialogue()
         for at in range(0, len(stream), size):
             cut.feed(stream[at : at + size])
         assert cut.events == whole.events
 
 
-def test_a_large_packet_in_small_pieces_is_looked_at_once() -> None:
+def test_large_packet_in_small_pieces_is_parsed_once() -> None:
     frames = PacketFrames(1 << 20)
     packet = b"\x30\x80\x80\x10" + bytes(1 << 18)
     pieces = [packet[at : at + 64] for at in range(0, len(packet), 64)]
@@ -154,7 +158,7 @@ def test_a_large_packet_in_small_pieces_is_looked_at_once() -> None:
     assert frames.kept == 0
 
 
-def test_a_packet_may_be_as_large_as_we_said_and_no_larger() -> None:
+def test_packet_of_the_maximum_size_is_accepted_and_a_larger_one_refused() -> None:
     for size in (SIZE - 3, SIZE - 2):
         frames = PacketFrames(SIZE)
         packet = b"\x90" + number(size) + bytes(size)

@@ -1,4 +1,4 @@
-"""Settings and messages that no broker takes are refused where they are made."""
+"""Settings and messages that no broker accepts are refused at construction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "expected"),
     [
         ({"delay": -1}, "delay=-1 must be from 0 to 4294967295"),
         ({"delay": 1 << 32}, "delay=4294967296 must be from 0"),
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.pure
         ({"qos": 3}, "qos=3 must be 0, 1 or 2"),
     ],
 )
-def test_a_will_that_cannot_be_written_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_will_is_refused(wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         Will("gone", **wrong)
 
 
@@ -39,13 +39,13 @@ def test_a_will_that_cannot_be_written_is_refused(wrong: dict[str, Any], told: s
         {"user_properties": ((1, 2),)},
     ],
 )
-def test_a_will_that_no_packet_can_hold_is_refused_with_the_settings(wrong: dict[str, Any]) -> None:
+def test_will_that_no_packet_can_hold_is_refused_with_the_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the will cannot be used"):
         Mqtt("mqtt://broker", will=Will("gone", **wrong))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "expected"),
     [
         ({"expiry": -1}, "expiry=-1 must be from 0 to 4294967295"),
         ({"expiry": 1 << 32}, "expiry=4294967296 must be from 0"),
@@ -56,12 +56,12 @@ def test_a_will_that_no_packet_can_hold_is_refused_with_the_settings(wrong: dict
         ({"payload": None}, "NoneType is not bytes"),
     ],
 )
-def test_a_message_that_cannot_be_written_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_message_is_refused(wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         Message(**{"payload": b"", **wrong})
 
 
 @pytest.mark.parametrize("uri", ["mqtts://broker", "mqtt://broker"])
-def test_a_key_without_a_certificate_is_refused(uri: str) -> None:
+def test_key_without_a_certificate_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match="key"):
         Mqtt(uri, key=Path("client.key"))

@@ -1,4 +1,4 @@
-"""Dialogues with a real broker."""
+"""Dialogues with a real Mosquitto."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Dial = Callable[..., Awaitable[Driver]]
 
 @pytest.fixture
 def name() -> str:
-    """A profile that no other test has."""
+    """A profile that no other test uses."""
     return f"profile-{uuid4().hex[:12]}"
 
 
 @pytest.fixture
 async def dial() -> AsyncIterator[Dial]:
-    """Makes links, none of which outlives the test."""
+    """Make links, and abort those that are open at the end of the test."""
     drivers: list[Driver] = []
 
     async def dial(protocol: Mqtt, profile: str, memory: MqttMemory | None = None) -> Driver:
@@ -57,20 +57,20 @@ def received(driver: Driver) -> list[Publication]:
 
 @pytest.mark.every_loop
 @pytest.mark.parametrize("scheme", ["mqtt", "mqtts", "ws", "wss"])
-async def test_a_hundred_sends_are_confirmed_and_arrive_in_order(
+async def test_hundred_sends_are_confirmed_and_arrive_in_order(
     dial: Dial, broker: Mosquitto, authority: Authority, name: str, scheme: str
 ) -> None:
     trust = {"ca": authority.root} if scheme in ("mqtts", "wss") else {}
     protocol = Mqtt(broker.url(scheme), **trust)  # type: ignore[arg-type]
     alice = await dial(protocol, name)
     bob = await dial(protocol, f"{name}-bob")
-    bob.prompt = True
+    bob.acknowledges = True
     window = alice.of(Ready)[0].window
-    assert window == 20, "Mosquitto takes twenty at once, unless it is told otherwise"
+    assert window == 20, "Mosquitto's default receive maximum is 20"
     for number in range(100):
         await alice.until(lambda: alice.dialogue.room)
         send = outgoing(f"{number}", b"%d" % number, f"{name}-bob")
-        alice.say(alice.dialogue.write(send))
+        alice.write(alice.dialogue.write(send))
     await alice.until(lambda: len(alice.of(Confirmed)) == 100)
     assert {event.id for event in alice.of(Confirmed)} == {f"{number}" for number in range(100)}
     await bob.until(lambda: len(received(bob)) == 100)
@@ -81,15 +81,17 @@ async def test_a_hundred_sends_are_confirmed_and_arrive_in_order(
         await driver.end()
 
 
-async def test_nobody_who_listens_is_told(dial: Dial, broker: Mosquitto, name: str) -> None:
+async def test_confirmation_reports_that_no_subscriber_matched(
+    dial: Dial, broker: Mosquitto, name: str
+) -> None:
     alice = await dial(Mqtt(broker.url(), subscribe=()), name)
-    alice.say(alice.dialogue.write(outgoing("1", recipient=f"{name}/nobody")))
+    alice.write(alice.dialogue.write(outgoing("1", recipient=f"{name}/nobody")))
     await alice.until(lambda: alice.of(Confirmed))
     assert alice.of(Confirmed) == [Confirmed("1", "no matching subscribers")]
     await alice.end()
 
 
-async def test_after_an_abort_the_session_is_resumed_and_the_unconfirmed_sent_again(
+async def test_aborted_session_resumes_and_writes_unconfirmed_sends_again(
     dial: Dial, broker: Mosquitto, name: str
 ) -> None:
     protocol = Mqtt(broker.url())
@@ -98,7 +100,7 @@ async def test_after_an_abort_the_session_is_resumed_and_the_unconfirmed_sent_ag
     assert first.of(Ready)[0].resumed is False
     written = first.dialogue.write(outgoing("whole", b"1", name))
     lost = first.dialogue.write(outgoing("lost", b"2", name))
-    first.say(written + lost[:-1])  # the second one never arrives
+    first.write(written + lost[:-1])  # the second one never arrives
     await first.until(lambda: first.of(Confirmed) and received(first))
     await first.break_off()
 
@@ -107,18 +109,18 @@ async def test_after_an_abort_the_session_is_resumed_and_the_unconfirmed_sent_ag
     [(id, data)] = second.dialogue.resend({"lost"})
     assert id == "lost"
     assert data is not None
-    assert data[0] & 0x08, "it is marked as a duplicate"
-    second.say(data)
+    assert data[0] & 0x08, "the DUP flag is missing"
+    second.write(data)
     await second.until(lambda: second.of(Confirmed) and len(received(second)) == 2)
     assert second.of(Confirmed) == [Confirmed("lost")]
-    # The first one was not acknowledged by us, so it comes again, marked.
+    # The client has not acknowledged the first message, so it is redelivered with DUP.
     whole, other = received(second)
     assert (whole.id, whole.duplicate) == ("whole", True)
     assert (other.id, other.payload, other.duplicate) == ("lost", b"2", False)
     await second.end()
 
 
-async def test_what_comes_while_the_link_is_down_comes_after_it(
+async def test_messages_published_while_offline_arrive_after_reconnecting(
     dial: Dial, broker: Mosquitto, name: str
 ) -> None:
     protocol = Mqtt(broker.url())
@@ -135,7 +137,7 @@ async def test_what_comes_while_the_link_is_down_comes_after_it(
     await second.end()
 
 
-async def test_an_expired_session_is_not_resumed_and_nothing_is_sent_again(
+async def test_expired_session_is_not_resumed_and_nothing_is_written_again(
     dial: Dial, broker: Mosquitto, name: str
 ) -> None:
     protocol = Mqtt(broker.url(), session_expiry=0)
@@ -149,26 +151,26 @@ async def test_an_expired_session_is_not_resumed_and_nothing_is_sent_again(
     await second.end()
 
 
-async def test_a_second_link_takes_over(dial: Dial, broker: Mosquitto, name: str) -> None:
+async def test_second_link_takes_over(dial: Dial, broker: Mosquitto, name: str) -> None:
     first = await dial(Mqtt(broker.url()), name)
     second = await dial(Mqtt(broker.url()), name)
     await first.until(lambda: first.lost_with)
-    # Before 2.0.15 Mosquitto closes the old link without a word, against the standard.
-    told = broker.version >= (2, 0, 15)
-    assert [event.kind for event in first.of(Closing)] == [CloseClass.TAKEOVER] * told
+    # Before 2.0.15, Mosquitto closes the old link without a DISCONNECT, against the standard.
+    disconnects = broker.version >= (2, 0, 15)
+    assert [event.kind for event in first.of(Closing)] == [CloseClass.TAKEOVER] * disconnects
     assert not second.lost_with
     await second.end()
 
 
 @pytest.mark.parametrize("persistence", [True, False])
-async def test_a_killed_broker_resumes_what_it_has_kept(
+async def test_killed_broker_resumes_the_session_only_with_persistence(
     dial: Dial, name: str, persistence: bool
 ) -> None:
     with Mosquitto(require_server("mosquitto"), persistence=persistence) as server:
         protocol = Mqtt(server.url())
         memory = protocol.remember()
         first = await dial(protocol, name, memory)
-        first.say(first.dialogue.write(outgoing("1", b"1", name)))
+        first.write(first.dialogue.write(outgoing("1", b"1", name)))
         await first.until(lambda: first.of(Confirmed))
         server.kill()
         await first.until(lambda: first.lost_with)
@@ -181,7 +183,7 @@ async def test_a_killed_broker_resumes_what_it_has_kept(
         await second.end()
 
 
-async def test_a_wrong_password_is_final_and_the_right_one_works(dial: Dial, name: str) -> None:
+async def test_wrong_password_is_final_and_the_right_one_works(dial: Dial, name: str) -> None:
     binary = require_server("mosquitto")
     with Mosquitto(binary, users={"bob": "s3cret/ö"}) as server:
         wrong = await dial(Mqtt(server.url(user="bob:wrong")), name)
@@ -194,35 +196,33 @@ async def test_a_wrong_password_is_final_and_the_right_one_works(dial: Dial, nam
         await wrong.break_off()
 
 
-async def test_what_a_server_refuses_is_refused_alone(
-    dial: Dial, name: str, tmp_path: Path
-) -> None:
+async def test_refused_publish_affects_no_other_send(dial: Dial, name: str, tmp_path: Path) -> None:
     rules = tmp_path / "rules"
     rules.write_text(f"topic readwrite open/#\ntopic read {name}\n")
     with Mosquitto(require_server("mosquitto"), f"acl_file {rules}") as server:
         protocol = Mqtt(server.url(), subscribe=["{profile}", "closed/#"])
         alice = await dial(protocol, name)
-        alice.say(alice.dialogue.write(outgoing("1", recipient="closed/1")))
-        alice.say(alice.dialogue.write(outgoing("2", recipient="open/1")))
+        alice.write(alice.dialogue.write(outgoing("1", recipient="closed/1")))
+        alice.write(alice.dialogue.write(outgoing("2", recipient="open/1")))
         await alice.until(lambda: alice.of(Refused) and alice.of(Confirmed))
         assert alice.of(Refused) == [Refused("1", 0x87, "not authorized")]
         assert [event.id for event in alice.of(Confirmed)] == ["2"]
         await alice.end()
 
 
-async def test_a_server_may_want_less(dial: Dial, name: str) -> None:
+async def test_limits_of_the_server_are_respected(dial: Dial, name: str) -> None:
     options = ("max_keepalive 10", "max_packet_size 1000", "max_inflight_messages 3")
     with Mosquitto(require_server("mosquitto"), *options) as server:
         alice = await dial(Mqtt(server.url(), keepalive=60), name)
         assert alice.of(Ready) == [Ready(False, 3, 10.0)]
         with pytest.raises(Exception, match=r"1,?\d+ bytes, and the server takes 1000"):
             alice.dialogue.write(outgoing("1", bytes(1000)))
-        alice.say(alice.dialogue.ping())
+        alice.write(alice.dialogue.ping())
         await alice.until(lambda: alice.of(Ignored))
         await alice.end()
 
 
-async def test_text_properties_and_retained_messages_go_to_an_independent_peer_and_back(
+async def test_text_properties_and_retained_messages_interoperate_with_another_client(
     dial: Dial, broker: Mosquitto, name: str
 ) -> None:
     alice = await dial(Mqtt(broker.url(), topic="{recipient}/in"), name)
@@ -238,7 +238,7 @@ async def test_text_properties_and_retained_messages_go_to_an_independent_peer_a
             correlation_data=b"\x00\xff",
             user_properties=(("a", "b"), ("a", "c")),
         )
-        alice.say(alice.dialogue.write(outgoing("id-1", message, f"{name}/1")))
+        alice.write(alice.dialogue.write(outgoing("id-1", message, f"{name}/1")))
         got = await anext(peer.messages)
         assert str(got.topic) == f"{name}/1/in"
         assert got.payload == "grüße".encode()
@@ -261,30 +261,30 @@ async def test_text_properties_and_retained_messages_go_to_an_independent_peer_a
         await driver.end()
 
 
-async def test_the_will_is_published_for_those_who_leave_without_a_word(
+async def test_will_is_published_after_an_abort_or_a_goodbye_that_asks_for_it(
     dial: Dial, broker: Mosquitto, name: str
 ) -> None:
     watcher = await dial(Mqtt(broker.url(), subscribe=f"{name}/will/#"), f"{name}-watcher")
 
-    def heard(topic: str) -> bool:
+    def has_received(topic: str) -> bool:
         return topic in [one.topic for one in received(watcher)]
 
     for how, on_goodbye in (("break_off", False), ("end", True)):
         will = Will("{profile}/will/" + how, b"gone", on_goodbye=on_goodbye)
         alice = await dial(Mqtt(broker.url(), will=will, session_expiry=0), name)
         await getattr(alice, how)()
-        await watcher.until(partial(heard, f"{name}/will/{how}"))
+        await watcher.until(partial(has_received, f"{name}/will/{how}"))
     quiet = Mqtt(broker.url(), will=Will("{profile}/will/quiet"), session_expiry=0)
     await (await dial(quiet, name)).end()
     marker = await dial(Mqtt(broker.url()), name)
-    marker.say(marker.dialogue.write(outgoing("1", recipient=f"{name}/will/marker")))
-    await watcher.until(partial(heard, f"{name}/will/marker"))
-    assert not heard(f"{name}/will/quiet")
+    marker.write(marker.dialogue.write(outgoing("1", recipient=f"{name}/will/marker")))
+    await watcher.until(partial(has_received, f"{name}/will/marker"))
+    assert not has_received(f"{name}/will/quiet")
     for driver in (marker, watcher):
         await driver.end()
 
 
-async def test_a_client_id_that_the_server_chose_is_kept(
+async def test_client_id_chosen_by_the_server_is_reused(
     dial: Dial, broker: Mosquitto, name: str
 ) -> None:
     protocol = Mqtt(broker.url(), client_id="", subscribe=f"{name}/#")

@@ -1,4 +1,4 @@
-"""The settings of MQTT: where it leads, as whom, and what is refused."""
+"""The settings of MQTT: addresses, credentials, and invalid settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.postgres.certificates import Authority
-from tests.sessions.mqtt.peers import connack, hear
+from tests.sessions.mqtt.peers import connack, feed
 
 from moored.sessions import mqtt
 from moored.sessions._errors import SessionError
@@ -31,7 +31,7 @@ def hello(protocol: Mqtt, profile: str = "alice", **more: Any) -> mqtt5.ConnectP
 
 
 @pytest.mark.parametrize(
-    ("uri", "kind", "place"),
+    ("uri", "kind", "address"),
     [
         ("mqtt://broker", Tcp, "broker:1883"),
         ("MQTT://Broker:1884/", Tcp, "broker:1884"),
@@ -41,13 +41,13 @@ def hello(protocol: Mqtt, profile: str = "alice", **more: Any) -> mqtt5.ConnectP
         ("wss://broker", WebSocket, "wss://broker:443/mqtt"),
     ],
 )
-def test_where_a_uri_leads(uri: str, kind: type, place: str) -> None:
+def test_uri_selects_transport_and_address(uri: str, kind: type, address: str) -> None:
     endpoint = Mqtt(uri).endpoint
     assert type(endpoint) is kind
-    assert str(endpoint) == place
+    assert str(endpoint) == address
 
 
-def test_users_and_passwords_are_decoded_and_never_shown() -> None:
+def test_user_and_password_are_decoded_and_never_shown() -> None:
     protocol = Mqtt("mqtt://us%40er:p%C3%A4ssw%C3%B6rd@broker")
     packet = hello(protocol)
     assert (packet.username, packet.password) == ("us@er", SECRET.encode())
@@ -58,7 +58,7 @@ def test_users_and_passwords_are_decoded_and_never_shown() -> None:
     assert repr(protocol) == "<Mqtt mqtt://broker:1883, topic {recipient}>"
 
 
-def test_stored_credentials_go_before_those_of_the_uri() -> None:
+def test_stored_credentials_override_those_of_the_uri() -> None:
     protocol = Mqtt("mqtt://one:1@broker")
     packet = hello(protocol, credentials=Mqtt.credentials("two", SECRET))
     assert (packet.username, packet.password) == ("two", SECRET.encode())
@@ -91,7 +91,7 @@ def test_stored_credentials_go_before_those_of_the_uri() -> None:
         ("mqtt://bro ker", "a space"),
     ],
 )
-def test_bad_uris(uri: str, why: str) -> None:
+def test_invalid_uri_is_refused_without_showing_its_password(uri: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         Mqtt(uri)
     assert "hid" not in str(caught.value)
@@ -101,19 +101,21 @@ def test_bad_uris(uri: str, why: str) -> None:
 @given(st.text(max_size=30), st.text(max_size=30))
 @example("wss://", "")
 @example("", "the URI has no host")
-def test_any_text_as_a_uri_is_taken_or_refused(before: str, after: str) -> None:
-    # (Hypothesis draws texts from the code, too: any of them may be a part of our own messages.)
+def test_any_string_as_a_uri_is_accepted_or_refused_without_showing_secrets(
+    before: str, after: str
+) -> None:
+    # (Hypothesis also draws strings from our source, which may be part of our own messages.)
     for text in (before, f"{before}{SECRET}{after}"):
         for uri in (text, f"mqtt://{text}", f"mqtt://user:{text}@broker", f"wss://{text}"):
             try:
                 Mqtt(uri)
             except ValueError as error:
-                told = str(error)
-                assert told
-                assert SECRET not in told
+                message = str(error)
+                assert message
+                assert SECRET not in message
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="Mqtt: ") as caught:
         Mqtt(
             "mqtt://broker",
@@ -129,7 +131,7 @@ def test_all_mistakes_are_told_at_once() -> None:
             ca="x",
             server_name="y",
         )
-    told = str(caught.value)
+    message = str(caught.value)
     for part in (
         "topic has {who}, and only {profile} and {recipient} can be filled in",
         "client_id has {recipient}",
@@ -144,10 +146,10 @@ def test_all_mistakes_are_told_at_once() -> None:
         "ca is for TLS, and mqtt:// has none",
         "server_name is for TLS",
     ):
-        assert part in told
+        assert part in message
 
 
-def test_what_is_asked_of_the_server() -> None:
+def test_settings_appear_in_the_connect_packet() -> None:
     protocol = Mqtt(
         "mqtt://broker",
         client_id="app-{profile}",
@@ -169,43 +171,43 @@ def test_what_is_asked_of_the_server() -> None:
     assert protocol.resumes
 
 
-def test_a_clean_start_is_asked_for_once_or_always() -> None:
+def test_clean_start_is_requested_once_or_for_every_link() -> None:
     once = Mqtt("mqtt://broker", clean_start=True, subscribe=())
     memory = once.remember()
     assert hello(once, memory=memory).clean_start
-    hear(once.begin("alice", None, memory), connack())
-    assert not hello(once, memory=memory).clean_start, "the next link resumes this session"
+    feed(once.begin("alice", None, memory), connack())
+    assert not hello(once, memory=memory).clean_start, "the next link must resume this session"
     always = Mqtt("mqtt://broker", session_expiry=0, subscribe=())
     assert not always.resumes
     memory = always.remember()
-    hear(always.begin("alice", None, memory), connack())
+    feed(always.begin("alice", None, memory), connack())
     assert hello(always, memory=memory).clean_start
 
 
-def test_the_client_id_that_the_server_chose_is_used_again() -> None:
+def test_client_id_chosen_by_the_server_is_used_again() -> None:
     protocol = Mqtt("mqtt://broker", client_id="", subscribe=())
     memory = protocol.remember()
     assert hello(protocol, memory=memory).client_id == ""
-    hear(protocol.begin("alice", None, memory), connack(assigned_client_id="chosen"))
+    feed(protocol.begin("alice", None, memory), connack(assigned_client_id="chosen"))
     again = hello(protocol, memory=memory)
     assert (again.client_id, again.clean_start) == ("chosen", False)
 
 
 @pytest.mark.parametrize("profile", ["#", "a/+", "a\0", "\ud800", "x" * 65536])
-def test_a_profile_that_would_hear_more_than_its_own_is_refused(profile: str) -> None:
+def test_profile_with_wildcards_or_invalid_characters_is_refused(profile: str) -> None:
     protocol = Mqtt("mqtt://broker")
     with pytest.raises(SessionError, match="the profile cannot be used with MQTT"):
         protocol.begin(profile, None, protocol.remember())
 
 
-def test_a_profile_is_put_in_as_it_is() -> None:
+def test_placeholders_inside_a_profile_are_not_expanded() -> None:
     protocol = Mqtt("mqtt://broker", topic="{profile}/{recipient}")
     dialogue = protocol.begin("{recipient}", None, MqttMemory())
     assert dialogue._plan.topic == ("{recipient}/", "")
     assert "bob".join(dialogue._plan.topic) == "{recipient}/bob"
 
 
-def test_tls_is_made_from_files(authority: Authority, tmp_path: Path) -> None:
+def test_tls_context_is_built_from_files(authority: Authority, tmp_path: Path) -> None:
     own = authority.sign("alice")
     protocol = Mqtt("mqtts://broker", ca=authority.root, certificate=own.certificate, key=own.key)
     assert isinstance(protocol.endpoint, Tcp)
@@ -220,7 +222,7 @@ def test_tls_is_made_from_files(authority: Authority, tmp_path: Path) -> None:
         Mqtt("wss://broker", server_name="x")
 
 
-def test_the_public_names() -> None:
+def test_public_names_are_unchanged() -> None:
     assert sorted(mqtt.__all__) == [
         "ID_PROPERTY",
         "Message",

@@ -1,11 +1,11 @@
-"""Messages above the maximum packet size that a broker sends all the same."""
+"""Messages above the maximum packet size, which some brokers send anyway."""
 
 from __future__ import annotations
 
 import mqtt5
 import pytest
 from tests.sessions.mqtt.driver import outgoing
-from tests.sessions.mqtt.peers import connack, hear, link, puback, publish
+from tests.sessions.mqtt.peers import connack, feed, link, puback, publish
 from tests.sessions.mqtt.scripted import ScriptedBroker
 from tests.sessions.support import collect, until
 from websockets.asyncio.server import ServerConnection, serve
@@ -22,25 +22,25 @@ LARGE = bytes(3 * LIMIT)
 REFUSED, REFUSED_TWICE = "40 03 {:04x} 83", "50 03 {:04x} 83"
 
 
-def contents(heard: list[Incoming]) -> list[bytes]:
-    return [event.data.content for event in heard if isinstance(event.data, Msg)]
+def contents(received: list[Incoming]) -> list[bytes]:
+    return [event.data.content for event in received if isinstance(event.data, Msg)]
 
 
-def asides(heard: list[Incoming]) -> list[SetAside]:
-    return [event.data for event in heard if isinstance(event.data, SetAside)]
+def asides(received: list[Incoming]) -> list[SetAside]:
+    return [event.data for event in received if isinstance(event.data, SetAside)]
 
 
 @pytest.mark.every_loop
-async def test_a_message_that_is_too_large_is_set_aside_and_the_account_goes_on(
+async def test_oversized_message_is_set_aside_and_the_session_continues(
     sessions: Sessions,
 ) -> None:
     async with ScriptedBroker() as broker:
         alice = await sessions.connect("alice", Mqtt(broker.url, max_packet_size=LIMIT))
-        heard = collect(alice)
-        broker.say(publish(1) + publish(2, payload=LARGE) + publish(3, payload=b"after"))
-        await until(lambda: contents(heard) == [b"hi", b"after"])
+        received = collect(alice)
+        broker.send(publish(1) + publish(2, payload=LARGE) + publish(3, payload=b"after"))
+        await until(lambda: contents(received) == [b"hi", b"after"])
         assert isinstance(await alice.send("bob", b"x"), Acked)
-        [aside] = asides(heard)
+        [aside] = asides(received)
         assert isinstance(aside.error, MessageTooLarge)
         assert (aside.error.topic, aside.error.limit) == ("alice", LIMIT)
         assert aside.error.size > len(LARGE)
@@ -50,7 +50,7 @@ async def test_a_message_that_is_too_large_is_set_aside_and_the_account_goes_on(
         assert alice.generation == 1
 
 
-async def test_over_websocket_too(sessions: Sessions) -> None:
+async def test_oversized_message_over_websocket_is_set_aside(sessions: Sessions) -> None:
     async def broker(connection: ServerConnection) -> None:
         await connection.recv()
         await connection.send(connack())
@@ -61,20 +61,22 @@ async def test_over_websocket_too(sessions: Sessions) -> None:
     async with serve(broker, "127.0.0.1", 0, subprotocols=[Subprotocol("mqtt")]) as server:
         port = next(iter(server.sockets)).getsockname()[1]
         alice = await sessions.connect("alice", Mqtt(f"ws://127.0.0.1:{port}", subscribe=()))
-        heard = collect(alice)
-        await until(lambda: contents(heard) == [b"hi"])
-        assert len(asides(heard)) == 1
+        received = collect(alice)
+        await until(lambda: contents(received) == [b"hi"])
+        assert len(asides(received)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 5000])
 @pytest.mark.parametrize(("qos", "answer"), [(1, REFUSED), (2, REFUSED_TWICE), (0, "")])
-def test_it_does_not_matter_where_a_large_packet_is_cut(size: int, qos: int, answer: str) -> None:
+def test_oversized_packet_is_handled_alike_however_it_is_split(
+    size: int, qos: int, answer: str
+) -> None:
     dialogue, _ = link(Mqtt("mqtt://broker", subscribe=(), max_packet_size=LIMIT))
     dialogue.write(outgoing("1"))
     stream = publish(5, qos=qos, payload=LARGE) + puback(1) + publish(6, payload=LARGE) + publish(7)
     events: list[DialogueEvent] = []
     for at in range(0, len(stream), size):
-        events += hear(dialogue, stream[at : at + size])
+        events += feed(dialogue, stream[at : at + size])
     first, *rest = events
     if answer:
         assert first == Greeting(bytes.fromhex(answer.format(5)))
@@ -87,19 +89,19 @@ def test_it_does_not_matter_where_a_large_packet_is_cut(size: int, qos: int, ans
     assert rest[1] == Greeting(bytes.fromhex(REFUSED.format(6)))
 
 
-def test_acknowledgements_stay_in_order_around_it() -> None:
+def test_acknowledgements_stay_in_order_around_an_oversized_message() -> None:
     dialogue, _ = link(Mqtt("mqtt://broker", subscribe=(), max_packet_size=LIMIT))
     stream = publish(1) + publish(2, payload=LARGE) + publish(3)
-    kinds = [type(event) for event in hear(dialogue, stream)]
+    kinds = [type(event) for event in feed(dialogue, stream)]
     assert kinds == [Happening, Happening, Happening]
     assert dialogue.acknowledge(3) == b""
     assert dialogue.acknowledge(1) == puback(1) + bytes.fromhex(REFUSED.format(2)) + puback(3)
 
 
-def test_a_large_packet_that_is_no_message_ends_the_link() -> None:
+def test_oversized_packet_other_than_publish_ends_the_link() -> None:
     protocol = Mqtt("mqtt://broker", subscribe=(), max_packet_size=LIMIT)
     dialogue = protocol.begin("alice", None, MqttMemory())
     with pytest.raises(ProtocolError, match="3000 bytes") as caught:
-        hear(dialogue, b"\x20\xb5\x17" + bytes(10))
+        feed(dialogue, b"\x20\xb5\x17" + bytes(10))
     assert caught.value.farewell == b"\xe0\x01\x95"
-    assert not any(isinstance(event, Ready) for event in hear(dialogue, connack()))
+    assert not any(isinstance(event, Ready) for event in feed(dialogue, connack()))

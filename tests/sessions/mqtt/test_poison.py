@@ -1,4 +1,4 @@
-"""Sends for which a broker ends the link, and what becomes of them and of the others."""
+"""Sends for which a broker closes the link, and the outcomes of those and of others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mqtt5
 import pytest
 from tests.sessions.mqtt.driver import outgoing
-from tests.sessions.mqtt.peers import connack, hear, link, puback
+from tests.sessions.mqtt.peers import connack, feed, link, puback
 from tests.sessions.mqtt.scripted import ScriptedBroker, acknowledged
 from tests.sessions.support import until
 from websockets.asyncio.server import ServerConnection, serve
@@ -27,7 +27,7 @@ def refuse_poison(packet: mqtt5.PublishPacket) -> bytes | None:
     return None if packet.payload == b"poison" else acknowledged(packet)
 
 
-async def test_a_send_that_timed_out_is_not_written_again(
+async def test_send_that_timed_out_is_not_written_again(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     scripted.on_publish = lambda packet: b"" if packet.payload == b"late" else acknowledged(packet)
@@ -40,7 +40,7 @@ async def test_a_send_that_timed_out_is_not_written_again(
     assert scripted.payloads() == [b"late", b"after"]
 
 
-async def test_a_send_that_ends_two_links_is_put_aside(
+async def test_send_that_ends_two_links_is_given_up(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     scripted.on_publish = refuse_poison
@@ -53,10 +53,10 @@ async def test_a_send_that_ends_two_links_is_put_aside(
     assert scripted.payloads() == [b"poison", b"poison", b"after"]
 
 
-async def test_the_sends_beside_a_poisonous_one_are_confirmed(
+async def test_sends_beside_a_poison_one_are_confirmed(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
-    # As a broker that confirms later than it checks: nothing of the burst is acknowledged in time.
+    # Like a broker that confirms later than it checks: the link ends before any acknowledgement.
     held: list[bytes] = []
 
     def refuse_late(packet: mqtt5.PublishPacket) -> bytes | None:
@@ -69,7 +69,7 @@ async def test_the_sends_beside_a_poisonous_one_are_confirmed(
 
     def release() -> None:
         for data in held:
-            scripted.say(data)
+            scripted.send(data)
         held.clear()
 
     scripted.on_publish = refuse_late
@@ -85,7 +85,7 @@ async def test_the_sends_beside_a_poisonous_one_are_confirmed(
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3])
-async def test_sends_that_were_in_flight_together_outlive_cut_links(
+async def test_sends_in_flight_together_survive_cut_links(
     sessions: Sessions, scripted: ScriptedBroker, cuts: int
 ) -> None:
     scripted.on_publish = lambda packet: (
@@ -100,7 +100,7 @@ async def test_sends_that_were_in_flight_together_outlive_cut_links(
 
 
 def resumed(protocol: Mqtt, memory: MqttMemory, *ids: str) -> tuple[MqttDialogue, list[str | None]]:
-    """The next link, and what it writes at once; None for each send that it gives up."""
+    """Return the next link, and the ids that it writes; None for each send that it gives up."""
     dialogue, _ = link(protocol, memory, session_present=True)
     sends = list(dialogue.resend(set(ids)))
     return dialogue, [None if data is None else id for id, data in sends if data != b""]
@@ -115,17 +115,17 @@ def test_only_a_send_that_was_alone_in_flight_twice_is_given_up() -> None:
     assert resumed(protocol, memory, "a", "b", "c")[1] == ["a", "b", "c"]
     probing, written = resumed(protocol, memory, "a", "b", "c")
     assert written == ["a"]
-    confirmed, later = hear(probing, puback(1))
+    confirmed, later = feed(probing, puback(1))
     assert confirmed == Confirmed("a")
     assert isinstance(later, Greeting)  # b, whose link ends now
     assert resumed(protocol, memory, "b", "c")[1] == ["b"]
-    # That was the second link that has ended with b alone; c begins anew.
+    # Two links have ended with b alone in flight; c starts with no such link.
     assert resumed(protocol, memory, "b", "c")[1] == [None, "c"]
     assert resumed(protocol, memory, "c")[1] == ["c"]
 
 
 @pytest.mark.parametrize("do", [MqttDialogue.ping, MqttDialogue.goodbye])
-def test_a_link_that_lives_on_or_is_left_by_us_does_not_end_for_a_send(
+def test_link_that_continues_or_is_closed_by_us_is_not_blamed_on_a_send(
     do: Callable[[MqttDialogue], bytes],
 ) -> None:
     protocol = Mqtt("mqtt://broker", subscribe=())
@@ -138,7 +138,7 @@ def test_a_link_that_lives_on_or_is_left_by_us_does_not_end_for_a_send(
         assert written == ["a"]
 
 
-async def test_a_burst_over_websocket_stays_below_the_frame_limit_of_a_broker(
+async def test_burst_over_websocket_stays_below_the_frame_limit_of_the_broker(
     sessions: Sessions,
 ) -> None:
     async def broker(connection: ServerConnection) -> None:
@@ -160,7 +160,7 @@ async def test_a_burst_over_websocket_stays_below_the_frame_limit_of_a_broker(
         assert alice.generation == 1
 
 
-async def test_a_disconnect_for_a_send_does_not_stop_the_account(
+async def test_disconnect_caused_by_a_send_does_not_stop_the_session(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     gone = mqtt5.DisconnectPacket(reason_code=mqtt5.DisconnectReasonCode.NOT_AUTHORIZED).write()

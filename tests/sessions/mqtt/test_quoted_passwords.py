@@ -18,7 +18,7 @@ QUOTING = f"no such login: {PASSWORD}"
 
 
 @pytest.mark.parametrize("source", ["uri", "credentials"])
-async def test_a_password_that_the_broker_quotes_is_hidden(
+async def test_password_quoted_by_the_broker_is_hidden(
     source: str, sessions: Sessions, scripted: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "moored.sessions")
@@ -40,7 +40,7 @@ async def test_a_password_that_the_broker_quotes_is_hidden(
     outcome = await alice.send("bob", b"x", outcome=True)
     assert isinstance(outcome, Rejected)
     taken_over = mqtt5.DisconnectReasonCode.SESSION_TAKEN_OVER
-    scripted.say(mqtt5.DisconnectPacket(reason_code=taken_over, reason_str=QUOTING).write())
+    scripted.send(mqtt5.DisconnectPacket(reason_code=taken_over, reason_str=QUOTING).write())
     await until(lambda: alice.state == "offline/refused")
     await until(lambda: "refused" in str(seen))
     reported = f"{outcome} {alice.status()} {seen} {caplog.text} {sessions.recorder.events()}"

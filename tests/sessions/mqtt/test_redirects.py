@@ -1,4 +1,4 @@
-"""Brokers that send a client elsewhere, and credentials that are fetched for each link."""
+"""Server redirects, and credentials that are fetched for each link."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ MOVED = mqtt5.DisconnectReasonCode.SERVER_MOVED
 pytestmark = pytest.mark.every_loop
 
 
-async def test_a_refusal_with_a_server_reference_is_followed(
+async def test_refusal_with_a_server_reference_is_followed(
     sessions: Sessions, scripted: ScriptedBroker, elsewhere: ScriptedBroker
 ) -> None:
     scripted.connack = {"reason_code": ELSEWHERE, "server_reference": f"127.0.0.1:{elsewhere.port}"}
     alice = await sessions.connect("alice", Mqtt(scripted.url))
     assert isinstance(await alice.send("bob", b"x"), Acked)
     assert (scripted.payloads(), elsewhere.payloads()) == ([], [b"x"])
-    # A link that is lost is made anew there.
+    # A lost link is dialled again at the new server.
     elsewhere.cut()
     await until(lambda: len(elsewhere.links) == 2)
     await alice.online(10)
     assert len(scripted.links) == 1
 
 
-async def test_an_open_link_is_moved(
+async def test_open_link_is_moved_to_the_referenced_server(
     sessions: Sessions, scripted: ScriptedBroker, elsewhere: ScriptedBroker
 ) -> None:
     alice = await sessions.connect("alice", Mqtt(scripted.url))
     reference = f"127.0.0.1:{elsewhere.port} 127.0.0.2:1883"
-    scripted.say(mqtt5.DisconnectPacket(reason_code=MOVED, server_reference=reference).write())
+    scripted.send(mqtt5.DisconnectPacket(reason_code=MOVED, server_reference=reference).write())
     await until(lambda: elsewhere.links)
     await alice.online(10)
     assert isinstance(await alice.send("bob", b"x"), Acked)
     assert elsewhere.payloads() == [b"x"]
 
 
-async def test_each_profile_has_its_own_server(
+async def test_host_of_selects_the_server_of_each_profile(
     sessions: Sessions, scripted: ScriptedBroker, elsewhere: ScriptedBroker
 ) -> None:
     hosts = {"alice": None, "bob": f"127.0.0.1:{elsewhere.port}", "eve": "a:b"}
@@ -53,27 +53,27 @@ async def test_each_profile_has_its_own_server(
     assert isinstance(await alice.send("carol", b"from alice"), Acked)
     assert isinstance(await bob.send("carol", b"from bob"), Acked)
     assert (scripted.payloads(), elsewhere.payloads()) == ([b"from alice"], [b"from bob"])
-    # From where a server has sent it in vain, a profile goes back to its own server.
+    # After a redirect to an unreachable server, a profile returns to its own server.
     away = mqtt5.DisconnectPacket(reason_code=MOVED, server_reference="127.0.0.1:1").write()
-    elsewhere.say(away)
+    elsewhere.send(away)
     await until(lambda: len(elsewhere.links) == 2)
     for profile, why in (("eve", "host_of returned 'a:b'"), ("mallory", "host_of failed")):
         with pytest.raises(NotConnected, match=why):
             await sessions.connect(profile, protocol)
 
 
-async def test_a_server_that_is_not_there_sends_us_home(
+async def test_unreachable_or_invalid_server_reference_returns_to_the_configured_server(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     alice = await sessions.connect("alice", Mqtt(scripted.url))
     for reference in ("127.0.0.1:1", "no reference", "[", "a:b", "x:99999"):
         before = len(scripted.links)
-        scripted.say(mqtt5.DisconnectPacket(reason_code=MOVED, server_reference=reference).write())
+        scripted.send(mqtt5.DisconnectPacket(reason_code=MOVED, server_reference=reference).write())
         await until(lambda at=before: len(scripted.links) > at and alice.state == "online")  # type: ignore[misc]
         assert isinstance(await alice.send("bob", b"x"), Acked)
 
 
-async def test_two_servers_that_send_us_to_each_other_are_dialled_with_pauses(
+async def test_mutual_redirects_are_followed_with_pauses(
     scripted: ScriptedBroker, elsewhere: ScriptedBroker
 ) -> None:
     scripted.connack = {"reason_code": ELSEWHERE, "server_reference": f"127.0.0.1:{elsewhere.port}"}
@@ -103,7 +103,7 @@ async def test_credentials_are_fetched_for_each_link(
     ]
 
 
-async def test_a_function_for_credentials_that_fails_is_called_again(
+async def test_failing_credentials_function_is_called_again(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     calls: list[str] = []

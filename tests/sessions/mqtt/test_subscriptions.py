@@ -1,4 +1,4 @@
-"""What an account hears: subscriptions at each link, at run time, and those that are refused."""
+"""Subscriptions: at each link, at run time, and those that the broker refuses."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NOT_AUTHORIZED = mqtt5.SubAckReasonCode.NOT_AUTHORIZED
 
 
 def subscribed(scripted: ScriptedBroker) -> list[list[str]]:
-    """What was subscribed to, SUBSCRIBE by SUBSCRIBE."""
+    """Return the filters of each SUBSCRIBE."""
     packets = scripted.sent(mqtt5.SubscribePacket)
     return [[one.pattern for one in packet.topic_filters] for packet in packets]
 
 
 def unsubscribed(scripted: ScriptedBroker) -> list[list[str]]:
-    """What was unsubscribed from, UNSUBSCRIBE by UNSUBSCRIBE."""
+    """Return the filters of each UNSUBSCRIBE."""
     return [packet.patterns for packet in scripted.sent(mqtt5.UnsubscribePacket)]
 
 
 @pytest.mark.every_loop
-async def test_every_link_subscribes_and_retained_messages_come_once(
+async def test_every_link_subscribes_and_retained_messages_arrive_once(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     alice = await sessions.connect("alice", Mqtt(scripted.url, subscribe=["a", "b/#"]))
@@ -45,7 +45,7 @@ async def test_every_link_subscribes_and_retained_messages_come_once(
         assert all(one.retain_handling == only_new for one in packet.topic_filters)
 
 
-async def test_a_broker_restored_from_an_older_snapshot_is_asked_for_all_filters(
+async def test_broker_restored_from_a_snapshot_gets_all_subscriptions_again(
     sessions: Sessions,
 ) -> None:
     with Mosquitto(require_server("mosquitto"), persistence=True) as server:
@@ -60,13 +60,13 @@ async def test_a_broker_restored_from_an_older_snapshot_is_asked_for_all_filters
         shutil.copy(snapshot, server.database)
         server.start()
         await until(lambda: alice.generation > 1 and alice.state == "online")
-        heard = collect(alice)
+        received = collect(alice)
         async with peer(server) as client:
             await client.publish("new", b"news", qos=1)
-        await until(lambda: any(isinstance(event.data, Msg) for event in heard))
+        await until(lambda: any(isinstance(event.data, Msg) for event in received))
 
 
-async def test_a_filter_that_is_not_wanted_any_more_is_unsubscribed_by_the_next_process(
+async def test_removed_filter_is_unsubscribed_by_the_next_process(
     scripted: ScriptedBroker, tmp_path: Path
 ) -> None:
     for filters in (["a", "b", "c"], ["b"], ["b"]):
@@ -76,7 +76,7 @@ async def test_a_filter_that_is_not_wanted_any_more_is_unsubscribed_by_the_next_
     assert subscribed(scripted) == [["a", "b", "c"], ["b"], ["b"]]
 
 
-async def test_nothing_is_unsubscribed_where_the_broker_keeps_nothing(
+async def test_nothing_is_unsubscribed_if_the_broker_keeps_no_session(
     scripted: ScriptedBroker, tmp_path: Path
 ) -> None:
     for filters in (["a"], ["b"]):
@@ -85,21 +85,21 @@ async def test_nothing_is_unsubscribed_where_the_broker_keeps_nothing(
     assert unsubscribed(scripted) == []
 
 
-async def test_a_refused_subscription_is_an_event(
+async def test_refused_subscription_is_an_event(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     scripted.on_filter = lambda pattern: NOT_AUTHORIZED if pattern == "secret/alice" else GRANTED
     alice = await sessions.connect("alice", Mqtt(scripted.url, subscribe=["a", "secret/{profile}"]))
-    heard = collect(alice)
-    await until(lambda: any(one.type == "subscription_refused" for one in heard))
-    [event] = [one for one in heard if one.type == "subscription_refused"]
+    received = collect(alice)
+    await until(lambda: any(one.type == "subscription_refused" for one in received))
+    [event] = [one for one in received if one.type == "subscription_refused"]
     assert event.data == SubscriptionRefused("secret/alice", 0x87, "not authorized")
     assert alice.status()["unhandled"] == 1
     assert alice.state == "online"
 
 
 @pytest.mark.every_loop
-async def test_a_session_subscribes_and_unsubscribes_at_run_time(
+async def test_subscribe_and_unsubscribe_at_run_time_last_over_links(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     alice = await sessions.connect("alice", Mqtt(scripted.url, subscribe=["a", "b"]))
@@ -112,7 +112,7 @@ async def test_a_session_subscribes_and_unsubscribes_at_run_time(
     assert unsubscribed(scripted) == [["a"]]
 
 
-async def test_a_subscription_that_the_broker_refuses_at_run_time_raises(
+async def test_subscription_refused_at_run_time_raises(
     sessions: Sessions, scripted: ScriptedBroker
 ) -> None:
     scripted.on_filter = lambda pattern: NOT_AUTHORIZED if pattern == "secret" else GRANTED
@@ -128,7 +128,7 @@ async def test_a_subscription_that_the_broker_refuses_at_run_time_raises(
 @pytest.mark.parametrize(
     "bad", ["", "a/#/b", "a#", "a/b+", "a\0", "$share/a", "$share/+/b", "x" * 65536]
 )
-async def test_a_filter_that_no_broker_takes_is_refused_at_the_call(bad: str) -> None:
+async def test_invalid_filter_is_refused_at_the_call(bad: str) -> None:
     with pytest.raises(ValueError, match="subscribe"):
         Mqtt("mqtt://broker", subscribe=bad)
     async with Sessions() as sessions:
@@ -137,21 +137,21 @@ async def test_a_filter_that_no_broker_takes_is_refused_at_the_call(bad: str) ->
             await alice.subscribe(bad)
 
 
-async def test_protocols_without_topics_have_no_subscriptions(sessions: Sessions) -> None:
+async def test_protocol_without_topics_refuses_subscriptions(sessions: Sessions) -> None:
     alice = await sessions.start("alice", Demo(DemoServer()))
     with pytest.raises(Unsupported):
         await alice.subscribe("a")
 
 
-async def test_messages_to_a_filter_of_run_time_arrive_from_a_real_broker(
+async def test_messages_to_a_filter_added_at_run_time_arrive(
     sessions: Sessions,
 ) -> None:
     with Mosquitto(require_server("mosquitto")) as server:
         alice = await sessions.connect("alice", Mqtt(server.url()))
-        heard = collect(alice)
+        received = collect(alice)
 
         def contents() -> list[bytes]:
-            return [event.data.content for event in heard if isinstance(event.data, Msg)]
+            return [event.data.content for event in received if isinstance(event.data, Msg)]
 
         await alice.subscribe("news/#")
         async with peer(server) as client:
