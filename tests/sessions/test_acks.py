@@ -206,7 +206,7 @@ def test_cumulative_count_after_a_resumption_skips_sends_settled_meanwhile(
 
 def test_id_in_flight_cannot_be_used_twice(table: AckTable) -> None:
     park(table, "1")
-    with pytest.raises(SessionError, match="under way already"):
+    with pytest.raises(SessionError, match="is in progress"):
         park(table, "1")
 
 

@@ -87,7 +87,7 @@ async def test_repeated_send_with_an_id_in_flight_yields_to_the_loop(
     await alice.send("bob", b"x", id="1", wait=False)
     before = iterations.count
     for _ in range(50):
-        with pytest.raises(SessionError, match="under way already"):
+        with pytest.raises(SessionError, match="is in progress"):
             await alice.send("bob", b"x", id="1")
     assert iterations.count - before >= 50
 

@@ -135,7 +135,7 @@ async def test_send_that_is_not_confirmed_in_time_is_unknown(
 ) -> None:
     alice = await sessions.connect("alice", Demo(server))
     server.drop_acks = 1
-    with pytest.raises(SendUnknown, match="only if a second one does no harm"):
+    with pytest.raises(SendUnknown, match="only if a duplicate does no harm"):
         await alice.send("bob", b"hello", timeout=0.05)
     # A late ack must not settle the next send.
     assert await alice.send("bob", b"next")

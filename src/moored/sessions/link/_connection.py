@@ -1,8 +1,8 @@
-"""The connection of a session: one link after another, for one life in the session's tree.
+"""The connection of a session: the child of its tree that makes one link after another.
 
-It does what the core says: dials, greets, waits, and dials again. A defect, in the protocol or
-here, ends this life: all sends that are under way are settled at once, and the supervisor starts
-another one, which connects by itself.
+It does what `SessionCore` decides: dial, wait, and dial again. A defect, in the protocol or here,
+crashes the connection: all sends in flight are settled at once, and the supervisor starts a new
+connection, which dials again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
-#: How long a login may wait for a person.
+#: Seconds that a person has to answer a login step.
 LOGIN_TIMEOUT = 300.0
 
 
 class Connection:
-    """One life of a session's connection."""
+    """The connection of a session, until it crashes or is stopped."""
 
     __slots__ = (
         "_dialling",
@@ -54,21 +54,21 @@ class Connection:
     def __init__(self, runtime: SessionRuntime) -> None:
         self._runtime = runtime
         self.queries = Queries()
-        #: Recent sends, for peers that may ask for one again; gone with whatever has crashed.
+        #: Recent sends, for peers that request one again; a crash discards them.
         self.recent = runtime.owner._retry_cache() if runtime.protocol.repeats else None
         #: The current link, once its socket is open.
         self.link: Link | None = None
-        #: Where the last link leads, or the attempt to make one.
+        #: The endpoint of the last dial.
         self.endpoint: Any = runtime.protocol.endpoint
         self._poke: asyncio.Future[None] | None = None
         self._dialling: asyncio.Task[None] | None = None
         self._greeted: asyncio.Future[bool | None] | None = None
         self._error: BaseException | None = None
 
-    # -- its life ------------------------------------------------------------------------------
+    # -- run and crash -------------------------------------------------------------------------
 
     async def run(self, ctx: Context) -> None:
-        """Have a link while the core wants one, until it is cancelled."""
+        """Keep a link open while the core wants one, until cancelled."""
         runtime = self._runtime
         core, loop = runtime.core, asyncio.get_running_loop()
         runtime.connection = self
@@ -88,7 +88,7 @@ class Connection:
             core.crashed("the connection was stopped", self._now())
             self.disconnect("the connection was stopped")
             if self._error is not None:
-                runtime.record("a defect at the end", kind="failure", cause=self._error)
+                runtime.record("crashed while it was stopped", kind="failure", cause=self._error)
             raise
         except BaseException as error:
             self._end_link(abort=True)
@@ -100,12 +100,12 @@ class Connection:
             runtime.connection = None
 
     def poke(self) -> None:
-        """Look at the core again: something has changed."""
+        """Wake `run` to query the core again."""
         if self._poke is not None and not self._poke.done():
             self._poke.set_result(None)
 
     def crash(self, error: BaseException) -> None:
-        """End this life because of a defect."""
+        """Crash the connection with this error."""
         self._error = error
         self.poke()
 
@@ -117,7 +117,7 @@ class Connection:
     async def _dial(self, generation: int) -> None:
         runtime, loop = self._runtime, asyncio.get_running_loop()
         try:
-            # Many wait for their turn here, and that is not the server's fault.
+            # Without the timeout: waiting for the rate limit is not the server's fault.
             await runtime.before_dial()
             async with asyncio.timeout(runtime.connect_timeout) as limit:
                 self._greeted = loop.create_future()
@@ -127,10 +127,11 @@ class Connection:
                     if done is None:
                         await self._secure()
                     else:
-                        # The login needs a person, who needs time.
+                        # A person must answer the login step.
                         limit.reschedule(loop.time() + LOGIN_TIMEOUT)
         except TimeoutError:
-            self._failed(generation, f"{self.endpoint} has not answered in time")
+            waited = f"{runtime.connect_timeout:g} s"
+            self._failed(generation, f"{self.endpoint} has not answered in time ({waited})")
         except LeaseRefused as error:
             self._refuse(CloseClass.TAKEOVER, str(error))
         except (OSError, StoreUnavailable, StorageError, ProtocolError) as error:
@@ -149,7 +150,7 @@ class Connection:
             runtime.offline.open(generation)
             self.greet(True)
             return
-        # It has had its time, and there is never more than one.
+        # There is never more than one link: abort the last one if it is still closing.
         runtime.closing_links.abort()
         who = (runtime.profile, runtime.credentials.value, runtime.memory)
         link = Link(runtime, self, generation, runtime.protocol.begin(*who))
@@ -165,7 +166,7 @@ class Connection:
         link.listen()
 
     async def _secure(self) -> None:
-        """Encrypt the link: the protocol has agreed on TLS with the server."""
+        """Upgrade the link to TLS (STARTTLS)."""
         link = self.link
         if link is None or link.transport is None:
             return
@@ -175,7 +176,7 @@ class Connection:
             link.say(link.dialogue.secured())
 
     def greet(self, done: bool | None) -> None:
-        """Tell the dial that it is done, needs a person (False), or needs TLS (None)."""
+        """Report to the dial that it is complete, needs a person (False), or needs TLS (None)."""
         if self._greeted is not None and not self._greeted.done():
             self._greeted.set_result(done)
 
@@ -193,10 +194,10 @@ class Connection:
         if self._dialling is not None:
             self._dialling.cancel()
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     async def ask(self, question: Any, timeout: float) -> Any:
-        """Send a query, and wait for its answer."""
+        """Send a query, and return the server's answer."""
         link = self._linked()
         id, future = self.queries.ask(link.generation)
         try:
@@ -220,7 +221,7 @@ class Connection:
     def answer_login(self, answer: Any) -> None:
         """Send the user's answer to a login step."""
         if self._runtime.core.machine.step != "login" or self.link is None:
-            raise NotConnected("no login waits for an answer")
+            raise NotConnected("the server has not requested a login step, or the link is lost")
         self.link.say(self.link.dialogue.login(answer))
 
     def _linked(self) -> Link:
@@ -228,10 +229,10 @@ class Connection:
             raise NotConnected(self._runtime.why_offline)
         return self.link
 
-    # -- ends ----------------------------------------------------------------------------------
+    # -- the end of a link ---------------------------------------------------------------------
 
     def close(self, kind: CloseClass, reason: str, retry_after: float | None = None) -> None:
-        """End the link, whichever side has ended it."""
+        """Close the link and settle its sends; the class decides whether another one is made."""
         link = self.link
         if link is None:
             return
@@ -244,7 +245,7 @@ class Connection:
             self._settle(lost, final=kind.final, keeps=link.keeps)
 
     def disconnect(self, reason: str) -> None:
-        """Take leave of the server, and have no link."""
+        """Send the protocol's goodbye, and close the link."""
         self._stop_dialling()
         if (link := self.link) is not None:
             try:
@@ -271,7 +272,7 @@ class Connection:
         self.greet(True)
 
     def _settle(self, reason: LinkLost, *, final: bool = False, keeps: bool = True) -> None:
-        """Settle the sends and queries that the link had."""
+        """Settle the sends and queries of the link."""
         runtime = self._runtime
         sends = runtime.sends
         if final or runtime.core.machine.phase == "offline":

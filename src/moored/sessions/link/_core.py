@@ -1,14 +1,14 @@
-"""Where a session is, and what it does next: the rules for connecting, without any I/O.
+"""The state machine of a session's connection: when to dial, wait or stop. No I/O.
 
 ::
 
     connecting ──▶ online ──▶ connecting …     each dial is a new generation
         │            │
-        └────────────┴──▶ offline              resting: the user said so
-                     │                         refused: to come back would do harm, or no good
+        └────────────┴──▶ offline              resting: the user disconnected it
+                     │                         refused: reconnecting would do harm, or is useless
                      └──▶ stopped
 
-What is told to it is told with the generation that it comes from; an old one changes nothing.
+Each report carries the generation of its link; a report of an older link changes nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from moored.kernel import Backoff, BackoffExhausted, Chart, Machine
+from moored.kernel import Backoff, BackoffExhausted, Chart, Generation, Machine
 
 from .._protocol import CloseClass
 
 __all__ = ["CHART", "DialNow", "Idle", "SessionCore", "Wait"]
 
-#: A link that has lived for so long has proven that it works.
+#: Seconds after which a link counts as working, so that the backoff begins anew.
 PROVEN = 5.0
-#: So many restarts in a row are made at once; after them a server that asks for more must wait.
+#: The most restarts in a row without a pause, which a server can request.
 RESTARTS = 3
 
 CHART = Chart(
@@ -59,35 +59,35 @@ CHART = Chart(
 
 
 class DialNow(NamedTuple):
-    """Make a link, as this generation."""
+    """Dial, as this generation."""
 
     generation: int
 
 
 class Wait(NamedTuple):
-    """Come back at this time."""
+    """Call `next` again at this time."""
 
     until: float
 
 
 class Idle(NamedTuple):
-    """There is nothing to do until something happens."""
+    """Do nothing until the state changes."""
 
 
 class SessionCore:
-    """The state of one session, and the rules.
+    """The connection state of one session.
 
-    :param backoff: the pauses between attempts.
+    :param backoff: the pauses between dials.
     """
 
     __slots__ = (
         "_begun",
         "_due_at",
+        "_generation",
         "_online_at",
         "_onlines",
         "_restarts",
         "backoff",
-        "generation",
         "last_kind",
         "last_reason",
         "machine",
@@ -96,74 +96,77 @@ class SessionCore:
     def __init__(self, machine: Machine, backoff: Backoff) -> None:
         self.machine = machine
         self.backoff = backoff
-        #: The number of the link; one more at each attempt.
-        self.generation = 0
-        #: Why it was last not online, or ceased to be; `why` is what holds now.
+        self._generation = Generation()
+        #: Why the session was last offline; unlike `why`, kept while it is online.
         self.last_kind: CloseClass | None = None
         self.last_reason: str = ""
-        # Whether the dial of this generation is under way.
+        # Whether the dial of this generation has begun.
         self._begun = False
         self._due_at = 0.0
         self._online_at: float | None = None
-        # How often it has been online.
+        # The number of links that became ready.
         self._onlines = 0
         self._restarts = 0
 
-    # -- what the user wants -------------------------------------------------------------------
+    @property
+    def generation(self) -> int:
+        """The number of the current link; each dial increases it."""
+        return self._generation.current
+
+    # -- called by the user --------------------------------------------------------------------
 
     def connect(self, cause: str = "the session was started") -> None:
-        """Have a link from now on; somebody asks for it, so a pause is over."""
+        """Dial now, also during the pause between two dials."""
         if self.machine.phase == "offline":
             self._restarts = 0
-            self.backoff.succeed()  # what failed before is another story
+            self.backoff.succeed()  # earlier failures do not count
             self._dial(cause)
         elif self.machine.step == "waiting":
             self._dial(cause)
 
     def disconnect(self, cause: str = "the user disconnected it") -> None:
-        """Have none until `connect`."""
+        """Go offline until `connect`."""
         if self.machine.phase in ("connecting", "online"):
             self._note(None, cause)
             self._leave()
             self.machine.move("offline/resting", cause=cause)
 
     def stop(self, cause: str) -> None:
-        """For good."""
+        """Stop for ever."""
         if not self.stopped:
             self._note(None, cause)
             self._leave()
             self.machine.move("stopped", cause=cause)
 
-    # -- what happens --------------------------------------------------------------------------
+    # -- called by the connection --------------------------------------------------------------
 
     def next(self, now: float) -> DialNow | Wait | Idle:
-        """What to do now."""
+        """Return what to do now."""
         if self.machine.step == "waiting":
             if now < self._due_at:
                 return Wait(self._due_at)
-            self._dial("the pause is over")
+            self._dial("the backoff has elapsed")
         if not self._is_due:
             return Idle()
         self._begun = True
-        self.generation += 1
-        return DialNow(self.generation)
+        return DialNow(self._generation.next())
 
     def dialled(self, generation: int) -> bool:
-        """A link is open; says whether it is wanted."""
-        if generation != self.generation or self.machine.step != "dialling":
+        """Record that a link is open; return whether it is still wanted."""
+        if not self._generation.is_current(generation) or self.machine.step != "dialling":
             return False
         self.machine.move("connecting/greeting", cause=f"link {generation} is open")
         return True
 
     def login(self, generation: int, what: str) -> bool:
-        """The login needs somebody."""
+        """Record that the login needs a person; return False if the link is not logging in."""
         if not self.is_linked(generation) or self.online:
             return False
-        self.machine.move("connecting/login", cause=f"the server wants: {what}")
+        self.machine.move("connecting/login", cause=f"the server requests: {what}")
         return True
 
     def ready(self, generation: int, now: float) -> bool:
-        """The login is over; says whether that was news."""
+        """Record that the login is complete; return False if the link is not logging in."""
         if not self.is_linked(generation) or self.online:
             return False
         self._online_at = now
@@ -179,8 +182,9 @@ class SessionCore:
         now: float,
         retry_after: float | None = None,
     ) -> bool:
-        """A link is gone, or could not be made; says whether it was the current one."""
-        if generation != self.generation or self.machine.phase not in ("connecting", "online"):
+        """Record that a link or a dial has failed; return whether it was the current one."""
+        connects = self.machine.phase in ("connecting", "online")
+        if not connects or not self._generation.is_current(generation):
             return False
         if self.machine.step == "waiting" or self._is_due:
             return False
@@ -196,23 +200,23 @@ class SessionCore:
         return True
 
     def refuse(self, kind: CloseClass, reason: str) -> None:
-        """It may not be connected any more, for a reason that is not the link's."""
+        """Go offline for a reason that does not come from the link, such as a lost lease."""
         if self.machine.phase in ("connecting", "online"):
             self._note(kind, reason)
             self._leave()
             self.machine.move("offline/refused", cause=reason)
 
     def crashed(self, reason: str, now: float) -> None:
-        """The connection has crashed and will be started again: it connects by itself."""
+        """Record that the connection has crashed; dial after a pause."""
         if self.machine.phase in ("connecting", "online"):
             self._note(CloseClass.TRANSIENT, reason)
             self._link_ended(now)
-            self.generation += 1  # whatever the old link still says is old
+            self._generation.next()
             if self.machine.step != "waiting":
                 self._pause(now)
 
     def proven(self) -> None:
-        """The link has done its part, however short it was: what failed before it is over."""
+        """Count the link as working, however short it was: the backoff begins anew."""
         if self._online_at is not None:
             self._online_at = -math.inf
 
@@ -224,12 +228,12 @@ class SessionCore:
             self._restarts = 0
 
     def _pause(self, now: float, least: float = 0.0) -> None:
-        """Wait for the next attempt, if there is one."""
+        """Wait for the next dial; give up if the backoff is exhausted."""
         reason = self.last_reason
         try:
             self._due_at = now + max(self.backoff.fail(), least)
         except BackoffExhausted:
-            # Only a user's own Backoff can be: by default nothing is given up.
+            # Only a user's own Backoff: the default one never is.
             self._note(self.last_kind, f"given up after attempt {self.backoff.attempts}: {reason}")
             self.machine.move("offline/refused", cause=self.last_reason)
         else:
@@ -244,15 +248,15 @@ class SessionCore:
 
     def _leave(self) -> None:
         self._online_at = None
-        self.generation += 1  # whatever the link still says is old
+        self._generation.next()
         self._restarts = 0
 
     @property
     def _is_due(self) -> bool:
-        """Whether there shall be a new link that nobody has begun to make."""
+        """Whether a dial is due and has not begun."""
         return self.machine.step == "dialling" and not self._begun
 
-    # -- for the shell -------------------------------------------------------------------------
+    # -- the state -----------------------------------------------------------------------------
 
     @property
     def online(self) -> bool:
@@ -261,32 +265,32 @@ class SessionCore:
 
     @property
     def restarting(self) -> bool:
-        """Whether a new link is made at once, in place of one that was in order."""
+        """Whether a new link replaces a working one, without a pause."""
         dials = self.machine.phase == "connecting" and self.machine.step != "waiting"
         return dials and self.last_kind is CloseClass.RESTART
 
     @property
     def why(self) -> tuple[CloseClass | None, str]:
-        """Why it is not online, as far as there is a reason; nothing while it is."""
+        """Why the session is offline: the class and the reason; empty while it is online."""
         return (None, "") if self.online else (self.last_kind, self.last_reason)
 
     @property
     def reconnects(self) -> int:
-        """How often it was online again; the first time does not count."""
+        """The number of times that the session came online again."""
         return max(0, self._onlines - 1)
 
     def next_attempt_in(self, now: float) -> float | None:
-        """Seconds until the pause between two attempts is over; None if there is none."""
+        """Seconds until the next dial; None if the session is not waiting for one."""
         return max(0.0, self._due_at - now) if self.machine.step == "waiting" else None
 
     @property
     def stopped(self) -> bool:
-        """Whether it is over."""
+        """Whether the session was stopped."""
         return self.machine.phase == "stopped"
 
     def is_linked(self, generation: int) -> bool:
-        """Whether this is the link that is open now."""
-        return generation == self.generation and (
+        """Whether the link of this generation is open."""
+        return self._generation.is_current(generation) and (
             self._online_at is not None or self.machine.step in ("greeting", "login")
         )
 

@@ -1,4 +1,4 @@
-"""The credentials of one session: where they come from, and that new ones are stored."""
+"""The credentials of one session: loaded for each link, stored when the server issues new ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Credentials", "CredentialsProvider"]
 
-#: Gives the credentials of a profile, for one link.
+#: Returns the credentials of a profile, for one link.
 CredentialsProvider: TypeAlias = Callable[[str], Awaitable[bytes] | bytes]
 
 #: The namespace and the key of the credentials in the storage.
@@ -27,7 +27,7 @@ RECORD = ("creds", "creds")
 class Credentials:
     """The credentials of one session.
 
-    :param provider: gives them for each link, in place of the storage.
+    :param provider: returns them for each link, in place of the storage.
     """
 
     __slots__ = ("_lease", "_provider", "_refused", "_runtime", "saving", "unsaved", "value")
@@ -35,22 +35,22 @@ class Credentials:
     def __init__(self, runtime: SessionRuntime, provider: CredentialsProvider | None) -> None:
         self._runtime = runtime
         self._provider = provider
-        #: What the next link logs in with; None before the first login.
+        #: The credentials for the next login; None before the first one.
         self.value: bytes | None = None
-        # Whether the server has refused some since the last link that was ready.
+        # Whether the server has refused credentials since the last link that was ready.
         self._refused = False
-        #: Whether the storage does not have them (yet).
+        #: Whether the storage does not hold them yet.
         self.unsaved = False
-        # The lease under which the server has given them.
+        # The lease under which the server issued them.
         self._lease: Lease | None = None
         self.saving: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
-        """Get the credentials for a new link; raises `StorageError` if that fails."""
+        """Load the credentials for a new link; raises `StorageError` if that fails."""
         runtime, provider = self._runtime, self._provider
         if provider is None and self.unsaved and self._lease is runtime.lease:
-            self._save_soon()  # under another lease, newer ones may be stored
-        source = "the storage" if provider is None else "the function for credentials"
+            self._save_soon()  # not under another lease: the storage may hold newer ones
+        source = "the storage" if provider is None else "the credentials function"
         found: object = self.value
         try:
             async with asyncio.timeout(runtime.connect_timeout):
@@ -61,7 +61,7 @@ class Credentials:
                         await asyncio.shield(saving)
                     found = self.value or await runtime.records.get(*RECORD)
         except Exception as error:
-            raise StorageError(f"{source} has failed: {describe(error)}") from error
+            raise StorageError(f"{source} failed: {describe(error)}") from error
         if provider is not None and not isinstance(found, bytes):
             raise SessionError(f"{source} returned {type(found).__name__}, not bytes")
         self.value = found  # type: ignore[assignment]
@@ -76,16 +76,16 @@ class Credentials:
         return SECRETS.hide(own.hide(text))
 
     def refused(self) -> bool:
-        """Note that the server has refused them; says whether others may be had at once."""
+        """Record that the server refused them; return whether to ask the provider again."""
         is_first, self._refused = not self._refused, True
         return is_first and self._provider is not None
 
     def worked(self) -> None:
-        """Note that a link with them is ready."""
+        """Record that the server accepted them."""
         self._refused = False
 
     def keep(self, credentials: bytes) -> None:
-        """Use these from now on, and store them."""
+        """Use new credentials from now on, and store them."""
         runtime = self._runtime
         self.value, self._lease = credentials, runtime.lease
         self.unsaved = True
@@ -107,7 +107,7 @@ class Credentials:
                 saved = value
             self.unsaved = False
         except Exception as error:
-            runtime.record("the credentials could not be kept", kind="failure", cause=error)
+            runtime.record("the credentials could not be stored", kind="failure", cause=error)
             log_not_kept(runtime.name, describe(error))
             runtime.emit("credentials_not_kept", describe(error))
         finally:

@@ -1,7 +1,7 @@
-"""One link of a session, from its dial to its end: its transport, its dialogue, and what they say.
+"""One link of a session, from its dial to its end: its transport and its dialogue.
 
-One method for each kind of event that the dialogue reports. A link ends once: what its transport
-reports after that is counted and dropped.
+It has one method for each kind of event that the dialogue reports. A link ends once: bytes that its
+transport reports after that are counted and dropped.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = ["Link"]
 
 log = logging.getLogger("moored.sessions")
 
-#: The most bytes of answers to a server that takes nothing.
+#: The most bytes of replies that are buffered for a server that does not read.
 MOST_ANSWERS = 256 * 1024
-#: Seconds until the next look for a moment without sends under way, to make a new link in.
+#: Seconds until a renewal of the link, postponed because of sends in flight, is tried again.
 RENEWAL_RETRY = 0.5
-#: So many frames of a session that nobody handles are logged, each.
+#: The number of unhandled frames of a session that are each logged.
 MOST_LOGGED = 100
-#: The event that a kind of frame becomes; any other kind is the event's own name.
+#: The type of event for a tag of `Protocol.route`; any other tag is itself the type.
 EVENTS = {
     "message": "messages_upsert",
     "receipt": "receipt_update",
@@ -97,28 +97,28 @@ class Link:
         self.generation = generation
         self.dialogue = dialogue
         self.transport: Transport | None = None
-        #: Whether the session has ended it, and whether its socket is gone.
+        #: Whether the session has ended the link, and whether its socket is closed.
         self.ended = self.over = False
-        # What came in before its dial has returned.
+        # Callbacks of the transport that came before its dial returned.
         self._early: list[Callable[[], None]] | None = []
-        # What is written at the end of this turn of the loop.
+        # The bytes to write at the end of this turn of the loop.
         self._out: list[bytes] | None = None
-        #: The watch for signs of life, while there is one.
+        #: The keepalive, once the link is ready.
         self.keepalive: Keepalive | None = None
-        # For the next look at it. (A handle of its own: named timers take more memory.)
+        # For the next check of it. (A handle of its own: named timers take more memory.)
         self._timer: asyncio.TimerHandle | None = None
         self.window = Window()
-        # Bytes of answers since the server was last seen to take everything.
+        # Bytes of replies since the send buffer was last empty.
         self._answers = 0
-        # Whether something came in that there was no room for.
+        # Whether a message arrived for which the event queue had no room.
         self._full = False
-        #: Whether the server keeps what this link leaves unacknowledged.
+        #: Whether the server keeps the state of this link when it ends.
         self.keeps = True
 
-    # -- what its transport reports ------------------------------------------------------------
+    # -- called by the transport ---------------------------------------------------------------
 
     def received(self, data: bytes) -> None:
-        """Handle bytes that have come in."""
+        """Handle received bytes."""
         if self._early is not None:
             self._early.append(partial(self.received, data))
             return
@@ -134,28 +134,28 @@ class Link:
             self.say(self.dialogue.end_of_batch())
         except ProtocolError as error:
             self.say(error.farewell)
-            self._close(CloseClass.TRANSIENT, f"the server has broken the rules: {error}")
+            self._close(CloseClass.TRANSIENT, f"the server violated the protocol: {error}")
         except Exception as error:
             self._connection.crash(error)
 
     def heard(self) -> None:
-        """Note a sign of life: a message, or a part of one that is still on its way."""
+        """Note that the server is alive: a message, or a part of one, has arrived."""
         if self.keepalive is not None:
-            self.keepalive.heard_at = self._runtime.clock.monotonic()
+            self.keepalive.received_at = self._runtime.clock.monotonic()
 
     def lost(self, error: BaseException | None) -> None:
-        """End the link: its socket is gone."""
+        """End the link: its socket is closed."""
         self.over = True
         if self._early is not None:
             self._early.append(partial(self.lost, error))
         elif self.ended:
             self._runtime.closing_links.lost(self)
         else:
-            why = "the server has closed it" if error is None else describe(error)
+            why = "the server has closed the connection" if error is None else describe(error)
             self._close(CloseClass.TRANSIENT, why)
 
     def listen(self) -> None:
-        """Handle what has come in so far, and what comes from now on."""
+        """Handle what the transport has reported so far, and everything from now on."""
         early, self._early = self._early, None
         for each in early or ():
             each()
@@ -164,7 +164,7 @@ class Link:
         self._connection.close(kind, reason, retry_after)
 
     def end(self, *, abort: bool) -> None:
-        """Close the transport after what was written, or abort it."""
+        """Flush and close the transport, or abort it."""
         self.ended = True
         self.keepalive = None
         self._out = None
@@ -187,7 +187,7 @@ class Link:
         return self._runtime.core.online and self.window.is_open
 
     def flush(self) -> None:
-        """Write the sends that wait for their turn."""
+        """Write queued sends, as far as the window allows."""
         sends = self._runtime.sends
         while sends.outbox and self.may_send:
             parked = sends.outbox.pop(0)
@@ -206,7 +206,7 @@ class Link:
             sends.table.failed(parked, error)
             return
         except Exception as error:
-            # Nothing of it was written. It is the last step, and fails like any other.
+            # Nothing was written: it is an error of the last step.
             sends.senders.crashed(outgoing.recipient, error)
             return
         sends.table.written(parked, self.generation)
@@ -216,7 +216,7 @@ class Link:
         self.say(data)
 
     def say(self, data: bytes) -> None:
-        """Write bytes; those of one turn of the loop go out together."""
+        """Write bytes; all bytes of one turn of the loop are written together."""
         if data and self._out is not None:
             self._out.append(data)
         elif data:
@@ -224,13 +224,13 @@ class Link:
             asyncio.get_running_loop().call_soon(self.push)
 
     def push(self) -> None:
-        """Write out what was said in this turn of the loop."""
+        """Write the bytes of this turn of the loop to the transport."""
         out, self._out = self._out, None
         transport = self.transport
         if not out or self.ended or transport is None or not self._runtime.may_write():
             return
         if self.keepalive is not None:
-            self.keepalive.said_at = self._runtime.clock.monotonic()
+            self.keepalive.sent_at = self._runtime.clock.monotonic()
         if transport.keeps_bounds:
             for data in out:
                 transport.write(data)
@@ -239,39 +239,39 @@ class Link:
 
     @property
     def pending(self) -> int:
-        """How many bytes the server has not taken yet."""
+        """The number of bytes in the transport's send buffer."""
         return 0 if self.transport is None else self.transport.pending
 
-    # -- signs of life -------------------------------------------------------------------------
+    # -- keepalive -----------------------------------------------------------------------------
 
-    def _watch(self, told: float | None) -> None:
+    def _start_keepalive(self, interval: float | None) -> None:
         protocol, clock = self._runtime.protocol, self._runtime.clock
-        every = protocol.keepalive if told is None else told
+        every = protocol.keepalive if interval is None else interval
         if every:
             every *= 0.9 + 0.1 * clock.random.random()
             self.keepalive = Keepalive(every, protocol.patience, clock.monotonic())
-            self._look()
+            self._check_keepalive()
 
-    def _look(self) -> None:
+    def _check_keepalive(self) -> None:
         assert self.keepalive is not None
-        step, again = self.keepalive.look(self._runtime.clock.monotonic(), self.pending)
+        step, again = self.keepalive.check(self._runtime.clock.monotonic(), self.pending)
         if step is KeepaliveStep.LOST:
             patience = self._runtime.protocol.patience
-            self._close(CloseClass.TRANSIENT, f"no sign of life for {patience:g} s after a ping")
+            self._close(CloseClass.TRANSIENT, f"no answer to a ping within {patience:g} s")
             return
-        if step is KeepaliveStep.ASK:
+        if step is KeepaliveStep.PING:
             try:
                 self.say(self.dialogue.ping())
             except Exception as error:
                 self._connection.crash(error)
                 return
-        self._timer = asyncio.get_running_loop().call_at(again, self._look)
+        self._timer = asyncio.get_running_loop().call_at(again, self._check_keepalive)
 
-    # -- what its dialogue reports -------------------------------------------------------------
+    # -- events of the dialogue ----------------------------------------------------------------
 
     def _on_start_tls(self, event: StartTls) -> None:
         if not self._waits_for_tls():
-            text = "the protocol wants STARTTLS: give it a Tcp endpoint with tls= and starttls=True"
+            text = "the protocol uses STARTTLS: pass a Tcp endpoint with tls= and starttls=True"
             raise SessionError(text)
         assert isinstance(self.transport, Stream)
         self.transport.pause()
@@ -284,7 +284,7 @@ class Link:
     def _on_ready(self, event: Ready) -> None:
         runtime = self._runtime
         if self._waits_for_tls():
-            raise ProtocolError("the link is ready without TLS, and its endpoint has starttls=True")
+            raise ProtocolError("no STARTTLS before the login, and the endpoint has starttls=True")
         if not runtime.core.ready(self.generation, runtime.clock.monotonic()):
             return
         runtime.credentials.worked()
@@ -294,10 +294,10 @@ class Link:
             self._resume()
         else:
             self._repeat()
-        self._watch(event.keepalive)
+        self._start_keepalive(event.keepalive)
         self._connection.greet(True)
         runtime.changed()
-        # After the news: what was put aside may take all the room that there is.
+        # After `changed`: messages of the last link may fill the event queue.
         again = event.resumed or runtime.protocol.redelivers == "always"
         runtime.sink.link_ready(again=again, keeps=event.keeps)
         self.flush()
@@ -306,7 +306,7 @@ class Link:
         table, ids = self._runtime.sends.table, []
         for id, data in self.dialogue.resend({each.id for each in table if each.orphan}):
             if data is None:
-                table.put_aside(id, self._runtime.core.last_reason)
+                table.give_up(id, self._runtime.core.last_reason)
                 continue
             ids.append(id)
             self.window.wrote(id)
@@ -315,12 +315,12 @@ class Link:
             else:
                 self.window.drain()
         table.resumed(ids, self.generation)
-        # What the old link had and this one did not write again will never be told.
+        # The server never reports the outcome of sends that were not written again.
         self._repeat()
 
     def _repeat(self) -> None:
         runtime = self._runtime
-        lost = LinkLost(f"the server has forgotten the link: {runtime.core.last_reason}")
+        lost = LinkLost(f"the server has not kept the session: {runtime.core.last_reason}")
         runtime.sends.outbox[:0] = runtime.sends.table.forgotten(lost)
 
     def _on_login(self, event: LoginStep) -> None:
@@ -381,28 +381,28 @@ class Link:
             if done is not None:
                 done(True)
         elif done is None or not self._full:
-            told = Incoming(EVENTS.get(tag, tag), data, runtime.profile)
-            put = runtime.sink.put(told, done, event.key, again=event.again, raw=True)
+            incoming = Incoming(EVENTS.get(tag, tag), data, runtime.profile)
+            put = runtime.sink.put(incoming, done, event.key, again=event.again, raw=True)
             if put or done is None:
                 return
             if protocol.acknowledges_in_order and not runtime.sink.closed:
-                # It comes again over the next link; first, all that has room is handled.
+                # The server sends it again over the next link, after the queued ones are handled.
                 self._full = True
             else:
                 done(False)
 
     def _unreadable(self, kind: str, error: Exception, done: Done | None) -> None:
-        """The protocol cannot interpret one frame: set that aside, and go on with the next."""
+        """Set aside a frame that the protocol cannot interpret, and go on with the next."""
         runtime = self._runtime
-        # Not its words: they may be a message's.
+        # Without the error's text, which may quote a message.
         text = f"a frame could not be interpreted: {type(error).__name__}"
         runtime.record(text, kind="failure", cause=error)
         self._unhandled(text)
         runtime.sink.set_aside(Incoming(kind, None, runtime.profile), error, done)
 
     def _acknowledge(self, token: Any, handled: bool) -> bool:
-        """Tell the server; says whether this link is still there to do it."""
-        # Over another link the server would not know what is meant: it sends it again instead.
+        """Acknowledge a message, or skip it; return False if this link has ended."""
+        # A token is not valid over another link: the server sends the message again instead.
         if self.ended:
             return False
         try:
@@ -424,13 +424,13 @@ class Link:
             return False
         if handled:
             self._runtime.core.proven()
-        # Nothing after it could be acknowledged any more, until the server sends it again.
-        why = "more came than there was room for: a new link brings it again"
+        # No later message can be acknowledged before the server has sent that one again.
+        why = "the event queue was full: the server sends the rest over a new link"
         self._close(CloseClass.TRANSIENT, why)
         return True
 
     def _renew_later(self) -> None:
-        """Make a new link after a while: the server sends what was set aside over that one."""
+        """Schedule a new link, over which the server sends again what was set aside."""
         protocol, timers = self._runtime.protocol, self._runtime.owner._timers
         name = (self._runtime, "renewal")
         if name not in timers and protocol.redelivers != "never" and protocol.redelivery:
@@ -440,7 +440,7 @@ class Link:
     def _renew(self, latest: float) -> None:
         now = self._runtime.clock.monotonic()
         if self._runtime.sends.table and now < latest:
-            # A new link may cost the sends that are under way their outcome.
+            # Postponed: the sends in flight might become `Unknown`.
             again = partial(self._renew, latest)
             name = (self._runtime, "renewal")
             self._runtime.owner._timers.set(name, now + RENEWAL_RETRY, again)
@@ -450,7 +450,7 @@ class Link:
         except Exception as error:
             self._connection.crash(error)
             return
-        why = "messages were set aside: a new link brings them again"
+        why = "messages were set aside: the server sends them again over a new link"
         self._close(CloseClass.RESTART, why)
 
     def _on_closing(self, event: Closing) -> None:
@@ -468,12 +468,13 @@ class Link:
         self._answers += len(event.data)
         if self._answers > MOST_ANSWERS:
             if self.pending:
-                self._close(CloseClass.TRANSIENT, "the server asks, and takes no answers")
+                why = "the send buffer is full: the server sends requests, but reads no replies"
+                self._close(CloseClass.TRANSIENT, why)
             else:
                 self._answers = 0
 
     def _on_ignored(self, event: Ignored) -> None:
-        """Do nothing: any bytes are a sign of life."""
+        """Do nothing: `received` has already noted that the server is alive."""
 
     def _on_remember(self, event: Remember) -> None:
         self._runtime.remember(event.data)
@@ -483,9 +484,9 @@ class Link:
         found = None if recent is None else recent.get(event.id)
         self.push()
         try:
-            # Any peer may ask: one small question has a large answer, again and again.
+            # Bounded: any peer may request a large send again and again.
             if found is None or self.pending > MOST_ANSWERS:
-                raise StepFailed("it is not repeated")
+                raise StepFailed("it is not sent again")
             data = self.dialogue.write(found)
         except StepFailed:
             runtime.counts.not_repeated += 1
@@ -500,7 +501,7 @@ class Link:
     def _unhandled(self, what: str) -> None:
         counts = self._runtime.counts
         counts.unhandled += 1
-        # A server that says nothing else shall not fill the logs: from then on, at 128, 256, 512 …
+        # A server that sends many must not fill the logs: then only the 128th, 256th, 512th …
         if counts.unhandled <= MOST_LOGGED or not counts.unhandled & (counts.unhandled - 1):
             text = "%s: the protocol does not handle a frame (%d so far): %s"
             what = self._runtime.credentials.hide(what)

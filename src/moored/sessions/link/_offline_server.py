@@ -1,8 +1,7 @@
-"""A session without a server: it is online, takes sends, and nothing leaves.
+"""The server of a session that was started with `offline=True`: nothing leaves the process.
 
-What a bot sees is what it would see of a good day: it comes online, its sends are confirmed, and
-after `disconnect` they are not sent. What the protocol would refuse to write, whatever the server
-says, is refused here too.
+The session comes online, its sends are confirmed, and after `disconnect` they are `NotSent`.
+Content that the protocol cannot write is refused, as with a real server.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["OfflineServer"]
 
-#: How many sends are kept to be looked at.
+#: The most sends that are kept for inspection.
 KEPT = 1000
 
 
 class OfflineServer:
-    """What stands in for the server.
+    """The stand-in for the server.
 
-    :param checks: whether the protocol looks at what is sent. Not where steps of the user would
-        have made something else of it: they are not run, and it is not known what.
+    :param checks: whether the protocol checks the content of sends. Not if the user has steps: they
+        are not run, and would change the content.
     """
 
     __slots__ = ("_checks", "_runtime", "sent")
@@ -36,18 +35,18 @@ class OfflineServer:
     def __init__(self, runtime: SessionRuntime, *, checks: bool) -> None:
         self._runtime = runtime
         self._checks = checks
-        #: What was sent, the newest last.
+        #: The sends, the newest last.
         self.sent: deque[Outgoing] = deque(maxlen=KEPT)
 
     def start(self) -> None:
-        """Be online from the first moment on: there is nobody to wait for."""
+        """Come online immediately."""
         runtime = self._runtime
         match runtime.core.next(runtime.clock.monotonic()):
             case DialNow(generation=generation):
                 self.open(generation)
 
     def open(self, generation: int) -> None:
-        """The link that there would be now is open, and ready."""
+        """Come online, as after a dial, and confirm the sends that waited for it."""
         runtime = self._runtime
         core, sends = runtime.core, runtime.sends
         if core.dialled(generation) and core.ready(generation, runtime.clock.monotonic()):
@@ -58,7 +57,7 @@ class OfflineServer:
                     self.send(parked)
 
     def send(self, parked: Parked) -> None:
-        """Confirm a send, or say why it could not have been written."""
+        """Confirm a send, or fail it if the protocol could not have written it."""
         runtime, outgoing = self._runtime, parked.outgoing
         sends, generation = runtime.sends, runtime.core.generation
         parked.stage = "relay"
@@ -80,7 +79,7 @@ class OfflineServer:
         sends.table.confirmed(parked.id, extra, generation)
 
     def answer(self, question: Any) -> Any:
-        """What the server would answer."""
+        """Return the protocol's sample answer to a query."""
         runtime = self._runtime
         if not runtime.core.online:
             raise NotConnected(runtime.why_offline)

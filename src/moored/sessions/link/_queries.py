@@ -1,4 +1,4 @@
-"""Queries to the server that wait for their answers."""
+"""The queries to the server that have no answer yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Queries"]
 
 
 class Queries:
-    """The queries of a connection; those of a link end with it."""
+    """The queries of a connection; they fail when their link is lost."""
 
     __slots__ = ("_number", "_waiting")
 
@@ -20,7 +20,7 @@ class Queries:
         self._number = 0
 
     def ask(self, generation: int) -> tuple[str, asyncio.Future[Any]]:
-        """Register a query; returns its id, and the future of its answer."""
+        """Register a query; return its id and the future of its answer."""
         self._number += 1
         id = f"q{generation}.{self._number}"
         future = asyncio.get_running_loop().create_future()
@@ -28,7 +28,7 @@ class Queries:
         return id, future
 
     def answered(self, id: str, value: Any, code: object) -> None:
-        """Settle the query that an answer belongs to."""
+        """Settle the query of this id."""
         future = self._waiting.pop(id, None)
         if future is None or future.done():
             return
@@ -38,11 +38,11 @@ class Queries:
             future.set_exception(QueryFailed(f"the server answered with an error: {code}", code))
 
     def forget(self, id: str) -> None:
-        """Drop a query whose caller does not wait any more."""
+        """Remove a query whose caller has stopped waiting."""
         self._waiting.pop(id, None)
 
     def lost(self, reason: str) -> None:
-        """Fail every query: the link is gone."""
+        """Fail every query: the link is lost."""
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():

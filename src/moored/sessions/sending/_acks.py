@@ -1,16 +1,15 @@
-"""The sends that are under way: who is told what, and that everybody is told exactly once.
+"""The sends of a session without an outcome yet, each settled exactly once. No I/O, no clock.
 
-It does no I/O and has no clock of its own. A send is parked before anything is done for it, is
-marked when it has been written, and is settled once: by a confirmation, a refusal, the loss of the
-link, the crash of its sender, its own time, or the end of the session. Whatever comes for a send
-after that changes nothing.
+A send is registered ("parked") before any step runs, is marked when it is written to a link, and is
+settled once: by a confirmation, a refusal, the loss of the link, the crash of its sender, its
+timeout, or the end of the session. Later reports about it change nothing.
 
 Invariants:
 
-- a send that is parked is settled exactly once;
-- what was never written is never `Unknown`, and what was written is never `NotSent`;
+- a parked send is settled exactly once;
+- a send that was never written is never `Unknown`, and one that was written is never `NotSent`;
 - a confirmation counts only if it came over the link that the send was last written to;
-- nothing is kept for a recipient, a time or a send that is settled.
+- nothing is kept for a settled send, nor for a recipient or a timeout without sends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from moored.kernel import duration
+from moored.kernel import counted, duration
 
 from .._errors import LinkLost, SenderCrashed, SessionError
 from .._protocol import Outgoing
@@ -26,14 +25,14 @@ from ._outcomes import Acked, NotSent, Outcome, Rejected, Unknown
 
 __all__ = ["AckTable", "Parked"]
 
-#: The stage of a send that no step has had yet.
+#: The stage of a send before its first step.
 QUEUED = "queue"
-#: How many settled sends may wait, at least, to be taken out of a queue of deadlines.
+#: The number of settled sends that a queue of deadlines may hold before it is cleaned up.
 SLACK = 64
 
 
 class Parked:
-    """One send that is under way."""
+    """One send without an outcome yet."""
 
     __slots__ = (
         "deadline",
@@ -62,24 +61,24 @@ class Parked:
         self.outgoing = outgoing
         self.timeout = timeout
         self.deadline = deadline
-        #: Whatever the shell tells the outcome to.
+        #: The future of the caller, which gets the outcome.
         self.future = future
-        #: Whether it may be written again, once, when it is not known whether it arrived.
+        #: Whether it may be written once more if it is unknown whether it arrived.
         self.idempotent = idempotent
-        #: Whether it waits for a link, within its time, instead of failing without one.
+        #: Whether it waits for a link, until its timeout, instead of failing without one.
         self.hold = hold
-        #: Which step has it.
+        #: The name of the current step.
         self.stage = QUEUED
         #: The generation of the link that it was written to; 0 if it has not left the process.
         self.written_in = 0
-        #: Whether the link that it was written to is gone, and the next one may tell.
+        #: Whether that link is lost, and the next link may report or repeat the send.
         self.orphan = False
         self.repeated = False
         self.outcome: Outcome | None = None
 
     @property
     def id(self) -> str:
-        """Its id."""
+        """The id of the send."""
         return self.outgoing.id
 
     def __repr__(self) -> str:
@@ -88,9 +87,9 @@ class Parked:
 
 
 class AckTable:
-    """The sends of one session that are under way.
+    """The sends of one session without an outcome yet.
 
-    :param settle: called once for each send, when its outcome is known.
+    :param settle: called once for each send, with its outcome.
     """
 
     __slots__ = ("_by_id", "_by_recipient", "_line", "_queues", "_settle", "late")
@@ -99,21 +98,21 @@ class AckTable:
         self._settle = settle
         self._by_id: dict[str, Parked] = {}
         self._by_recipient: dict[str, dict[str, Parked]] = {}
-        # In the order of their deadlines, because all in one queue have the same time.
+        # By timeout, so that each queue is in the order of the deadlines.
         self._queues: dict[float, deque[Parked]] = {}
-        # The order in which sends were written to the current link; for cumulative confirmations.
+        # The ids in the order in which they were written to the link, if a count confirms them.
         self._line: deque[str] | None = None
-        #: Confirmations and refusals that came too late, twice, or over an old link.
+        #: Confirmations and refusals that were late, duplicate, or from an old link.
         self.late = 0
 
-    # -- on the way out ------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
     def park(self, parked: Parked) -> None:
-        """From now on it will be settled."""
+        """Register a send, which will be settled once from now on."""
         id = parked.outgoing.id
         if id in self._by_id:
             raise SessionError(
-                f"the id {id!r} is under way already: wait for its outcome, or use another"
+                f"a send with the id {id!r} is in progress: wait for its outcome, or use another id"
             )
         self._by_id[id] = parked
         recipient = parked.outgoing.recipient
@@ -125,7 +124,7 @@ class AckTable:
         queue = self._queues.get(parked.timeout)
         if queue is None:
             if len(self._queues) > 2 * len(self._by_id) + SLACK:
-                # Whoever has another timeout each time leaves many that nobody waits in.
+                # A caller whose timeouts all differ leaves many queues of settled sends.
                 self._queues = {
                     timeout: each
                     for timeout, each in self._queues.items()
@@ -137,20 +136,20 @@ class AckTable:
             queue.popleft()
         queue.append(parked)
         if len(queue) > 2 * len(self._by_id) + SLACK:
-            # Behind one that waits, many are settled.
+            # Many settled sends are behind one that is not.
             self._queues[parked.timeout] = deque(each for each in queue if each.outcome is None)
 
     def written(self, parked: Parked, generation: int) -> None:
-        """It has left the process."""
+        """Mark a send as written to the link of this generation."""
         parked.written_in = generation
         parked.orphan = False
         if self._line is not None:
             self._line.append(parked.outgoing.id)
 
-    # -- what the server says ------------------------------------------------------------------
+    # -- answers of the server -----------------------------------------------------------------
 
     def confirmed(self, id: str, extra: object, generation: int) -> bool:
-        """The server has it; says whether that was news."""
+        """Settle a send as `Acked`; return False if the confirmation is late or of an old link."""
         parked = self._of(id, generation)
         if parked is None:
             return False
@@ -160,7 +159,7 @@ class AckTable:
         return True
 
     def confirmed_up_to(self, count: int, generation: int) -> list[str]:
-        """The server has so many more of the current link, in their order; returns their ids."""
+        """Settle the next `count` sends of the link, in the order written; return their ids."""
         line = self._line or deque()
         ids = [line.popleft() for _ in range(min(count, len(line)))]
         for id in ids:
@@ -168,7 +167,7 @@ class AckTable:
         return ids
 
     def refused(self, id: str, code: object, reason: str, generation: int) -> bool:
-        """The server does not want it; says whether that was news."""
+        """Settle a send as `Rejected`; return False if the refusal is late or of an old link."""
         parked = self._of(id, generation)
         if parked is None:
             return False
@@ -182,22 +181,22 @@ class AckTable:
             return None
         return parked
 
-    # -- what else ends a send -----------------------------------------------------------------
+    # -- other ends of a send ------------------------------------------------------------------
 
     def failed(self, parked: Parked, reason: BaseException | str) -> None:
-        """A step could not do its work for this one."""
+        """Settle one send as `NotSent` or `Unknown`, unless it is settled."""
         if parked.outcome is None:
             self._fail(parked, reason)
 
     def crashed(self, recipient: str, reason: BaseException) -> int:
-        """The sender of a recipient has crashed, with all that it had; returns how many."""
+        """Fail all sends to a recipient, whose sender has crashed; return how many."""
         found = list(self._by_recipient.get(recipient, {}).values())
         for parked in found:
             self._fail(parked, SenderCrashed(reason))
         return len(found)
 
     def expired(self, now: float) -> int:
-        """Settle those whose time is over; returns how many."""
+        """Settle the sends whose timeout has expired; return how many."""
         count = 0
         for timeout, queue in list(self._queues.items()):
             while queue and (queue[0].outcome is not None or queue[0].deadline <= now):
@@ -213,13 +212,13 @@ class AckTable:
     def _overdue(parked: Parked) -> TimeoutError:
         waited = duration(parked.timeout)
         if parked.orphan:
-            return TimeoutError(f"the link was lost and has not come back within {waited}")
+            return TimeoutError(f"the link was lost, and no new one was ready within {waited}")
         if parked.written_in:
             return TimeoutError(f"no confirmation within {waited}")
-        return TimeoutError(f"it was not written within {waited}")
+        return TimeoutError(f"not written within {waited}")
 
     def next_deadline(self) -> float | None:
-        """When `expired` has something to do next; None for never."""
+        """When the next timeout expires; None if there is no send."""
         heads = []
         for queue in self._queues.values():
             while queue and queue[0].outcome is not None:
@@ -231,11 +230,11 @@ class AckTable:
     # -- links ---------------------------------------------------------------------------------
 
     def linked(self, *, cumulative: bool) -> None:
-        """A new link is there."""
+        """Begin a new link."""
         self._line = deque() if cumulative else None
 
     def lost(self, reason: BaseException | str, *, resumes: bool) -> None:
-        """The link is gone: all that it had is settled now, or waits for the next one to tell."""
+        """Settle the sends of a lost link, or keep them for the next one to report or repeat."""
         for parked in list(self._by_id.values()):
             if not parked.written_in:
                 if not parked.hold:
@@ -246,24 +245,24 @@ class AckTable:
                 self._fail(parked, _lost(reason))
 
     def resumed(self, ids: Iterable[str], generation: int) -> None:
-        """The server knows the old link: these were written again, and the others it has."""
+        """Mark the sends of the old link that were written again over the resumed one."""
         for id in ids:
             if (parked := self._by_id.get(id)) is not None and parked.orphan:
                 self.written(parked, generation)
 
-    def put_aside(self, id: str, why: str) -> None:
-        """Each link that it was written to has ended: it is not written again."""
+    def give_up(self, id: str, why: str) -> None:
+        """Settle a send that is not written again, because it seems to end each link."""
         if (parked := self._by_id.get(id)) is not None:
-            text = f"each link that it was written to has ended, so it is not sent again: {why}"
+            text = f"every link ended after this send was written to it; it is not repeated: {why}"
             self._fail(parked, LinkLost(text))
 
     def repeated(self, id: str) -> None:
-        """It was written once more, because somebody asked for it: the server counts it again."""
+        """Note that a send was written once more at a peer's request: the server counts both."""
         if self._line is not None:
             self._line.append(id)
 
     def forgotten(self, reason: BaseException | str) -> list[Parked]:
-        """What became of the old link's sends will never be told; returns those to write again."""
+        """Settle the sends whose fate the server cannot report; return those to write again."""
         repeat = []
         for parked in list(self._by_id.values()):
             if not parked.orphan:
@@ -276,7 +275,7 @@ class AckTable:
         return repeat
 
     def over(self, reason: BaseException | str) -> None:
-        """The session has ended or crashed: so has everything that it had."""
+        """Settle every send: the session has ended or crashed."""
         for parked in list(self._by_id.values()):
             self._fail(parked, reason)
 
@@ -302,13 +301,13 @@ class AckTable:
         if not found:
             del self._by_recipient[outgoing.recipient]
         if not self._by_id:
-            # Most sessions have nothing under way: give back the room that it took.
+            # Most sessions are idle: free the memory of the empty dicts.
             self._by_id.clear()
             self._by_recipient.clear()
             self._queues.clear()
         self._settle(parked, outcome)
 
-    # -- for people ----------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -321,11 +320,12 @@ class AckTable:
 
     @property
     def recipients(self) -> int:
-        """How many recipients have something under way."""
+        """The number of recipients of unsettled sends."""
         return len(self._by_recipient)
 
     def __repr__(self) -> str:
-        return f"<AckTable: {len(self)} under way to {self.recipients} recipients>"
+        sends, recipients = counted(len(self), "send"), counted(self.recipients, "recipient")
+        return f"<AckTable: {sends} without an outcome, to {recipients}>"
 
 
 def _lost(reason: BaseException | str) -> BaseException:

@@ -1,9 +1,10 @@
 """The four outcomes of a send, and the errors that three of them are raised as.
 
-- `Acked`: the server has confirmed it.
-- `Rejected`: the server has refused it.
+- `Acked`: the server has confirmed the send.
+- `Rejected`: the server has refused the send.
 - `NotSent`: nothing left the process; it is safe to send it again.
-- `Unknown`: it left the process, then the link or the time was lost: only the caller can decide.
+- `Unknown`: it left the process, and then the link was lost or the timeout expired; the caller must
+  decide whether to send it again.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The server has confirmed it."""
+    """The server has confirmed the send."""
 
     id: str
-    #: What the server's confirmation, or the protocol, adds: the secret of a poll, for one.
+    #: More data of the confirmation or of the protocol, such as the secret of a poll.
     extra: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The server has refused it."""
+    """The server has refused the send."""
 
     id: str
     #: The protocol's own code.
     code: object
-    #: The code in words, if the server or the protocol has some.
+    #: The text for the code, if the server or the protocol has one.
     reason: str = ""
 
 
@@ -52,15 +53,15 @@ class NotSent:
     """Nothing left the process: it is safe to send it again."""
 
     id: str
-    #: Which step it had come to.
+    #: The step at which it failed: the name of a step, "queue" before, or "relay" after them.
     stage: str
-    #: Why it went no further.
+    #: Why it was not sent.
     reason: BaseException | str = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """It left the process, and nobody knows whether it arrived."""
+    """The send left the process, and it is unknown whether it arrived."""
 
     id: str
     reason: BaseException | str = field(compare=False)
@@ -68,7 +69,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The outcome is not known yet, and its caller does not wait for it (`wait=False`)."""
+    """A send with `wait=False` that has no outcome yet."""
 
     id: str
 
@@ -77,7 +78,7 @@ Outcome: TypeAlias = Acked | Rejected | NotSent | Unknown
 
 
 class SendFailed(SessionError):
-    """A send that was not confirmed; `outcome` says what is known."""
+    """The send was not confirmed; see `outcome`."""
 
     def __init__(self, text: str, outcome: Outcome) -> None:
         super().__init__(text)
@@ -85,7 +86,7 @@ class SendFailed(SessionError):
 
 
 class SendRejected(SendFailed):
-    """The server has refused it."""
+    """The server has refused the send."""
 
 
 class SendNotSent(SendFailed):
@@ -93,11 +94,11 @@ class SendNotSent(SendFailed):
 
 
 class SendUnknown(SendFailed):
-    """It left the process, and nobody knows whether it arrived."""
+    """The send left the process, and it is unknown whether it arrived."""
 
 
 def error_of(outcome: Rejected | NotSent | Unknown) -> SendFailed:
-    """The error that an outcome is raised as; its cause is the outcome's reason."""
+    """Return the exception for an outcome; its cause is the outcome's reason."""
     match outcome:
         case Rejected(id=id, code=code, reason=reason):
             words = f" ({reason})" if reason else ""
@@ -108,8 +109,8 @@ def error_of(outcome: Rejected | NotSent | Unknown) -> SendFailed:
             )
         case Unknown(id=id, reason=reason):
             error = SendUnknown(
-                f"{id} was sent, and it is not known whether it arrived: {reason}; "
-                "send it again only if a second one does no harm",
+                f"{id} was sent, and it is unknown whether it arrived: {reason}; "
+                "send it again only if a duplicate does no harm",
                 outcome,
             )
     if isinstance(reason, BaseException):

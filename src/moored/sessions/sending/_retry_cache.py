@@ -1,7 +1,7 @@
-"""Recent sends, to answer a peer that asks for one again.
+"""Recent sends, for peers that request one again.
 
-It is made with the session, before anything can ask, and is gone with it: an entry that made the
-session crash must not be met by the next one.
+The cache is created with the connection and discarded with it: an entry that crashed a connection
+must not crash the next one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ class RetryCache(ABC):
 
     @abstractmethod
     def put(self, id: str, outgoing: Outgoing) -> None:
-        """Keep a send that was written just now; one of the same id is replaced."""
+        """Keep a send that was just written; it replaces one with the same id."""
 
     @abstractmethod
     def get(self, id: str) -> Outgoing | None:
-        """The send, if it is still kept."""
+        """Return the send, or None if it is no longer kept."""
 
 
 class MemoryRetryCache(RetryCache):
     """The newest `size` sends of the last `seconds`, in memory.
 
-    What was put first goes first: a peer that asks for one thing over and over keeps nothing else
-    away. `now` is the clock.
+    The oldest send is evicted first, also if a peer requests it again and again.
+
+    :param now: the clock; that of the event loop by default.
     """
 
     __slots__ = ("_entries", "_now", "evicted", "expired", "hits", "misses", "seconds", "size")
@@ -50,15 +51,15 @@ class MemoryRetryCache(RetryCache):
         refuse("MemoryRetryCache", mistakes)
         self.size = size
         self.seconds = seconds
-        #: Sends let go for lack of room, and because their time was over.
+        #: The number of sends removed because the cache was full, and because they were too old.
         self.evicted = self.expired = 0
-        #: Questions that were answered, and those that were not.
+        #: The number of requests for sends that were kept, and for others.
         self.hits = self.misses = 0
         self._now = Clock.current().monotonic if now is None else now
         self._entries: OrderedDict[str, tuple[float, Outgoing]] = OrderedDict()
 
     def put(self, id: str, outgoing: Outgoing) -> None:
-        """Keep a send; one of the same id is replaced, and counts as the newest."""
+        """Keep a send as the newest; it replaces one with the same id."""
         self.expire()
         self._entries.pop(id, None)
         self._entries[id] = (self._now() + self.seconds, outgoing)
@@ -67,7 +68,7 @@ class MemoryRetryCache(RetryCache):
             self.evicted += 1
 
     def get(self, id: str) -> Outgoing | None:
-        """The send, if it is still kept."""
+        """Return the send, or None if it is no longer kept."""
         self.expire()
         entry = self._entries.get(id)
         if entry is None:
@@ -77,7 +78,7 @@ class MemoryRetryCache(RetryCache):
         return entry[1]
 
     def expire(self) -> None:
-        """Let go of what is too old."""
+        """Remove the sends that are too old."""
         entries = self._entries
         now = self._now()
         while entries and next(iter(entries.values()))[0] <= now:

@@ -1,7 +1,7 @@
-"""The steps that a send goes through, in order for each recipient, side by side for all of them.
+"""The steps of sends: in order for each recipient, concurrently for different recipients.
 
-A step that need not wait is done at once, and a send whose steps are all like that needs no worker
-at all. Where a step waits, the recipient gets a worker, as long as it has work.
+A plain step runs immediately, and a send with only plain steps needs no worker. If a step must be
+awaited, the recipient gets a worker, which ends when it is idle.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LIMIT", "Senders"]
 
-#: How many sends of a session may be under way at once, to all recipients or to one.
+#: The most sends of a session without an outcome, to all recipients or to one.
 LIMIT = 10_000
-#: What fails one send, and is no defect: what a step says, and that it cannot ask without a link.
+#: Errors of a step that fail only one send: its own, and a query without a link.
 FAILURES = (StepFailed, NotConnected)
-#: A send, the step that it has come to, and what that step has not finished yet.
+#: A send, the index of its current step, and the awaitable that the step returned.
 Work = tuple[Parked, int, Awaitable[Any] | None]
 
 
@@ -39,11 +39,11 @@ class Senders:
         self._runtime = runtime
         self._steps = tuple(steps)
         self._workers: KeyedWorkers[str, Work, None] | None = None
-        #: How many senders have crashed.
+        #: The number of senders that crashed.
         self.crashes = 0
 
     def push(self, parked: Parked) -> None:
-        """Take a send through the steps."""
+        """Run the steps of a send, and then relay it."""
         recipient = parked.outgoing.recipient
         if self._workers is not None and recipient in self._workers:
             self._submit(parked, 0, None)
@@ -57,7 +57,7 @@ class Senders:
             self.crashed(recipient, error)
 
     def _walk(self, parked: Parked, index: int) -> None:
-        """Do the steps from this one on, until one of them must be waited for."""
+        """Run the steps from this one on, until one must be awaited."""
         steps = self._steps
         while index < len(steps):
             parked.stage, step = steps[index]
@@ -83,8 +83,8 @@ class Senders:
         try:
             self._workers.submit(parked.outgoing.recipient, (parked, index, waiting))
         except QueueFull:
-            # Most of them were settled by their time: they only wait for the step before them.
-            why = f"{LIMIT} sends to this recipient wait already: wait for some of them first"
+            # Most of them have timed out, and wait behind a slow step.
+            why = f"{LIMIT} sends to this recipient are queued: wait for outcomes first"
             _drop(waiting)
             self._runtime.sends.table.failed(parked, why)
 
@@ -95,7 +95,7 @@ class Senders:
         try:
             while index < len(steps):
                 if parked.outcome is not None:
-                    # Its caller was told: nothing more is done for it.
+                    # Settled meanwhile: run no more steps.
                     _drop(waiting)
                     return
                 parked.stage, step = steps[index]
@@ -105,7 +105,7 @@ class Senders:
                     )
                     waiting = None
                     if inspect.isawaitable(outcome):
-                        # No longer than its send: those behind it would wait for ever.
+                        # Until the send's timeout, so that the sends behind it can go on.
                         async with asyncio.timeout_at(parked.deadline) as limit:
                             outcome = await outcome
                 except FAILURES as error:
@@ -119,7 +119,7 @@ class Senders:
                 except asyncio.CancelledError as error:
                     if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                         raise
-                    # What it waited for was cancelled, and not the sender.
+                    # The awaitable was cancelled, not the sender.
                     raise _gave_up(parked.stage) from error
                 self._took(parked, outcome)
                 index += 1
@@ -139,24 +139,24 @@ class Senders:
             parked.outgoing = outcome
 
     def crashed(self, recipient: str, error: Exception) -> None:
-        """A step raised what no step may: all that the recipient has fails with it."""
+        """Fail all sends to a recipient, for which a step raised an unexpected error."""
         self.crashes += 1
         count = self._runtime.sends.table.crashed(recipient, error)
         self._runtime.sender_crashed(error, count)
 
     def stop(self) -> None:
-        """Cancel the work of every recipient."""
+        """Cancel the workers of all recipients."""
         if self._workers is not None:
             self._workers.cancel()
             self._workers = None
 
     def __len__(self) -> int:
-        """How many recipients have a worker."""
+        """The number of recipients with a worker."""
         return 0 if self._workers is None else len(self._workers)
 
 
 def _gave_up(stage: str) -> RuntimeError:
-    return RuntimeError(f"the step {stage!r} has ended with CancelledError; nobody cancelled it")
+    return RuntimeError(f"the step {stage!r} raised CancelledError, but was not cancelled")
 
 
 def _drop(waiting: Awaitable[Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""The sends of a session: each call becomes a parked send, which is settled once."""
+"""The sends of a session, from the call of `send()` to the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Sends"]
 
 
 class Sends:
-    """The sends of one session that are under way."""
+    """The sends of one session without an outcome yet."""
 
     __slots__ = ("_runtime", "_timer", "draining", "outbox", "senders", "table")
 
@@ -30,10 +30,10 @@ class Sends:
         self._runtime = runtime
         self.table = AckTable(self._settled)
         self.senders = Senders(runtime, steps)
-        #: Sends that are through all steps and wait for their turn at the link.
-        #: (A list, of at most LIMIT: a deque takes 600 bytes for none, and most have none.)
+        #: Sends that have passed all steps and wait for the link or its window.
+        #: (A list, of at most LIMIT: an empty deque takes 600 bytes, and most are empty.)
         self.outbox: list[Parked] = []
-        #: Whether new sends are refused, because the session ends when these are settled.
+        #: Whether new sends are refused, because the session is being stopped.
         self.draining = False
         # For the next deadline. (A handle of its own: named timers take more memory.)
         self._timer: asyncio.TimerHandle | None = None
@@ -47,7 +47,7 @@ class Sends:
         idempotent: bool,
         hold: bool,
     ) -> Parked:
-        """Park a send, and take it through the steps."""
+        """Register a send, and start its steps."""
         check_texts(recipient=recipient, id=id or "")
         check_timeout(timeout)
         runtime, loop = self._runtime, asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class Sends:
             hold=hold,
         )
         if not self.has_room:
-            why = f"{LIMIT} sends are under way already: wait for some of them first"
+            why = f"{LIMIT} sends are in progress: wait for outcomes, or for online()"
             self._settled(parked, NotSent(parked.id, parked.stage, why))
             return parked
         self.table.park(parked)
@@ -70,7 +70,7 @@ class Sends:
         if runtime.core.stopped:
             self.table.failed(parked, SessionStopped(runtime.why_offline))
         elif self.draining:
-            why = f"the session of {runtime.profile!r} is being stopped: it takes no more sends"
+            why = f"the session of {runtime.profile!r} is being stopped, and accepts no more sends"
             self.table.failed(parked, SessionStopped(why))
         elif runtime.offline is not None:
             runtime.offline.send(parked)
@@ -79,7 +79,7 @@ class Sends:
         return parked
 
     def relay(self, parked: Parked) -> None:
-        """Write a send that is through all steps, now or when it is its turn."""
+        """Write a send that has passed all steps, or queue it."""
         parked.stage = "relay"
         if parked.outcome is not None:
             return
@@ -90,7 +90,7 @@ class Sends:
             link.send(parked)
 
     def queue(self, parked: Parked) -> None:
-        """Let a send wait for its turn or for a link, or fail it."""
+        """Queue a send for the window or for a new link, or fail it without a link."""
         core = self._runtime.core
         waits = core.restarting or (parked.hold and core.machine.phase == "connecting")
         if not (core.online or waits):
@@ -101,19 +101,19 @@ class Sends:
             self.sweep()
 
     def sweep(self) -> None:
-        """Drop what waits for its turn and has been settled otherwise."""
+        """Remove settled sends from the outbox."""
         if self.outbox:
             self.outbox = [each for each in self.outbox if each.outcome is None]
 
     def over(self, reason: SessionError) -> None:
-        """Fail every send, and end the work on all of them."""
+        """Settle every send, and cancel their steps."""
         self.senders.stop()
         self.table.over(reason)
         self.outbox.clear()
         self._set_timer(None)
 
     async def drain(self, timeout: float) -> None:
-        """Take no more sends, and give those under way this long to be settled."""
+        """Refuse new sends, and wait until the others are settled, or until the timeout."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -121,7 +121,7 @@ class Sends:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more send may be under way."""
+        """Whether fewer than LIMIT sends are unsettled."""
         return len(self.table) < LIMIT
 
     def _settled(self, parked: Parked, outcome: Outcome) -> None:

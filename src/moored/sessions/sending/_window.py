@@ -1,4 +1,4 @@
-"""The send window: how many sends are written and unanswered, and whether more may be."""
+"""The send window: the unanswered sends of a link, and whether one more may be written."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ class Window:
         self._size: int | None = None
         # (The keys of a dict, cleared when it is empty: an empty set takes 216 bytes.)
         self._unanswered: dict[str, None] = {}
-        # Those of them that were written once more with the same id, which has two answers.
+        # The ids of those that were written twice, and get two answers.
         self._again: tuple[str, ...] = ()
         self._draining = False
 
     def resize(self, size: int | None) -> None:
-        """The server has said how many it takes at once; None for any number."""
+        """Set the number of sends that may be unanswered; None for no limit."""
         self._size = size
 
     def drain(self) -> None:
-        """Some sends of the last link are kept back: write no new ones before all are answered."""
+        """Allow no new sends until all are answered: some of the last link are still held back."""
         self._draining = True
 
     @property
     def is_open(self) -> bool:
-        """Whether one more may be written."""
+        """Whether one more send may be written."""
         if self._draining and self._unanswered:
             return False
         self._draining = False
         return self._size is None or len(self._unanswered) + len(self._again) < self._size
 
     def wrote(self, id: str) -> None:
-        """One was written."""
+        """Count a send that was written."""
         if id in self._unanswered:
             self._again = (*self._again, id)
         else:
             self._unanswered[id] = None
 
     def answered(self, id: str) -> None:
-        """One was confirmed or refused; what is answered twice counts once."""
+        """Remove a send that was confirmed or refused; duplicate answers are ignored."""
         if id in self._again:
             again = list(self._again)
             again.remove(id)
