@@ -70,7 +70,7 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
     name, state, cause, so = capsys.readouterr().out.splitlines()
     assert name == "postgres"
     assert state.startswith("active: streaming for ")
-    assert cause.startswith("  because  it streams, and everything up to ")
+    assert cause.startswith("  because  changes are streamed; everything up to ")
     assert so == "  so       there is nothing to do"
     assert main(["explain", "moored/postgres", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["component"] == "moored/postgres"
@@ -79,7 +79,7 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
 def test_explain_lists_what_there_is(service: Running, bare: Path, capsys: Output) -> None:
     line = refused(capsys, "explain", "database", "--url", service.url)
     assert line.startswith(
-        "moored: there is no component 'database'; there is: moored, moored/http, "
+        "moored: there is no component 'database'; known: moored, moored/http, "
         "moored/postgres, moored/postgres/manager, moored/postgres/manager/connection, "
     )
 
@@ -123,14 +123,14 @@ def test_a_token_is_not_sent_where_a_file_says(
     monkeypatch.setenv("MOORED_ADMIN_TOKEN", "t0ken")
     (bare / "moored.toml").write_text('host = "192.0.2.1"\n')
     line = refused(capsys, "status")
-    assert "the admin token of the environment is not sent to http://192.0.2.1:8089" in line
+    assert "the admin token from the environment is not sent to http://192.0.2.1:8089" in line
     (bare / "moored.toml").write_text('host = "0.0.0.0"\nport = 1\n')
-    assert "no service answers at http://127.0.0.1:1" in refused(capsys, "status")
+    assert "no service responds at http://127.0.0.1:1" in refused(capsys, "status")
     monkeypatch.delenv("MOORED_ADMIN_TOKEN")
     monkeypatch.setenv("MOORED_HOST", "192.0.2.1")
     (bare / "moored.toml").write_text('admin_token = "t0ken"\n')
     line = refused(capsys, "status")
-    assert "the admin token of moored.toml is not sent to http://192.0.2.1:8089" in line
+    assert "the admin token from moored.toml is not sent to http://192.0.2.1:8089" in line
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_an_unreachable_service_is_one_line_on_stderr(bare: Path, capsys: Output
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         for command in (["status"], ["tree"], ["explain", "x"]):
             assert refused(capsys, *command, "--url", url) == (
-                f"moored: no service answers at {url} (Connection refused). "
-                "Start one with `moored serve`, or name another with --url."
+                f"moored: no service responds at {url} (Connection refused). "
+                "Start one with `moored serve`, or choose another with --url."
             )
 
 
@@ -193,9 +193,9 @@ def test_another_program_at_the_address_is_one_line_on_stderr(
     bare: Path, capsys: Output, service: Running
 ) -> None:
     line = refused(capsys, "status", "--url", f"{service.url}/static")
-    assert "answered /v1/status with 404: there is nothing at /static/v1/status" in line
+    assert "responded to /v1/status with 404: there is nothing at /static/v1/status" in line
     assert "is not an address" in refused(capsys, "status", "--url", "ftp://x")
-    assert "no service answers" in refused(capsys, "status", "--url", "http://127.0.0.1:99999")
+    assert "no service responds" in refused(capsys, "status", "--url", "http://127.0.0.1:99999")
 
 
 def test_a_token_is_asked_for_and_sent(

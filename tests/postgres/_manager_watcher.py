@@ -103,7 +103,7 @@ class Watcher:
         status = pg.monitor.status()
         found = (status.conn.value, status.shape.value, status.health.value)
         # While it falls asleep it says what it said before; then, that it sleeps.
-        if found != expected and pg._kept_status is None:
+        if found != expected and pg._frozen_status is None:
             self.world.violated(f"{instance.name}: it says {found}, the conditions {expected}")
         if not conditions["pg_lock_acquired"].met:
             instance.locked_by = None
@@ -189,7 +189,7 @@ class Watcher:
         instance = self.world.of(session)
         if not self.world.shared and self.owners - {instance.name}:
             self.world.disturbed = True  # to the others, the slot was moved
-        told = instance.store.told()
+        told = instance.store.confirmed()
         if told is None or told < now:
             self.world.violated(f"{instance.name}: told {now:#x}, and has kept {told}")
         for ledger in instance.store.ledgers.values():

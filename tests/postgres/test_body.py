@@ -224,7 +224,9 @@ def test_a_full_disk_is_named_with_the_directory(tmp_path: Path) -> None:
     assert body._spilled._file is not None
     os.close(body._spilled._file)
     body._spilled._file = os.open("/dev/full", os.O_RDWR)
-    with pytest.raises(StateError, match=rf"{tmp_path} \(No space left on device\): free some"):
+    with pytest.raises(
+        StateError, match=rf"{tmp_path} \(No space left on device\): free disk space"
+    ):
         list(body.entries())
 
 

@@ -180,7 +180,7 @@ def test_match_statements() -> None:
 def test_a_change_is_read_once_and_only_when_it_is_asked() -> None:
     broken = row_change(insert(texts("one", "a", None)))
     assert broken.table == "t"
-    with pytest.raises(DecodeError, match=r"t\.id is not one of its type"):
+    with pytest.raises(DecodeError, match=r"t\.id is not valid for its type"):
         assert broken.new
     change = row_change(insert(texts("1", "a", None)))
     assert change.new is change.new
@@ -218,7 +218,7 @@ def test_a_message_that_is_none(message: bytes) -> None:
 @pytest.mark.parametrize("message", [b"I", b"U\0", b"D\0\0\x40"])
 def test_a_message_without_a_table(message: bytes) -> None:
     (committed,) = feed_all([begin(), T, message, commit()])
-    with pytest.raises(DecodeError, match="ends too early"):
+    with pytest.raises(DecodeError, match="truncated"):
         list(committed)
 
 

@@ -32,7 +32,7 @@ class Log:
         self.adopted = False
         self.kept: list[Committed] = []
         self.safe = 0
-        self.told: list[int] = []
+        self.confirmed: list[int] = []
         self.history: History | None = None
         self.resets: list[str] = []
         self.more = asyncio.Event()
@@ -67,9 +67,9 @@ class Log:
     def flushed(self) -> int:
         return self.safe
 
-    async def checkpoint(self, told: int) -> None:
-        self.store.save(Lsn(told), {})
-        self.told.append(told)
+    async def checkpoint(self, end: int) -> None:
+        self.store.save(Lsn(end), {})
+        self.confirmed.append(end)
 
     async def until(self, number: int) -> None:
         """Wait until there are so many."""
@@ -134,7 +134,7 @@ async def test_a_log_of_ones_own_takes_the_place_of_the_hub(
         [{"id": 1, "name": "x"}],
         [{"id": 2, "name": "x"}],
     ]
-    assert log.told == sorted(log.told)
-    assert log.told[-1] >= log.kept[-1].end_lsn
+    assert log.confirmed == sorted(log.confirmed)
+    assert log.confirmed[-1] >= log.kept[-1].end_lsn
     assert not log.resets
     store.close()

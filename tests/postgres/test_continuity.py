@@ -23,7 +23,7 @@ def mark(end: int) -> CommitMark:
 
 
 def test_a_log_that_has_the_last_commit_is_the_same() -> None:
-    log = Continuity(last=mark(200), told=250, confirmed=50)
+    log = Continuity(last=mark(200), received=250, confirmed=50)
     assert [log.committed(mark(end)) for end in (100, 200)] == [None, None]
     assert not log.proven
     assert log.committed(mark(300)) is None
@@ -32,39 +32,39 @@ def test_a_log_that_has_the_last_commit_is_the_same() -> None:
 
 @pytest.mark.parametrize("end", [201, 249, 250, 251, 1000])
 def test_a_log_without_the_last_commit_is_another(end: int) -> None:
-    log = Continuity(last=mark(200), told=250, confirmed=50)
+    log = Continuity(last=mark(200), received=250, confirmed=50)
     assert log.committed(mark(100)) is None
     assert "other commits" in str(log.committed(mark(end)))
 
 
 def test_a_commit_before_the_told_place_that_was_never_received_is_of_another_log() -> None:
-    log = Continuity(last=mark(200), told=250, confirmed=210)
+    log = Continuity(last=mark(200), received=250, confirmed=210)
     assert "a new one ends at 0/E6" in str(log.committed(mark(230)))
 
 
 def test_a_commit_that_ends_at_the_same_place_at_another_time_is_another() -> None:
-    log = Continuity(last=mark(200), told=250, confirmed=50)
+    log = Continuity(last=mark(200), received=250, confirmed=50)
     assert "a new one ends at" in str(log.committed(CommitMark(200, 7)))
 
 
 def test_a_keepalive_beyond_the_last_commit_shows_that_it_is_missing() -> None:
-    log = Continuity(last=mark(200), told=250, confirmed=50)
+    log = Continuity(last=mark(200), received=250, confirmed=50)
     assert log.passed(200) is None
-    assert "is not there any more" in str(log.passed(201))
+    assert "no longer exists" in str(log.passed(201))
 
 
 @pytest.mark.parametrize(
-    ("last", "told", "confirmed"),
+    ("last", "received", "confirmed"),
     [(0, 0, 0), (0, 250, 50), (200, 200, 199), (200, 200, 200), (200, 250, 249), (200, 100, 300)],
 )
 def test_nothing_is_expected_where_nothing_is_sent_again(
-    last: int, told: int, confirmed: int
+    last: int, received: int, confirmed: int
 ) -> None:
-    assert Continuity(mark(last) if last else NO_COMMIT, told, confirmed).proven
+    assert Continuity(mark(last) if last else NO_COMMIT, received, confirmed).proven
 
 
 def test_the_last_commit_is_not_expected_where_the_slot_has_passed_it() -> None:
-    log = Continuity(last=mark(200), told=250, confirmed=199)
+    log = Continuity(last=mark(200), received=250, confirmed=199)
     assert not log.proven
     assert log.committed(mark(300)) is None
 
@@ -80,18 +80,18 @@ async def test_nobody_is_given_anything_of_another_log(tmp_path: Path) -> None:
     changes = hub.attach("search")
     apply(hub, 110, 120)
     for end in (110, 120):
-        hub.acknowledge(changes._visit, end)
+        hub.acknowledge(changes._attachment, end)
     await hub.checkpoint(120)
     assert store.last() == CommitMark(120, 0)
 
     hub = Hub(store, Recorder())
     changes = hub.attach("search")
     hub.begin(history, 100)
-    with pytest.raises(StreamEnded, match="put back"):
+    with pytest.raises(StreamEnded, match="was restored"):
         apply(hub, 110, 130)
     assert not changes._queue
-    assert "put back" in str(store.given_up())
-    await hub.reset("put back")
+    assert "was restored" in str(store.given_up())
+    await hub.reset("was restored")
     hub.begin(history, 100)
     apply(hub, 110, 130)  # it is the log from now on
     store.close()

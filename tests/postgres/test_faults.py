@@ -164,7 +164,7 @@ def test_errors_of_commands_are_known_by_their_code(
         (socket.gaierror(socket.EAI_NONAME, "unknown"), "nxdomain"),
         (TimeoutError(), "connection_timeout"),
         (StreamEnded("the server has been silent for 10 s"), "connection_closed"),
-        (DecodeError("a message ends too early"), "protocol_error"),
+        (DecodeError("a message is truncated"), "protocol_error"),
         (RuntimeError("surprise"), "unknown"),
     ],
 )

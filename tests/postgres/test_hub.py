@@ -237,7 +237,7 @@ async def test_what_came_while_a_new_stream_was_waited_for_comes_again(hub: Hub)
     apply(hub, 1200)
     async with hub.attach("search") as changes:
         assert await reset_of(changes) == "too much"
-        await hub.understood(changes, Reset("too much"))
+        await hub.reset_handled(changes, Reset("too much"))
         apply(hub, 1300)  # too early for it
     back = hub.attach("search")
     assert not back._queue
@@ -327,7 +327,7 @@ def test_a_keepalive_before_the_stream_begins_again_moves_nobody_who_waits_for_t
     apply(hub, 1100, 1200)
     for item in list(changes._queue):
         assert isinstance(item, Transaction)
-        assert hub.acknowledge(changes._visit, item.position.lsn)
+        assert hub.acknowledge(changes._attachment, item.position.lsn)
     changes._end(None)
     hub.detach(changes)
     changes = hub.attach("search", start=at(1050))
@@ -336,7 +336,7 @@ def test_a_keepalive_before_the_stream_begins_again_moves_nobody_who_waits_for_t
     hub.begin(HISTORY, 1200)
     (item,) = changes._queue
     assert isinstance(item, Reset)
-    assert "is before the last transaction" in item.reason
+    assert "is before the last acknowledged transaction" in item.reason
 
 
 async def test_a_place_beyond_the_log_is_a_reset_also_while_it_streams(hub: Hub) -> None:
@@ -351,7 +351,7 @@ async def test_a_place_beyond_the_log_is_a_reset_also_while_it_streams(hub: Hub)
     apply(hub, 1100)
     hub.check_starts(HISTORY, Findings(wal_position=Lsn(1600), confirmed=Lsn(1000)))
     hub.begin(HISTORY, 1000)
-    assert "beyond the end of the database's log" in await reset_of(changes)
+    assert "beyond the end of the database's WAL" in await reset_of(changes)
     asking = asyncio.create_task(following(changes))
     await asyncio.sleep(0)
     apply(hub, 1100, 1700)
@@ -385,7 +385,7 @@ async def test_a_place_before_a_slot_that_was_made_here_is_a_reset(hub: Hub) -> 
         HISTORY, Findings(wal_position=Lsn(1000), confirmed=Lsn(1000), slot_created=True)
     )
     hub.begin(HISTORY, 1000)
-    assert "slot that was missing" in await reset_of(hub.attach("old", start=at(900)))
+    assert "older than the replication slot" in await reset_of(hub.attach("old", start=at(900)))
     new = hub.attach("new", start=at(1000))
     apply(hub, 1100)
     assert (await following(new)).position.lsn == 1100

@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[StateStore]:
 async def manager(store: StateStore, tmp_path: Path) -> AsyncIterator[Manager]:
     made = make(store, tmp_path)
     async with Supervisor("connections", intensity=None) as connections:
-        made._parts = Parts(connections, made._happened)
+        made._parts = Parts(connections, made._post_event)
         yield made
 
 
@@ -62,7 +62,7 @@ def make(store: StateStore, tmp_path: Path) -> Manager:
         monitor,
         clock=clock,
         recorder=recorder,
-        tell=lambda name, detail: None,
+        emit=lambda name, detail: None,
         outages=Outages(clock),
         resolver=Resolver(),
         used=lambda: None,
@@ -74,13 +74,13 @@ async def fail() -> None:
 
 
 def told(diagnosis: Diagnosis) -> Actions:
-    return [Action(Act.TELL, "failed", detail=diagnosis.message)]
+    return [Action(Act.EMIT, "failed", detail=diagnosis.message)]
 
 
 async def test_the_failure_of_a_job_is_an_event(manager: Manager) -> None:
     await manager._parts.start("job", fail, told)
     event = await manager._events.get()
-    assert event() == [Action(Act.TELL, "failed", detail="lost")]
+    assert event() == [Action(Act.EMIT, "failed", detail="lost")]
 
 
 async def test_the_failure_of_a_job_that_was_replaced_changes_nothing(manager: Manager) -> None:
@@ -100,7 +100,7 @@ async def test_a_failure_of_an_owner_is_an_event_and_a_restart_that_waits_for_wo
 
     await parts.own("owner", fail, told, parts.replace("owner"))
     event = await manager._events.get()
-    assert event() == [Action(Act.TELL, "failed", detail="lost")]
+    assert event() == [Action(Act.EMIT, "failed", detail="lost")]
     await _until_restarted(parts, "owner")
     (shown,) = parts._supervisor.tree().children
     assert (shown.state, shown.restarts, shown.last_failure) == ("running", 1, "lost (PartFailed)")
@@ -148,13 +148,13 @@ async def test_a_look_is_not_begun_again_while_one_is_under_way(manager: Manager
         looks.append(client)
         await may_end.wait()
 
-    await manager._start_look("lock", look)
-    await manager._start_look("lock", look)
+    await manager._start_check("lock", look)
+    await manager._start_check("lock", look)
     assert len(looks) == 1
     may_end.set()
     while manager._parts.is_running("lock"):  # noqa: ASYNC110 (nothing tells when)
         await asyncio.sleep(0)
-    await manager._start_look("lock", look)
+    await manager._start_check("lock", look)
     assert len(looks) == 2
 
 
@@ -163,10 +163,10 @@ async def test_a_life_that_ends_by_a_defect_is_followed_by_a_wait_too(manager: M
         raise ZeroDivisionError("a defect")
 
     manager._core.backoff = Backoff(0.2, 10.0)
-    manager._happened(defect)
+    manager._post_event(defect)
     begun = Clock.current().monotonic()
     with pytest.raises(SubsystemFailed, match="a defect"):
-        await manager._live()
+        await manager._process_events()
     assert Clock.current().monotonic() - begun >= 0.2
 
 
@@ -184,7 +184,7 @@ def test_tables_are_looked_at_every_ten_seconds_whether_or_not_one_is_held_by_ot
             looks.append(sim.now)
             return waiting
 
-        manager._look_at_tables = look  # type: ignore[method-assign]
+        manager._publish_tables = look  # type: ignore[method-assign]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(300.0):
                 await manager._keep_published()

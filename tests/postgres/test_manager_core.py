@@ -84,7 +84,7 @@ def test_waiting_for_the_lock_is_looked_at_after_a_second_then_every_ten() -> No
     made = core()
     made.start()
     actions = made.client_at(Step.ACQUIRE_LOCK)
-    assert Action(Act.TELL, "waiting_for_connection_lock") in actions
+    assert Action(Act.EMIT, "waiting_for_connection_lock") in actions
     assert Action(Act.SET_TIMER, "lock", 1.0) in actions
     again = made.timer(Timer.LOCK)
     assert again == [Action(Act.BREAK_LOCK), Action(Act.SET_TIMER, "lock", 10.0)]
@@ -95,7 +95,7 @@ def test_with_the_lock_its_timer_ends_and_the_condition_holds() -> None:
     actions = made.client_at(Step.CREATE_PUBLICATION)
     assert Action(Act.CANCEL_TIMER, "lock") in actions
     assert Action(Act.SET, "pg_lock_acquired") in actions
-    assert Action(Act.TELL, "connection_lock_acquired") in actions
+    assert Action(Act.EMIT, "connection_lock_acquired") in actions
     assert Action(Act.SET_TIMER, "configuration", 10.0) in actions
 
 
@@ -118,7 +118,7 @@ def test_nothing_is_streamed_before_the_integrity_was_checked() -> None:
     assert actions.index(Action(Act.SET, "integrity_checks_passed")) < actions.index(
         Action(Act.START_STREAMING)
     )
-    assert Action(Act.TELL, "ready") in actions
+    assert Action(Act.EMIT, "ready") in actions
 
 
 def test_the_backoff_begins_anew_only_after_five_seconds_of_proven_streaming() -> None:
@@ -160,7 +160,7 @@ def test_the_client_is_retried_in_place_while_the_step_is_about_it(step: str) ->
 def test_a_client_that_fails_at_any_other_step_restarts_everything(step: str) -> None:
     made = to(step)
     actions = made.client_failed(LOST)
-    assert acts(actions) == [Act.TELL, Act.RESTART]
+    assert acts(actions) == [Act.EMIT, Act.RESTART]
     assert actions[1].delay == 1.0
     made.start("again")
     assert made.machine.step == "start_replication_client:connecting"
@@ -176,7 +176,7 @@ def test_a_pool_is_retried_in_place_while_the_step_is_about_it() -> None:
 
 
 def test_a_pool_that_fails_while_running_restarts_everything() -> None:
-    assert acts(to("streaming").pool_failed(Role.ADMIN, LOST)) == [Act.TELL, Act.RESTART]
+    assert acts(to("streaming").pool_failed(Role.ADMIN, LOST)) == [Act.EMIT, Act.RESTART]
 
 
 def test_a_pool_that_refills_is_no_failure() -> None:
@@ -190,17 +190,17 @@ def test_a_pool_that_refills_is_no_failure() -> None:
 @pytest.mark.parametrize("step", ["start_replication_client:connecting", "start_shapes_supervisor"])
 def test_what_trying_again_cannot_mend_stops_it_before_it_was_active(step: str) -> None:
     actions = to(step).client_failed(WRONG)
-    assert acts(actions) == [Act.TELL, Act.GIVE_UP]
+    assert acts(actions) == [Act.EMIT, Act.GIVE_UP]
     assert actions[0].name == "config_error"
     assert actions[1].detail == "wrong password: check it"
 
 
 def test_nothing_is_final_after_it_was_active() -> None:
     made = to("streaming")
-    assert acts(made.client_failed(WRONG)) == [Act.TELL, Act.RESTART]
+    assert acts(made.client_failed(WRONG)) == [Act.EMIT, Act.RESTART]
     made.start("again")
     assert Action(Act.SET_TIMER, "retry", 2.0) in made.client_failed(WRONG)
-    assert acts(made.subsystem_failed(WRONG)) == [Act.TELL, Act.RESTART]
+    assert acts(made.subsystem_failed(WRONG)) == [Act.EMIT, Act.RESTART]
 
 
 def test_a_pool_that_is_refused_does_not_end_a_stream_that_works() -> None:
@@ -224,7 +224,7 @@ def test_before_it_streams_there_is_nothing_to_begin_again() -> None:
 
 
 def test_a_slot_that_cannot_be_read_is_dropped() -> None:
-    assert acts(to("streaming").client_failed(GONE)) == [Act.TELL, Act.DROP_SLOT]
+    assert acts(to("streaming").client_failed(GONE)) == [Act.EMIT, Act.DROP_SLOT]
 
 
 def test_the_waits_grow_to_ten_seconds() -> None:

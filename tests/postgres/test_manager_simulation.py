@@ -148,8 +148,8 @@ async def _waits_for_ever(self: Manager) -> None:
         await self._parts.stop(runner.name)
 
 
-async def _tells_before_it_keeps(self: Hub, told: int) -> None:
-    """The server is told first; what is kept comes later, if it does."""
+async def _confirms_before_it_stores(self: Hub, end: int) -> None:
+    """Positions are confirmed to the server and never stored."""
 
 
 def _finds_no_difference(self: Integrity, *args: object) -> None:
@@ -174,7 +174,7 @@ MUTANTS = [
     mutant(Hub, "flushed", _flushes_what_was_seen, name="flushed is what was seen"),
     mutant(Positions, "keepalive", _flushes_inside, name="flushed within a transaction"),
     mutant(Progress, "ack", _ignores_gaps, name="a gap in the acknowledgements"),
-    mutant(Hub, "checkpoint", _tells_before_it_keeps, name="told before it is kept"),
+    mutant(Hub, "checkpoint", _confirms_before_it_stores, name="confirmed before it is stored"),
     mutant(ManagerCore, "_retry", _keeps_the_lock_in_mind, name="a condition not cleared"),
     mutant(ManagerCore, "rewind", _rewinds_as_if_nothing_were, name="a rewind in secret"),
     mutant(ManagerCore, "_restart", _tries_anything_in_place, name="anything tried in place"),

@@ -226,7 +226,7 @@ def test_only_known_first_bytes_are_messages() -> None:
 
 
 def test_an_empty_message() -> None:
-    with pytest.raises(DecodeError, match="begins with nothing"):
+    with pytest.raises(DecodeError, match="is empty"):
         parse(b"", 0, streamed=False)
 
 
@@ -247,7 +247,7 @@ def test_a_text_that_is_not_utf_8(data: bytes) -> None:
 
 
 def test_a_text_without_an_end() -> None:
-    with pytest.raises(DecodeError, match="has no end"):
+    with pytest.raises(DecodeError, match="is not terminated"):
         parse(b"O" + PLACES[:8] + b"upstream", 0, streamed=False)
 
 
@@ -257,7 +257,7 @@ def test_an_unknown_replica_identity() -> None:
 
 
 def test_two_columns_of_one_name() -> None:
-    with pytest.raises(DecodeError, match="two columns of one name"):
+    with pytest.raises(DecodeError, match="two columns of the same name"):
         parse(relation([("id", 20), ("id", 25)]), 0, streamed=False)
 
 
@@ -268,14 +268,14 @@ def test_sizes_that_are_outside_of_the_message() -> None:
         b"M\x01" + PLACES[:8] + b"app\0\xff\xff\xff\xffx",
         b"R\x00\x00\x40\x01public\0t\0d\xff\xff",
     ):
-        with pytest.raises(DecodeError, match="too early"):
+        with pytest.raises(DecodeError, match="truncated"):
             parse(data, 0, streamed=False)
 
 
 def test_a_time_outside_of_the_calendar() -> None:
-    with pytest.raises(DecodeError, match="is no time"):
+    with pytest.raises(DecodeError, match="is not a valid timestamp"):
         parse(b"b" + PLACES + b"\x7f" + b"\xff" * 7 + XID + b"gid\0", 0, streamed=False)
-    with pytest.raises(DecodeError, match="is no time"):
+    with pytest.raises(DecodeError, match="is not a valid timestamp"):
         time_of(-(2**63))
 
 

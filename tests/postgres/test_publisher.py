@@ -35,7 +35,7 @@ async def test_a_look_does_not_keep_a_consumer_alive_that_its_user_dropped(
     changes = hub.attach("search", tables=("orders",))
     settings = Settings(database_url="", replication_url="", state_dir=tmp_path)
     conn = mock.Mock(execute=mock.AsyncMock())
-    look = asyncio.create_task(Publisher(hub, settings).look(conn))
+    look = asyncio.create_task(Publisher(hub, settings).publish(conn))
     await asyncio.wait_for(looking.wait(), 10)
     del changes
     again = hub.attach("search", tables=("orders",))

@@ -110,7 +110,7 @@ def test_a_row_that_ends_early_or_late(sample: list[Value]) -> None:
     for size in range(len(message)):
         with pytest.raises((DecodeError, IndexError, struct.error)):
             relation.whole(message[:size], 0)
-    with pytest.raises(DecodeError, match="1 bytes more"):
+    with pytest.raises(DecodeError, match="1 extra bytes"):
         relation.whole(message + b"x", 0)
 
 

@@ -108,7 +108,7 @@ def test_more_makes_than_are_kept() -> None:
             assert read(relation, *values) == [
                 None if null else place for place, null in enumerate(nulls)
             ]
-            assert len(relation._makes) <= 64
+            assert len(relation._shapes) <= 64
 
 
 def test_rows_of_different_makes_in_threads() -> None:
@@ -165,7 +165,9 @@ def test_a_size_outside_of_the_message(size: int) -> None:
 
 def test_what_is_not_utf_8() -> None:
     for value in ((b"t", b"\xff"), (b"b", b"\xff")):
-        with pytest.raises(DecodeError, match=r"public\.t\.c0 is not one of its type \(oid 25\)"):
+        with pytest.raises(
+            DecodeError, match=r"public\.t\.c0 is not valid for its type \(oid 25\)"
+        ):
             read(table(TEXT), value)
 
 
@@ -174,7 +176,9 @@ def test_what_is_not_utf_8() -> None:
     [(INT4, "one"), (FLOAT8, "x"), (JSON, "{"), (JSON, ""), (NUMERIC, "1,5"), (869, "host")],
 )
 def test_a_text_that_is_not_of_its_type(oid: int, value: str) -> None:
-    with pytest.raises(DecodeError, match=rf"public\.t\.c1 is not one of its type \(oid {oid}\)"):
+    with pytest.raises(
+        DecodeError, match=rf"public\.t\.c1 is not valid for its type \(oid {oid}\)"
+    ):
         read(table(INT4, oid), *texts("1", value))
 
 
@@ -196,7 +200,7 @@ def test_arrays_with_quotes(text: str, wanted: object) -> None:
 )
 def test_an_array_whose_quotes_are_wrong(text: str) -> None:
     """The loader in C would write over the end of its memory."""
-    with pytest.raises(DecodeError, match=r"c0 is not one of its type"):
+    with pytest.raises(DecodeError, match=r"c0 is not valid for its type"):
         read(table(TEXTS), *texts(text))
 
 
@@ -205,7 +209,7 @@ def test_a_binary_value_of_the_wrong_size(oid: int) -> None:
     """The loaders would read memory that is not the value's."""
     for size in {0, 1, 3, SIZES[oid] - 1, SIZES[oid] + 1, 1000} - {SIZES[oid]}:
         relation = table(TEXT, oid)
-        with pytest.raises(DecodeError, match=r"public\.t\.c1 is not one of its type"):
+        with pytest.raises(DecodeError, match=r"public\.t\.c1 is not valid for its type"):
             read(relation, binary(b"x"), binary(bytes(size)))
 
 
@@ -286,7 +290,7 @@ def test_binary_values_made_of_parts(oid: int, data: bytes, wanted: object) -> N
 
 @pytest.mark.parametrize(("oid", "data"), UNSOUND.values(), ids=UNSOUND)
 def test_a_binary_value_that_is_not_of_its_type(oid: int, data: bytes) -> None:
-    with pytest.raises(DecodeError, match=r"public\.t\.c0 is not one of its type"):
+    with pytest.raises(DecodeError, match=r"public\.t\.c0 is not valid for its type"):
         read(table(oid), binary(data))
 
 
@@ -428,7 +432,7 @@ def test_other_values_of_such_a_row_and_of_later_rows_are_as_ever() -> None:
     relation = table(1082, INT4, JSON)
     assert read(relation, *texts("infinity", "1", "[1]")) == ["infinity", 1, [1]]
     assert read(relation, *texts("2020-02-03", "1", "[1]")) == [date(2020, 2, 3), 1, [1]]
-    with pytest.raises(DecodeError, match=r"c1 is not one of its type"):
+    with pytest.raises(DecodeError, match=r"c1 is not valid for its type"):
         read(relation, *texts("infinity", "one", "[1]"))
 
 

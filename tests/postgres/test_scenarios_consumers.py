@@ -98,7 +98,7 @@ def test_what_is_on_its_way_when_it_comes_back_does_not_count(tmp_path: Path) ->
     changes = hub.attach("search")
     apply(hub, 110)
     assert taken(changes) == [110]
-    assert hub.acknowledge(changes._visit, 110)
+    assert hub.acknowledge(changes._attachment, 110)
     changes._closed = True
     hub.detach(changes)
     apply(hub, 120)
@@ -185,7 +185,7 @@ async def test_a_place_before_the_slot_is_a_reset_while_the_stream_is_under_way(
     async with make(state_dir=tmp_path / "another") as pg:
         await pg.wait_until_active(LIMIT)
         changes = pg.changes("copy", tables=["orders"], start=txn.position)
-        assert "slot that was missing" in (await next_reset(changes)).reason
+        assert "older than the replication slot" in (await next_reset(changes)).reason
 
 
 async def test_a_loop_whose_body_fails_is_simply_tried_again(
@@ -323,10 +323,10 @@ def test_a_place_that_was_told_is_never_taken_back(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
     store.save(Lsn(200), {})
     store.save(Lsn(100), {})
-    assert store.told() == Lsn(200)
+    assert store.confirmed() == Lsn(200)
     store.reset("another history")
     store.save(Lsn(300), {})  # by one who has not heard of it
-    assert store.told() is None
+    assert store.confirmed() is None
     store.save(Lsn(50), {}, times_reset=1)
-    assert store.told() == Lsn(50)
+    assert store.confirmed() == Lsn(50)
     store.close()

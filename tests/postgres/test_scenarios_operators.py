@@ -55,7 +55,7 @@ async def test_an_outage_is_one_line_and_its_end_another(
                 return outage is not None and outage["failures"] >= 4
 
             await until(failed_often)
-            assert "it tries again by itself, in" in pg.explain() or "connecting" in pg.explain()
+            assert "the next try is in" in pg.explain() or "connecting" in pg.explain()
             proxy.refuse(False)
             await pg.wait_until_active(LIMIT)
             said = lines(caplog)
@@ -64,7 +64,7 @@ async def test_an_outage_is_one_line_and_its_end_another(
             # Hung up, then refused: two reasons.
             assert len(said) <= 3, said
             assert not any("traceback" in line or "TaskGroup" in line for line in said)
-            assert "  before   from " in pg.explain()
+            assert "  before   an outage of " in pg.explain()
             causes = [cause for event in pg.recorder.events() for cause in event.because]
             assert not any("TaskGroup" in cause for cause in causes)
 
@@ -109,7 +109,7 @@ async def test_a_graceful_close_leaves_no_complaint_in_the_log_of_the_server(
 async def test_the_server_does_not_warn_of_a_connection_that_ends_just_before_it_is_terminated(
     sql: Sql, streamed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_admin, "_LOOKS", 0)
+    monkeypatch.setattr(_admin, "END_PATIENCE", 0.0)
     async with connected(streamed_url) as other:
         alive = other.info.backend_pid
         await _admin.terminate(sql, alive)

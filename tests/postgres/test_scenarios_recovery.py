@@ -218,7 +218,7 @@ async def test_a_look_at_tables_that_a_silent_server_holds_up_is_cancelled_at_on
 ) -> None:
     """A manager that begins again cancels it, and waits for its end before the next connect."""
     known = psycopg.conninfo.conninfo_to_dict(streamed_url)
-    look, looking = Publisher.look, asyncio.Queue[psycopg.AsyncConnection[Any]]()
+    look, looking = Publisher.publish, asyncio.Queue[psycopg.AsyncConnection[Any]]()
     async with (
         FaultProxy("127.0.0.1", int(str(known["port"]))) as proxy,
         make(replication_url=through(streamed_url, proxy.port)) as pg,
@@ -234,7 +234,7 @@ async def test_a_look_at_tables_that_a_silent_server_holds_up_is_cancelled_at_on
             looking.put_nowait(conn)
             return await look(publisher, conn)
 
-        monkeypatch.setattr(Publisher, "look", falls_silent)
+        monkeypatch.setattr(Publisher, "publish", falls_silent)
         other = pg.changes("other", tables=["orders"])
         conn = await asyncio.wait_for(looking.get(), LIMIT)
         await until(lambda: waits_for_an_answer(conn))

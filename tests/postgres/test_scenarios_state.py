@@ -89,7 +89,7 @@ async def test_a_slot_that_others_have_made_anew(
     await sql.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
-        assert "moved by others" in (await next_reset(changes)).reason
+        assert "has moved the replication slot" in (await next_reset(changes)).reason
         asking = asyncio.create_task(following(changes))
         await insert(sql, 3)
         assert ids(await asking) == [3]
@@ -111,7 +111,7 @@ async def test_a_process_that_is_killed_before_it_has_told_of_a_new_slot(
         await until(lambda: last_of(consumer, "2"))
     first, reset, last = consumer.lines()
     assert (first, last) == ("1", "2")
-    assert reset.startswith("reset the replication slot was moved by others")
+    assert reset.startswith("reset another program has moved the replication slot")
 
 
 async def last_of(consumer: ConsumerProcess, line: str) -> bool:
@@ -442,7 +442,7 @@ async def test_who_waits_and_leaves_writes_nothing_over_what_is_new(
     await second.hub.save()
     with pytest.raises(StreamEnded, match="another instance"):
         await second.hub.checkpoint(120)  # before it is told to the server, which it is not
-    assert first.store.told() == 50
+    assert first.store.confirmed() == 50
     assert first.store.consumers()["search"].acknowledged == 50
     assert given(changes) == ["restored", 60]
 

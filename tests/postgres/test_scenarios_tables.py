@@ -161,7 +161,7 @@ async def test_a_renamed_table_is_noticed_without_waiting_for_the_watch(
 ) -> None:
     monkeypatch.setattr(_manager, "WATCH_EVERY", 3600.0)
     looks = [0, 0]  # begun, ended
-    look = Publisher.look
+    look = Publisher.publish
 
     async def counted(publisher: Publisher, conn: Sql) -> list[str]:
         looks[0] += 1
@@ -170,7 +170,7 @@ async def test_a_renamed_table_is_noticed_without_waiting_for_the_watch(
         finally:
             looks[1] += 1
 
-    monkeypatch.setattr(Publisher, "look", counted)
+    monkeypatch.setattr(Publisher, "publish", counted)
     await run(sql, f"create publication {publication(stream_id)} for tables in schema public")
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
@@ -196,7 +196,7 @@ async def test_a_table_that_is_gone_is_waited_for(
         await run(sql, "drop table orders")
 
         async def warned() -> bool:
-            return "does not exist any more" in caplog.text
+            return "no longer exists" in caplog.text
 
         await until(warned)
         await run(sql, f"create table orders {NEW}")

@@ -205,7 +205,7 @@ async def test_a_copy_of_the_disk_that_was_put_back(tmp_path: Path) -> None:
         await db.server.start()
         await pg.wait_until_active(LIMIT)
         reason = await seen.reset()
-        assert "a copy of its disk was put back" in reason
+        assert "a copy of its disk was restored" in reason
         await db.insert(3)
         await seen.until(1, 2, reason, 3)
 
@@ -236,7 +236,7 @@ async def test_a_copy_of_the_disk_that_was_put_back_and_written_past_the_old_pla
         assert await db.ask("select pg_current_wal_lsn() > %s::pg_lsn", before)
         await pg.wake()
         reason = await seen.reset()
-        assert "a copy of its disk was put back" in reason
+        assert "a copy of its disk was restored" in reason
         await pg.wait_until_active(LIMIT)
         await db.insert(4)
         await seen.until(1, 2, reason, 3, 4)

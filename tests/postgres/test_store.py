@@ -31,7 +31,7 @@ def again(store: StateStore) -> StateStore:
 
 def test_a_new_one_knows_nothing(store: StateStore) -> None:
     assert store.history() is None
-    assert store.told() is None
+    assert store.confirmed() is None
     assert store.consumers() == {}
 
 
@@ -42,7 +42,7 @@ def test_everything_is_there_again(store: StateStore) -> None:
     store.save(Lsn(100), {"search": 120, "cache": 100})
     other = again(store)
     assert other.history() == History("7", 3)
-    assert other.told() == 100
+    assert other.confirmed() == 100
     assert other.consumers() == {
         "search": Saved(Lsn(120), None),
         "cache": Saved(Lsn(100), None),
@@ -55,10 +55,10 @@ def test_a_reset_is_told_until_it_was_understood(store: StateStore) -> None:
     store.save(Lsn(5), {"search": 5})
     store.reset("restored from a backup")
     assert store.consumers() == {"search": Saved(None, "restored from a backup")}
-    assert store.told() is None
-    store.was_told("search", "another reason")
+    assert store.confirmed() is None
+    store.reset_handled("search", "another reason")
     assert store.consumers() == {"search": Saved(None, "restored from a backup")}
-    store.was_told("search", "restored from a backup")
+    store.reset_handled("search", "restored from a backup")
     assert store.consumers() == {"search": Saved(None, None)}
 
 
@@ -69,7 +69,7 @@ def test_a_reset_of_one_leaves_the_others_alone(store: StateStore) -> None:
     store.reset("too slow", "slow")
     assert store.consumers()["quick"] == Saved(Lsn(50), None)
     assert store.consumers()["slow"] == Saved(None, "too slow")
-    assert store.told() == 5
+    assert store.confirmed() == 5
 
 
 def test_a_consumer_that_is_dropped_is_forgotten(store: StateStore) -> None:
@@ -81,7 +81,7 @@ def test_a_consumer_that_is_dropped_is_forgotten(store: StateStore) -> None:
 def test_the_greatest_place_there_is_fits(store: StateStore) -> None:
     store.add("search", 2**64 - 1)
     store.save(Lsn(2**64 - 1), {"search": 2**64 - 1})
-    assert store.told() == 2**64 - 1
+    assert store.confirmed() == 2**64 - 1
     assert store.consumers()["search"].acknowledged == 2**64 - 1
 
 
@@ -90,14 +90,14 @@ def test_one_who_comes_late_changes_nothing(store: StateStore) -> None:
     store.add("search", 5)
     store.save(Lsn(10), {"search": 20}, {"search": 18})
     store.save(Lsn(8), {"search": 15, "nobody": 3}, {"search": 12})
-    assert store.told() == 10
+    assert store.confirmed() == 10
     assert store.consumers() == {"search": Saved(Lsn(20), None, Lsn(18))}
     store.reset("restored")
     store.save(Lsn(30), {"search": 40})
-    assert store.told() is None
+    assert store.confirmed() is None
     assert store.consumers()["search"].acknowledged is None
     store.save(Lsn(3), {"search": 4}, times_reset=1)
-    assert store.told() == 3
+    assert store.confirmed() == 3
     assert store.consumers()["search"].acknowledged == 4
 
 
@@ -118,18 +118,18 @@ def test_a_slot_that_was_given_up_is_remembered_until_there_is_another(store: St
     assert store.history() == History("7", 3)
     store.set_history(History("7", 3), Lsn(9))
     assert store.given_up() is None
-    assert store.told() == 5  # what it was told, it was told
+    assert store.confirmed() == 5  # what it was told, it was told
     store.reset("invalidated")
     store.set_history(History("7", 3), Lsn(9))
-    assert store.told() == 9
+    assert store.confirmed() == 9
 
 
 def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     path.write_text("something else, and rather more of it than a line" * 100)
-    with pytest.raises(ConfigurationError, match=r"cannot be kept in .*state\.db"):
+    with pytest.raises(ConfigurationError, match=r"cannot be stored in .*state\.db"):
         StateStore(path)
-    with pytest.raises(ConfigurationError, match="cannot be kept"):
+    with pytest.raises(ConfigurationError, match="cannot be stored"):
         StateStore(path / "deeper" / "state.db")
 
 
@@ -152,7 +152,7 @@ def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"saved\n"
         os.kill(process.pid, signal.SIGKILL)
     store = StateStore(path)
-    assert store.told() == 77
+    assert store.confirmed() == 77
     assert store.consumers() == {"search": Saved(Lsn(78), None)}
     store.close()
 
@@ -178,7 +178,7 @@ def test_a_save_works_again_after_a_reader_held_the_file(impatient: StateStore) 
         impatient.save(Lsn(100), {"search": 100})
     reader.close()
     impatient.save(Lsn(120), {"search": 120})
-    assert impatient.told() == 120
+    assert impatient.confirmed() == 120
 
 
 def test_a_failed_save_leaves_the_file_free_for_other_writers(impatient: StateStore) -> None:

@@ -246,7 +246,7 @@ async def test_a_slot_that_was_moved_by_others_is_a_reset(make: MakePostgres, sq
     async with make() as pg:
         item = await asyncio.wait_for(anext(pg.changes("search")), LIMIT)
         assert isinstance(item, Reset)
-        assert "moved by others" in item.reason
+        assert "has moved the replication slot" in item.reason
 
 
 async def test_a_reset_is_told_again_until_it_was_understood(make: MakePostgres, sql: Sql) -> None:
@@ -313,8 +313,8 @@ async def test_a_wrong_password_is_fatal_and_says_so(
     wrong = psycopg.conninfo.make_conninfo(streamed_url, user="nobody_here", password="wrong")
     async with make(replication_url=wrong) as pg:
         changes = pg.changes("search")
-        with pytest.raises(PostgresError, match=r"user name or the password|does not let"):
+        with pytest.raises(PostgresError, match=r"user name or the password|does not permit"):
             await pg.wait_until_active(LIMIT)
-        with pytest.raises(PostgresError, match=r"user name or the password|does not let"):
+        with pytest.raises(PostgresError, match=r"user name or the password|does not permit"):
             await asyncio.wait_for(anext(changes), LIMIT)
         assert pg.health.value == "failed"

@@ -335,8 +335,9 @@ async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_
             )
             assert what == "  because  another instance is active: its slot is streaming"
             assert so == (
-                "  so       this one waits as a standby; nothing is broken; it takes over when "
-                f"{holder['pid']} lets go. To stream beside it, choose another stream_id"
+                "  so       this instance waits as a standby; nothing is broken; it takes over "
+                f"when backend {holder['pid']} releases the lock. To stream in parallel, choose "
+                "another stream_id"
             )
             assert any("standing by" in said and str(holder["pid"]) in said for said in second.said)
             await first.pg.close()  # as the end of the other process would

@@ -1,4 +1,4 @@
-"""Postgres connections that are kept alive: replication, pools, lock, timeline and health."""
+"""Supervised Postgres connections: logical replication, pools, one owner by a lock, and health."""
 
 from ._errors import ConfigurationError, DecodeError, PostgresError, StateError, StreamEnded
 from ._lsn import Lsn
@@ -21,7 +21,7 @@ from .decode import (
 from .report import ConnectionState, Health, Persistent, Status
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
-    # What users call
+    # The connection manager and its consumers
     "Changes",
     "History",
     "Position",
@@ -29,7 +29,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Reset",
     "StackEvent",
     "Transaction",
-    # How it is
+    # State
     "ConnectionState",
     "Health",
     "Persistent",

@@ -1,13 +1,13 @@
-"""What can go wrong with a Postgres connection, and what to do about it.
+"""The errors of this package.
 
 ::
 
     MooredError
     └── PostgresError
         ├── DecodeError          a message of the server violates the protocol
-        ├── ConfigurationError   trying again cannot help: something must be changed first
-        ├── StateError           the file that keeps how far consumers are cannot be used right now
-        └── StreamEnded          the stream is over, because the connection or the manager is
+        ├── ConfigurationError   an operator must change something: a retry cannot succeed
+        ├── StateError           a file in state_dir cannot be read or written at the moment
+        └── StreamEnded          the replication stream has ended
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = [
 
 
 class PostgresError(MooredError):
-    """Something that `moored.postgres` raises on purpose."""
+    """The base class of the errors of `moored.postgres`."""
 
 
 class DecodeError(PostgresError):
-    """A message of the server violates the protocol; nothing of it was used."""
+    """A message of the server violates the protocol; nothing of that message was used."""
 
 
 class ConfigurationError(PostgresError):
-    """Retrying cannot succeed until the configuration, as the text says, is changed."""
+    """A retry cannot succeed until an operator has changed what the text says."""
 
 
 class StateError(PostgresError):
-    """A file of the `state_dir` cannot be read or written right now; nothing of it was changed."""
+    """A file in the `state_dir` cannot be read or written at the moment; it was not changed."""
 
 
 class StreamEnded(PostgresError):

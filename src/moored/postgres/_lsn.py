@@ -8,7 +8,7 @@ from typing import Self
 __all__ = ["LAST", "Lsn"]
 
 _FORM = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
-#: The greatest one there can be.
+#: The greatest LSN.
 LAST = 2**64 - 1
 
 

@@ -1,4 +1,4 @@
-"""A place in one database's history that a user can keep."""
+"""A position in the history of one database, which a user can store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["History", "Position", "before_the_slot", "beyond_the_end", "of_anoth
 
 
 class History(NamedTuple):
-    """Which database it is, and which of its timelines."""
+    """A database (its system identifier) and one of its timelines."""
 
     system_id: str
     timeline_id: int
@@ -20,10 +20,10 @@ class History(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The end of a transaction in one history; as a text it fits into any column.
+    """The end of a transaction in one history; its `str()` fits into any text column.
 
-    Store it in the same transaction as the effect of what was consumed, and pass it as
-    `start=` later: then each transaction has its effect once.
+    Store it in the same transaction as the effect of the consumed one, and pass it as `start=`
+    later: then each transaction has its effect once.
     """
 
     history: History
@@ -31,38 +31,36 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The position that `str()` wrote."""
+        """Parse a position that `str()` has written."""
         try:
             system_id, timeline_id, lsn = text.split("/", 2)
             return cls(History(system_id, int(timeline_id)), Lsn.parse(lsn))
         except ValueError:
-            raise ValueError(
-                f"{text!r} is not a position: keep what str(txn.position) gives"
-            ) from None
+            raise ValueError(f"{text!r} is not a position: store str(txn.position)") from None
 
     def __str__(self) -> str:
         return f"{self.history}/{self.lsn}"
 
 
-# Why a position that a consumer has chosen is refused.
+# Why the `start=` of a consumer is refused.
 
 
 def before_the_slot(start: Position) -> str:
-    """It is of a time before the slot was made."""
+    """Return the reason for a position from before the slot was created."""
     return (
-        f"the position {start} is of a replication slot that was missing: what came after it is "
-        "not known"
+        f"the position {start} is older than the replication slot, which had to be created again: "
+        "the transactions after that position are lost"
     )
 
 
 def beyond_the_end(start: Position, end: Lsn) -> str:
-    """It is not in the log, which ends before it."""
+    """Return the reason for a position after the end of the WAL."""
     return (
-        f"the position {start} is beyond the end of the database's log, {end}: a copy of its disk "
-        "was put back"
+        f"the position {start} is beyond the end of the database's WAL, {end}: a copy of its disk "
+        "was restored"
     )
 
 
 def of_another_history(start: Position, history: History) -> str:
-    """It is of another history than the database's."""
-    return f"the position {start} is of another history than the database's, {history}"
+    """Return the reason for a position of another database or timeline."""
+    return f"the position {start} belongs to another history than the database's, {history}"

@@ -1,4 +1,4 @@
-"""`Postgres`: supervised connections to one database, for queries and for its changes."""
+"""`Postgres`: supervised connections to one database, for queries and for its change stream."""
 
 from __future__ import annotations
 
@@ -58,36 +58,44 @@ __all__ = ["Postgres", "StackEvent"]
 
 log = logging.getLogger("moored.postgres")
 
-#: The first and the longest wait before the next try, with what chance adds to it.
+#: The first and the longest wait before the next attempt, jitter included, in seconds.
 BACKOFF = (1.0, 10.0)
 
 
 class Postgres:
-    """A supervised Postgres: pooled connections, and committed changes that are not lost.
+    """A supervised connection manager: pooled connections, and a stream of committed changes.
 
-    Use it with `async with`. It starts in the background: `wait_until_active()` waits for it, and
-    `connection()` and `changes()` wait by themselves.
+    Use it with `async with`. It connects in the background: `wait_until_active()` waits until the
+    stream works, and `connection()` and `changes()` wait by themselves.
 
     :param database_url: for `connection()`; it may lead to a pooler.
     :param replication_url: the server itself, for replication, lock and administration;
         `database_url`, if not given.
-    :param notify_url: the server itself, for the listener; `replication_url`, if not given.
-    :param stream_id: one stream, one slot, one lock: another name is another stream.
+    :param notify_url: the server itself, for the planned listener; `replication_url`, if not given.
+    :param stream_id: names the slot, the publication, the lock and the state file: instances with
+        the same `stream_id` take turns, different ones stream in parallel.
     :param pool_size: connections of both pools together.
-    :param state_dir: where this machine keeps how far its consumers are; by default
-        `MOORED_STATE_DIR`, or a directory for this database in the user's state home.
+    :param state_dir: where the positions of consumers are stored; by default `MOORED_STATE_DIR`, or
+        a directory for this database in the user's state home.
+    :param slot: the name of the replication slot; by default `moored_slot_<stream_id>`.
+    :param publication: the name of the publication; by default `moored_publication_<stream_id>`.
     :param manual_publication: never create or change the publication.
-    :param temporary_slot: a slot that ends with its connection: nothing is kept for us meanwhile.
-    :param recreate_slot: drop the slot at the start, and with it everything that was not consumed.
-    :param failover_slot: have standbys keep a copy of the slot, from PostgreSQL 17 on.
-    :param binary: receive values as the server keeps them, from PostgreSQL 14 on; those of types
-        that are not built in come as bytes then.
-    :param messages: receive what pg_logical_emit_message() writes.
-    :param sleep_after: close all connections after so many seconds without use; None never does.
-    :param max_retained_wal: bytes of log that the server may keep for us before something is done.
-    :param show_queries: show the SQL of transactions that a new slot waits for, without literals;
-        only for a report that nobody but its operators can read.
-    :param on_retained_wal: "warn", or "drop" the consumer that holds it up, with a `Reset`.
+    :param temporary_slot: use a slot that the server drops with its connection: changes in between
+        are lost, with a `Reset`.
+    :param recreate_slot: drop the slot at the start, and with it all unconsumed changes.
+    :param failover_slot: let standbys keep a copy of the slot (PostgreSQL 17 and later).
+    :param binary: receive values in binary format (PostgreSQL 14 and later); values of types that
+        are not built in are bytes then.
+    :param messages: receive the messages of pg_logical_emit_message().
+    :param connect_timeout: the timeout of one connection attempt, in seconds.
+    :param shutdown_timeout: after so many seconds, `close()` aborts the remaining connections.
+    :param sleep_after: close all connections after so many seconds without use; None for never.
+    :param max_retained_wal: bytes of WAL that the server may retain for the slot before
+        `on_retained_wal` applies.
+    :param on_retained_wal: "warn", or "drop" the consumer that is furthest behind, with a `Reset`.
+    :param application_name: the `application_name` of all connections.
+    :param show_queries: report the SQL, without literals, of transactions that a new slot waits
+        for; only if none but operators can read the report.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class Postgres:
             application_name=application_name,
             show_queries=show_queries,
         )
-        #: Where a listener connects; it is a part of its own.
+        #: The URL for the planned listener.
         self.notify_url = notify_url or self.settings.replication_url
         SECRETS.add_from(self.notify_url)
         self._clock = clock
@@ -154,20 +162,20 @@ class Postgres:
     async def open(self) -> None:
         """Open the connections in the background; `async with` calls this."""
         if self._state != "new":
-            raise PostgresError(f"{self!r} was opened before: make a new one")
+            raise PostgresError(f"{self!r} was opened before: create a new one")
         self._state = "open"
         self.clock = self._clock or Clock.current()
         self.recorder = self._recorder or Recorder(clock=self.clock)
         self._asleep = False
-        self._kept_status: Status | None = None
+        self._frozen_status: Status | None = None
         self._restarts = 0
         path = self.settings.state_dir / f"{self.settings.stream_id}.db"
-        # Not in a thread: whoever holds this object may use it from the first await on.
+        # Not in a thread: changes() must work as soon as another task can run.
         self._store = StateStore(path)
         self._hub = Hub(self._store, self.recorder, clock=self.clock)
         self._loaded = True
         self._events = StackEvents(self.recorder, self.clock)
-        self._tell = self._events.tell
+        self._emit = self._events.emit
         #: The last events, the oldest first.
         self.last_events = self._events.last
         self._received = (0, 0)
@@ -180,11 +188,11 @@ class Postgres:
             recorder=self.recorder,
         )
         first, longest = BACKOFF
-        # Chance adds up to a half.
+        # Half jitter adds up to 50 %.
         backoff = Backoff(first, longest / 1.5, jitter="half", clock=self.clock)
         self._core = ManagerCore(self.machine, backoff)
         self._outages = Outages(self.clock)
-        self._integrity = Integrity(self._store, self._hub, self._tell)
+        self._integrity = Integrity(self._store, self._hub, self._emit)
         self._manager: Manager | None = None
         self._resolver = Resolver(timeout=self.settings.connect_timeout)
         self._in_use = 0
@@ -194,15 +202,15 @@ class Postgres:
             clock=self.clock,
             sleep_after=self.settings.sleep_after,
             busy=lambda: self._in_use > 0,
-            goes_to_sleep=self._goes_to_sleep,
-            changed=self._slept_or_woke,
+            on_sleep=self._on_sleep,
+            on_change=self._on_sleep_change,
             must_wake=self._must_wake,
         )
         self._supervisor = self._tree()
         await self._supervisor.start()
 
     def _tree(self) -> Supervisor:
-        """The supervision tree of the connections; consumers stay while these come and go."""
+        """Return the supervision tree of the connections; consumers are not part of it."""
         connection = Supervisor.child(
             "connection",
             children=[Child("restarter", self._restarter.run), self._connection_child()],
@@ -220,7 +228,7 @@ class Postgres:
         )
 
     def _connection_child(self) -> Child:
-        """The manager and what goes down with it: made anew after each sleep."""
+        """Return the manager and its connections, as one child; created again after each sleep."""
         manager = Child(
             "manager",
             self._run_manager,
@@ -230,17 +238,18 @@ class Postgres:
         )
         return Supervisor.child(
             "manager",
-            # What the manager runs comes and goes with it; one of it alone is the manager's matter.
+            # Children of `connections` are restarted with the manager; when one of them fails, the
+            # manager decides what to do.
             children=[Supervisor.child("connections", intensity=None), manager],
             strategy="one_for_all",
-            intensity=None,  # a database may be away for days
+            intensity=None,  # a database may be down for days
             restart="transient",
             significant=True,
             auto_shutdown="any_significant",
         )
 
     async def _run_manager(self, ctx: Context) -> None:
-        # Each life finds its own way: the server behind the name may be another one.
+        # Each run finds its own route: the server behind the name may be another one.
         self._resolver.forget()
         manager = Manager(
             self.settings,
@@ -250,7 +259,7 @@ class Postgres:
             self.monitor,
             clock=self.clock,
             recorder=self.recorder,
-            tell=self._tell,
+            emit=self._emit,
             outages=self._outages,
             resolver=self._resolver,
             used=self._restarter.used,
@@ -297,14 +306,14 @@ class Postgres:
         if self._manager is not None:
             self._manager.drop_requested = True
         await self.close()
-        await self._drop_what_is_left()
+        await self._drop_slot_and_publication()
 
-    async def _drop_what_is_left(self) -> None:
-        """Without the lock, or before the pools were there, the manager could not."""
+    async def _drop_slot_and_publication(self) -> None:
+        """Drop them if the manager could not: without the lock, or before its pools were open."""
         settings = self.settings
         try:
             async with asyncio.timeout(_admin.TIMEOUT), self._direct() as conn:
-                # The slot first: while another instance reads it, nothing must be taken from it.
+                # The slot first: this fails while another instance reads it, which needs both.
                 await _admin.drop_slot(conn, settings.slot_name)
                 if not settings.manual_publication:
                     await _admin.drop_publication(conn, settings.publication_name)
@@ -346,7 +355,7 @@ class Postgres:
     async def _checked_out(
         self, deadline: Deadline
     ) -> tuple[AsyncExitStack, psycopg.AsyncConnection[Any]]:
-        """A connection of the pool there is; when that one is closed meanwhile, of the next."""
+        """Check out a connection of the current pool; of the next one if that is closed."""
         while True:
             await self.wake()
             await self._wait_for("snapshot_connection_pool_ready", deadline)
@@ -371,14 +380,14 @@ class Postgres:
     ) -> Changes:
         """Return committed transactions, in commit order, at least once: `async for txn in …`.
 
-        :param consumer: the name under which acknowledgements are kept, also while it is closed.
+        :param consumer: the name under which acknowledgements are stored, also while it is closed.
         :param tables: the tables to follow, which are added to the publication; without any, all
             tables of the publication.
-        :param start: a position that the consumer has stored itself, to receive what comes after.
+        :param start: a position that the consumer has stored itself; later transactions follow.
         """
         self._check_open()
         wrong: list[str] = (
-            [] if isinstance(consumer, str) else [f"consumer={consumer!r} must be a string"]
+            [] if isinstance(consumer, str) else [f"consumer={consumer!r} must be a str"]
         )
         refuse("changes()", wrong + mistakes(tables))
         if self._fatal is not None:
@@ -389,7 +398,7 @@ class Postgres:
         return self._hub.attach(consumer, tables=tuple(tables), start=start)
 
     async def wait_until_published(self, *tables: str, timeout: float = 30.0) -> None:
-        """Wait until these tables are published: changes that were made before are not received.
+        """Wait until these tables are published: earlier changes are not received.
 
         Without names, wait for the tables of every attached consumer.
         """
@@ -399,7 +408,7 @@ class Postgres:
             await self._hub.published.wait(tables, self._hub.attached)
 
     async def drop_consumer(self, name: str) -> None:
-        """Forget a consumer: the server need not keep its log for it any longer."""
+        """Remove a consumer: the server no longer retains WAL for it."""
         self._check_open()
         await self._hub.drop(name)
 
@@ -409,7 +418,7 @@ class Postgres:
         await self._restarter.sleep()
 
     async def wake(self) -> None:
-        """Open the connections again, if they were closed because nobody used them."""
+        """Open the connections again, if they were closed by `sleep()` or `sleep_after`."""
         self._check_open()
         await self._restarter.wake()
 
@@ -418,21 +427,21 @@ class Postgres:
         if self._restarter.asleep:
             self._tasks.start(self._restarter.wake())
 
-    def _goes_to_sleep(self) -> None:
-        # What is lost from here on is lost on purpose: that is no failure on the way.
-        self._kept_status = self.monitor.status()
+    def _on_sleep(self) -> None:
+        # The connections are closed on purpose: don't report that as a failure meanwhile.
+        self._frozen_status = self.monitor.status()
 
-    def _slept_or_woke(self, asleep: bool) -> None:
-        self._asleep, self._kept_status = asleep, None
+    def _on_sleep_change(self, asleep: bool) -> None:
+        self._asleep, self._frozen_status = asleep, None
         if asleep:
-            self.machine.move("connection_setup", cause="it was closed for lack of use")
-        # The status is computed anew with the next word about a condition.
+            self.machine.move("connection_setup", cause="the connections were closed to sleep")
+        # A change of a condition recomputes the status.
         self.monitor.clear(CONDITIONS[0], "asleep" if asleep else "waking up")
         if asleep:
-            self._tell("scaled_down_database_connections", "")
+            self._emit("scaled_down_database_connections", "")
 
     async def _must_wake(self) -> bool:
-        """Whether the server keeps more log for us, asleep, than it may."""
+        """Return whether the server retains more than half of `max_retained_wal`."""
         limit = self.settings.max_retained_wal
         if limit is None:
             return False
@@ -440,24 +449,24 @@ class Postgres:
             async with asyncio.timeout(self.settings.connect_timeout), self._direct() as conn:
                 kept = await _admin.retained(conn, self.settings.slot_name)
         except (psycopg.Error, OSError, PostgresError) as error:
-            log.info("the retained log could not be looked at: %s", describe(error))
+            log.info("the retained WAL could not be queried: %s", describe(error))
             return False
         return kept is not None and kept.bytes > limit / 2
 
-    # -- how it is -----------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether it was opened and not closed."""
+        """Whether `open()` was called, and not `close()`."""
         return self._state == "open"
 
     @property
     def fatal(self) -> str | None:
-        """The error that only a changed configuration can mend; None if there is none."""
+        """The text of a fatal error, which an operator must correct; None if there is none."""
         return self._fatal
 
     def status(self) -> Status:
-        """The state of the connections and of the consumers' side."""
+        """Return the state of the connections, and of the consumers and their positions."""
         self._check_open()
         return self.monitor.status()
 
@@ -472,9 +481,9 @@ class Postgres:
         return Health.DEGRADED if found is Health.ACTIVE and self._hub.pressure.stalled else found
 
     async def wait_until_active(self, timeout: float | None = None) -> None:
-        """Wait until the health is `ACTIVE`, and wake the stream if it sleeps.
+        """Wait until the health is `ACTIVE`; wake the stream if it sleeps.
 
-        Raises `WaitTimeout`, which says what is missing, or `ConfigurationError`.
+        Raises `WaitTimeout`, which names the missing conditions, or `ConfigurationError`.
         """
         await self.wake()
         await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
@@ -492,7 +501,7 @@ class Postgres:
                 lambda status: self._fatal is not None or predicate(status), timeout
             )
         except WaitTimeout as error:
-            text = f"{error}; it is at the step: {WORDS[self.machine.step]}"
+            text = f"{error}; the current step: {WORDS[self.machine.step]}"
             if self._outages.now is not None:
                 text += f"; the last failure: {self._outages.now.last}"
             raise WaitTimeout(text) from None
@@ -529,7 +538,7 @@ class Postgres:
         )
 
     def explain(self) -> str:
-        """Return in words what it is doing, what it waits for, and what can be done about it."""
+        """Return as text what the manager is doing, what it waits for, and what to do about it."""
         return explain(self.statistics())
 
     def tree(self) -> Tree:
@@ -542,19 +551,19 @@ class Postgres:
             return f"<Postgres {self.settings.stream_id}: {self._state}>"
         return f"<Postgres {self.settings.stream_id}: {self.health.value}, at {self.machine.state}>"
 
-    # -- small things --------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     def _status_of(self, conditions: Mapping[str, Condition]) -> Status:
-        if self._kept_status is not None:
-            return self._kept_status
+        if self._frozen_status is not None:
+            return self._frozen_status
         return status_of(conditions, asleep=self._asleep, loaded=self._loaded)
 
     def _check_opened(self) -> None:
-        """What can be looked at also when it is closed."""
+        """Raise unless it is open, or was open before it was closed."""
         if self._state != "closed" or not hasattr(self, "machine"):
             self._check_open()
 
     def _check_open(self) -> None:
         if self._state != "open":
-            hint = "use `async with`" if self._state == "new" else "it is closed: make a new one"
+            hint = "use `async with`" if self._state == "new" else "create a new one"
             raise PostgresError(f"{self!r} is not open: {hint}")

@@ -1,4 +1,4 @@
-"""How a manager behaves: every number in one place, checked once, then sealed."""
+"""The settings of `Postgres`, validated at construction."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
 
 
 def default_state_dir(replication_url: str) -> Path:
-    """Where the state of a database's streams is kept, whatever the working directory is.
+    """Return the default directory for the state of a database's streams.
 
     `MOORED_STATE_DIR`, if it is set. Otherwise a directory for this database, by its host, port
     and name, below `/var/lib/moored/streams` for root, and below `moored/streams` of the XDG
-    state home (`~/.local/state`) for everybody else: programs that follow other databases under
-    the same stream_id have nothing to do with each other.
+    state home (`~/.local/state`) for other users, so that streams of different databases with the
+    same stream_id do not collide.
     """
     if given := os.environ.get("MOORED_STATE_DIR"):
         return Path(given).absolute()
@@ -46,8 +46,8 @@ def _state_home() -> Path:
 
 
 def _database_of(url: str) -> str:
-    """A name for a directory: the host, the port and the database."""
-    SECRETS.add_from(url)  # a password that is not escaped becomes a part of the host
+    """Return a directory name: the host, the port and the database of a URL."""
+    SECRETS.add_from(url)  # an unescaped password may become part of the host
     known = dict.fromkeys(("host", "hostaddr", "port", "dbname", "user"), "")
     for each in psycopg.pq.Conninfo.get_defaults():
         if each.val and (name := each.keyword.decode()) in known:
@@ -55,7 +55,7 @@ def _database_of(url: str) -> str:
     try:
         known |= {name: str(value) for name, value in conninfo_to_dict(url).items() if value}
     except psycopg.ProgrammingError:
-        pass  # what is wrong with the URL is told when it is used
+        pass  # an invalid URL is reported when it is used
     host = known["host"] or known["hostaddr"] or "localhost"
     parts = (host, known["port"], known["dbname"] or known["user"])
     name = SECRETS.hide("_".join(parts))
@@ -106,8 +106,8 @@ class Settings:
         found = []
         if not _STREAM_ID.fullmatch(self.stream_id):
             found.append(
-                f"stream_id={self.stream_id!r} must be 1 to 40 small letters, digits or "
-                "underscores: it becomes part of a slot's name"
+                f"stream_id={self.stream_id!r} must be 1 to 40 lower-case letters, digits or "
+                "underscores: it becomes part of the slot's name"
             )
         if self.pool_size < 1:
             found.append(f"pool_size={self.pool_size!r} must be at least 1")

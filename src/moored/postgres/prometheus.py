@@ -3,9 +3,9 @@
     collector = PostgresCollector(pg)
     prometheus_client.REGISTRY.register(collector)
 
-Everything is made from `statistics()`, so it costs the stream nothing. It needs prometheus-client,
-which `moored[service]` brings. What is not known (no connection, not looked at yet) is left out
-rather than told as 0.
+All metrics are taken from `statistics()`, so they cost the stream nothing. This module needs
+prometheus-client, which `moored[service]` installs. An unknown value (no connection, not queried
+yet) is left out rather than reported as 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Report = Mapping[str, Any]
 
 
 def _at(*path: str) -> Callable[[Report], Samples]:
-    """The value at a path of the report; none if it, or what it is in, is not known."""
+    """Sample the value at a path of the report; nothing if it is unknown."""
 
     def samples(now: Report) -> Samples:
         value: Any = now
@@ -41,7 +41,7 @@ def _at(*path: str) -> Callable[[Report], Samples]:
 
 
 def _each(part: str, name: str | None = None) -> Callable[[Report], Samples]:
-    """One sample for each entry of a part of the report, of its value or of one in it."""
+    """Sample each entry of a part of the report: its value, or the value of this name in it."""
 
     def samples(now: Report) -> Samples:
         for key, each in now[part].items():
@@ -53,7 +53,7 @@ def _each(part: str, name: str | None = None) -> Callable[[Report], Samples]:
 
 
 def _number(value: Any) -> float:
-    """A number, an LSN as its position in bytes, or the length of a list."""
+    """Return a number: an LSN as its position in bytes, a list as its length."""
     if isinstance(value, list):
         return float(len(value))
     return float(Lsn.parse(value) if isinstance(value, str) else value)
@@ -70,15 +70,15 @@ def _steps(now: Report) -> Samples:
 
 _POOL, _CONSUMER = ("pool",), ("consumer",)
 
-#: Name, help, further labels, and where the values are.
+#: Name, help, further labels, and the function that samples a report.
 GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], Samples]], ...] = (
     ("health", "1 for the current health, 0 for the others.", ("health",), _healths),
     ("condition_met", "1 while a condition is met.", ("name",), _each("conditions", "met")),
     ("step_seconds", "Seconds since the current step began.", ("phase", "step"), _steps),
-    ("lag_bytes", "Bytes of log not acknowledged by every consumer.", (), _at("lag", "bytes")),
+    ("lag_bytes", "Bytes of WAL not acknowledged by every consumer.", (), _at("lag", "bytes")),
     ("lag_seconds", "Age of the oldest unacknowledged transaction.", (), _at("lag", "seconds")),
-    ("retained_wal_bytes", "Bytes of log kept for the slot.", (), _at("slot", "retained")),
-    ("received_lsn", "LSN up to which the log was received.", (), _at("received")),
+    ("retained_wal_bytes", "Bytes of WAL kept for the slot.", (), _at("slot", "retained")),
+    ("received_lsn", "LSN up to which WAL was received.", (), _at("received")),
     ("flushed_lsn", "LSN before which everything is acknowledged.", (), _at("flushed")),
     ("last_seen_lsn", "LSN of the end of the last received transaction.", (), _at("last_seen")),
     ("lock_held", "1 while this instance holds the lock.", (), _at("lock", "held")),
@@ -87,7 +87,12 @@ GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], Samples]], ...
     ("pool_max_size", "Connections that a pool should have.", _POOL, _each("pools", "max_size")),
     ("pool_in_use", "Connections that are checked out.", _POOL, _each("pools", "in_use")),
     ("pool_waiting", "Callers that wait for a connection.", _POOL, _each("pools", "waiting")),
-    ("consumer_attached", "1 while it is attached.", _CONSUMER, _each("consumers", "attached")),
+    (
+        "consumer_attached",
+        "1 while the consumer is attached.",
+        _CONSUMER,
+        _each("consumers", "attached"),
+    ),
     (
         "consumer_outstanding",
         "Transactions that a consumer was given and has not acknowledged.",
@@ -135,10 +140,10 @@ class PostgresCollector(SourceCollector[Postgres]):
 
 
 def _read(pg: Postgres) -> Report:
-    """A report, also from the thread of another server than the stream's own loop."""
+    """Return a report; safe to call from another thread than the stream's event loop."""
     for _ in range(10):
         try:
             return pg.statistics()
         except RuntimeError:
-            pass  # something came or went while it was counted
+            pass  # a dict has changed during its iteration
     return pg.statistics()

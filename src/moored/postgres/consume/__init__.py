@@ -1,4 +1,4 @@
-"""The consumers: what each has acknowledged, which tables it follows, and what is kept of it."""
+"""The consumers: their acknowledgements, their tables, and their stored state."""
 
 from ._consumer import Changes, Reset, Transaction
 from ._hub import Hub

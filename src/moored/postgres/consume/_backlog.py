@@ -1,8 +1,8 @@
-"""What a consumer was given and has not acknowledged, for when it comes back.
+"""The unacknowledged transactions of a consumer, for when it attaches again.
 
-A consumer that fails and comes back at once needs the same transactions again. While they are few
-they are kept here, so that nobody else notices; when they are many only the server has them, and
-the stream must begin again for this consumer.
+A consumer that fails and attaches again needs the same transactions again. If they are few they are
+kept here, without an effect on other consumers. If they are many, only the server has them, and the
+stream must be restarted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Backlog"]
 
 
 class Backlog:
-    """The transactions after the last one that a consumer has acknowledged, unless too many.
+    """The unacknowledged transactions of a consumer, unless there are too many.
 
-    :param bytes_limit: with more bytes than this, or with more transactions than `length_limit`,
-        nothing is kept.
+    :param bytes_limit: with more bytes than this, or more transactions than `length_limit`, none is
+        kept.
     """
 
     __slots__ = ("_bytes", "_bytes_limit", "_kept", "_length_limit", "complete")
@@ -29,11 +29,11 @@ class Backlog:
         self._length_limit = length_limit
         self._kept: deque[Committed] = deque()
         self._bytes = 0
-        #: Whether everything after the last acknowledgement is here.
+        #: Whether all unacknowledged transactions are here.
         self.complete = complete
 
     def append(self, committed: Committed) -> None:
-        """Keep one more transaction."""
+        """Keep a transaction."""
         if not self.complete:
             return
         self._kept.append(committed)
@@ -50,6 +50,6 @@ class Backlog:
             self._bytes -= kept.popleft().body.size
 
     def take(self) -> Sequence[Committed]:
-        """Return what is kept, and keep it no longer: it is given again."""
+        """Remove and return the transactions, to deliver them again."""
         kept, self._kept, self._bytes = self._kept, deque(), 0
         return kept

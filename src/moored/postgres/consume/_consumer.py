@@ -1,4 +1,4 @@
-"""What a consumer receives: transactions in commit order, and resets."""
+"""The interface of a consumer: transactions in commit order, and resets."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from ._tables import Followed, parse_table
 if TYPE_CHECKING:
     from ._hub import Hub
 
-__all__ = ["Changes", "Reset", "Transaction", "Visit"]
+__all__ = ["Attachment", "Changes", "Reset", "Transaction"]
 
 log = logging.getLogger("moored.postgres")
 
-#: After so many transactions and changes that were at hand, the loop gets a turn.
+#: After so many transactions and changes without a wait, iteration yields to the event loop.
 YIELD_EVERY = 2000
 
 
 class Reset(NamedTuple):
     """Changes were missed, or the server's history is not the one that was consumed so far.
 
-    The database was restored from a backup, replaced, or has lost the slot; or a table was dropped
-    and created again, renamed, or taken out of the publication. Take a new copy of the tables: they
-    are published again, and every change after the copy follows. The reset counts as handled when
-    the next item is requested.
+    The database was restored from a backup or replaced, or has lost the slot; or a table was
+    dropped and created again, renamed, or removed from the publication. Take a new copy of the
+    tables: they are published again, and every change after the copy follows. The reset counts as
+    handled when the next item is requested.
     """
 
     reason: str
 
 
-class Visit:
-    """A consumer's time under its name: what it is given then, it may acknowledge.
+class Attachment:
+    """The validity of a consumer's acknowledgements.
 
-    It ends when a reset comes, or when the name is dropped or comes back: not when the consumer is
-    closed. A transaction knows this and not its `Changes`, so that somebody who keeps one does not
-    keep the other: a loop that has failed is over, whatever is left of it.
+    It ends with a reset, when the consumer is dropped, or when it attaches again; not when it is
+    closed. A transaction refers to this and not to its `Changes`, so that a transaction that is
+    still referenced does not keep an abandoned `Changes` attached.
     """
 
     __slots__ = ("hub", "name")
@@ -55,22 +55,22 @@ class Visit:
 class Transaction:
     """A committed transaction; call `ack()` once its effect is durable."""
 
-    __slots__ = ("_committed", "_history", "_length", "_tables", "_visit", "acknowledged")
+    __slots__ = ("_attachment", "_committed", "_history", "_length", "_tables", "acknowledged")
 
     def __init__(
         self,
         committed: Committed,
-        visit: Visit,
+        attachment: Attachment,
         tables: frozenset[int] | None,
         history: History,
     ) -> None:
         self._committed = committed
-        # They stay what they are, whatever becomes of the stream while somebody works on it.
-        self._visit = visit
+        # Fixed at delivery: the stream may change while the consumer works on the transaction.
+        self._attachment = attachment
         self._tables = tables
         self._history = history
         self._length: int | None = None
-        #: Whether its acknowledgement has counted.
+        #: Whether it was acknowledged, and the acknowledgement was valid.
         self.acknowledged = False
 
     @property
@@ -116,20 +116,20 @@ class Transaction:
         return self._length
 
     def __bool__(self) -> bool:
-        return True  # also without a change: it was committed, and wants to be acknowledged
+        return True  # also without changes, although len() is 0: it must be acknowledged
 
     async def ack(self) -> None:
-        """Acknowledge the transaction: PostgreSQL need not keep it for this consumer any longer.
+        """Acknowledge the transaction: the server need not keep it for this consumer any longer.
 
         Transactions may be acknowledged in any order, and also after the consumer was closed; a
         second call has no effect. After a reset, or when a consumer of the same name has attached
-        again and receives the transaction anew, it does not count: `acknowledged` stays False.
+        again and receives the transaction again, it is not valid: `acknowledged` stays False.
         """
         if not self.acknowledged:
-            visit = self._visit
-            self.acknowledged = visit.hub.acknowledge(visit, self._committed.end_lsn)
+            attachment = self._attachment
+            self.acknowledged = attachment.hub.acknowledge(attachment, self._committed.end_lsn)
             if not self.acknowledged:
-                log.debug("an acknowledgement of %r by %r came too late", self, visit.name)
+                log.debug("an acknowledgement of %r by %r came too late", self, attachment.name)
 
     def __repr__(self) -> str:
         return f"<Transaction {self.xid} at {self.commit_lsn}: {len(self)} changes>"
@@ -138,8 +138,9 @@ class Transaction:
 class Changes:
     """The transactions of one consumer: `async for txn in changes`.
 
-    Iteration ends when it, or its `Postgres`, is closed. Leaving the loop pauses the consumer: what
-    it has not acknowledged comes again when a consumer of the same name attaches.
+    Iteration ends when this object or its `Postgres` is closed. Leaving the loop pauses the
+    consumer: unacknowledged transactions are delivered again when a consumer of the same name
+    attaches.
 
     Several tasks may share one: each transaction goes to the task that has waited longest.
     """
@@ -147,7 +148,7 @@ class Changes:
     def __init__(self, hub: Hub, name: str, tables: tuple[str, ...]) -> None:
         self._hub = hub
         self.name = name
-        #: The tables that it wants; none for all that are published.
+        #: The tables to follow; empty for all published tables.
         self.tables = tables
         self._names = {each: parse_table(each) for each in tables}
         self._queue: deque[Transaction | Reset] = deque()
@@ -157,9 +158,9 @@ class Changes:
         self._last: Reset | None = None
         self._error: BaseException | None = None
         self._closed = False
-        #: Another one after each reset.
-        self._visit = Visit(hub, name)
-        # The tables that were known when it was last looked which of them it wants, with those.
+        #: Replaced after each reset.
+        self._attachment = Attachment(hub, name)
+        # The tables of the last call of _choose(), and which of them are followed.
         self._known: Mapping[int, Relation] | None = None
         self._wanted: frozenset[int] = frozenset()
 
@@ -169,8 +170,8 @@ class Changes:
     async def __anext__(self) -> Transaction | Reset:
         """Return the next transaction, or a `Reset`."""
         if (last := self._last) is not None:
-            await self._hub.understood(self, last)
-            if self._last is last:  # another task may have got another one meanwhile
+            await self._hub.reset_handled(self, last)
+            if self._last is last:  # another task may have received the next Reset meanwhile
                 self._last = None
         queue = self._queue
         while not queue:
@@ -180,7 +181,7 @@ class Changes:
                 raise StopAsyncIteration
             await self._wait()
         if self._taken > YIELD_EVERY:
-            # A consumer that awaits nothing else must leave the reader, and its answers, a turn.
+            # A consumer that awaits nothing else must not starve the reader and the status updates.
             self._taken = 0
             await asyncio.sleep(0)
             if not queue:
@@ -198,20 +199,20 @@ class Changes:
         return item
 
     async def _wait(self) -> None:
-        """Wait until there may be something."""
+        """Wait until the queue may have an item."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         try:
             await waiting
         except BaseException:
             if waiting.done() and not waiting.cancelled():
-                self._wake()  # what it was woken for is for the next one
+                self._wake()  # the item is for the next waiting task
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
             raise
 
     async def aclose(self) -> None:
-        """Detach the consumer and end its iteration; its acknowledgements are kept."""
+        """Detach the consumer and end its iteration; its acknowledgements stay stored."""
         self._end(None)
         self._hub.detach(self)
 
@@ -233,12 +234,12 @@ class Changes:
     def _choose(
         self, committed: Committed, followed: Mapping[str, Followed]
     ) -> frozenset[int] | None:
-        """The tables of a transaction that it wants; None for all of them."""
+        """Return the followed tables of a transaction; None for all of its tables."""
         known = committed.known()
-        # The same tables are known to one transaction after the other.
+        # Usually the same object as for the previous transaction.
         if known is not self._known:
             oids = {followed[each].oid for each in self.tables if each in followed}
-            # Before they were first confirmed, by their names.
+            # Tables that were not confirmed yet are matched by name.
             names = [name for each, name in self._names.items() if each not in followed]
             self._known = known
             self._wanted = frozenset(
@@ -248,21 +249,21 @@ class Changes:
             )
         wanted = self._wanted
         if len(wanted) == len(known):
-            return None  # nothing else is published: there is no need to look
+            return None  # no other table is published
         touched = committed.touched()
         mine = wanted & touched
         return None if mine and len(mine) == len(touched) else mine
 
     def _forget(self) -> None:
-        """What was queued belongs to a stream that is over."""
+        """Discard the queue."""
         self._queue.clear()
         self._bytes = 0
         self._hub.pressure.taken()
 
-    def _begin_anew(self) -> None:
-        """History is not what it was: nothing from before it comes any more."""
+    def _start_over(self) -> None:
+        """Discard the queue, and make earlier acknowledgements invalid, for a reset."""
         self._forget()
-        self._visit = Visit(self._hub, self.name)
+        self._attachment = Attachment(self._hub, self.name)
 
     def _end(self, error: BaseException | None) -> None:
         self._closed = True
@@ -272,7 +273,7 @@ class Changes:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake the one that has waited longest."""
+        """Wake the task that has waited longest."""
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.done():

@@ -1,10 +1,10 @@
-"""Whether the server sends again what it has sent before: the proof that its log is the same one.
+"""Detect a restored copy of the server's disk by the commits that the slot sends again.
 
-A copy of a server's disk that is put back has the same system identifier, the same timeline and the
-same slot; once enough was written to it, its log is as long as before, too. But it does not have
-the commits that were received after the copy was made. So what a slot sends again is compared with
-what was received: the last commit must be among it, and none that is new may end before the place
-up to which everything was received.
+A restored copy has the same system identifier, timeline and slot; once enough was written to it,
+its WAL is as long as before, too. But it lacks the commits that were received after the copy was
+made. So the commits that the slot sends again are compared with those that were received: the last
+received commit must be among them, and no new commit may end before the LSN up to which everything
+was received.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["NO_COMMIT", "CommitMark", "Continuity"]
 
 
 class CommitMark(NamedTuple):
-    """Where a commit ends, and its time: in two logs the one may be the same, and not both."""
+    """The end and the time of a commit: in another history, they cannot both be the same."""
 
     end: int
     #: In microseconds since 2000, by the server's clock.
@@ -28,50 +28,50 @@ class CommitMark(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The mark that `str()` wrote."""
+        """Parse a mark that `str()` has written."""
         end, time = text.split()
         return cls(Lsn.parse(end), int(time))
 
 
-#: No commit was received, or it is not known which.
+#: No commit was received, or the last one is unknown.
 NO_COMMIT = CommitMark(0, 0)
 
 
 class Continuity:
-    """Compares what a slot sends again with what was received before.
+    """Compares the commits that a slot sends again with those that were received before.
 
-    :param last: the last commit that was received.
-    :param told: everything before this place was received.
-    :param confirmed: where the slot stands: what was committed after it comes again.
+    :param last: the last received commit.
+    :param received: everything before this LSN was received.
+    :param confirmed: the slot's confirmed LSN: later commits are sent again.
     """
 
-    def __init__(self, last: CommitMark, told: int, confirmed: int) -> None:
+    def __init__(self, last: CommitMark, received: int, confirmed: int) -> None:
         self._last = last
-        self._told = max(told, last.end)
-        # The slot is told last bytes: at the byte before the end, the commit does not come again.
+        self._received = max(received, last.end)
+        # A commit is sent again unless its last byte was confirmed, which is its end - 1.
         self._expected = confirmed + 1 < last.end
-        #: Whether there is nothing more to compare.
-        self.proven = last == NO_COMMIT or confirmed + 1 >= self._told
+        #: Whether there is nothing left to compare.
+        self.proven = last == NO_COMMIT or confirmed + 1 >= self._received
 
     def committed(self, commit: CommitMark) -> str | None:
-        """A commit was sent; return why it cannot be of the same log."""
+        """Compare a commit; return why it belongs to another history, None if it may not."""
         if commit == self._last:
             self._expected = False
             return None
-        return self._judge(commit.end, new=self._last.end <= commit.end <= self._told)
+        return self._compare(commit.end, new=self._last.end <= commit.end <= self._received)
 
     def passed(self, end: int) -> str | None:
-        """Everything up to this place was sent; return why it cannot be of the same log."""
-        return self._judge(end, new=False)
+        """Compare when everything up to this LSN was sent; return as `committed` does."""
+        return self._compare(end, new=False)
 
-    def _judge(self, end: int, *, new: bool) -> str | None:
+    def _compare(self, end: int, *, new: bool) -> str | None:
         if new or (self._expected and end > self._last.end):
             return (
-                f"the database's log has other commits than before: the last one that was received "
-                f"ended at {Lsn(self._last.end)}, and "
-                + (f"a new one ends at {Lsn(end)}" if new else "is not there any more")
-                + ": a copy of its disk was put back"
+                "the database's WAL has other commits than before: the last received commit ended "
+                f"at {Lsn(self._last.end)}, and "
+                + (f"a new one ends at {Lsn(end)}" if new else "no longer exists")
+                + ": a copy of its disk was restored"
             )
-        if end > self._told:
+        if end > self._received:
             self.proven = True
         return None

@@ -1,7 +1,8 @@
-"""Who consumes, and how far everybody is: the slot's log, given out.
+"""The consumers of a stream, and their positions.
 
-This is the persistent side: connections come and go, and it stays. A consumer is known by its name,
-also while it is away: what it has not acknowledged is kept by the server, and comes again.
+The `Hub` lives as long as its `Postgres`, whatever happens to the connections. A consumer is known
+by its name, also while it is not attached: the server keeps its unacknowledged transactions, and
+sends them again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..decode import Committed
 from ..server import Findings
 from ._backlog import Backlog
 from ._backpressure import Backpressure
-from ._consumer import Changes, Reset, Transaction, Visit
+from ._consumer import Attachment, Changes, Reset, Transaction
 from ._continuity import NO_COMMIT, CommitMark, Continuity
 from ._progress import Progress
 from ._published import Published
@@ -46,49 +47,50 @@ class Hub:
         self._progress: dict[str, Progress | None] = {}
         self._resets: dict[str, str] = {}
         self._attached: weakref.WeakValueDictionary[str, Changes] = weakref.WeakValueDictionary()
-        #: Whose acknowledgements count, also while they are away.
-        self._visits: dict[str, Visit] = {}
-        #: Whether somebody was told of progress, and has not looked since.
-        self._told_progress = False
-        #: The tables that each consumer follows, also while it is away.
+        #: The attachment of each consumer whose acknowledgements are valid, also after its end.
+        self._attachments: dict[str, Attachment] = {}
+        #: Whether `on_progress` was called since the last `flushed()`.
+        self._progress_reported = False
+        #: The tables that each consumer follows, also while it is not attached.
         self._followed: dict[str, dict[str, Followed]] = {}
-        #: Those whose tables were found to be published since the last reset: only they are told
-        #: of a reset, and only they are given something after it.
+        #: Consumers whose tables were confirmed since the last reset: only they get a `Reset` and
+        #: later transactions.
         self._confirmed: set[str] = set()
-        #: Those who were not given something because of that.
+        #: Consumers that were not given transactions because they were not confirmed.
         self._skipped: set[str] = set()
         self.published = Published()
-        #: What each consumer would need again, if it went and came back.
+        #: The transactions that each consumer would need again if it attached again.
         self._backlogs: dict[str, Backlog] = {}
-        #: Those who wait for what only the server has: until it comes, anything else is too early.
+        #: Consumers that need transactions which only the server has: until these are sent again,
+        #: they are given none.
         self._behind: set[str] = set()
-        #: Those who chose where to begin, and have not begun.
+        #: Consumers with a `start=` that was not checked against the server yet.
         self._starting: dict[str, Position] = {}
         #: The end of the last transaction that was applied; None before the stream began.
         self.seen: int | None = None
-        #: The end of the last one that this process has seen; 0 if it has seen none.
+        #: The end of the last transaction that this process has applied; 0 if there was none.
         self._applied = 0
-        #: The last commit that was ever received, and what it proves.
+        #: The last commit that was ever received, and its comparison with the server's commits.
         self._last = NO_COMMIT
         self._continuity = Continuity(NO_COMMIT, 0, 0)
-        #: How far the server's log went when it was last looked at; None if it was not.
+        #: The last known end of the server's WAL; None if unknown.
         self._log_end: int | None = None
-        #: Where the slot begins, if this process has made it.
-        self._made_at = 0
-        #: Whether the slot was there before anything was kept here: who reads from it is not known.
+        #: The LSN at which this process has created the slot; 0 if it has not.
+        self._created_at = 0
+        #: Whether the slot existed although no state was stored: its consumers are unknown.
         self.adopted = False
         #: The history that is streamed now.
         self.history: History | None = None
-        #: Called when the flush position may have moved, and when the stream must begin again.
+        #: Called when the flush position may have moved, and when the stream must be restarted.
         self.on_progress: Callable[[], None] = lambda: None
         self.on_rewind: Callable[[], None] = lambda: None
-        #: Called when the tables of consumers must be looked at: one came, or a table changed.
+        #: Called when the tables of consumers must be checked: one attached, or a table changed.
         self.on_tables: Callable[[], None] = lambda: None
         self._times_reset = store.resets().times
         self.reload()
 
     def reload(self) -> None:
-        """Read what was kept: another process may have had the lock meanwhile, and written more."""
+        """Read the stored state: another process may have had the lock, and changed it."""
         kept, resets = self._store.consumers(), self._store.resets()
         missed = resets.reason if resets.times != self._times_reset else None
         self._times_reset = resets.times
@@ -102,7 +104,7 @@ class Hub:
             mine, at = self._progress.get(name), saved.acknowledged
             self._followed[name] = load(saved.followed)
             if missed is not None:
-                self._visits.pop(name, None)
+                self._attachments.pop(name, None)
             if missed is not None or mine is None:
                 self._progress[name] = None if at is None else Progress(at, saved.delivered)
             elif at is not None:
@@ -110,7 +112,7 @@ class Hub:
             reason = saved.reset or (missed if name in self._attached else None)
             if reason is not None and (missed is not None or name not in self._resets):
                 self._confirmed.discard(name)
-                self._begins_anew(name, reason)
+                self._start_over(name, reason)
 
     def _dropped_elsewhere(self, name: str) -> None:
         self._forget(name)
@@ -120,23 +122,23 @@ class Hub:
             self._store.add(name, None)
             self._store.reset(reason, name)
             self._confirmed.discard(name)
-            self._begins_anew(name, reason)
+            self._start_over(name, reason)
 
-    def _begins_anew(self, name: str, reason: str) -> None:
-        """A consumer must be told: now, when its tables are published, or when it comes back."""
+    def _start_over(self, name: str, reason: str) -> None:
+        """Reset a consumer: deliver the `Reset` now, when it is confirmed, or when it attaches."""
         self._resets[name] = reason
         self._backlogs.pop(name, None)
-        self._visits.pop(name, None)
+        self._attachments.pop(name, None)
         if (changes := self._attached.get(name)) is not None:
-            changes._begin_anew()
-            self._visits[name] = changes._visit
+            changes._start_over()
+            self._attachments[name] = changes._attachment
             if name in self._confirmed:
                 changes._put(Reset(reason))
 
     def _forget(self, name: str) -> None:
         self._progress.pop(name, None)
         self._resets.pop(name, None)
-        self._visits.pop(name, None)
+        self._attachments.pop(name, None)
         self._starting.pop(name, None)
         self._followed.pop(name, None)
         self._backlogs.pop(name, None)
@@ -147,11 +149,11 @@ class Hub:
     def attach(
         self, name: str, *, tables: tuple[str, ...] = (), start: Position | None = None
     ) -> Changes:
-        """A consumer comes, or comes back."""
+        """Attach a consumer."""
         if (other := self._attached.get(name)) is not None and not other._closed:
             raise PostgresError(
-                f"the consumer {name!r} is here already: give each its own name, or close the "
-                "other; `async with pg.changes(...) as changes` closes it whatever happens"
+                f"a consumer {name!r} is already attached: give each its own name, or close the "
+                "other one; `async with pg.changes(...) as changes` always closes it"
             )
         changes = Changes(self, name, tables)
         if start is not None:
@@ -159,8 +161,8 @@ class Hub:
         elif name not in self._progress:
             self._add(name)
         self._attached[name] = changes
-        self.published.came(name)
-        self._visits[name] = changes._visit
+        self.published.forget_refusal(name)
+        self._attachments[name] = changes._attachment
         progress = self._progress[name]
         if progress is not None:
             progress.rewind()
@@ -169,7 +171,7 @@ class Hub:
         return changes
 
     def _join(self, changes: Changes, progress: Progress) -> None:
-        """A consumer comes to a stream that may be under way; it was here before, or says so."""
+        """Let a known consumer join a stream that may be running."""
         name, at = changes.name, progress.acknowledged
         if self.seen is None:
             return
@@ -177,12 +179,12 @@ class Hub:
         if backlog.complete and name not in self._starting and name not in self._resets:
             self._give(backlog.take(), changes, progress, backlog)
             return
-        # What it has not acknowledged is only in the server: it must be sent again. And whether the
-        # log goes as far as the place that it has chosen, only the server knows.
+        # Only the server has its unacknowledged transactions: they must be sent again. And only the
+        # server knows whether its WAL reaches the chosen start position.
         too_far = name in self._starting and at > max(self.seen, self._log_end or 0)
         if at < self.seen or too_far:
             self._behind.add(name)
-            backlog.complete = False  # until the stream begins again
+            backlog.complete = False  # until the stream is restarted
             self.on_rewind()
         else:
             self._starting.pop(name, None)
@@ -191,19 +193,19 @@ class Hub:
         return Backlog(self.pressure.queue_bytes, self.pressure.queue_length, complete)
 
     def _add(self, name: str) -> None:
-        if (saved := self._store.consumers().get(name)) is not None:  # it came to another process
+        if (saved := self._store.consumers().get(name)) is not None:  # added by another process
             at = saved.acknowledged
             self._progress[name] = None if at is None else Progress(at, saved.delivered)
             self._followed[name] = load(saved.followed)
             if saved.reset is not None:
                 self._resets[name] = saved.reset
             return
-        self._store.add(name, self.seen)  # first: whoever is not kept there is not here either
+        self._store.add(name, self.seen)  # first: it may fail
         self._progress[name] = None if self.seen is None else Progress(self.seen)
         if self.adopted and self.seen is not None:
             self._resets[name] = reason = (
-                "what was kept of this stream was lost, so it is not known how far the consumer "
-                f"{name!r} was: it begins with what comes now"
+                "the stored state of this stream was lost, so the position of the consumer "
+                f"{name!r} is unknown: it begins at the newest transaction"
             )
             self._store.reset(reason, name)
 
@@ -211,7 +213,7 @@ class Hub:
         known, reason = self._store.history(), None
         if known is not None and start.history != known:
             reason = of_another_history(start, known)
-        elif start.lsn < self._made_at:
+        elif start.lsn < self._created_at:
             reason = before_the_slot(start)
         if reason is not None:
             self._store.add(name, self.seen)
@@ -220,10 +222,10 @@ class Hub:
             self._resets[name] = reason
             return
         before = self._progress.get(name)
-        # A name that is not known may have missed whatever came before it.
+        # An unknown consumer may have missed any transaction before now.
         delivered = self._applied if before is None else before.delivered
-        # It is kept once the server has confirmed it: a place that is not in the log would make the
-        # log look too short, for all. One that is earlier than what was kept is kept now.
+        # The position is stored when the server has confirmed that it exists: a stored position
+        # beyond the end of the WAL would reset all consumers. An earlier one is stored now.
         saved = self._store.consumers().get(name)
         kept = None if saved is None else saved.acknowledged
         self._store.add(name, None if kept is None else min(kept, start.lsn))
@@ -231,13 +233,13 @@ class Hub:
         self._starting[name] = start
 
     def check_starts(self, history: History, found: Findings) -> None:
-        """Whether the places that consumers have chosen are on the server; if not, they are told.
+        """Reset the consumers whose `start=` does not exist on this server.
 
-        Each of them shows that there was a stream, also where nothing else of it was kept.
+        A `start=` shows that there was a stream, even if no other state of it is stored.
         """
         self._log_end = int(found.wal_position)
         if found.slot_created:
-            self._made_at = int(found.confirmed)
+            self._created_at = int(found.confirmed)
         for name, start in list(self._starting.items()):
             if start.history != history:
                 self._refuse_start(name, of_another_history(start, history))
@@ -250,10 +252,10 @@ class Hub:
         del self._starting[name]
         self._progress[name] = None
         self._store.reset(reason, name)
-        self._begins_anew(name, reason)
+        self._start_over(name, reason)
 
     def detach(self, changes: Changes) -> None:
-        """A consumer goes, for a while; what it was given it may still acknowledge."""
+        """Detach a consumer; it may still acknowledge delivered transactions."""
         if self._attached.get(changes.name) is changes:
             del self._attached[changes.name]
             self._confirmed.discard(changes.name)
@@ -261,18 +263,18 @@ class Hub:
         self.pressure.taken()
 
     def refuse(self, changes: Changes, why: str) -> None:
-        """A consumer cannot have what it wants: it is told, and the others go on."""
+        """End a consumer whose tables cannot be published; the others continue."""
         log.error("the consumer %r: %s", changes.name, why)
         changes._end(ConfigurationError(f"the consumer {changes.name!r}: {why}"))
         self.detach(changes)
         self.published.refuse(changes)
 
     async def drop(self, name: str, reason: str | None = None) -> None:
-        """A consumer is not waited for any more; with a reason, it is told when it comes back."""
+        """Remove a consumer; with a reason, reset it instead, to the newest transaction."""
         if reason is None:
             self._forget(name)
             if (changes := self._attached.get(name)) is not None:
-                changes._end(PostgresError(f"the consumer {name!r} was dropped while it was here"))
+                changes._end(PostgresError(f"the consumer {name!r} was dropped while attached"))
                 self.detach(changes)
             await asyncio.to_thread(self._store.drop, name)
         else:
@@ -280,50 +282,50 @@ class Hub:
         self.on_progress()
 
     def _from_now(self, at: int = 0) -> Progress | None:
-        """How far a consumer is that begins with what comes now, or after this place."""
+        """Return the progress of a consumer that begins after the last transaction, or `at`."""
         place = max(self.seen or 0, at)
         return Progress(place, place) if place else None
 
     async def _reset_one(self, name: str, reason: str, at: int = 0) -> None:
-        # First it is kept, so that nothing is told to the server that a crash would make unknown.
+        # Store it first: after a crash, a confirmed position must not be unknown here.
         await asyncio.to_thread(self._store.reset, reason, name)
         if name not in self._progress:
             return  # it was dropped meanwhile
-        # The log has gone on meanwhile: what is queued and what is open go in one step.
+        # Transactions were received meanwhile: discard queued and outstanding ones in one step.
         self._starting.pop(name, None)
         self._behind.discard(name)
         self._progress[name] = self._from_now(at)
-        self._begins_anew(name, reason)
+        self._start_over(name, reason)
 
-    def acknowledge(self, visit: Visit, end: int) -> bool:
-        """A consumer is done with the transaction that ends here; returns whether that counts."""
-        progress = self._progress.get(visit.name)
-        if progress is None or self._visits.get(visit.name) is not visit:
+    def acknowledge(self, attachment: Attachment, end: int) -> bool:
+        """Acknowledge the transaction that ends here; return whether that is valid."""
+        progress = self._progress.get(attachment.name)
+        if progress is None or self._attachments.get(attachment.name) is not attachment:
             return False
         if progress.ack(end):
-            if (backlog := self._backlogs.get(visit.name)) is not None:
+            if (backlog := self._backlogs.get(attachment.name)) is not None:
                 backlog.acknowledged(progress.acknowledged)
-            if not self._told_progress:
-                self._told_progress = True  # until `flushed` is asked: once is enough
+            if not self._progress_reported:
+                self._progress_reported = True  # until the next call of `flushed`
                 self.on_progress()
         return True
 
-    async def understood(self, changes: Changes, reset: Reset) -> None:
-        """A consumer has been told of a reset; there may be another one by now."""
+    async def reset_handled(self, changes: Changes, reset: Reset) -> None:
+        """Record that a consumer has handled a reset, unless there is another one by now."""
         name, reason = changes.name, reset.reason
-        await asyncio.to_thread(self._store.was_told, name, reason)
+        await asyncio.to_thread(self._store.reset_handled, name, reason)
         if self._resets.get(name) == reason:
             del self._resets[name]
 
-    # -- the log -------------------------------------------------------------------------------
+    # -- the stream ----------------------------------------------------------------------------
 
     def begin(self, history: History, confirmed: int) -> None:
-        """A stream begins, from here; whoever is new begins with it."""
+        """Start a stream at this LSN; consumers without a position start with it."""
         self.history = history
-        self._continuity = Continuity(self._last, self._store.told() or 0, confirmed)
+        self._continuity = Continuity(self._last, self._store.confirmed() or 0, confirmed)
         self.seen = confirmed if self.seen is None else max(self.seen, confirmed)
         for name, start in list(self._starting.items()):
-            # It came after the others were checked.
+            # It may have attached after check_starts().
             if start.history != history:
                 self._refuse_start(name, of_another_history(start, history))
             elif self._log_end is not None and start.lsn > max(self._log_end, self.seen):
@@ -343,18 +345,18 @@ class Hub:
         self._starting.clear()
 
     def _too_early(self, name: str, progress: Progress, confirmed: int) -> None:
-        """It wants to begin at a place before what it acknowledged, which the server forgot."""
+        """Reset a consumer whose `start=` is before transactions that the server has discarded."""
         reason = (
-            f"the position {Lsn(progress.acknowledged)} is before the last transaction that was "
-            f"acknowledged, at {Lsn(progress.delivered)}, and the server does not have those "
-            "between any more"
+            f"the position {Lsn(progress.acknowledged)} is before the last acknowledged "
+            f"transaction, at {Lsn(progress.delivered)}, and the server has discarded the "
+            "transactions in between"
         )
         self._progress[name] = Progress(confirmed, confirmed)
         self._store.reset(reason, name)
-        self._begins_anew(name, reason)
+        self._start_over(name, reason)
 
     def apply_all(self, done: Sequence[Committed]) -> None:
-        """Some more transactions, in the order of their commits."""
+        """Take transactions in commit order, and deliver them to the consumers."""
         for committed in done:
             if committed.xid:  # a message outside of any transaction has no commit
                 commit = CommitMark(committed.end_lsn, committed.time)
@@ -366,7 +368,7 @@ class Hub:
                 continue
             changes = self._attached.get(name)
             if name in self._behind:
-                continue  # just back: it comes again, after what comes before
+                continue  # it is sent again when the stream is restarted
             backlog = self._backlogs.setdefault(name, self._new_backlog())
             if changes is None:
                 for committed in done:
@@ -374,7 +376,7 @@ class Hub:
                         backlog.append(committed)
                 continue
             if name in self._resets and name not in self._confirmed:
-                self._skipped.add(name)  # it must be told of the reset first
+                self._skipped.add(name)  # the Reset must be delivered first
                 continue
             self._give(done, changes, progress, backlog)
         for committed in done:
@@ -383,11 +385,11 @@ class Hub:
                 self.seen = end
             if described := committed.body.described:
                 known = [self.followed(name).values() for name in self._attached]
-                if any(each.is_news(now) for now in described for each in chain(*known)):
+                if any(each.contradicts(now) for now in described for each in chain(*known)):
                     self.on_tables()
 
     def _compare(self, difference: str | None) -> None:
-        """End the stream of another history before anybody is given anything of it."""
+        """End a stream of another history before any transaction of it is delivered."""
         if difference is not None:
             self._store.give_up(difference)
             raise StreamEnded(difference)
@@ -395,7 +397,7 @@ class Hub:
     def _give(
         self, done: Sequence[Committed], changes: Changes, progress: Progress, backlog: Backlog
     ) -> None:
-        history, visit, tables = self.history, changes._visit, None
+        history, attachment, tables = self.history, changes._attachment, None
         assert history is not None  # a stream has begun
         followed = self._followed.get(changes.name, {})
         for committed in done:
@@ -405,51 +407,51 @@ class Hub:
                     progress.passed(committed.end_lsn)
                     continue
             if progress.given(committed.end_lsn):
-                changes._put(Transaction(committed, visit, tables, history))
+                changes._put(Transaction(committed, attachment, tables, history))
             if committed.end_lsn > progress.acknowledged:
                 backlog.append(committed)
         self.pressure.queued(changes)
 
     def flushed(self) -> int:
-        """Everything before this place is safe: the least that any consumer has acknowledged."""
-        self._told_progress = False
+        """Return the LSN before which every consumer has acknowledged everything."""
+        self._progress_reported = False
         known = [progress.acknowledged for progress in self._progress.values() if progress]
         return min(known, default=self.seen or 0)
 
     def passed(self, end: int) -> None:
-        """The server has nothing up to here that was not sent, and everybody is up to date."""
+        """Advance all consumers to this LSN: everything before it was sent and acknowledged."""
         if not self._continuity.proven:
             self._compare(self._continuity.passed(end))
         self._log_end = max(end, self._log_end or 0)
         for name, progress in self._progress.items():
-            # Who waits for the stream to begin again may be behind all this.
+            # A consumer that waits for a restart of the stream may need earlier transactions.
             if progress is not None and name not in self._behind and name not in self._starting:
                 progress.passed(end)
 
-    async def checkpoint(self, told: int) -> None:
-        """Keep how far everybody is, before the server is told."""
+    async def checkpoint(self, end: int) -> None:
+        """Store all positions before this LSN is confirmed to the server."""
         known = {
             name: progress
             for name, progress in self._progress.items()
-            # Whether a place that was chosen exists is not known before the stream begins there.
+            # Whether a chosen start position exists is unknown until the stream begins.
             if progress is not None and name not in self._starting
         }
         now = {name: progress.acknowledged for name, progress in known.items()}
         delivered = {name: progress.delivered for name, progress in known.items()}
-        times_reset, place = self._times_reset, Lsn(min(told, LAST))
+        times_reset, confirmed = self._times_reset, Lsn(min(end, LAST))
         await asyncio.to_thread(
-            self._store.save, place, now, delivered, last=self._last, times_reset=times_reset
+            self._store.save, confirmed, now, delivered, last=self._last, times_reset=times_reset
         )
         if self._store.resets().times != times_reset:
-            # Nothing was kept, so nothing may be told.
-            raise StreamEnded("another instance with the same state has begun anew")
+            # Nothing was stored, so nothing may be confirmed.
+            raise StreamEnded("another instance with the same state_dir has reset the stream")
 
     async def reset(self, reason: str) -> None:
-        """History is not what it was: everybody begins anew, and is told why."""
+        """Reset all consumers: the server's history is not the known one."""
         await asyncio.to_thread(self._store.reset, reason)
         self._times_reset = self._store.resets().times
         self.seen = None
-        self._applied = self._made_at = 0
+        self._applied = self._created_at = 0
         self._last = NO_COMMIT
         self._log_end = None
         self._starting.clear()
@@ -457,13 +459,13 @@ class Hub:
         self._confirmed.clear()
         self.published.clear()
         self._recorder.record("postgres.hub", f"reset: {reason}", kind="info")
-        log.warning("%s begin anew: %s", counted(len(self._progress), "consumer"), reason)
+        log.warning("reset of %s: %s", counted(len(self._progress), "consumer"), reason)
         for name in self._progress:
             self._progress[name] = None
-            self._begins_anew(name, reason)
+            self._start_over(name, reason)
 
     def slowest(self) -> str | None:
-        """The consumer for which the server keeps the most; None if nobody holds it up."""
+        """Return the consumer that is furthest behind; None if all are up to date."""
         behind = {
             name: progress.acknowledged
             for name, progress in self._progress.items()
@@ -472,43 +474,43 @@ class Hub:
         return min(behind, key=lambda name: behind[name], default=None)
 
     def attached(self) -> list[Changes]:
-        """The consumers that are here."""
+        """Return the attached consumers."""
         return list(self._attached.values())
 
     async def save(self) -> None:
-        """Keep how far everybody is."""
-        if (told := self._store.told()) is not None:
+        """Store all positions."""
+        if (confirmed := self._store.confirmed()) is not None:
             with contextlib.suppress(StreamEnded):
-                await self.checkpoint(told)
+                await self.checkpoint(confirmed)
 
     # -- tables --------------------------------------------------------------------------------
 
     def followed(self, name: str) -> Mapping[str, Followed]:
-        """The tables that a consumer follows, as they were when they were last confirmed."""
+        """Return the tables that a consumer follows, as they were last confirmed."""
         return self._followed.get(name, {})
 
     async def follow(
         self, changes: Changes, tables: dict[str, Followed], missed: str | None, at: int
     ) -> dict[str, str]:
-        """The tables of a consumer are published: tell it of a reset; return what is to be kept.
+        """Confirm the published tables of a consumer; return what must be stored of them.
 
-        :param missed: why it has missed changes, if it has; then there is a reset.
-        :param at: after a reset, it is given what was committed after this place.
+        :param missed: why it has missed changes, if it has; then it is reset.
+        :param at: after a reset, it is given the transactions after this LSN.
         """
         name = changes.name
         if self._attached.get(name) is not changes:
             return {}
         known = self._followed.get(name)
-        # At once: what comes after the reset is of these tables.
+        # Without an await before: transactions after the reset are those of these tables.
         self._followed[name], changes._known = tables, None
         self._confirm(changes, at)
         if missed is not None:
-            log.warning("the consumer %r begins anew: %s", name, missed)
+            log.warning("reset of the consumer %r: %s", name, missed)
             await self._reset_one(name, missed, at)
         return {} if known == tables else {name: dump(tables)}
 
     async def keep_followed(self, followed: dict[str, str]) -> None:
-        """Keep which tables consumers follow, those of all consumers with one write."""
+        """Store which tables consumers follow, with one write for all consumers."""
         await asyncio.to_thread(self._store.follow, followed)
 
     def _confirm(self, changes: Changes, at: int = 0) -> None:
@@ -524,7 +526,7 @@ class Hub:
         changes._put(Reset(self._resets[name]))
 
     async def publication_changed(self, before: str, after: str) -> None:
-        """This process has changed the publication: nobody has missed anything by that."""
+        """Record a change of the publication by this process: no changes were missed by it."""
         for tables in self._followed.values():
             tables |= {
                 wanted: each._replace(publication=after)
@@ -537,22 +539,22 @@ class Hub:
 
     @property
     def full(self) -> bool:
-        """Whether reading is paused for a consumer."""
+        """Whether reading is paused."""
         return self.pressure.full
 
     async def room(self) -> None:
-        """Wait until the slowest consumer has taken some of what is queued for it."""
+        """Wait until no queue is full."""
         await self.pressure.room()
 
-    # -- for people ----------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:
-        """Nothing more comes: tell everybody."""
+        """End all consumers, with this error if there is one."""
         for changes in list(self._attached.values()):
             changes._end(error)
 
     def consumers(self) -> dict[str, dict[str, object]]:
-        """Everybody, and how far."""
+        """Return the state of each consumer, as plain data."""
         return {name: self._describe(name, progress) for name, progress in self._progress.items()}
 
     def _describe(self, name: str, progress: Progress | None) -> dict[str, object]:
@@ -569,4 +571,4 @@ class Hub:
         }
 
     def __repr__(self) -> str:
-        return f"<Hub: {counted(len(self._progress), 'consumer')}, {len(self._attached)} here>"
+        return f"<Hub: {counted(len(self._progress), 'consumer')}, {len(self._attached)} attached>"

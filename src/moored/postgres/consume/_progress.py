@@ -1,4 +1,4 @@
-"""How far one consumer is: what it was given, what it has acknowledged, in any order."""
+"""The progress of one consumer: delivered and acknowledged transactions."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """The acknowledgements of one consumer.
-
-    They may come in any order; what counts is how far there is no gap.
-    """
+    """The acknowledgements of one consumer, in any order; only a prefix without gaps counts."""
 
     __slots__ = ("_open", "_pending", "acknowledged", "delivered", "seen")
 
     def __init__(self, acknowledged: int, delivered: int = 0) -> None:
-        #: Everything that ends here or before is acknowledged.
+        #: Every transaction that ends here or before is acknowledged.
         self.acknowledged = acknowledged
-        #: The end of the last transaction of its own among that; 0 if that is not known. The log
-        #: may have gone on since, with nothing that concerned it.
+        #: The end of the last one of them that was delivered; 0 if unknown. Later ones did not
+        #: concern the consumer.
         self.delivered = delivered
-        #: The end of the last transaction that was given, or that did not concern it.
+        #: The end of the last transaction that was delivered, or did not concern the consumer.
         self.seen = acknowledged
-        # The ends of what it was given, and, as negative numbers, of what did not concern it.
+        # The ends of delivered transactions, and, negative, of those that did not concern it.
         self._pending: deque[int] = deque()
         self._open: set[int] = set()
 
     def given(self, end: int) -> bool:
-        """A transaction that ends here is given to it; False if it had that one before."""
+        """Record the delivery of a transaction; return False if it was delivered before."""
         if end <= self.seen:
             return False
         self.seen = end
@@ -37,7 +34,7 @@ class Progress:
         return True
 
     def passed(self, end: int) -> None:
-        """The log has gone on to here, and nothing of it concerned this consumer."""
+        """Advance to this LSN: no transaction up to here concerns the consumer."""
         if end <= self.seen:
             return
         self.seen = end
@@ -47,14 +44,14 @@ class Progress:
             self.acknowledged = end
 
     def ack(self, end: int) -> bool:
-        """It is done with the transaction that ends here; returns whether it is further now."""
+        """Acknowledge the transaction that ends here; return whether the prefix has grown."""
         self._open.discard(end)
         return self._advance()
 
     def reached(self, end: int, delivered: int) -> None:
-        """Another process, under the same name, has acknowledged everything up to here.
+        """Take over the acknowledgements of another process under the same name.
 
-        What it was given beyond that it still has: that does not come again.
+        Later transactions that were delivered to this consumer stay outstanding.
         """
         if end <= self.acknowledged:
             return
@@ -75,14 +72,14 @@ class Progress:
         return self.acknowledged > before
 
     def rewind(self) -> None:
-        """It comes back, perhaps as another process: what it has not acknowledged comes again."""
+        """Forget unacknowledged deliveries: they are delivered again."""
         self.seen = self.acknowledged
         self._pending.clear()
         self._open.clear()
 
     @property
     def outstanding(self) -> int:
-        """How many transactions it has not acknowledged."""
+        """The number of delivered and unacknowledged transactions."""
         return len(self._open)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which tables are published by now, for those who wait for it."""
+"""The published tables, for callers that wait until theirs are."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ __all__ = ["Published"]
 
 
 class Published:
-    """The tables that were found to be published, and the consumers that cannot have theirs."""
+    """The tables that are known to be published, and the consumers whose tables cannot be."""
 
     def __init__(self) -> None:
         self._tables: set[str] = set()
-        #: Those who were refused, until they are closed, or come back.
+        #: Consumers that were refused, until they are closed or attach again.
         self._refused: weakref.WeakSet[Changes] = weakref.WeakSet()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def add(self, tables: Iterable[str]) -> None:
-        """These tables are published."""
+        """Record that these tables are published."""
         self._tables.update(tables)
-        self._news.set()
+        self._changed.set()
 
     def remove(self, tables: Iterable[str]) -> None:
-        """These tables are not published, or not any more."""
+        """Record that these tables are not published."""
         self._tables.difference_update(tables)
 
     def clear(self) -> None:
-        """Nothing is known to be published."""
+        """Forget all tables."""
         self._tables.clear()
 
     def refuse(self, changes: Changes) -> None:
-        """A consumer cannot have its tables."""
+        """Record that a consumer's tables cannot be published."""
         self._refused.add(changes)
-        self._news.set()
+        self._changed.set()
 
-    def came(self, name: str) -> None:
-        """A consumer of this name tries it again."""
+    def forget_refusal(self, name: str) -> None:
+        """Forget that a consumer of this name was refused: it attaches again."""
         for changes in [each for each in self._refused if each.name == name]:
             self._refused.discard(changes)
 
     def closed(self, changes: Changes) -> None:
-        """A consumer has gone."""
+        """Forget a consumer that was closed."""
         self._refused.discard(changes)
 
     async def wait(
         self, tables: Collection[str], consumers: Callable[[], Iterable[Changes]]
     ) -> None:
-        """Wait until these tables are published, or all that the consumers want.
+        """Wait until these tables are published; without any, all tables of the consumers.
 
-        Raises the error of a consumer that cannot have them.
+        Raises the error of a consumer whose tables cannot be published.
         """
         while True:
             wanted = set(tables) or {name for each in consumers() for name in each.tables}
@@ -62,5 +62,5 @@ class Published:
                     raise each._error
             if wanted <= self._tables:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,9 +1,9 @@
-"""Keeps the tables of consumers published, and notices when one was not.
+"""Keep the tables of consumers published, and detect when one was not.
 
-One look asks the catalog once for all tables of all consumers. A table that is not published, or
-that is not what its consumer follows, is locked first, then added, then confirmed under the lock;
-only after that is the consumer told to begin anew. Whoever copies the table then finds everything
-that is written after its copy in the stream.
+One catalog query covers the tables of all consumers. A table that is not published, or is not the
+one that its consumer follows, is locked, added to the publication, and confirmed under the lock;
+only then does its consumer get a `Reset`. A consumer that copies the table then finds all later
+changes in the stream.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["Publisher"]
 
 log = logging.getLogger("moored.postgres")
 
-#: How long a table may be waited for: whoever wants to write to it waits behind.
+#: The lock_timeout for a table, in seconds: sessions that write to it wait behind this lock.
 LOCK_PATIENCE = 1.0
-#: After so many tables that could not be locked the others wait for the next look, too.
+#: After so many tables that could not be locked, the others are left for the next call, too.
 MOST_BUSY = 3
 
 _CATALOG = """
@@ -77,7 +77,7 @@ JOIN pg_namespace n ON n.oid = c.relnamespace
 LEFT JOIN pg_publication p ON p.pubname = %(publication)s
 """
 
-#: What the server says of a table that can never be published as it is.
+#: Errors of the server for a table that can never be published as it is.
 _REFUSED = (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError)
 
 Connection = psycopg.AsyncConnection[Any]
@@ -86,7 +86,7 @@ Consumers = Sequence[weakref.ref[Changes]]
 
 
 class Publisher:
-    """Looks at the tables of all consumers at once."""
+    """Publishes and confirms the tables of all consumers."""
 
     def __init__(self, hub: Hub, settings: Settings) -> None:
         self._hub = hub
@@ -95,33 +95,35 @@ class Publisher:
         self._keyless: set[str] = set()
         self._gone: set[str] = set()
 
-    async def look(self, conn: Connection) -> list[str]:
-        """Publish and confirm what can be; return the tables that others hold, or that are gone."""
-        # Weakly: a consumer that its user drops meanwhile has gone, and may come back at once.
+    async def publish(self, conn: Connection) -> list[str]:
+        """Publish and confirm tables; return those that are locked by other sessions or missing."""
+        # Weak references: a consumer whose last reference is dropped meanwhile is detached.
         consumers = [weakref.ref(changes) for changes in self._hub.attached()]
         if not consumers:
             return []
-        found, busy = await uncancelled(conn, self._published(conn, consumers))
+        found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
         waiting: set[str] = set()
         followed: dict[str, str] = {}
         try:
             for consumer in consumers:
-                waiting |= await self._judge(consumer(), found, busy, followed)
+                waiting |= await self._confirm_tables(consumer(), found, busy, followed)
         finally:
             if followed:
                 await self._hub.keep_followed(followed)
         return sorted(waiting)
 
-    async def _published(self, conn: Connection, consumers: Consumers) -> tuple[Found, set[str]]:
-        """What the catalog says after what can be published was; and what others hold."""
-        found = await self._ask(conn, consumers)
-        needy, busy = self._needy(_alive(consumers), found), set[str]()
-        if needy:
-            confirmed, busy = await self._publish(conn, needy)
-            found = await self._ask(conn, consumers) | confirmed
+    async def _publish_unconfirmed(
+        self, conn: Connection, consumers: Consumers
+    ) -> tuple[Found, set[str]]:
+        """Publish tables; return all tables as they are afterwards, and the locked ones."""
+        found = await self._query_tables(conn, consumers)
+        unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
+        if unconfirmed:
+            confirmed, busy = await self._publish(conn, unconfirmed)
+            found = await self._query_tables(conn, consumers) | confirmed
         return found, busy
 
-    async def _ask(self, conn: Connection, consumers: Consumers) -> Found:
+    async def _query_tables(self, conn: Connection, consumers: Consumers) -> Found:
         tables = [changes.tables for changes in _alive(consumers)]
         wanted = {name for each in tables for name in each}
         everything = not all(tables)
@@ -132,7 +134,7 @@ class Publisher:
     ) -> Found:
         names = sorted(wanted)
         parsed = [parse_table(name) for name in names]
-        # What the view needs may be locked by an ALTER TABLE: that is looked at again later.
+        # The query may wait for locks of an ALTER TABLE: then a later call succeeds.
         await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
         rows = await _admin.rows(
             conn,
@@ -145,11 +147,11 @@ class Publisher:
         )
         return {row[0]: Table.of(row) for row in rows}
 
-    # -- what must be published ----------------------------------------------------------------
+    # -- which tables must be published --------------------------------------------------------
 
-    def _needy(self, consumers: Sequence[Changes], found: Found) -> Found:
-        """The tables to be published, or confirmed under a lock; refuse what cannot be."""
-        needy: Found = {}
+    def _unconfirmed(self, consumers: Sequence[Changes], found: Found) -> Found:
+        """Return the tables to publish or confirm under a lock; refuse consumers of others."""
+        unconfirmed: Found = {}
         for changes in consumers:
             followed = self._hub.followed(changes.name)
             own: Found = {}
@@ -162,19 +164,19 @@ class Publisher:
                     own[name] = table
             else:
                 if any(name in followed for name in own):
-                    # It begins anew with all its tables, from one place on.
+                    # It is reset, and must get all its tables from one LSN on.
                     own = {name: found[name] for name in changes.tables if name in found}
-                needy |= own
-        return {} if self._manual else needy
+                unconfirmed |= own
+        return {} if self._manual else unconfirmed
 
     def _is_confirmed(self, table: Table, followed: Followed | None) -> bool:
         known = followed is None or followed == table.followed
         return table.published and table.complete and known
 
     def _problem(self, name: str, table: Table | None, followed: Followed | None) -> str | None:
-        """Why a table can never be published as it is."""
+        """Return why a table can never be published as it is; None if it can."""
         if table is None:
-            return None if followed is not None else f"there is no table {name}"
+            return None if followed is not None else f"the table {name} does not exist"
         exact = f"{table.schema}.{table.name}"
         if table.kind not in "rp" or table.persistence != "p":
             return (
@@ -185,54 +187,57 @@ class Publisher:
             return self._not_published([name])
         if table.keyed:
             return None
-        mend = (
+        keyless = (
             f"{exact} has no primary key, or a partition of it has none: once it is published, the "
             "server refuses every UPDATE and DELETE on it. Add a primary key, or run "
-            f"ALTER TABLE {_identifier(table).as_string(None)} REPLICA IDENTITY FULL (for each "
-            "partition, too)"
+            f"ALTER TABLE {_identifier(table).as_string(None)} REPLICA IDENTITY FULL (also for "
+            "each partition)"
         )
         if not table.published:
-            return mend
+            return keyless
         if exact not in self._keyless:
             self._keyless.add(exact)
-            log.warning("the table %s", mend)
+            log.warning("the table %s", keyless)
         return None
 
     def _not_published(self, tables: Sequence[str]) -> str:
         named = " and ".join(tables)
         return (
-            f"the publication {self._publication} does not tell the changes of {named} under that "
-            "name. Add the table to it; those of a partition come under the name of the "
-            "partitioned table, if that is published, too, and those of a partitioned table need "
-            "publish_via_partition_root = true"
+            f"the publication {self._publication} does not publish changes of {named} under that "
+            "name: add the table to it. Changes of a partition are published under the name of "
+            "its partitioned table, if that is in the publication as well; changes of a "
+            "partitioned table need publish_via_partition_root = true"
         )
 
     # -- publishing ----------------------------------------------------------------------------
 
-    async def _publish(self, conn: Connection, needy: Found) -> tuple[Found, set[str]]:
-        """All at once if nobody is in the way, else one by one; return what was confirmed."""
-        # The look itself is a transaction: it must end before others that lock begin.
+    async def _publish(self, conn: Connection, unconfirmed: Found) -> tuple[Found, set[str]]:
+        """Publish all tables at once if none is locked, else one by one.
+
+        Returns the confirmed tables, and those that are locked by other sessions.
+        """
+        # End the transaction of the catalog query before others begin, which lock.
         await conn.rollback()
         await conn.set_autocommit(True)
         try:
             try:
-                return await self._publish_under_lock(conn, needy, "NOWAIT"), set()
+                return await self._publish_under_lock(conn, unconfirmed, "NOWAIT"), set()
             except (psycopg.errors.LockNotAvailable, *_REFUSED):
-                return await self._publish_each(conn, needy)
+                return await self._publish_each(conn, unconfirmed)
         finally:
             await conn.set_autocommit(False)
 
-    async def _publish_each(self, conn: Connection, needy: Found) -> tuple[Found, set[str]]:
+    async def _publish_each(self, conn: Connection, unconfirmed: Found) -> tuple[Found, set[str]]:
         confirmed: Found = {}
         busy: set[str] = set()
-        for name, table in needy.items():
+        for name, table in unconfirmed.items():
             if len(busy) >= MOST_BUSY:
                 busy.add(name)
                 continue
             try:
                 confirmed |= await self._publish_under_lock(conn, {name: table}, "")
             except (psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable):
-                busy.add(name)  # others hold it, or have renamed it just now
+                busy.add(name)  # locked by another session, or just renamed
             except _REFUSED as error:
                 why = f"its tables cannot be published: {describe(error)}"
                 for changes in self._hub.attached():
@@ -243,8 +248,8 @@ class Publisher:
     async def _publish_under_lock(self, conn: Connection, tables: Found, nowait: str) -> Found:
         """Lock, add and confirm tables in one transaction.
 
-        Without the lock, what a transaction that is under way has written to a table would be
-        published by nobody, for ever.
+        Without the lock, changes that a running transaction has made before would never be
+        published.
         """
         publication = sql.Identifier(self._publication)
         listed = sql.SQL(", ").join(_identifier(each) for each in tables.values())
@@ -255,7 +260,7 @@ class Publisher:
             now = list((await self._catalog(conn, tables)).values())
             options = []
             if any(each.kind == "p" and not each.via_root for each in now):
-                # Otherwise its changes come under the names of its partitions.
+                # Otherwise its changes are published under the names of its partitions.
                 options.append("publish_via_partition_root = true")
             if not all(each.complete for each in now):
                 options.append("publish = 'insert, update, delete, truncate'")
@@ -276,18 +281,18 @@ class Publisher:
             await self._hub.publication_changed(before, after)
         return confirmed
 
-    # -- what consumers are told ---------------------------------------------------------------
+    # -- confirmation --------------------------------------------------------------------------
 
-    async def _judge(
+    async def _confirm_tables(
         self, changes: Changes | None, found: Found, busy: set[str], followed: dict[str, str]
     ) -> set[str]:
-        """Confirm the tables of a consumer, and have it begin anew if it missed something."""
+        """Confirm the tables of a consumer, and reset it if it has missed changes."""
         if changes is None or changes not in self._hub.attached():
-            return set()  # it was refused, or has gone
+            return set()  # it was refused, or has detached
         names = changes.tables or [name for name, table in found.items() if table.published]
         gone = {name for name in names if name not in found}
         for name in gone - self._gone:
-            log.warning("the table %s does not exist any more: it is waited for", name)
+            log.warning("the table %s no longer exists: waiting until it is created again", name)
         self._gone = (self._gone - set(names)) | gone
         waiting = {name for name in names if name in busy or name in gone}
         self._hub.published.remove(waiting)
@@ -298,8 +303,8 @@ class Publisher:
         self._hub.published.add(ready)
         if not waiting:
             now = {name: table.followed for name, table in ready.items()}
-            # What was committed before all of them were confirmed is in the copy that it makes.
-            # Given after it, a change whose successor was not published would stay for ever.
+            # The consumer's new copy has all changes before this LSN. If they were delivered after
+            # the copy, a change whose successor was not published would overwrite it for good.
             at = max((table.log_end for table in ready.values()), default=0)
             followed |= await self._hub.follow(changes, now, self._missed(changes, now), at)
         return waiting
@@ -310,7 +315,7 @@ class Publisher:
                 if (why := before.difference(now[name])) is not None:
                     return why
             elif not changes.tables:
-                return f"the table {before.schema}.{before.name} is not published any more"
+                return f"the table {before.schema}.{before.name} is no longer published"
         return None
 
 

@@ -1,6 +1,6 @@
-"""What must survive this process, in one small file: which history, who consumes, how far.
+"""The state that must survive the process, in an SQLite file: history, consumers, positions.
 
-Every method is one transaction of SQLite, and durable when it returns.
+Every method is one transaction, and durable when it returns.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LAYOUT = """
 create table if not exists facts (name text primary key, value text not null) without rowid;
 create table if not exists consumers (
     name text primary key,
-    acknowledged text,  -- null for one that begins anew
-    delivered text,     -- the end of the last transaction of its own; null if that is not known
-    reset text          -- why it must begin anew, until it was told
+    acknowledged text,  -- null before its first position, and after a reset
+    delivered text,     -- the end of its last acknowledged own transaction; null if unknown
+    reset text          -- the reason of a reset that it has not handled yet
 ) without rowid;
 create table if not exists followed (  -- the tables that a consumer follows, as JSON
     consumer text primary key, tables text not null
@@ -41,26 +41,26 @@ create table if not exists followed (  -- the tables that a consumer follows, as
 
 
 class Saved(NamedTuple):
-    """A consumer, as it was saved."""
+    """The stored state of a consumer."""
 
     acknowledged: Lsn | None
-    #: Why it must begin anew; None once it was told.
+    #: The reason of a reset that it has not handled yet.
     reset: str | None
-    #: The end of the last transaction that it acknowledged.
+    #: The end of the last transaction that it has acknowledged.
     delivered: Lsn = Lsn(0)
-    #: The tables that it follows, as they were when they were last confirmed.
+    #: The tables that it follows, as they were last confirmed, serialized.
     followed: str | None = None
 
 
 class Resets(NamedTuple):
-    """How often everybody had to begin anew, and why the last time."""
+    """The number of resets of all consumers, and the reason of the last one."""
 
     times: int
     reason: str
 
 
 class StateStore:
-    """The file of one stream, safe to use from several threads."""
+    """The state file of one stream; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,14 +73,14 @@ class StateStore:
             self._prepare()
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(
-                f"the state of the stream cannot be kept in {path}: {error}. Choose a state_dir "
-                "that can be written to; a file that is damaged is best moved away: consumers "
-                "that are there at the start then go on where the slot stands"
+                f"the state of the stream cannot be stored in {path}: {error}. Set state_dir to a "
+                "writable directory. Move a damaged file away: consumers that are attached at the "
+                "start then continue at the slot's position"
             ) from error
 
     def _prepare(self) -> None:
         try:
-            # Not "wal": instances that take turns may have it on a volume that they share.
+            # Not "wal": instances that take turns may share the file on a network volume.
             self._database.execute("pragma journal_mode = truncate")
             self._database.execute("pragma synchronous = full")
             self._database.executescript(_LAYOUT)
@@ -89,53 +89,53 @@ class StateStore:
             raise
 
     def history(self) -> History | None:
-        """The database and timeline that everything here belongs to."""
+        """Return the database and timeline that the stored positions belong to."""
         text = self._fact("history")
         if text is None:
             return None
         system_id, _, timeline_id = text.partition("/")
         return History(system_id, int(timeline_id))
 
-    def told(self) -> Lsn | None:
-        """How far the server was told, at most, that everything is safe."""
+    def confirmed(self) -> Lsn | None:
+        """Return the highest LSN that was, or may have been, confirmed to the server."""
         text = self._fact("told")
         return None if text is None else Lsn.parse(text)
 
     def last(self) -> CommitMark:
-        """The last commit that was received, if that is known."""
+        """Return the last received commit; `NO_COMMIT` if unknown."""
         text = self._fact("last")
         return NO_COMMIT if text is None else CommitMark.parse(text)
 
     def resets(self) -> Resets:
-        """How often everybody had to begin anew, and why the last time."""
+        """Return the number of resets of all consumers, and the reason of the last one."""
         with self._used():
             return self._resets()
 
     def consumers(self) -> dict[str, Saved]:
-        """All that were ever here and were not dropped."""
+        """Return all consumers that were ever attached and not dropped."""
         with self._used():
             return self._consumers()
 
     def save(
         self,
-        told: Lsn,
+        confirmed: Lsn,
         acknowledged: Mapping[str, int],
         delivered: Mapping[str, int] = NOTHING,
         *,
         last: CommitMark = NO_COMMIT,
         times_reset: int = 0,
     ) -> None:
-        """How far everybody is, before the server is told.
+        """Store all positions, before they are confirmed to the server.
 
-        Nobody forgets what was told or acknowledged: the one of two that comes late changes
-        nothing. That may be another process, which has not heard of a reset yet.
+        Positions only increase. Nothing is stored if the caller does not know of the last reset,
+        which another process may have made.
         """
         with self._transaction():
             if self._resets().times != times_reset:
                 return
             before = self._value("told")
-            if before is None or told > Lsn.parse(before):
-                self._set("told", str(told))
+            if before is None or confirmed > Lsn.parse(before):
+                self._set("told", str(confirmed))
             before = self._value("last")
             if last != NO_COMMIT and (before is None or last > CommitMark.parse(before)):
                 self._set("last", str(last))
@@ -150,7 +150,7 @@ class StateStore:
             )
 
     def add(self, name: str, acknowledged: int | None) -> None:
-        """A consumer, new or at a place of its own choice."""
+        """Add a consumer, or set its position."""
         at = None if acknowledged is None else str(Lsn(acknowledged))
         with self._transaction():
             self._database.execute(
@@ -160,13 +160,13 @@ class StateStore:
             )
 
     def drop(self, name: str) -> None:
-        """A consumer that does not come back."""
+        """Remove a consumer."""
         with self._transaction():
             self._database.execute("delete from consumers where name = ?", (name,))
             self._database.execute("delete from followed where consumer = ?", (name,))
 
     def reset(self, reason: str, name: str | None = None) -> None:
-        """History is not what it was: all consumers (or this one) begin anew, and are told why."""
+        """Reset all consumers, or one: their positions are removed, and the reason stored."""
         with self._transaction():
             if name is None:
                 self._database.execute("delete from facts where name in ('told', 'last')")
@@ -178,40 +178,40 @@ class StateStore:
                 (reason, name),
             )
 
-    def was_told(self, name: str, reason: str) -> None:
-        """A consumer knows that it begins anew, for this reason."""
+    def reset_handled(self, name: str, reason: str) -> None:
+        """Record that a consumer has handled the reset with this reason."""
         with self._transaction():
             self._database.execute(
                 "update consumers set reset = null where name = ? and reset = ?", (name, reason)
             )
 
     def follow(self, followed: Mapping[str, str]) -> None:
-        """Keep which tables consumers follow."""
+        """Store which tables consumers follow."""
         with self._transaction():
             self._database.executemany(
                 "insert or replace into followed values (?, ?)", followed.items()
             )
 
     def give_up(self, reason: str) -> None:
-        """The slot cannot be read any more: whatever the next one is, everybody begins anew."""
+        """Record that the slot was given up: with the next one, all consumers are reset."""
         with self._transaction():
             self._set("given_up", reason)
 
     def given_up(self) -> str | None:
-        """Why the slot was given up; None if it was not, or if everybody was told."""
+        """Return why the slot was given up; None if it was not, or the reset is complete."""
         return self._fact("given_up")
 
-    def set_history(self, history: History, stands_at: Lsn | None = None) -> None:
-        """Everything here belongs to this history from now on: the last step of a reset.
+    def set_history(self, history: History, confirmed: Lsn | None = None) -> None:
+        """Store the history that the positions belong to: the last step of a reset.
 
-        A slot that is new to us is where it would be if it had been told so: whoever finds it
-        elsewhere later knows that it was moved, or made anew.
+        :param confirmed: the position of a slot that is new here; if it is further later, another
+            program has moved the slot.
         """
         with self._transaction():
             self._set("history", str(history))
             self._database.execute("delete from facts where name = 'given_up'")
-            if stands_at is not None and self._value("told") is None:
-                self._set("told", str(stands_at))
+            if confirmed is not None and self._value("told") is None:
+                self._set("told", str(confirmed))
 
     def close(self) -> None:
         """Close the file."""
@@ -220,7 +220,7 @@ class StateStore:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Use the file alone; an error of SQLite is raised as one that names the file."""
+        """Hold the lock; raise an error of SQLite as a `StateError` that names the file."""
         with self._lock:
             try:
                 yield
@@ -229,14 +229,14 @@ class StateStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """One transaction, with the file's lock taken at its beginning."""
+        """Run a write transaction."""
         with self._used():
             try:
                 self._database.execute("begin immediate")
                 yield
                 self._database.execute("commit")
             except BaseException:
-                # A commit that fails leaves the transaction open; a full disk may have ended it.
+                # A failed commit leaves the transaction open; a full disk may have ended it.
                 with suppress(sqlite3.Error):
                     self._database.execute("rollback")
                 raise
@@ -246,11 +246,11 @@ class StateStore:
             case sqlite3.SQLITE_BUSY:
                 return (
                     f"another process has had the state file {self.path} locked for more than "
-                    f"{PATIENCE:g} s: find it (a backup? a shell with an open transaction?), and "
-                    "let it end"
+                    f"{PATIENCE:g} s: find that process (a backup? a shell with an open "
+                    "transaction?), and end it"
                 )
             case sqlite3.SQLITE_FULL:
-                return f"the disk of the state file {self.path} is full: free some space there"
+                return f"the disk of the state file {self.path} is full: free disk space there"
         return f"the state file {self.path} cannot be used: {error}"
 
     def _consumers(self) -> dict[str, Saved]:
@@ -288,6 +288,6 @@ class StateStore:
 
 
 def _make_private(path: Path) -> None:
-    """Create the file, for this user alone: SQLite would let everybody read it."""
+    """Create the file with permissions for this user only; SQLite would make it readable to all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))

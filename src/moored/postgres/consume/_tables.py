@@ -1,8 +1,8 @@
-"""Tables as a consumer names them, and as the server's catalog has them.
+"""Tables as a consumer names them, and as the server's catalog describes them.
 
-A consumer names a table once; from then on it follows the table by its oid. Whatever makes the
-server send less than all changes of the named table gives it another `Followed`: another oid (the
-table was dropped and created, renamed, or swapped), another entry in the publication, or another
+A consumer names a table once; from then on it follows the table by its oid. Whenever the server may
+have left out changes of the named table, its `Followed` is another one: another oid (the table was
+dropped and created again, renamed, or swapped), another entry in the publication, or another
 version of the publication itself.
 """
 
@@ -30,7 +30,7 @@ class TableName(NamedTuple):
     name: str
 
     def matches(self, schema: str, name: str) -> bool:
-        """Whether a table of this schema and name is meant."""
+        """Return whether it names a table of this schema and name."""
         return name == self.name and self.schema in (None, schema)
 
 
@@ -46,7 +46,7 @@ class Followed(NamedTuple):
     publication: str
 
     def difference(self, now: Followed) -> str | None:
-        """Why changes may have been missed between the two; None if none were."""
+        """Return why changes may have been missed between the two; None if none were."""
         table = f"{self.schema}.{self.name}"
         if now.oid != self.oid:
             return (
@@ -54,18 +54,18 @@ class Followed(NamedTuple):
                 f"{self.oid}): it was dropped and created again, renamed, or swapped"
             )
         if now.member != self.member:
-            return f"the table {table} was taken out of the publication, and put back"
+            return f"the table {table} was removed from the publication and added again"
         if now.publication != self.publication:
-            return f"the publication of the table {table} was changed, or made anew"
+            return f"the publication of the table {table} was changed or created again"
         return None
 
-    def is_news(self, now: Relation) -> bool:
-        """Whether the stream knows this table by another name, or another table by this name."""
+    def contradicts(self, now: Relation) -> bool:
+        """Return whether the stream has this table by another name, or another by this name."""
         return (now.oid == self.oid) != ((now.schema, now.name) == (self.schema, self.name))
 
 
 class Table(NamedTuple):
-    """A row of the catalog about a table that somebody wants."""
+    """A table that a consumer wants, as the server's catalog describes it."""
 
     wanted: str
     oid: int
@@ -73,34 +73,35 @@ class Table(NamedTuple):
     name: str
     kind: str
     persistence: str
-    #: Whether its changes come under its own name, and whether it is in the publication's list.
+    #: Whether its changes are published under its own name, and whether the publication lists it.
     published: bool
     listed: bool
-    #: Whether updates and deletes can be told: otherwise the server refuses them, once published.
+    #: Whether it has a replica identity: otherwise, once published, the server refuses UPDATE and
+    #: DELETE.
     keyed: bool
     member: str
     publication: str
-    #: Whether the publication publishes all operations, and partitions as their whole.
+    #: Whether the publication publishes all operations, and partitions as their parent.
     complete: bool
     via_root: bool
-    #: Where the log ended when this was looked at.
+    #: The end of the WAL at the time of the query.
     log_end: Lsn
 
     @property
     def followed(self) -> Followed:
-        """What a consumer that is told of it now follows."""
+        """What a consumer follows from now on."""
         return Followed(self.oid, self.schema, self.name, self.member, self.publication)
 
     @classmethod
     def of(cls, row: Iterable[Any]) -> Self:
-        """A row of the catalog's answer."""
+        """Return the table of a row of the catalog query."""
         values = list(row)
-        values[-1] = Lsn.parse(values[-1])  # not a number: a bigint ends where half of the log does
+        values[-1] = Lsn.parse(values[-1])  # a text, because a bigint cannot hold every LSN
         return cls(*values)
 
 
 def parse_table(text: str) -> TableName:
-    """Read a table's name: `orders`, `shop.orders`, or `"a.schema"."a table"`."""
+    """Parse a table's name: `orders`, `shop.orders`, or `"a.schema"."a table"`."""
     found = _NAME.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not the name of a table")
@@ -113,7 +114,7 @@ def _unquoted(part: str) -> str:
 
 
 def mistakes(tables: object) -> list[str]:
-    """What is wrong with the argument `tables`."""
+    """Return what is wrong with the argument `tables`."""
     if not isinstance(tables, (list, tuple)):
         return [f"tables={tables!r} must be a list of names, such as ['orders', 'shop.customers']"]
     return [f"tables: {each!r} is not the name of a table" for each in tables if not _is_name(each)]
@@ -127,11 +128,11 @@ def _is_name(text: object) -> bool:
 
 
 def dump(followed: Mapping[str, Followed]) -> str:
-    """The tables that a consumer follows, as a string."""
+    """Serialize the tables that a consumer follows."""
     return json.dumps(followed)
 
 
 def load(text: str | None) -> dict[str, Followed]:
-    """The tables that `dump` wrote; none for None."""
+    """Return the tables that `dump` has serialized; none for None."""
     known = json.loads(text or "{}")
     return {name: Followed(*values) for name, values in known.items()}

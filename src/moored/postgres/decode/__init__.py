@@ -1,4 +1,4 @@
-"""From the bytes of pgoutput to committed transactions, their changes, and Python values."""
+"""Decoding: from the bytes of pgoutput to committed transactions, changes and Python values."""
 
 from ._assembler import Assembler
 from ._body import Body, Shelf

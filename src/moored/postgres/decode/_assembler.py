@@ -1,8 +1,8 @@
-"""From messages to committed transactions, in the order of their commits.
+"""Assemble messages into committed transactions, in commit order.
 
-Transactions come whole, one after the other, or (from version 2 of the protocol on, when they are
-large) in parts while they are under way, mixed with others; those that are rolled back are
-forgotten. Prepared ones wait for their second phase.
+Transactions arrive complete, one after the other, or (from protocol version 2 on, if they are
+large) in parts while they are in progress, interleaved with others; those that are rolled back are
+discarded. Prepared transactions are kept until their second phase.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _BEGIN_SIZE, _COMMIT_SIZE = HEADER + 21, HEADER + 26
 _begin = struct.Struct("!QqI").unpack_from
 _places = struct.Struct("!QQq").unpack_from
 _sent_at = struct.Struct("!q").unpack_from
-#: Where a transaction will be committed is not known before, if it is prepared first.
+#: The commit LSN of a transaction that ends with PREPARE is not known at its begin.
 _NOT_YET = -1
 
 
 class Assembler:
-    """Puts transactions together; `feed` returns one when it is complete.
+    """Assembles transactions; `feed` returns one when it is complete.
 
-    :param new_body: makes what keeps the messages of a transaction.
+    :param new_body: creates the store for the messages of a transaction.
     """
 
     def __init__(self, new_body: Callable[[], Body] = Body) -> None:
         self._new_body = new_body
-        # Replaced, never changed: transactions that were begun before keep theirs.
+        # Replaced, never changed in place: transactions refer to it.
         self._relations: dict[int, Relation] = {}
         self._now: Committed | None = None
         self._streams: dict[int, Committed] = {}
         self._prepared: dict[str, Committed] = {}
-        #: What types that are not built in are called.
+        #: The names of types that are not built in, by oid.
         self.type_names: dict[int, str] = {}
 
     @property
@@ -71,21 +71,21 @@ class Assembler:
 
     @property
     def pending(self) -> int:
-        """Bytes of transactions that are not complete."""
+        """The bytes of incomplete transactions."""
         now = [self._now] if self._now is not None and not self._now.streamed else []
         parts = [*self._streams.values(), *self._prepared.values(), *now]
         return sum(part.body.size for part in parts)
 
     def feed_all(self, messages: list[bytes], begin: int = 0) -> tuple[list[Committed], int]:
-        """All messages from this place on, up to a keepalive.
+        """Take all messages from this index on, up to a keepalive.
 
-        Returns the transactions that became complete, and the place of the keepalive, or the end.
-        Before a message that is wrong it stops, too, if some are complete: they are not lost for
-        what comes after them. It raises when it begins with that message.
+        Returns the completed transactions, and the index of the keepalive or the end. An invalid
+        message is raised when it is the first one; after completed transactions, it ends the call
+        early, so that these are not lost.
         """
         done: list[Committed] = []
         rows, feed = ROWS, self.feed
-        first = begin  # of the rows that were not kept yet
+        first = begin  # of the rows that were not stored yet
         place = begin - 1
         for data in islice(messages, begin, None):
             place += 1
@@ -115,17 +115,17 @@ class Assembler:
 
     def _keep_rows(self, messages: list[bytes]) -> None:
         if self._now is None:
-            raise DecodeError("a row outside of a transaction")
+            raise DecodeError("a change of a row outside of a transaction")
         self._now.body.extend(messages)
 
     def feed(self, data: bytes) -> Committed | None:
-        """One message, with the header of the replication protocol before it."""
+        """Take one message, with its XLogData header; return a transaction that it completes."""
         try:
             kind = data[HEADER]
         except IndexError:
             raise DecodeError("a message of the stream is empty") from None
         now = self._now
-        # A begin and a commit come with every transaction: the short way.
+        # Fast path: every transaction has a begin and a commit.
         if kind == _BEGIN:
             if len(data) == _BEGIN_SIZE and now is None:
                 lsn, _, xid = _begin(data, HEADER + 1)
@@ -141,7 +141,7 @@ class Assembler:
                 return now
         elif kind in ROWS:
             if now is None:
-                raise DecodeError("a row outside of a transaction")
+                raise DecodeError("a change of a row outside of a transaction")
             now.body.append(data)
             return None
         streamed = now is not None and now.streamed
@@ -157,7 +157,7 @@ class Assembler:
         self._now.commit_lsn = _NOT_YET
 
     def _commit(self, message: Commit, data: bytes) -> Committed:
-        # One that is in order was taken the short way.
+        # A valid commit was handled by the fast path.
         where = "outside of a transaction" if self._now is None else "within a part of one"
         raise DecodeError(f"a commit {where}")
 
@@ -175,7 +175,7 @@ class Assembler:
     def _keep(self, message: TruncateMessage | LogicalMessage, data: bytes) -> Committed | None:
         if self._now is not None and getattr(message, "transactional", True):
             self._now.body.append(data)
-            if isinstance(message, TruncateMessage):  # each table is a change of its own
+            if isinstance(message, TruncateMessage):  # one change for each table
                 self._now.body.count += len(message.oids) - 1
             return None
         if not isinstance(message, LogicalMessage):
@@ -183,12 +183,12 @@ class Assembler:
         return self._alone(message, data)
 
     def _alone(self, message: LogicalMessage, data: bytes) -> Committed:
-        """A message that belongs to no transaction is one by itself."""
+        """Return a message outside of any transaction as a transaction of its own."""
         body = self._new_body()
         body.append(data)
         streamed = self._now is not None and self._now.streamed
         parts = Committed(0, body, self._relations, streamed)
-        # When it was written nobody tells; it is sent at once.
+        # The time of the message is not sent: use the time at which the server has sent it.
         return parts.complete(message.lsn, message.lsn, *_sent_at(data, HEADER - 8))
 
     # -- in parts ------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Assembler:
 
     def _stream_abort(self, message: StreamAbort, data: bytes) -> None:
         self._outside(f"a rollback in transaction {message.xid}")
-        # The server also tells of one that it never began to send, because it was rolled back.
+        # The server also reports rollbacks of transactions of which it has sent nothing.
         if message.xid == message.subxid:
             self._streams.pop(message.xid, None)
         elif (parts := self._streams.get(message.xid)) is not None:

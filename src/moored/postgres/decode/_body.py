@@ -1,4 +1,4 @@
-"""The messages of one transaction: in memory while they are few, in a file when they are many."""
+"""The messages of a transaction: in memory while it is small, in a file when it is large."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from ._rows import Relation
 
 __all__ = ["HEADER", "SPILL_AFTER", "TRUNCATE", "Body", "Shelf"]
 
-#: Every message is kept with the header of the replication protocol before it: cutting it off would
-#: be one more copy.
+#: The length of the XLogData header. Messages are kept with it: removing it would be another copy.
 HEADER = 25
 
-#: With more bytes than this, a transaction goes to a file.
+#: A transaction with more bytes than this is written to a file.
 SPILL_AFTER = 16 * 2**20
-#: So much is read from the file, or gathered for it, at a time.
+#: The size of reads and writes of the file.
 _CHUNK = 2**20
 _head = struct.Struct("!i")
-#: Where the kind of a message is, and that with what tells its table and its subtransaction.
+#: The kind of a message; the kind with the bytes that identify its table and subtransaction.
 _KIND, _KEY = slice(HEADER, HEADER + 1), slice(HEADER, HEADER + 9)
 _key_of = itemgetter(_KEY)
 TRUNCATE = b"T"
-#: With more tables, or subtransactions, than this it is not noted which ones they are.
+#: With more different tables and subtransactions than this, they are not counted.
 _MOST = 100_000
 
 
-def _note(found: dict[bytes, int], messages: Iterable[bytes]) -> dict[bytes, int]:
+def _count(found: dict[bytes, int], messages: Iterable[bytes]) -> dict[bytes, int]:
     get = found.get
     for key in map(_key_of, messages):
         found[key] = get(key, 0) + 1
@@ -42,12 +41,12 @@ def _note(found: dict[bytes, int], messages: Iterable[bytes]) -> dict[bytes, int
 
 
 class Shelf:
-    """Where the bodies of transactions are kept, and from which size on in a file."""
+    """Where large transactions are stored, and from which size on."""
 
     __slots__ = ("directory", "spill_after")
 
     def __init__(self, directory: Path | None = None, spill_after: int = SPILL_AFTER) -> None:
-        #: The directory of the files; the system's own for such things, if not given.
+        #: The directory of the files; the system's temporary directory if None.
         self.directory = directory
         self.spill_after = spill_after
 
@@ -56,9 +55,10 @@ _DEFAULT = Shelf()
 
 
 class Body:
-    """Messages in the order in which they came, with the tables that they speak of.
+    """The messages of a transaction in their order, with the descriptions of their tables.
 
-    It may be read several times, also by several readers at once. A file goes with its last user.
+    It may be read several times, also by several readers concurrently. Its file is deleted with the
+    last reference.
     """
 
     __slots__ = ("_kept", "_shelf", "_spilled", "count", "described", "size")
@@ -67,14 +67,14 @@ class Body:
         self._shelf = shelf
         self._kept: list[bytes | Relation] = []
         self._spilled: _Spilled | None = None
-        #: The tables that were described in it.
+        #: The tables that were described within the transaction.
         self.described: tuple[Relation, ...] = ()
-        #: How many changes, and how many bytes they came in.
+        #: The number of changes, and the bytes of their messages.
         self.count = 0
         self.size = 0
 
     def append(self, data: bytes) -> None:
-        """One more change, as it came."""
+        """Add the message of a change."""
         self.count += 1
         self.size += len(data)
         if self._spilled is not None:
@@ -85,7 +85,7 @@ class Body:
             self._spill()
 
     def extend(self, messages: list[bytes]) -> None:
-        """Some more changes."""
+        """Add the messages of changes."""
         if len(messages) == 1:
             self.append(messages[0])
             return
@@ -100,30 +100,30 @@ class Body:
             self._spill()
 
     def mentioned(self) -> Mapping[bytes, int] | None:
-        """How its messages begin, and how many of each: their kinds, and eight bytes more.
+        """Count the messages by their kind and the eight bytes after it; None if too many differ.
 
-        Of a row that is the table's oid, in a part of a transaction after the number of the
-        subtransaction. None if there are too many. Of a file it was noted when it was written.
+        For a row, these bytes begin with the table's oid; in a streamed transaction, with the xid
+        of the subtransaction and the oid. Those of a file were counted when it was written.
         """
         if self._spilled is not None:
             return self._spilled.mentioned
-        return _note({}, self._of_messages())
+        return _count({}, self._of_messages())
 
     def truncates(self) -> list[bytes]:
-        """Those of its messages that truncate."""
+        """Return the truncate messages."""
         if self._spilled is not None:
             return self._spilled.truncates
         return [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
 
     def _of_messages(self) -> list[bytes]:
-        # A table's description is not a message, and rarely among them.
+        # Descriptions of tables are kept among the messages, rarely.
         kept = (
             [each for each in self._kept if type(each) is bytes] if self.described else self._kept
         )
         return cast("list[bytes]", kept)
 
     def describe(self, relation: Relation) -> None:
-        """From here on, this is what the table is like."""
+        """Add the description of a table, which applies to the messages after it."""
         self.described = (*self.described, relation)
         if self._spilled is not None:
             self._spilled.gather(relation)
@@ -131,12 +131,12 @@ class Body:
             self._kept.append(relation)
 
     def entries(self) -> Iterator[bytes | Relation]:
-        """Everything, from the beginning."""
+        """Iterate over the messages and the descriptions of tables, from the beginning."""
         return iter(self._kept) if self._spilled is None else self._spilled.read()
 
     @property
     def spilled(self) -> bool:
-        """Whether it is in a file."""
+        """Whether the messages are in a file."""
         return self._spilled is not None
 
     def _spill(self) -> None:
@@ -147,7 +147,7 @@ class Body:
 
 
 class _Spilled:
-    """Messages in a file without a name: it is gone with its last user, however that one ends."""
+    """Messages in an unnamed file, which vanishes with the process, however that ends."""
 
     def __init__(self, directory: Path | None) -> None:
         self._file: int | None = None
@@ -155,7 +155,7 @@ class _Spilled:
         self._gathered = bytearray()
         self.mentioned: dict[bytes, int] | None = {}
         self.truncates: list[bytes] = []
-        # Readers in several threads may find something that is not written yet.
+        # Readers in several threads may have to write the rest first.
         self._writing = threading.Lock()
         self._directory = directory or Path(tempfile.gettempdir())
         with self._errors():
@@ -165,17 +165,17 @@ class _Spilled:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise an error of the system as one that names the directory."""
+        """Raise an `OSError` as a `StateError` that names the directory."""
         try:
             yield
         except OSError as error:
             raise StateError(
-                f"a large transaction cannot be kept in {self._directory} "
-                f"({error.strerror or error}): free some space there, or set another state_dir"
+                f"a large transaction cannot be stored in {self._directory} "
+                f"({error.strerror or error}): free disk space there, or set another state_dir"
             ) from error
 
     def gather(self, entry: bytes | Relation) -> None:
-        """One more; written when there is enough for it."""
+        """Add an entry; it is written when a chunk is full."""
         if isinstance(entry, Relation):
             self._relations.append(entry)
             self._gathered += _head.pack(-len(self._relations))
@@ -197,7 +197,7 @@ class _Spilled:
             self._write()
 
     def read(self) -> Iterator[bytes | Relation]:
-        """Everything, from the beginning."""
+        """Yield all entries, from the beginning."""
         self._write()
         assert self._file is not None
         rest, offset = b"", 0
@@ -214,7 +214,7 @@ class _Spilled:
                     yield data[begin : begin + size]
                     at = begin + size
                 elif size > _CHUNK:
-                    # A large one is read by itself: with others around it, it would be copied.
+                    # Read a large message by itself, without a copy.
                     offset += begin - len(data)
                     yield self._read_one(offset, size)
                     offset += size

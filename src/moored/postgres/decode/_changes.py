@@ -1,6 +1,6 @@
-"""What a transaction did, one change after the other.
+"""The changes of a transaction.
 
-A change holds the bytes that it came in, and reads them when it is asked.
+A change holds the bytes of its message, and decodes them when its rows are first read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NEW, _KEY, _OLD = b"NKO"
 
 
 class _OfTable:
-    """A change of a table."""
+    """A change that belongs to a table."""
 
     __slots__ = ("relation",)
 
-    #: The table as it was then: its columns, types and replica identity.
+    #: The table at the time of the change: its columns, types and replica identity.
     relation: Relation
 
     @property
@@ -43,7 +43,7 @@ class _OfTable:
 
 
 class Change(_OfTable):
-    """One change of a row of a table."""
+    """A change of a row."""
 
     __slots__ = ("_data", "_rows")
 
@@ -53,18 +53,18 @@ class Change(_OfTable):
     def __init__(self, relation: Relation, data: bytes, at: int) -> None:
         self.relation = relation
         self._data = data
-        # Where the rows begin; later, the rows. One attribute less is worth it here.
+        # The offset of the rows until they are decoded, then the rows: one attribute saves memory.
         self._rows: int | tuple[Row | None, Row | None] = at
 
     @property
     def old(self) -> Row | None:
-        """The row before: its replica identity, or all of it; None where there was none."""
+        """The row before the change: its replica identity, or all of it; None if there is none."""
         rows = self._rows
         return (self._read(rows) if isinstance(rows, int) else rows)[0]
 
     @property
     def new(self) -> Row | None:
-        """The row after; None where there is none."""
+        """The row after the change; None if there is none."""
         rows = self._rows
         return (self._read(rows) if isinstance(rows, int) else rows)[1]
 
@@ -72,7 +72,7 @@ class Change(_OfTable):
         try:
             old, new = self._parse(self._data, at)
         except (struct.error, IndexError):
-            raise DecodeError(f"a message of {self.relation.qualified} ends early") from None
+            raise DecodeError(f"a message of {self.relation.qualified} is truncated") from None
         self._rows = rows = old, new
         return rows
 
@@ -82,12 +82,12 @@ class Change(_OfTable):
     def _expect_end(self, end: int) -> None:
         extra = len(self._data) - end
         if extra:
-            raise DecodeError(f"a message of {self.relation.qualified} has {extra} bytes more")
+            raise DecodeError(f"a message of {self.relation.qualified} has {extra} extra bytes")
 
     def _expect(self, found: int, allowed: bytes) -> None:
         if found not in allowed:
             raise DecodeError(
-                f"a {self.kind} of {self.relation.qualified} holds a row of kind {found:#04x}"
+                f"a {self.kind} of {self.relation.qualified} has a row of unknown kind {found:#04x}"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -111,14 +111,14 @@ class Insert(Change):
     @property
     def new(self) -> Row | None:
         """The new row."""
-        # The most common question by far: the short way.
+        # The fast path for the most common call.
         at = self._rows
         if not isinstance(at, int):
             return at[1]
         try:
             new = self.relation.whole(self._data, at)
         except (struct.error, IndexError):
-            raise DecodeError(f"a message of {self.relation.qualified} ends early") from None
+            raise DecodeError(f"a message of {self.relation.qualified} is truncated") from None
         self._rows = None, new
         return new
 
@@ -129,8 +129,8 @@ class Insert(Change):
 class Update(Change):
     """A row was updated.
 
-    A large value that the update did not touch is not sent: it is `UNCHANGED` in `new`, unless the
-    replica identity is FULL, which tells it as part of the old row.
+    The server does not send a large value that the update did not change: it is `UNCHANGED` in
+    `new`, unless the replica identity is FULL, which includes it in the old row.
     """
 
     __slots__ = ()
@@ -165,12 +165,12 @@ class Delete(Change):
 
 
 class Truncate(_OfTable):
-    """A table was emptied; one for each of several that were emptied together."""
+    """A table was truncated; one `Truncate` for each table of a TRUNCATE statement."""
 
     __slots__ = ("cascade", "restart_identity")
     __match_args__ = ("table",)
     kind: ClassVar[str] = "truncate"
-    #: There is no row before or after; they are here so that all changes can be asked alike.
+    #: There are no rows; these exist so that all kinds of changes have the same attributes.
     old: ClassVar[None] = None
     new: ClassVar[None] = None
 
@@ -190,12 +190,12 @@ class Truncate(_OfTable):
 
 
 class Emitted:
-    """A message that was written with pg_logical_emit_message()."""
+    """A message of pg_logical_emit_message()."""
 
     __slots__ = ("content", "prefix")
     __match_args__ = ("prefix", "content")
     kind: ClassVar[str] = "message"
-    #: It is about no table; they are here so that all changes can be asked alike.
+    #: There is no table; these exist so that all kinds of changes have the same attributes.
     schema: ClassVar[None] = None
     table: ClassVar[None] = None
     old: ClassVar[None] = None
@@ -222,24 +222,24 @@ _KINDS: dict[int, type[Change]] = {ord("I"): Insert, ord("U"): Update, ord("D"):
 def read_change(
     data: bytes, at: int, relations: Mapping[int, Relation], *, streamed: bool
 ) -> Change:
-    """The change whose message begins here."""
+    """Return the change whose message begins here."""
     try:
         kind = _KINDS[data[at]]
         at += 5 if streamed else 1
         (oid,) = _oid(data, at)
         relation = relations[oid]
     except (struct.error, IndexError):
-        raise DecodeError("a message of a row ends too early") from None
+        raise DecodeError("the message of a row is truncated") from None
     except KeyError as error:
         raise DecodeError(
-            f"a row of a table that was not described before (oid {error.args[0]})"
+            f"a change of a table that was not described before (oid {error.args[0]})"
         ) from None
     return kind(relation, data, at + 4)
 
 
 def xid_of(data: bytes, at: int) -> Any:
-    """The transaction, or subtransaction, that a streamed message belongs to."""
+    """Return the xid of the (sub)transaction that a streamed message belongs to."""
     try:
         return _oid(data, at + 1)[0]
     except struct.error:
-        raise DecodeError("a message of a row ends too early") from None
+        raise DecodeError("the message of a row is truncated") from None

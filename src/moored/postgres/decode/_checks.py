@@ -1,7 +1,7 @@
-"""Whether a value can be one of its type.
+"""Check that the bytes of a value are valid for its type.
 
-psycopg's loaders are quick because they trust what they are given: with a value that is shorter
-than its type says, they read memory that is not the value's. So it is looked at before.
+psycopg's loaders trust their input: for a value that is too short for its type, they read memory
+beyond it. So values are checked first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Check = Callable[[bytes], None]
 _head = struct.Struct("!iiI").unpack_from
 _size = struct.Struct("!i").unpack_from
 
-#: How many bytes the binary values of a type have, where they all have the same.
+#: The size of a type's binary values, where it is fixed, by oid.
 SIZES: dict[int, int] = {
     **dict.fromkeys((16, 18), 1),  # bool, "char"
     21: 2,  # int2
@@ -39,11 +39,12 @@ SIZES: dict[int, int] = {
 }
 
 _types = list(psycopg.adapters.types)
-#: Braces, commas, and elements with or without quotes; what opens does so where an element begins.
+#: Braces, commas, and elements with or without quotes; braces and quotes open only at the begin of
+#: an element.
 _ARRAY_FORM = rb'\{(?:(?<=[{,])\{|[},]|[^"\\{},]|(?<=[{,])"(?:[^"\\]|\\.)*+"(?=[},]))*+'
-#: The arrays whose elements are not parted by a comma.
+#: box[]: its elements are separated by semicolons.
 _BOXES = 1020
-# int2vector and oidvector are arrays, too.
+# int2vector and oidvector have the format of arrays.
 _ARRAYS = {22: 21, 30: 26} | {each.array_oid: each.oid for each in _types if each.array_oid}
 _RANGES = {each.oid: each.subtype_oid for each in _types if isinstance(each, RangeInfo)}
 _MULTIRANGES = {each.oid: each.range_oid for each in _types if isinstance(each, MultirangeInfo)}
@@ -51,7 +52,7 @@ _MULTIRANGES = {each.oid: each.range_oid for each in _types if isinstance(each, 
 
 @cache
 def check_of(oid: int) -> Check | None:
-    """What raises a ValueError for a binary value that cannot be one of this type."""
+    """Return the check of a type's binary values, which raises ValueError; None if not needed."""
     if oid in SIZES:
         return partial(_check_size, SIZES[oid])
     if oid == 1700:
@@ -67,7 +68,7 @@ def check_of(oid: int) -> Check | None:
 
 @cache
 def text_check_of(oid: int) -> Check | None:
-    """The same for values that are sent as text."""
+    """Return the check of a type's values in text format; None if not needed."""
     if oid not in _ARRAYS:
         return None
     form = _ARRAY_FORM.replace(b",", b";") if oid == _BOXES else _ARRAY_FORM
@@ -75,10 +76,10 @@ def text_check_of(oid: int) -> Check | None:
 
 
 def _check_text_array(form: re.Pattern[bytes], data: bytes) -> None:
-    """What reads arrays writes over the end of its memory at a backslash outside of quotes."""
+    """Check the quoting: at a backslash outside of quotes, psycopg writes beyond its memory."""
     begin = data.find(b"=") + 1 if data[:1] == b"[" else 0
     if b"\\" in data and form.fullmatch(data, begin) is None:
-        raise ValueError("it is an array that is not quoted as it should be")
+        raise ValueError("it is an array with invalid quoting")
 
 
 def _check_size(expected: int, data: bytes) -> None:
@@ -89,7 +90,7 @@ def _check_size(expected: int, data: bytes) -> None:
 def _check_numeric(data: bytes) -> None:
     digits = int.from_bytes(data[:2])
     if len(data) != 8 + 2 * digits:
-        raise ValueError(f"it has {len(data)} bytes, and {digits} digits")
+        raise ValueError(f"it has {len(data)} bytes for {digits} groups of digits")
 
 
 def _check_array(element: int, check: Check | None, data: bytes) -> None:
@@ -104,13 +105,13 @@ def _check_array(element: int, check: Check | None, data: bytes) -> None:
         for _ in range(prod(sizes) if sizes else 0):
             at = _check_part(check, data, at)
     except struct.error:
-        raise ValueError("it is an array that ends too early") from None
+        raise ValueError("it is a truncated array") from None
     _check_end(data, at)
 
 
 def _check_range(check: Check | None, data: bytes) -> None:
     if not data:
-        raise ValueError("it is a range without a beginning")
+        raise ValueError("it is an empty value instead of a range")
     flags, at = data[0], 1
     empty, lower_infinite, upper_infinite = flags & 1, flags & 8, flags & 16
     try:
@@ -118,7 +119,7 @@ def _check_range(check: Check | None, data: bytes) -> None:
             if not empty and not infinite:
                 at = _check_part(check, data, at, nullable=False)
     except struct.error:
-        raise ValueError("it is a range that ends too early") from None
+        raise ValueError("it is a truncated range") from None
     _check_end(data, at)
 
 
@@ -130,18 +131,18 @@ def _check_multirange(check: Check | None, data: bytes) -> None:
         for _ in range(count):
             at = _check_part(check, data, at, nullable=False)
     except struct.error:
-        raise ValueError("it is a multirange that ends too early") from None
+        raise ValueError("it is a truncated multirange") from None
     _check_end(data, at)
 
 
 def _check_part(check: Check | None, data: bytes, at: int, *, nullable: bool = True) -> int:
-    """A size and so many bytes; returns where they end."""
+    """Check one element: its size, and so many bytes; return the offset after it."""
     size: int = _size(data, at)[0]
     at += 4
     if size == -1 and nullable:
         return at
     if not 0 <= size <= len(data) - at:
-        raise ValueError(f"a part of it has {size} bytes")
+        raise ValueError(f"an element of it has the invalid size {size}")
     if check is not None:
         check(data[at : at + size])
     return at + size
@@ -149,4 +150,4 @@ def _check_part(check: Check | None, data: bytes, at: int, *, nullable: bool = T
 
 def _check_end(data: bytes, at: int) -> None:
     if at != len(data):
-        raise ValueError(f"it has {len(data) - at} bytes too many")
+        raise ValueError(f"it has {len(data) - at} extra bytes")

@@ -1,6 +1,7 @@
-"""What turns the bytes of a value into what Python has for it.
+"""The loaders that convert the bytes of values to Python objects.
 
-Most of it is psycopg's, much of that in C. Types that psycopg leaves as bytes come as their text.
+Most of them are psycopg's, many in C. Values of types that psycopg leaves as bytes become the
+string that PostgreSQL would write.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _INTERVAL_FORM = re.compile(
     rb"(?:([-+]?\d+) years? ?)?(?:([-+]?\d+) mons? ?)?(?:([-+]?\d+) days? ?)?"
     rb"(?:([-+])?(\d+):(\d+):(\d+)(?:\.(\d+))?)?"
 )
-#: No column is of these, and their loaders would believe anything.
+#: No column has these types, and their loaders do not check their input.
 _NO_COLUMNS = 2249, 2287  # record, record[]
 
 
 def transformer() -> abc.Transformer:
-    """Loads values as psycopg does, and types that it gives as bytes as their text."""
+    """Return psycopg's loaders, with strings for types that psycopg leaves as bytes."""
     return Transformer(_adapters())
 
 
 def lenient_transformer() -> abc.Transformer:
-    """Loads values that Python cannot hold, too: as their text. It is slower."""
+    """Return loaders that convert values which Python cannot represent to strings; slower."""
     return Transformer(_lenient_adapters())
 
 
@@ -45,7 +46,7 @@ def lenient_transformer() -> abc.Transformer:
 def _adapters() -> AdaptersMap:
     adapters = AdaptersMap(psycopg.adapters)
     for oid, text_of in _texts.BY_OID.items():
-        # Somebody may have registered a loader that knows better.
+        # Keep a loader that the user has registered.
         if oid == 18 or adapters.get_loader(oid, _BINARY) is None:
             adapters.register_loader(oid, _writes(text_of))
     adapters.register_loader(_INTERVAL, _IntervalLoader)
@@ -79,14 +80,14 @@ def _writes(text_of: Callable[[bytes], str]) -> type[Loader]:
     return Written
 
 
-# psycopg takes an endless interval for an empty one, and loses digits of a long one.
+# psycopg loads an infinite interval as an empty one, and loses digits of a long one.
 
 
 class _IntervalLoader(Loader):
     def load(self, data: Buffer) -> timedelta:
         found = _INTERVAL_FORM.fullmatch(data)
         if found is None:
-            raise psycopg.DataError(f"{bytes(data)!r} is no interval")
+            raise psycopg.DataError(f"{bytes(data)!r} is not an interval")
         years, months, days, hours, minutes, seconds = (
             int(found[place] or 0) for place in (1, 2, 3, 5, 6, 7)
         )
@@ -104,7 +105,7 @@ class _IntervalBinaryLoader(Loader):
 
 
 def _span(months: int, days: int, microseconds: int) -> timedelta:
-    """A year has 365 days, and a month 30, as psycopg has it."""
+    """Return a timedelta, with 365 days for a year and 30 for a month, as psycopg does."""
     years, rest = divmod(abs(months), 12)
     whole = 365 * years + 30 * rest
     return timedelta(days=days + (whole if months > 0 else -whole), microseconds=microseconds)
@@ -129,8 +130,8 @@ def _lenient(strict: Any, form: pq.Format, text_of: Callable[[bytes], str]) -> t
     return Lenient
 
 
-#: The types with values that Python cannot hold: infinity, the year 12000, 24:00, a number in JSON
-#: that is longer than Python reads. And how such a value is written.
+#: The types with values that Python cannot represent (infinity, the year 12000, 24:00, a number in
+#: JSON beyond Python's limit of digits), with the function that writes their text.
 _TOO_LARGE: dict[int, Callable[[bytes], str]] = {
     114: bytes.decode,  # json
     3802: _texts.versioned_text,  # jsonb

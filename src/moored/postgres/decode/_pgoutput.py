@@ -1,8 +1,7 @@
-"""pgoutput, the language of logical replication: every message of its versions 1 to 4.
+"""The messages of pgoutput, PostgreSQL's logical replication protocol, versions 1 to 4.
 
-A message of a row (insert, update, delete) is only recognised here; what it says is read when
-somebody asks, by the change that it became. A message that is not what the protocol says is a
-`DecodeError`: nothing is guessed.
+Messages of rows (insert, update, delete) are not parsed here: a `Change` decodes its message when
+its rows are first read. A message that violates the protocol is a `DecodeError`.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ __all__ = [
 
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
-#: The first bytes of messages that carry rows: they are kept as they are, until somebody looks.
+#: The first bytes of messages with rows, which are kept as bytes until the rows are read.
 ROWS = frozenset(b"IUD")
 
 
 def time_of(microseconds: int) -> datetime:
-    """A time of PostgreSQL's: microseconds since the year 2000."""
+    """Return a timestamp of PostgreSQL, in microseconds since 2000, as a datetime."""
     try:
         return _EPOCH + timedelta(microseconds=microseconds)
     except OverflowError:
-        raise DecodeError(f"{microseconds} µs since 2000 is no time") from None
+        raise DecodeError(f"{microseconds} µs since 2000 is not a valid timestamp") from None
 
 
 class Begin(NamedTuple):
-    """A transaction begins; everything up to its commit belongs to it."""
+    """A transaction begins; all messages up to its commit belong to it."""
 
-    #: Where its commit is.
+    #: The LSN of its commit.
     final_lsn: int
-    #: When it was committed, in microseconds since 2000.
+    #: The time of its commit, in microseconds since 2000.
     time: int
     xid: int
 
@@ -66,20 +65,20 @@ class Commit(NamedTuple):
     """The transaction is complete."""
 
     commit_lsn: int
-    #: Where the log goes on after it.
+    #: The LSN after the commit record.
     end_lsn: int
     time: int
 
 
 class Origin(NamedTuple):
-    """The transaction came from another server by replication."""
+    """The transaction was replicated from another server."""
 
     commit_lsn: Lsn
     name: str
 
 
 class TypeName(NamedTuple):
-    """What a type that is not built in is called."""
+    """The name of a type that is not built in."""
 
     xid: int | None
     oid: int
@@ -88,7 +87,7 @@ class TypeName(NamedTuple):
 
 
 class TruncateMessage(NamedTuple):
-    """Tables were emptied."""
+    """Tables were truncated."""
 
     xid: int | None
     oids: tuple[int, ...]
@@ -97,7 +96,7 @@ class TruncateMessage(NamedTuple):
 
 
 class LogicalMessage(NamedTuple):
-    """What somebody wrote with pg_logical_emit_message()."""
+    """A message of pg_logical_emit_message()."""
 
     xid: int | None
     transactional: bool
@@ -107,18 +106,18 @@ class LogicalMessage(NamedTuple):
 
 
 class StreamStart(NamedTuple):
-    """A part of a transaction that is still under way follows."""
+    """A part of a transaction that is still in progress follows."""
 
     xid: int
     first: bool
 
 
 class StreamStop(NamedTuple):
-    """That part is over."""
+    """The part ends."""
 
 
 class StreamCommit(NamedTuple):
-    """A transaction that came in parts is complete."""
+    """A transaction that was sent in parts is committed."""
 
     xid: int
     commit_lsn: int
@@ -127,7 +126,7 @@ class StreamCommit(NamedTuple):
 
 
 class StreamAbort(NamedTuple):
-    """A transaction that came in parts, or a subtransaction of it, was rolled back."""
+    """A transaction that was sent in parts, or a subtransaction of it, was rolled back."""
 
     xid: int
     subxid: int
@@ -152,7 +151,7 @@ class Prepare(BeginPrepare):
 
 
 class StreamPrepare(BeginPrepare):
-    """A transaction that came in parts is prepared."""
+    """A transaction that was sent in parts is prepared."""
 
     __slots__ = ()
 
@@ -183,7 +182,7 @@ Message = Relation | tuple[Any, ...]
 
 
 class _Reader:
-    """Reads one message from front to back; what is missing, or left over, is an error."""
+    """Reads one message from front to back; missing or extra bytes are an error."""
 
     __slots__ = ("_at", "_data")
 
@@ -196,25 +195,25 @@ class _Reader:
         try:
             found = struct.unpack_from(layout, self._data, self._at)
         except struct.error:
-            raise DecodeError("a message ends too early") from None
+            raise DecodeError("a message is truncated") from None
         self._at += struct.calcsize(layout)
         return found
 
     def text(self) -> str:
         end = self._data.find(0, self._at)
         if end < 0:
-            raise DecodeError("a text in a message has no end")
+            raise DecodeError("a string in a message is not terminated")
         found = self._data[self._at : end]
         self._at = end + 1
         try:
             return found.decode()
         except UnicodeDecodeError as error:
-            raise DecodeError(f"a text in a message is not UTF-8: {error}") from None
+            raise DecodeError(f"a string in a message is not UTF-8: {error}") from None
 
     def rest(self, size: int) -> bytes:
         found = self._data[self._at : self._at + size]
         if len(found) != size:
-            raise DecodeError("a message ends too early")
+            raise DecodeError("a message is truncated")
         self._at += size
         return found
 
@@ -224,20 +223,21 @@ class _Reader:
 
     def done(self) -> None:
         if self.left:
-            raise DecodeError(f"a message has {self.left} bytes too many")
+            raise DecodeError(f"a message has {self.left} extra bytes")
 
 
 def parse(data: bytes, at: int, *, streamed: bool) -> Message:
-    """The message whose first byte is here; not for those of `ROWS`.
+    """Parse the message whose first byte is here; not for those of `ROWS`.
 
-    :param streamed: whether it is within a part of a transaction that is still under way: then
-        most messages say to which transaction they belong.
+    :param streamed: whether it is within a part of a transaction in progress: then most messages
+        contain the xid of their transaction.
     """
     try:
         read = _READERS[data[at]]
     except (KeyError, IndexError):
-        kind = f"{data[at]:#04x}" if at < len(data) else "nothing"
-        raise DecodeError(f"no message of pgoutput begins with {kind}") from None
+        if at >= len(data):
+            raise DecodeError("a message of pgoutput is empty") from None
+        raise DecodeError(f"no message of pgoutput begins with {data[at]:#04x}") from None
     reader = _Reader(data, at + 1)
     message = read(reader, streamed)
     reader.done()
@@ -261,10 +261,12 @@ def _relation(reader: _Reader, streamed: bool) -> Relation:
     try:
         known = ReplicaIdentity(chr(identity))
     except ValueError:
-        raise DecodeError(f"{name} has the unknown replica identity {identity:#04x}") from None
+        raise DecodeError(
+            f"the table {name} has the unknown replica identity {identity:#04x}"
+        ) from None
     columns = [_column(reader) for _ in range(count)]
     if len({column.name for column in columns}) < count:
-        raise DecodeError(f"{name} has two columns of one name")
+        raise DecodeError(f"the table {name} has two columns of the same name")
     return Relation(oid, schema or "pg_catalog", name, known, columns)
 
 
@@ -285,7 +287,7 @@ def _truncate(reader: _Reader, streamed: bool) -> TruncateMessage:
     xid = _xid(reader, streamed)
     count, options = reader.numbers("IB")
     if count * 4 > reader.left:
-        raise DecodeError("a message ends too early")
+        raise DecodeError("a message is truncated")
     oids = reader.numbers(f"{count}I")
     return TruncateMessage(xid, oids, bool(options & 1), bool(options & 2))
 

@@ -1,12 +1,12 @@
-"""Code that reads the rows of one table, written for that table.
+"""Generate code that reads the rows of one table.
 
-Reading rows is most of what a consumer costs, and most of that is not the loading of values but
-what Python does in between: loops, lists, a dict from two sequences. Written out for the columns of
-one table, without any of that, it takes half the time.
+Decoding rows is most of the cost of a consumer, and most of that is not the loading of values but
+Python's overhead: loops, lists, a dict from two sequences. Code that is generated for the columns
+of one table has none of that, and takes half the time.
 
-What is written knows the usual row only: every value null or of the form that was seen before, all
-of them such that Python can hold them. Anything else is left to the one that reads every row, and
-says what is wrong with it.
+The generated code handles only usual rows: each value is null or has the format that was seen
+before, and Python can represent it. Any other row is passed to the general reader, which handles
+every row and reports errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["MOST_COLUMNS", "ColumnRecipe", "row_reader", "whole_reader"]
 
-#: For more columns than this the code would be too long to be worth it.
+#: For more columns than this, the generated code would be too long to pay off.
 MOST_COLUMNS = 300
 
 _size = struct.Struct("!I").unpack_from
@@ -26,39 +26,39 @@ _NULL = ord("n")
 
 
 class _Unusual(Exception):
-    """A row that the written code does not know."""
+    """Raised within generated code for a row that it cannot handle."""
 
 
 class ColumnRecipe(NamedTuple):
-    """How the values of one column are read."""
+    """How the values of a column are read."""
 
     name: str
-    #: The kind of a value that is not null.
+    #: The kind byte of a value that is not null.
     kind: int
-    #: How many bytes it has, if that is always the same.
+    #: The size of a value in bytes, if it is fixed.
     size: int | None
     load: Callable[[bytes], Any]
-    #: Raises if the bytes must not be given to `load`.
+    #: Raises if the bytes are not valid for `load`.
     check: Callable[[bytes], None] | None
 
 
 def whole_reader(recipes: Sequence[ColumnRecipe], otherwise: Callable[[bytes, int], Any]) -> Any:
-    """Reads a new row ("N" and the values) that goes to the end of its message.
+    """Generate a reader of a new row ("N" and the values) that ends with its message.
 
-    It takes the message and where the row begins, and returns the row. What it does not know, and
-    what is wrong, it passes to `otherwise`.
+    The reader takes the message and the offset of the row, and returns the row. Unusual and invalid
+    rows are passed to `otherwise`.
     """
     start = b"N" + len(recipes).to_bytes(2)
-    return _written(recipes, otherwise, start, f"if at != len(data): {_UNUSUAL}")
+    return _generate(recipes, otherwise, start, f"if at != len(data): {_UNUSUAL}")
 
 
 def row_reader(recipes: Sequence[ColumnRecipe], otherwise: Callable[[bytes, int], Any]) -> Any:
-    """Reads a row that may have something after it; returns the row, and where it ends."""
+    """Generate a reader of a row that may not be the last; it returns the row and its end."""
     start = len(recipes).to_bytes(2)
-    return _written(recipes, otherwise, start, f"if at > len(data): {_UNUSUAL}", ", at")
+    return _generate(recipes, otherwise, start, f"if at > len(data): {_UNUSUAL}", ", at")
 
 
-def _written(
+def _generate(
     recipes: Sequence[ColumnRecipe],
     otherwise: Callable[[bytes, int], Any],
     start: bytes,
@@ -72,7 +72,7 @@ def _written(
         lines += _cut(place, recipe)
         names[f"load_{place}"] = recipe.load
         values.append(f"{recipe.name!r}: None if v{place} is None else load_{place}(v{place})")
-    # Only then, when every value is known to lie within the message, they are looked at.
+    # Check and load values only when all of them are known to lie within the message.
     lines.append(check_end)
     for place, recipe in enumerate(recipes):
         if recipe.check is not None:
@@ -95,7 +95,7 @@ _UNUSUAL = "raise Unusual"
 
 
 def _cut(place: int, recipe: ColumnRecipe) -> list[str]:
-    """What finds the bytes of one value."""
+    """Generate the lines that find the bytes of one value."""
     if recipe.size is not None:
         head = _head(recipe.kind, recipe.size)
         return [

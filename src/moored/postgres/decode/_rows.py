@@ -1,10 +1,10 @@
-"""Rows as pgoutput sends them, and their values as Python has them.
+"""Decode rows of pgoutput to Python values.
 
-A row stays bytes until somebody looks at it. Values are loaded by psycopg's own loaders, many of
-them in C, so that a value from the stream is what a query would have given.
+Values are loaded by psycopg's loaders, many of them in C, so that a value of the stream equals that
+of a query.
 
-The first rows of a table are read in the general way, which knows everything; then code is written
-for the others (see `_rowcode`), which comes back here with what it does not know.
+The first rows of a table are read by general code, which handles every row; then code is generated
+for the table (see `_rowcode`), which passes the rows that it cannot handle to the general code.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ __all__ = ["UNCHANGED", "Column", "Relation", "ReplicaIdentity", "Row", "Unchang
 Row = dict[str, Any]
 
 _short = struct.Struct("!H").unpack_from
-# Without a sign: what would be negative is then far outside of any message.
+# Unsigned: a negative size is then far outside of any message.
 _size = struct.Struct("!I").unpack_from
 _head = struct.Struct("!BI").pack
 _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _NEW = ord("N")
 _VALUES, _NOTHING = b"tb", b"nu"
-#: For so many makes of rows of one table what loads them is kept.
-_MAKES = 64
+#: The number of shapes of rows that are kept for one table.
+_MAX_SHAPES = 64
 _FORMS = {_TEXT: pq.Format.TEXT, _BINARY: pq.Format.BINARY}
-#: After so many rows code is written for the others, and so often anew when it did not fit.
+#: After so many rows, code is generated for a table; and how often it is generated again, when it
+#: could not handle a row.
 _ENOUGH, _TRIES = 3, 8
 
 
 class Unchanged(Enum):
-    """The value of a large column that an update did not touch: PostgreSQL does not send it."""
+    """The value of a large column that an update did not change: PostgreSQL does not send it."""
 
     UNCHANGED = "unchanged"
 
@@ -54,11 +55,11 @@ UNCHANGED: Final = Unchanged.UNCHANGED
 
 
 class ReplicaIdentity(Enum):
-    """What PostgreSQL tells of the old row of an update or a delete."""
+    """Which part of the old row PostgreSQL sends for an update or a delete."""
 
     #: The primary key.
     DEFAULT = "d"
-    #: Nothing: updates and deletes are refused by the server.
+    #: None: the server refuses updates and deletes.
     NOTHING = "n"
     #: The whole row.
     FULL = "f"
@@ -67,26 +68,26 @@ class ReplicaIdentity(Enum):
 
 
 class Column(NamedTuple):
-    """A column of a table, as it was when the change was made."""
+    """A column of a table at the time of a change."""
 
     name: str
     type_oid: int
-    #: What the type was declared with, as the 20 of varchar(20); -1 for nothing.
+    #: The type modifier, as the 20 of varchar(20) in PostgreSQL's encoding; -1 for none.
     type_modifier: int
     #: Whether it is part of the replica identity.
     key: bool
 
 
 class Relation:
-    """A table as it was when a change was made; another one after each change of its columns."""
+    """A table at the time of a change; a change of its columns makes another `Relation`."""
 
     __slots__ = (
         "_general",
         "_key_names",
         "_kinds",
         "_lenient",
-        "_make",
-        "_makes",
+        "_shape",
+        "_shapes",
         "_tries",
         "columns",
         "identity",
@@ -99,9 +100,9 @@ class Relation:
         "whole",
     )
 
-    #: Reads the row that begins at a place of a message; returns it, and where it ends.
+    #: Reads the row at an offset of a message; returns the row and its end.
     row: Callable[[bytes, int], tuple[Row, int]]
-    #: Reads a new row, from the "N" before it, that must go to the end of its message.
+    #: Reads a new row, from the "N" before it, that must end with its message.
     whole: Callable[[bytes, int], Row]
 
     def __init__(
@@ -121,21 +122,21 @@ class Relation:
         #: The name with its schema, as in "public.orders".
         self.qualified = f"{schema}.{name}"
         self._key_names = [column.name for column in self.columns if column.key]
-        self._makes: dict[bytes, _Make] = {}
-        # What the last row was like; at first, nothing but nulls.
-        self._make = _Make(self.columns, bytes([_NULL]) * len(self.columns))
+        self._shapes: dict[bytes, _RowShape] = {}
+        # The shape of the last row; at first, only nulls.
+        self._shape = _RowShape(self.columns, bytes([_NULL]) * len(self.columns))
         self.row = self._row
         self.whole = self._whole
-        # How many rows were read in the general way, and what the written code knows.
+        # How many rows the general code has read, and what the generated code can handle.
         self._general = 0
         self._tries = 0
         self._kinds = b""
         self._lenient = False
 
     def keys(self, data: bytes, at: int) -> tuple[Row, int]:
-        """The replica identity in the row that begins here, and where it ends.
+        """Return the replica identity of the row at this offset, and the end of the row.
 
-        The other columns of such a row are sent as null, which means nothing.
+        The other columns of such a row are sent as null, without a meaning.
         """
         row, end = self.row(data, at)
         return {name: row[name] for name in self._key_names}, end
@@ -143,32 +144,32 @@ class Relation:
     # -- any row -------------------------------------------------------------------------------
 
     def _row(self, data: bytes, at: int) -> tuple[Row, int]:
-        make, fields, end = self._fields(data, at, self._make)
-        row = dict(zip(self.names, self._load(make, fields), strict=True))
+        shape, fields, end = self._fields(data, at, self._shape)
+        row = dict(zip(self.names, self._load(shape, fields), strict=True))
         self._general += 1
         if self._general >= _ENOUGH:
-            self._write(make)
+            self._write(shape)
         return row, end
 
     def _whole(self, data: bytes, at: int) -> Row:
         if data[at] != _NEW:
-            raise DecodeError(f"{self.qualified} has a new row of kind {data[at]:#04x}")
+            raise DecodeError(f"a new row of {self.qualified} is of unknown kind {data[at]:#04x}")
         row, end = self._row(data, at + 1)
         if end != len(data):
             extra = len(data) - end
-            raise DecodeError(f"a message of {self.qualified} has {extra} bytes more")
+            raise DecodeError(f"a message of {self.qualified} has {extra} extra bytes")
         return row
 
-    def _write(self, make: _Make) -> None:
-        """Write code that reads rows like this one, unless there is such code already."""
-        known = self._kinds or bytes([_BINARY if _BINARY in make.kinds else _TEXT]) * len(
-            make.kinds
+    def _write(self, shape: _RowShape) -> None:
+        """Generate code that reads rows of this shape, unless the current code can."""
+        known = self._kinds or bytes([_BINARY if _BINARY in shape.kinds else _TEXT]) * len(
+            shape.kinds
         )
         kinds = bytes(
             kind if kind in _VALUES else before
-            for kind, before in zip(make.kinds, known, strict=True)
+            for kind, before in zip(shape.kinds, known, strict=True)
         )
-        lenient = self._lenient or make.lenient
+        lenient = self._lenient or shape.lenient
         if (kinds, lenient) == (self._kinds, self._lenient) or self._tries >= _TRIES:
             return
         if len(kinds) > MOST_COLUMNS:
@@ -181,14 +182,16 @@ class Relation:
         self.row = row_reader(recipes, self._row)
         self.whole = whole_reader(recipes, self._whole)
 
-    def _fields(self, data: bytes, at: int, make: _Make) -> tuple[_Make, list[bytes | None], int]:
-        """The bytes of each value.
+    def _fields(
+        self, data: bytes, at: int, shape: _RowShape
+    ) -> tuple[_RowShape, list[bytes | None], int]:
+        """Return the shape of a row, the bytes of its values, and its end.
 
-        Rows of a table are mostly of the same make (which values are null, text, binary), so the
-        make of the last one is tried first.
+        Most rows of a table have the same shape (which values are null, text or binary), so that of
+        the last row is tried first.
         """
         (count,) = _short(data, at)
-        if count != len(make.parts):
+        if count != len(shape.parts):
             raise DecodeError(
                 f"a row of {self.qualified} has {count} columns instead of {len(self.columns)}"
             )
@@ -196,7 +199,7 @@ class Relation:
         at += 2
         fields: list[bytes | None] = []
         append = fields.append
-        for kind, head, size in make.parts:
+        for kind, head, size in shape.parts:
             value = at + 5
             if head is not None:
                 if data[at:value] != head:
@@ -214,12 +217,12 @@ class Relation:
         else:
             if at > len(data):
                 raise DecodeError(f"a value of {self.qualified} ends outside of its message")
-            return make, fields, at
-        self._make = self._make_of(data, begin)
-        return self._fields(data, begin, self._make)
+            return shape, fields, at
+        self._shape = self._shape_of(data, begin)
+        return self._fields(data, begin, self._shape)
 
-    def _make_of(self, data: bytes, at: int) -> _Make:
-        """What the row that begins here is like."""
+    def _shape_of(self, data: bytes, at: int) -> _RowShape:
+        """Return the shape of the row at this offset."""
         kinds = bytearray()
         at += 2
         for column in self.columns:
@@ -232,45 +235,45 @@ class Relation:
                 raise DecodeError(f"a value of {self.qualified} is of unknown kind {kind:#04x}")
             (size,) = _size(data, at + 1)
             if kind == _BINARY and size != SIZES.get(column.type_oid, size):
-                raise self._unsound(column, f"it has {size} bytes")
+                raise self._invalid(column, f"it has {size} bytes")
             at += 5 + size
         return self._known(bytes(kinds))
 
-    def _known(self, kinds: bytes) -> _Make:
-        make = self._makes.get(kinds)
-        if make is None:
-            if len(self._makes) >= _MAKES:
-                self._makes.clear()
-            make = self._makes[kinds] = _Make(self.columns, kinds)
-        return make
+    def _known(self, kinds: bytes) -> _RowShape:
+        shape = self._shapes.get(kinds)
+        if shape is None:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[kinds] = _RowShape(self.columns, kinds)
+        return shape
 
-    def _load(self, make: _Make, fields: list[bytes | None]) -> Sequence[Any]:
+    def _load(self, shape: _RowShape, fields: list[bytes | None]) -> Sequence[Any]:
         try:
-            values = make.load(fields)
-        except Exception:  # what loads is psycopg's, or the user's: anything may come
-            values = self._load_leniently(make, fields)
-        if make.unchanged:
-            marks = zip(values, make.kinds, strict=True)
+            values = shape.load(fields)
+        except Exception:  # loaders of psycopg or of the user may raise anything
+            values = self._load_leniently(shape, fields)
+        if shape.unchanged:
+            marks = zip(values, shape.kinds, strict=True)
             return [UNCHANGED if kind == _UNCHANGED else value for value, kind in marks]
         return values
 
-    def _load_leniently(self, make: _Make, fields: list[bytes | None]) -> tuple[Any, ...]:
-        """The values of a row with one that Python cannot hold, and other rows like it from now on.
+    def _load_leniently(self, shape: _RowShape, fields: list[bytes | None]) -> tuple[Any, ...]:
+        """Load a row with values that Python cannot represent, and later rows of its shape as well.
 
-        Such a value (infinity, the year 12000, 24:00) comes as PostgreSQL writes it, whether it was
-        sent as text or binary; within an array or a range, only that part of it.
+        Such a value (infinity, the year 12000, 24:00) becomes the string that PostgreSQL writes for
+        it, in text and in binary format; within an array or a range, only that element.
         """
-        make.relent()
+        shape.make_lenient()
         try:
-            return make.load(fields)
+            return shape.load(fields)
         except Exception:
-            columns = zip(fields, make.kinds, self.columns, strict=True)
+            columns = zip(fields, shape.kinds, self.columns, strict=True)
             return tuple(self._load_one(*each) for each in columns)
 
     def _load_one(self, field: bytes | None, kind: int, column: Column) -> Any:
-        """A value by itself; one that cannot be of its type is a `DecodeError`.
+        """Load one value; raise `DecodeError` if it is not valid for its type.
 
-        What else cannot be loaded stays the text that it is, if it is one.
+        A valid value in text format that cannot be loaded stays a string.
         """
         if field is None:
             return None
@@ -285,11 +288,11 @@ class Relation:
                     raise
                 return field.decode()
         except Exception as error:
-            raise self._unsound(column, str(error)) from error
+            raise self._invalid(column, str(error)) from error
 
-    def _unsound(self, column: Column, why: str) -> DecodeError:
+    def _invalid(self, column: Column, why: str) -> DecodeError:
         return DecodeError(
-            f"the value of {self.qualified}.{column.name} is not one of its type "
+            f"the value of {self.qualified}.{column.name} is not valid for its type "
             f"(oid {column.type_oid}): {why}"
         )
 
@@ -297,8 +300,8 @@ class Relation:
         return f"<Relation {self.qualified} ({', '.join(self.names)})>"
 
 
-class _Make:
-    """What rows of one make are like, and what loads their values."""
+class _RowShape:
+    """The kinds of the values of a row (null, unchanged, text, binary), and their loaders."""
 
     __slots__ = (
         "_binary",
@@ -319,21 +322,20 @@ class _Make:
         self.kinds = kinds
         self.unchanged = _UNCHANGED in kinds
         pairs = list(zip(kinds, self._oids, strict=True))
-        #: For each value its kind; if all of its type have the same size, the bytes before it
-        #: (always the same, and quicker to compare than to read) with that size; else whether
-        #: there is a value.
+        #: For each value its kind; for a type of fixed size, the five bytes before it (constant,
+        #: and faster to compare than to parse) and that size; else None and whether it has a value.
         self.parts = [_part(*pair) for pair in pairs]
         self._checks = [
             (place, check)
             for place, pair in enumerate(pairs)
             if (check := _check(*pair)) is not None
         ]
-        #: Whether what Python cannot hold is loaded as its text.
+        #: Whether values that Python cannot represent are loaded as strings.
         self.lenient = False
         self._choose(transformer(), transformer())
 
-    def relent(self) -> None:
-        """From now on, load what Python cannot hold as its text."""
+    def make_lenient(self) -> None:
+        """From now on, load values that Python cannot represent as strings."""
         self.lenient = True
         self._choose(lenient_transformer(), lenient_transformer())
 
@@ -347,7 +349,7 @@ class _Make:
             self.load = (binary if _BINARY in self.kinds else text).load_sequence
 
     def _load_with_care(self, fields: Sequence[Buffer | None]) -> tuple[Any, ...]:
-        """Some values are text and some are binary, or of types that must be checked."""
+        """Load values of which some are text and some binary, or which must be checked."""
         for place, check in self._checks:
             field = fields[place]
             assert isinstance(field, bytes)
@@ -369,14 +371,14 @@ def _part(kind: int, oid: int) -> tuple[int, bytes | None, int]:
 
 
 def _check(kind: int, oid: int) -> Check | None:
-    """What must be looked at before it is loaded; a size that is fixed was compared already."""
+    """Return the check before a value is loaded; a fixed size was compared already."""
     if kind == _BINARY:
         return None if oid in SIZES else check_of(oid)
     return text_check_of(oid) if kind == _TEXT else None
 
 
 def _recipe(column: Column, kind: int, lenient: bool) -> ColumnRecipe:
-    """How the written code reads a column's values, when they are of this kind."""
+    """Return how the generated code reads a column's values of this kind."""
     oid = column.type_oid
     loaders = lenient_transformer() if lenient else transformer()
     load = loaders.get_loader(oid, _FORMS[kind]).load

@@ -1,7 +1,7 @@
-"""What PostgreSQL writes for a value, made from its binary form.
+"""Convert values in binary format to the text that PostgreSQL would write.
 
-It is for types that Python has nothing for, and for values that Python's types cannot hold, so that
-a consumer sees the same in both forms. Every function takes as many bytes as its type has.
+This is for types without a Python equivalent, and for values that Python cannot represent, so that
+a consumer gets the same with both formats. The functions expect values of a valid size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 _DAY = 86_400_000_000
 _START = date(2000, 1, 1)
-#: After so many days, and 400 years, the calendar is the same again.
+#: The Gregorian calendar repeats after so many days, which are 400 years.
 _CYCLE = 146_097
 
 
@@ -43,9 +43,9 @@ def _float(value: float) -> str:
 
 
 def _shortest(value: float) -> Decimal:
-    """The fewest digits that mean this number and no other.
+    """Return the shortest decimal that PostgreSQL reads back as this float.
 
-    Half-way between two numbers means the even one to Python, and neither to PostgreSQL.
+    A decimal half-way between two floats is read as the even one by Python; PostgreSQL avoids it.
     """
     found = Decimal(repr(value)).normalize()
     neighbours = math.nextafter(value, math.inf), math.nextafter(value, -math.inf)
@@ -87,7 +87,7 @@ def _path(data: bytes) -> str:
 
 
 def _money(data: bytes) -> str:
-    # Only the server knows its currency and marks; this is what it writes by default.
+    # The format depends on the server's lc_monetary; this is the default.
     cents = int.from_bytes(data, signed=True)
     return f"{'-' if cents < 0 else ''}${abs(cents) // 100:,}.{abs(cents) % 100:02d}"
 
@@ -99,7 +99,7 @@ def _bits(data: bytes) -> str:
     return "".join(f"{byte:08b}" for byte in data[4:])[:count]
 
 
-# -- small things --------------------------------------------------------------------------------
+# -- identifiers and vectors ---------------------------------------------------------------------
 
 
 def _number(data: bytes) -> str:
@@ -119,20 +119,20 @@ def _tid(data: bytes) -> str:
 
 
 def _char(data: bytes) -> str:
-    """One byte: nothing for zero, and three octal digits for what is not ASCII."""
+    """Return the text of a "char": empty for zero, three octal digits for non-ASCII bytes."""
     byte = data[0]
     return f"\\{byte:03o}" if byte >= 128 else chr(byte) if byte else ""
 
 
 def versioned_text(data: bytes) -> str:
-    """A text after the number of its version: jsonb and jsonpath."""
+    """Return the text after a version byte: jsonb and jsonpath."""
     if data[:1] != b"\x01":
-        raise ValueError("it is of an unknown version")
+        raise ValueError("it has an unknown version")
     return data[1:].decode()
 
 
 def _vector(data: bytes) -> str:
-    """An array of numbers that is written as a list: int2vector and oidvector."""
+    """Return the text of an int2vector or oidvector: numbers with spaces in between."""
     dimensions, _, element = struct.unpack_from("!iiI", data)
     layout = struct.Struct("!ih" if element == 21 else "!iI")
     return " ".join(str(value) for _, value in layout.iter_unpack(data[12 + 8 * dimensions :]))
@@ -144,7 +144,7 @@ def _snapshot(data: bytes) -> str:
     return f"{first}:{last}:{','.join(map(str, running))}"
 
 
-# -- words ---------------------------------------------------------------------------------------
+# -- text search ---------------------------------------------------------------------------------
 
 
 def _word(data: bytes, at: int) -> tuple[str, int]:
@@ -163,7 +163,7 @@ def _tsvector(data: bytes) -> str:
         marks = ",".join(f"{place & 0x3FFF}{'_CBA'[place >> 14].strip('_')}" for place in found)
         words.append(f"{word}:{marks}" if marks else word)
     if at != len(data):
-        raise ValueError("a tsvector has bytes too many")
+        raise ValueError("a tsvector has extra bytes")
     return " ".join(words)
 
 
@@ -176,12 +176,12 @@ def _tsquery(data: bytes) -> str:
     items = _query_items(data, count)
     text = _query(items, 0, False) if count else ""
     if next(items, None) is not None:
-        raise ValueError("a tsquery has items too many")
+        raise ValueError("a tsquery has extra items")
     return text
 
 
 def _query_items(data: bytes, count: int) -> Iterator[tuple[int, int, str]]:
-    """The items in their order: an operator with its distance, or 0 and the text of a word."""
+    """Yield the items: an operator with its distance, or 0 and the text of a lexeme."""
     at = 4
     for _ in range(count):
         if data[at] == 1:
@@ -199,11 +199,11 @@ def _query_items(data: bytes, count: int) -> Iterator[tuple[int, int, str]]:
             at += 2
         yield operator, distance, ""
     if at != len(data):
-        raise ValueError("a tsquery has bytes too many")
+        raise ValueError("a tsquery has extra bytes")
 
 
 def _query(items: Iterator[tuple[int, int, str]], parent: int, after_phrase: bool) -> str:
-    """The operator that comes next, with what it works on: its right side comes first."""
+    """Return the text of the next operator with its operands, of which the right one is first."""
     operator, distance, word = next(items)
     if not operator:
         return word
@@ -223,12 +223,12 @@ def _query(items: Iterator[tuple[int, int, str]], parent: int, after_phrase: boo
 
 
 def date_text(data: bytes) -> str:
-    """A date."""
+    """Return the text of a date."""
     return _endless(data) or " ".join(_calendar(int.from_bytes(data, signed=True)))
 
 
 def timestamp_text(data: bytes, zone: str = "") -> str:
-    """A date with a time."""
+    """Return the text of a timestamp."""
     if endless := _endless(data):
         return endless
     days, time = divmod(int.from_bytes(data, signed=True), _DAY)
@@ -237,7 +237,7 @@ def timestamp_text(data: bytes, zone: str = "") -> str:
 
 
 def time_text(data: bytes) -> str:
-    """A time of the day."""
+    """Return the text of a time."""
     time = int.from_bytes(data, signed=True)
     if not 0 <= time <= _DAY:
         raise ValueError(f"{time} µs are not within a day")
@@ -245,7 +245,7 @@ def time_text(data: bytes) -> str:
 
 
 def timetz_text(data: bytes) -> str:
-    """A time of the day at some distance from Greenwich, which is counted to the west."""
+    """Return the text of a time with time zone; its offset is in seconds west of UTC."""
     west = int.from_bytes(data[8:], signed=True)
     minutes, seconds = divmod(abs(west), 60)
     hours, minutes = divmod(minutes, 60)
@@ -254,7 +254,7 @@ def timetz_text(data: bytes) -> str:
 
 
 def interval_text(data: bytes) -> str:
-    """A span of time; each unit has its own sign."""
+    """Return the text of an interval; each unit has its own sign."""
     time, days, months = struct.unpack("!qii", data)
     if (time, days, months) == (2**63 - 1, 2**31 - 1, 2**31 - 1):
         return "infinity"
@@ -272,18 +272,18 @@ def interval_text(data: bytes) -> str:
 
 
 def _plus(value: int, before: list[str]) -> str:
-    """After something negative, what is positive says so."""
+    """Return the plus sign of a positive unit after a negative one."""
     return "+" if value > 0 and before and before[-1].startswith("-") else ""
 
 
 def _endless(data: bytes) -> str | None:
-    """The greatest and the smallest number stand for what never comes, and what always was."""
+    """Return infinity or -infinity for the greatest and the smallest number, else None."""
     bits, number = 8 * len(data) - 1, int.from_bytes(data, signed=True)
     return {2**bits - 1: "infinity", -(2**bits): "-infinity"}.get(number)
 
 
 def _calendar(days: int) -> tuple[str, ...]:
-    """A day, as days since the beginning of 2000; and its era, where that is not ours."""
+    """Return a date, given as days since 2000-01-01, and "BC" if it is before the year 1."""
     cycles, rest = divmod(days, _CYCLE)
     day = _START + timedelta(days=rest)
     year = day.year + 400 * cycles
@@ -299,7 +299,7 @@ def _clock(microseconds: int) -> str:
     return f"{text}.{fraction:06d}".rstrip("0") if fraction else text
 
 
-#: What writes the values of types that psycopg gives as bytes, or not as PostgreSQL writes them.
+#: For types that psycopg loads as bytes, or not as PostgreSQL writes them.
 BY_OID: dict[int, Callable[[bytes], str]] = {
     18: _char,
     22: _vector,
@@ -329,6 +329,5 @@ BY_OID: dict[int, Callable[[bytes], str]] = {
     5038: _snapshot,  # pg_snapshot
     5069: _number,  # xid8
 }
-#: The types whose values name something in the catalogue: regproc, regclass and so on. Their bytes
-#: hold only its number.
+#: Types whose values refer to the catalog (regproc, regclass, …): their bytes hold only the oid.
 BY_OID |= dict.fromkeys((24, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191), _number)

@@ -1,4 +1,4 @@
-"""Committed transactions, as consumers get them."""
+"""Committed transactions, and iteration over their changes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ._rows import Relation
 
 __all__ = ["HEADER", "Committed"]
 
-#: Where in a message of a row, in a transaction that came whole, the table's oid and the row are;
-#: in a part of one the number of its subtransaction is there.
+#: Where the table's oid and the row are in the message of a row; in a streamed transaction, the xid
+#: of the subtransaction is where otherwise the oid is.
 _OID, _ROW = slice(HEADER + 1, HEADER + 5), HEADER + 5
 _XID = _OID
 _INSERT = ord("I")
 
 
-class _Found(NamedTuple):
-    """How many changes there are of each table, and how many messages."""
+class _Counts(NamedTuple):
+    """The number of changes of each table, and of pg_logical_emit_message() messages."""
 
     tables: dict[int, int]
     emitted: int
 
 
 class Committed:
-    """A transaction, and where it lies in the log once it is complete."""
+    """A transaction, with its LSNs once it is complete."""
 
     __slots__ = (
         "_found",
@@ -50,68 +50,68 @@ class Committed:
     ) -> None:
         self.xid = xid
         self.body = body
-        #: The tables as they were when it began.
+        #: The descriptions of tables at its begin.
         self.relations = relations
-        #: Whether it came in parts, and the subtransactions that were rolled back.
+        #: Whether it was sent in parts, and the subtransactions that were rolled back.
         self.streamed = streamed
         self.aborted: set[int] | None = None
-        #: The server that it came from, if it came by replication.
+        #: The replication origin, if it was replicated from another server.
         self.origin: str | None = None
-        self._found: _Found | None = None
+        self._found: _Counts | None = None
         self._touched: frozenset[int] | None = None
 
     def complete(self, commit_lsn: int, end_lsn: int, time: int) -> Committed:
-        """It is committed."""
+        """Set the LSNs and the time of its commit, and return it."""
         self.commit_lsn = commit_lsn
-        #: Where the log goes on after it.
+        #: The LSN after the commit record.
         self.end_lsn = end_lsn
-        #: When it was committed, in microseconds since 2000.
+        #: The time of the commit, in microseconds since 2000.
         self.time = time
         return self
 
     @property
     def commit_time(self) -> datetime:
-        """When it was committed, by the server's clock."""
+        """The time of the commit, by the server's clock."""
         return time_of(self.time)
 
     def __len__(self) -> int:
-        """How many changes came; those of subtransactions that were rolled back are among them."""
+        """Return the number of changes, including those of rolled back subtransactions."""
         return self.body.count
 
     def known(self) -> Mapping[int, Relation]:
-        """All tables that it may speak of, as they are at its end."""
+        """Return the descriptions of tables at its end."""
         if not self.body.described:
             return self.relations
         return {**self.relations, **{each.oid: each for each in self.body.described}}
 
     def touched(self) -> frozenset[int]:
-        """The tables that it does speak of; of very many subtransactions, all that are known."""
+        """Return the tables that it changes; with very many subtransactions, all known tables."""
         if self._touched is None:
-            found = self._look()
+            found = self._counts()
             self._touched = frozenset(self.known() if found is None else found.tables)
         return self._touched
 
     def emits(self) -> bool:
-        """Whether there are messages in it that were written with pg_logical_emit_message()."""
-        found = self._look()
+        """Return whether it has messages of pg_logical_emit_message()."""
+        found = self._counts()
         return found.emitted > 0 if found else any(isinstance(each, Emitted) for each in self)
 
     def count(self, tables: frozenset[int] | None) -> int:
-        """How many changes the loop gives, with those of these tables only."""
+        """Return the number of changes that iteration yields; with `tables`, only of these."""
         if tables is None and not self.aborted:
             return self.body.count
-        if (found := self._look()) is None:
+        if (found := self._counts()) is None:
             return sum(1 for each in self if _is_of(each, tables))
         numbers = found.tables.items()
         return found.emitted + sum(n for oid, n in numbers if tables is None or oid in tables)
 
-    def _look(self) -> _Found | None:
-        """What it speaks of, without reading it; once for all consumers. None if not noted."""
+    def _counts(self) -> _Counts | None:
+        """Count its changes without decoding them, once for all consumers; None if too many."""
         if self._found is None and (mentioned := self.body.mentioned()) is not None:
-            self._found = self._find(mentioned)
+            self._found = self._count_all(mentioned)
         return self._found
 
-    def _find(self, mentioned: Mapping[bytes, int]) -> _Found:
+    def _count_all(self, mentioned: Mapping[bytes, int]) -> _Counts:
         gone, streamed = {xid.to_bytes(4) for xid in self.aborted or ()}, self.streamed
         tables: dict[int, int] = {}
         emitted, truncates = 0, False
@@ -130,15 +130,15 @@ class Committed:
             if isinstance(message, TruncateMessage) and entry[_XID] not in gone:
                 for oid in message.oids:
                     tables[oid] = tables.get(oid, 0) + 1
-        return _Found(tables, emitted)
+        return _Counts(tables, emitted)
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
-        """The changes, in the order in which they were made."""
+        """Yield the changes in the order in which they were made."""
         return self._parts() if self.streamed else self._whole()
 
     def _whole(self) -> Iterator[Change | Truncate | Emitted]:
         relations = self.relations
-        # Rows of one table come one after the other: it is not looked for each time.
+        # Successive rows are mostly of the same table: look it up only when the oid changes.
         oid, relation = b"", None
         for entry in self.body.entries():
             if type(entry) is Relation:

@@ -1,4 +1,4 @@
-"""The replication protocol around pgoutput: data, keepalives, and the answers of a standby."""
+"""The messages of the streaming replication protocol: keepalives and status updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["KEEPALIVE", "PrimaryKeepalive", "read_keepalive", "status_update"]
 
 #: The first byte of a keepalive.
 KEEPALIVE = ord("k")
-#: Seconds from 1970 to 2000, where PostgreSQL's time begins.
+#: Seconds from 1970 to 2000, the epoch of PostgreSQL.
 _EPOCH = 946_684_800
 
 _keepalive = struct.Struct("!cQqB")
@@ -20,16 +20,16 @@ _status = struct.Struct("!cQQQqB")
 
 
 class PrimaryKeepalive(NamedTuple):
-    """A sign of life of the server."""
+    """A keepalive message of the server."""
 
-    #: How far it has sent: everything before this place.
+    #: The end of the WAL that the server has sent.
     end: Lsn
-    #: Whether it wants an answer now.
+    #: Whether the server requests a status update now.
     reply: bool
 
 
 def read_keepalive(data: bytes) -> PrimaryKeepalive:
-    """The keepalive in this message."""
+    """Parse a keepalive message."""
     try:
         _, end, _, reply = _keepalive.unpack(data)
     except struct.error:
@@ -38,9 +38,9 @@ def read_keepalive(data: bytes) -> PrimaryKeepalive:
 
 
 def status_update(received: int, flushed: int, wall: float, *, reply: bool = False) -> bytes:
-    """What a standby tells the server: the last byte that it received, and the last that is safe.
+    """Return a standby status update for the last received byte and the last safe byte.
 
-    The protocol wants the places after them, hence each + 1; applied is the same as flushed.
+    The protocol requires the positions after them, hence each + 1; applied is the same as flushed.
     """
     microseconds = int((wall - _EPOCH) * 1_000_000)
     return _status.pack(b"r", received + 1, flushed + 1, flushed + 1, microseconds, reply)

@@ -1,4 +1,4 @@
-"""The connection manager: its decisions, its children, its pools, and sleep."""
+"""The connection manager: its core, its children, its pools, and sleep."""
 
 from ._manager import Manager
 from ._manager_core import ManagerCore, Role

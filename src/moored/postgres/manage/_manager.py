@@ -1,8 +1,8 @@
 """The connection manager: carries out what its core decides.
 
-It owns the replication client and both pools for one life of the connection subsystem. When that
-life ends, for whatever reason, it takes them down in the order that loses nothing, and its
-supervisor begins the next one.
+A `Manager` owns the replication client and both pools for one run of the connection subsystem. When
+the run ends, it shuts them down in an order that loses nothing, and its supervisor starts the next
+run with a new `Manager`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from moored.kernel import (
     Timers,
     describe,
     duration,
+    sleep_until,
 )
 
 from .._errors import PostgresError, StateError
@@ -45,20 +46,20 @@ __all__ = ["Manager", "SubsystemFailed"]
 
 log = logging.getLogger("moored.postgres")
 
-#: How often to look what the server keeps for us.
+#: How often the retained WAL and the consumers' tables are checked, in seconds.
 WATCH_EVERY = 10.0
-#: How often, at most, the stream begins again for a consumer that came back.
+#: The shortest time between two restarts of the stream for consumers that attach again, in seconds.
 REWIND_EVERY = 5.0
-#: How long the replication client may take to end before its connection is cut.
+#: How long the replication client may take to end before its connection is aborted, in seconds.
 CLIENT_SHUTDOWN = 1.0
 
 
 class SubsystemFailed(PostgresError, RestartRequested):
-    """The connection subsystem must begin again."""
+    """The connection subsystem must be restarted."""
 
 
 class Manager:
-    """One life of the connection subsystem."""
+    """One run of the connection subsystem."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Manager:
         *,
         clock: Clock,
         recorder: Recorder,
-        tell: Callable[[str, str], None],
+        emit: Callable[[str, str], None],
         outages: Outages,
         resolver: Resolver,
         used: Callable[[], None],
@@ -84,44 +85,46 @@ class Manager:
         self._monitor = monitor
         self._clock = clock
         self._recorder = recorder
-        self._tell = tell
+        self._emit = emit
         self._outages = outages
         self._events: asyncio.Queue[Callable[[], Actions]] = asyncio.Queue()
         self._timers = Timers(clock)
         self.client: ReplicationClient | None = None
         self.pools: dict[Role, ManagedPool] = {}
-        self._told_unavailable = False
+        self._unavailable_reported = False
         self._publisher = Publisher(hub, settings)
         self._tables_changed = asyncio.Event()
         self._rewound_at = -REWIND_EVERY
-        #: Why it must stop for good, if it must.
+        #: The text of a fatal error: it stops for good.
         self.fatal: str | None = None
+        #: Whether the slot and the publication are dropped during the shutdown.
         self.drop_requested = False
-        #: What the server keeps for the slot, when it was last looked at.
+        #: The WAL that the server retained for the slot at the last query, and when that was.
         self.retained: _admin.Retained | None = None
         self.retained_at = 0.0
-        #: Who had the lock, and which transactions a new slot waited for, at the last look.
+        #: The holder of the lock, and the transactions that a new slot waited for, at the last
+        #: query.
         self.holder: _admin.LockHolder | None = None
         self.blockers: list[_admin.Blocker] = []
-        #: What the clients before this one have received: transactions and bytes.
+        #: Transactions and bytes that earlier clients of this run have received.
         self.received_before = (0, 0)
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- the run -------------------------------------------------------------------------------
 
     async def run(self, ctx: Context) -> None:
-        """Live; returns when it must stop for good, raises when it must begin again."""
+        """Run until a fatal error, and return; raise if the subsystem must be restarted."""
         ctx.started(self)
-        self._parts = Parts(ctx.supervisor.value("connections"), self._happened)
+        self._parts = Parts(ctx.supervisor.value("connections"), self._post_event)
         self._hub.on_progress = self._progress
         self._hub.on_rewind = self._rewind
         self._hub.on_tables = self._tables_changed.set
         self._hub.pressure.on_change = self._paused
         try:
-            await self._live()
+            await self._process_events()
         finally:
             await self._shut_down()
 
-    async def _live(self) -> None:
+    async def _process_events(self) -> None:
         try:
             await self._carry_out(self._core.start())
             while self.fatal is None:
@@ -130,7 +133,7 @@ class Manager:
         except SubsystemFailed:
             raise
         except Exception as error:
-            # Nothing begins again without a wait: whatever this was, it may fail again at once.
+            # A defect may occur again at once: restart with a backoff.
             await self._carry_out(self._core.subsystem_failed(diagnose(error)))
 
     async def _carry_out(self, actions: Actions) -> None:
@@ -158,59 +161,59 @@ class Manager:
                 self._monitor.set(action.name, detail=action.detail or None)
             case Act.CLEAR:
                 self._monitor.clear(action.name, action.detail)
-            case Act.TELL:
-                self._told(action.name, action.detail, action.delay)
+            case Act.EMIT:
+                self._emit_event(action.name, action.detail, action.delay)
             case Act.SET_TIMER:
                 self._set_timer(action.name, action.delay)
             case Act.CANCEL_TIMER:
                 self._timers.cancel(action.name)
             case Act.BREAK_LOCK:
-                await self._start_look("lock", self._break_lock)
+                await self._start_check("lock", self._check_lock)
             case Act.UNBLOCK_SLOT:
-                await self._start_look("slot", self._unblock_slot)
+                await self._start_check("slot", self._unblock_slot)
             case Act.GIVE_UP:
                 self.fatal = action.detail
             case Act.DROP_SLOT:
-                await self._begin_anew(action.detail)
+                await self._drop_lost_slot(action.detail)
             case Act.RESTART:
                 await self._pause(action.delay, action.detail)
                 raise SubsystemFailed(action.detail)
 
-    def _told(self, name: str, detail: str, wait: float = 0.0) -> None:
+    def _emit_event(self, name: str, detail: str, wait: float = 0.0) -> None:
         if name == "connection_error":
             self._outages.failed(detail, wait)
             detail = f"{detail}; next try in {duration(wait)}"
         elif name == "ready":
             self._outages.recovered()
-        self._tell(name, detail)
+        self._emit(name, detail)
 
-    def _happened(self, event: Callable[[], Actions]) -> None:
+    def _post_event(self, event: Callable[[], Actions]) -> None:
         self._events.put_nowait(event)
 
     # -- timers --------------------------------------------------------------------------------
 
     def _set_timer(self, name: str, delay: float) -> None:
         at = self._clock.monotonic() + delay
-        self._timers.set(name, at, lambda: self._happened(lambda: self._core.timer(Timer(name))))
+        self._timers.set(name, at, lambda: self._post_event(lambda: self._core.timer(Timer(name))))
 
     async def _pause(self, seconds: float, why: str) -> None:
-        """Before the next life, from the failure on; the parts are taken down meanwhile."""
+        """Stop all children, and wait until so many seconds after the failure."""
         until = self._clock.monotonic() + seconds
         self._core.machine.move("connection_setup", cause=why)
         self._clear_conditions(why)
         try:
             await self._take_down(final=False)
         except Exception as error:
-            log.warning("the connection subsystem was not taken down whole: %s", describe(error))
-        await asyncio.sleep(max(0.0, until - self._clock.monotonic()))
+            log.warning("the connection subsystem was not shut down cleanly: %s", describe(error))
+        await sleep_until(until, self._clock)
 
-    # -- the parts -----------------------------------------------------------------------------
+    # -- children ------------------------------------------------------------------------------
 
     async def _start_client(self) -> None:
         settings, post = self._settings, self._parts.replace("replication")
         self.received_before = self.received()
         if self.client is not None and not self.client.dialled:
-            self._resolver.forget()  # the way that was found does not lead there any more
+            self._resolver.forget()  # the known route may have stopped working
         self.client = ReplicationClient(
             lambda: self._resolver.conninfo(settings.replication_url),
             replace(settings, recreate_slot=settings.recreate_slot and not self._core.configured),
@@ -225,7 +228,7 @@ class Manager:
         await self._parts.own("replication", self.client.run, self._core.client_failed, post)
 
     def received(self) -> tuple[int, int]:
-        """What all clients of this life have received: transactions and bytes."""
+        """Return the transactions and bytes that all clients of this run have received."""
         transactions, size = self.received_before
         if self.client is None:
             return transactions, size
@@ -257,20 +260,19 @@ class Manager:
     async def _check_integrity(self) -> None:
         assert self.client is not None
         await self._integrity.check(self.client.setup.findings)
-        await self._look_at_tables()
-        self._happened(self._core.integrity_checked)
+        await self._publish_tables()
+        self._post_event(self._core.integrity_checked)
 
     async def _keep_published(self) -> None:
-        """Look at the tables of consumers: now and then, and when there is a reason to."""
-        # Without jitter: the lock has one holder, and no wait may be longer than the watch.
+        """Publish the consumers' tables: periodically, and when they may have changed."""
+        # Without jitter: only one instance has the lock, and no wait may exceed WATCH_EVERY.
         pauses = Backoff(1.0, 10.0, clock=self._clock)
         while True:
-            waiting = await self._look_at_tables()
+            waiting = await self._publish_tables()
             pause = WATCH_EVERY if waiting == [] else pauses.fail()
             if waiting:
                 log.warning(
-                    "not published yet: %s, which others hold, or which does not exist; next try "
-                    "in %s",
+                    "not published yet: %s (locked by other sessions, or missing); next try in %s",
                     *(", ".join(waiting), duration(pause)),
                 )
             elif waiting is not None:
@@ -279,15 +281,15 @@ class Manager:
                 async with asyncio.timeout(pause):
                     await self._tables_changed.wait()
 
-    async def _look_at_tables(self) -> list[str] | None:
-        """Publish the tables of consumers; return those that could not be, None if it failed."""
+    async def _publish_tables(self) -> list[str] | None:
+        """Publish the consumers' tables; return those that could not be, None if it failed."""
         self._tables_changed.clear()
         try:
             async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
-                return await self._publisher.look(conn)
+                return await self._publisher.publish(conn)
         except Exception as error:
-            # Nobody is told to begin anew before they were looked at: the stream can go on.
-            log.warning("the tables of consumers could not be looked at: %s", describe(error))
+            # The stream can continue: a Reset is delivered only after a successful check.
+            log.warning("the tables of consumers could not be checked: %s", describe(error))
             return None
 
     def _progress(self) -> None:
@@ -296,7 +298,7 @@ class Manager:
             self.client.progress()
 
     def _paused(self) -> None:
-        """Report a consumer that has stopped the others for too long, and when reading goes on."""
+        """Report a consumer that has stopped all others for too long, and when reading resumes."""
         if self._hub.full:
             at = self._clock.monotonic() + _backpressure.STALLED_AFTER
             self._timers.set("stalled", at, self._stalled)
@@ -306,22 +308,23 @@ class Manager:
             self._stalled()
 
     def _stalled(self) -> None:
-        self._happened(lambda: self._core.stalled(self._hub.pressure.stalled))
+        self._post_event(lambda: self._core.stalled(self._hub.pressure.stalled))
 
     def _rewind(self) -> None:
-        """A consumer came back for what only the server has: the stream begins again.
+        """Restart the stream: a consumer needs transactions that only the server still has.
 
-        Not all the time: everybody else waits meanwhile, and the lock is let go for a moment. Over
-        the same connection, which would keep it, PostgreSQL ends a second logical stream at once.
+        At most every `REWIND_EVERY` seconds, because all consumers wait meanwhile and the lock is
+        released for a moment. On the same connection, which would keep the lock, PostgreSQL ends a
+        second logical stream immediately.
         """
         if "rewind" not in self._timers:
             self._timers.set("rewind", self._rewound_at + REWIND_EVERY, self._rewind_now)
 
     def _rewind_now(self) -> None:
         self._rewound_at = self._clock.monotonic()
-        self._happened(self._core.rewind)
+        self._post_event(self._core.rewind)
 
-    # -- while it waits ------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     async def _short_connection(self) -> psycopg.AsyncConnection[Any]:
         async with asyncio.timeout(_admin.TIMEOUT):
@@ -330,15 +333,15 @@ class Manager:
                 application_name=self._settings.application_name,
             )
 
-    async def _start_look(
+    async def _start_check(
         self, name: str, why: Callable[[ReplicationClient], Coroutine[Any, Any, None]]
     ) -> None:
-        """Not while the last one is under way: it may be about to find out that nobody answers."""
+        """Start a check unless the last one is still running: it may be about to time out."""
         if not self._parts.is_running(name):
-            await self._parts.start(name, partial(self._look, why))
+            await self._parts.start(name, partial(self._check, why))
 
-    async def _look(self, why: Callable[[ReplicationClient], Awaitable[None]]) -> None:
-        """Look why it still waits; a server that does not answer has forgotten us, too."""
+    async def _check(self, why: Callable[[ReplicationClient], Awaitable[None]]) -> None:
+        """Run a check; if the server does not answer, the client's connection is dead as well."""
         client = self.client
         assert client is not None
         try:
@@ -347,15 +350,16 @@ class Manager:
             client.cut()
             raise
 
-    async def _break_lock(self, client: ReplicationClient) -> None:
+    async def _check_lock(self, client: ReplicationClient) -> None:
+        """Terminate an abandoned holder of the lock, or report the holder."""
         slot, own = self._settings.slot_name, client.setup.findings.backend_pid
         async with await self._short_connection() as conn:
             ended = await _admin.break_lock(conn, slot, own)
             holder = None if ended else await _admin.lock_holder(conn, slot)
         for pid in ended:
-            log.warning("the lock of %s was abandoned by backend %s: it was ended", slot, pid)
+            log.warning("the lock of %s was abandoned by backend %s: terminated it", slot, pid)
         if holder is not None and holder.pid == own:
-            holder = None  # it is ours by now
+            holder = None  # this instance has the lock by now
         before, self.holder = self.holder, holder
         if holder is None or self._monitor.conditions()["pg_lock_acquired"].met:
             return
@@ -363,12 +367,13 @@ class Manager:
         self._monitor.clear("pg_lock_acquired", held)
         if before is None or before.pid != holder.pid:
             log.warning(
-                "standing by: %s. This instance takes over when that one ends; to have both "
+                "standing by: %s. This instance takes over when that one ends; to let both "
                 "stream, give one of them another stream_id (this one has %r)",
                 *(held, self._settings.stream_id),
             )
 
     async def _unblock_slot(self, client: ReplicationClient) -> None:
+        """Report the transactions that a new slot waits for, and speed up its creation."""
         own = client.setup.findings.backend_pid
         async with await self._short_connection() as conn:
             queries = self._settings.show_queries
@@ -381,22 +386,22 @@ class Manager:
                 )
             if found:
                 text = "; ".join(f"pid {b.pid}, {b.age:.0f} s" for b in found)
-                self._tell("replication_slot_creation_blocked_by_pending_transactions", text)
+                self._emit("replication_slot_creation_blocked_by_pending_transactions", text)
             try:
                 await _admin.log_standby_snapshot(conn)
             except (psycopg.errors.UndefinedFunction, psycopg.errors.InsufficientPrivilege) as e:
-                if not self._told_unavailable:
-                    self._told_unavailable = True
-                    self._tell("replication_slot_unblock_unavailable", str(e))
+                if not self._unavailable_reported:
+                    self._unavailable_reported = True
+                    self._emit("replication_slot_unblock_unavailable", str(e))
 
     async def _watch(self) -> None:
-        """Look, now and then, what the server keeps for us, and because of whom."""
+        """Check periodically how much WAL the server retains for the slot."""
         while True:
             try:
                 async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
                     self.retained = await _admin.retained(conn, self._settings.slot_name)
             except (psycopg.Error, OSError, TimeoutError) as error:
-                log.debug("the retained log could not be looked at: %s", describe(error))
+                log.debug("the retained WAL could not be queried: %s", describe(error))
             else:
                 self.retained_at = self._clock.monotonic()
                 await self._limit_retained()
@@ -406,46 +411,46 @@ class Manager:
         limit, kept = self._settings.max_retained_wal, self.retained
         if limit is None or kept is None or kept.bytes <= limit:
             return
-        # What is kept beyond the lag is kept for transactions that are open, not for consumers.
+        # WAL beyond the lag is retained for open transactions, not for consumers.
         slowest = self._hub.slowest() if kept.lag > limit else None
         because = (
-            "because a transaction has been open for long, or no checkpoint was made"
+            "because of a long-running transaction, or because there was no checkpoint"
             if slowest is None
             else f"for the consumer {slowest!r}"
         )
         text = (
-            f"the server keeps {kept.bytes} bytes of log {because}, "
+            f"the server retains {kept.bytes} bytes of WAL {because}, "
             f"more than max_retained_wal={limit}"
         )
-        self._tell("retained_wal_exceeded", text)
+        self._emit("retained_wal_exceeded", text)
         log.warning("%s", text)
         if slowest is not None and self._settings.on_retained_wal == "drop":
             await self._hub.drop(slowest, text)
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- shutdown ------------------------------------------------------------------------------
 
-    async def _begin_anew(self, reason: str) -> None:
-        """The slot can never be read again: drop it, and let the next life find nothing."""
+    async def _drop_lost_slot(self, reason: str) -> None:
+        """Drop a slot that can never be read again; the next run creates a new one."""
         self._clear_conditions(reason)
         await self._stop_client()
         try:
             async with await self._short_connection() as conn:
                 await _admin.drop_slot(conn, self._settings.slot_name)
         except Exception as error:
-            # The next life meets the same slot, and comes here again.
+            # The next run finds the same slot, and drops it again.
             log.warning("the slot could not be dropped: %s", describe(error))
         try:
             await self._integrity.forget(reason)
         except StateError as error:
-            # The next life finds that the slot is lost, or missing.
+            # The next run detects that the slot is lost or missing.
             log.warning("%s", error)
         wait = self._core.backoff.fail()
-        self._told("connection_error", reason, wait)
+        self._emit_event("connection_error", reason, wait)
         await self._pause(wait, reason)
         raise SubsystemFailed(reason)
 
     async def _shut_down(self) -> None:
-        """The seven steps; whoever closes it while it ends by itself waits for the same end."""
+        """Shut down completely, also if the caller is cancelled meanwhile."""
         ending = asyncio.ensure_future(self._shut_down_in_time())
         try:
             await asyncio.shield(ending)
@@ -454,10 +459,10 @@ class Manager:
             raise
 
     async def _shut_down_in_time(self) -> None:
-        """What is left after its time is cut."""
+        """Shut down; after `shutdown_timeout`, abort the remaining connections."""
         deadline = Deadline.after(self._settings.shutdown_timeout, self._clock)
         self._timers.cancel_all()
-        # First: from here on the lock may be another's at any moment.
+        # First: from here on another instance may get the lock at any moment.
         self._clear_conditions("the connection subsystem stops")
         try:
             async with deadline.enforce("the shutdown"):
@@ -471,7 +476,10 @@ class Manager:
                 self._monitor.clear(condition, why)
 
     async def _take_down(self, *, final: bool = True) -> None:
-        """The parts, in the order that loses nothing; for a new life, without a farewell."""
+        """Stop the children in an order that loses nothing.
+
+        :param final: wait until the server has ended the replication backend; not before a restart.
+        """
         await self._parts.stop("publish")
         await self._parts.stop("snapshot")
         if self.drop_requested and not self._settings.manual_publication:
@@ -479,7 +487,7 @@ class Manager:
         try:
             await self._hub.save()
         except StateError as error:
-            # What was acknowledged since the last save comes again.
+            # Transactions that were acknowledged since the last save are delivered again.
             log.warning("%s", error)
         await self._stop_client()
         if final and self.client is not None and self.client.setup.findings.backend_pid:
@@ -494,9 +502,9 @@ class Manager:
             return
         try:
             async with asyncio.timeout(CLIENT_SHUTDOWN):
-                await self.client.farewell()
+                await self.client.send_final_status()
         except Exception as error:
-            log.debug("no farewell: %s", describe(error))
+            log.debug("the final status was not sent: %s", describe(error))
         self._timers.set("cut", self._clock.monotonic() + CLIENT_SHUTDOWN, self.client.cut)
         await self._parts.stop("replication")
         self._timers.cancel("cut")

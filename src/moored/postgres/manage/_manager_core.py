@@ -1,7 +1,7 @@
-"""The connection manager's decisions: what has happened, and what is to be done now.
+"""The connection manager's decisions, without I/O and without a clock.
 
-It does no I/O and has no clock of its own: each method is told an event, and returns actions. The
-shell carries them out, in order.
+Each method of `ManagerCore` takes an event and returns the actions that the `Manager` carries out,
+in order.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = [
     "Timer",
 ]
 
-#: How often the manager looks why it is still waiting: for the lock, or for the slot.
+#: How often the manager checks why it still waits for the lock or the slot, in seconds.
 CHECK_EVERY = 10.0
-#: When it does so for the first time: a hand-over is quicker, so a wait as long as this is told.
-FIRST_LOOK = 1.0
-#: A stream that lived for so long has proven that it works.
+#: When it first checks the wait for the lock, in seconds: a hand-over takes less than this.
+FIRST_CHECK = 1.0
+#: After so many seconds of streaming, the backoff is reset.
 LIVENESS = 5.0
 
 
 class Role(Enum):
-    """What a pool is for."""
+    """The purpose of a pool."""
 
     ADMIN = "admin"
     SNAPSHOT = "snapshot"
 
 
 class Timer(Enum):
-    """What is looked at later."""
+    """A timer of the manager."""
 
     LOCK = "lock"
     CONFIGURATION = "configuration"
@@ -47,7 +47,7 @@ class Timer(Enum):
 
 
 class Act(Enum):
-    """What the shell can be told to do."""
+    """A kind of action."""
 
     START_CLIENT = "start the replication client"
     STOP_CLIENT = "stop the replication client"
@@ -56,26 +56,26 @@ class Act(Enum):
     START_STREAMING = "start streaming"
     SET = "set a condition"
     CLEAR = "clear a condition"
-    TELL = "tell an event"
+    EMIT = "emit an event"
     SET_TIMER = "set a timer"
     CANCEL_TIMER = "cancel a timer"
-    BREAK_LOCK = "look for an abandoned lock"
-    UNBLOCK_SLOT = "look who blocks the slot"
+    BREAK_LOCK = "check whether the lock is abandoned"
+    UNBLOCK_SLOT = "check which transactions block the slot"
     RESTART = "restart the connection subsystem"
     DROP_SLOT = "drop the slot, and restart"
-    GIVE_UP = "stop: somebody must change something"
+    GIVE_UP = "stop: an operator must change something"
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing to do."""
+    """One action for the `Manager` to carry out."""
 
     act: Act
-    #: A condition, an event, or a timer.
+    #: The condition, event or timer that it is about.
     name: str = ""
-    #: For a timer, a restart and a failure: in how many seconds it goes on.
+    #: For a timer, a restart and an event of a failure: the wait in seconds.
     delay: float = 0.0
-    #: Why; for people.
+    #: The reason, as text.
     detail: str = ""
 
 
@@ -85,25 +85,25 @@ _LOCKING = Step.ACQUIRE_LOCK
 _ABOUT_CLIENT = tuple(
     f"{CLIENT}:{step}" for step in ("connecting", "acquiring_lock", "configuring_connection")
 )
-#: What does not hold without the replication connection, the last to hold first.
+#: The conditions that are not met without the replication connection, in reverse order.
 _OF_THE_STREAM = tuple(name for name in reversed(CONDITIONS) if "pool" not in name)
 _BEFORE_LOCK = (Step.CONNECTED, Step.IDENTIFY_SYSTEM, Step.QUERY_PG_INFO)
 
 
 class ManagerCore:
-    """Where the connection subsystem is, and where it goes from there."""
+    """The state of the connection subsystem, and its transitions."""
 
     def __init__(self, machine: Machine, backoff: Backoff) -> None:
         self.machine = machine
         self.backoff = backoff
         self._ready: set[Role] = set()
-        #: Whether a replication client has ever been set up: a slot is recreated once, not always.
+        #: Whether a replication client was ever set up: `recreate_slot` applies only once.
         self.configured = False
-        #: Whether it was ever active: then every outage may pass, and nothing is final.
+        #: Whether it was ever active: from then on, every error may be temporary.
         self.was_active = False
 
-    def start(self, cause: str = "it was started") -> Actions:
-        """Begin, or begin again."""
+    def start(self, cause: str = "started") -> Actions:
+        """Start, or restart, the connection subsystem."""
         if self.machine.history:
             self.machine.move("connection_setup", cause=cause)
         self._ready.clear()
@@ -116,14 +116,14 @@ class ManagerCore:
     # -- the replication client ----------------------------------------------------------------
 
     def client_at(self, step: Step) -> Actions:
-        """The replication client has reached a step of its setup."""
+        """React to a step that the replication client has reached in its setup."""
         if step in _BEFORE_LOCK or step in (Step.START_STREAMING, Step.STREAMING):
             return []
         if step is _LOCKING:
-            self._move(f"{CLIENT}:acquiring_lock", "it is connected")
+            self._move(f"{CLIENT}:acquiring_lock", "the replication client is connected")
             return [
-                Action(Act.TELL, "waiting_for_connection_lock"),
-                Action(Act.SET_TIMER, Timer.LOCK.value, FIRST_LOOK),
+                Action(Act.EMIT, "waiting_for_connection_lock"),
+                Action(Act.SET_TIMER, Timer.LOCK.value, FIRST_CHECK),
             ]
         actions: Actions = []
         if self.machine.step == f"{CLIENT}:acquiring_lock":
@@ -133,11 +133,11 @@ class ManagerCore:
         return actions
 
     def _locked(self) -> Actions:
-        self._move(f"{CLIENT}:configuring_connection", "it has the lock")
+        self._move(f"{CLIENT}:configuring_connection", "the lock was granted")
         return [
             Action(Act.CANCEL_TIMER, Timer.LOCK.value),
             Action(Act.SET, "pg_lock_acquired"),
-            Action(Act.TELL, "connection_lock_acquired"),
+            Action(Act.EMIT, "connection_lock_acquired"),
             Action(Act.SET_TIMER, Timer.CONFIGURATION.value, CHECK_EVERY),
         ]
 
@@ -149,29 +149,29 @@ class ManagerCore:
             Action(Act.SET, "replication_client_ready"),
         ]
         if self._ready == set(Role):
-            self._move(f"{POOL}:connecting", "the pools are there")
+            self._move(f"{POOL}:connecting", "the pools are already open")
             return [*actions, *self._pools_ready()]
         self._move(f"{POOL}:connecting", "the pools were started")
         return [*actions, Action(Act.START_POOLS)]
 
     def rewind(self) -> Actions:
-        """A consumer came back for what only the server has: the stream begins again, at once."""
+        """Restart the stream for a consumer that needs transactions again."""
         if self.machine.phase != "running":
-            return []  # it has not begun: it begins where it must
-        self.machine.move("connection_setup", cause="a consumer came back")
-        why = "the stream begins again for a consumer that came back"
+            return []  # the stream has not started yet, and will start early enough
+        self.machine.move("connection_setup", cause="a consumer attached again")
+        why = "the stream is restarted for a consumer that attached again"
         return [
             Action(Act.CANCEL_TIMER, Timer.LIVENESS.value),
-            # The lock goes with the connection: another instance may have it in a moment.
+            # The lock is lost with the connection: another instance may get it.
             *(Action(Act.CLEAR, condition, detail=why) for condition in _OF_THE_STREAM),
             Action(Act.STOP_CLIENT),
-            *self._start_client("a consumer came back"),
+            *self._start_client("a consumer attached again"),
         ]
 
     # -- pools, integrity, streaming -----------------------------------------------------------
 
     def pool_ready(self, role: Role) -> Actions:
-        """All connections of a pool are there."""
+        """React to a pool with all its connections open."""
         actions = [Action(Act.SET, f"{role.value}_connection_pool_ready")]
         if role in self._ready:
             return actions
@@ -185,95 +185,98 @@ class ManagerCore:
         return [Action(Act.CHECK_INTEGRITY)]
 
     def pool_repopulating(self, role: Role, why: str) -> Actions:
-        """A pool has lost a connection, and opens another; the subsystem goes on."""
+        """React to a pool that has lost connections and replaces them; the subsystem continues."""
         return [Action(Act.CLEAR, f"{role.value}_connection_pool_ready", detail=why)]
 
     def integrity_checked(self) -> Actions:
-        """What is kept here belongs to this history, or was reset."""
+        """Start streaming: the stored state belongs to the server's history, or was reset."""
         self._move(STREAM, "timeline, slot and publication were checked")
-        self._move("waiting_for_streaming_confirmation", "it was told to stream")
+        self._move("waiting_for_streaming_confirmation", "streaming was requested")
         self.was_active = True
         return [
             Action(Act.SET, "integrity_checks_passed"),
             Action(Act.SET, "shape_log_collector_ready"),
             Action(Act.SET, "supervisor_processes_ready"),
-            Action(Act.TELL, "ready"),
+            Action(Act.EMIT, "ready"),
             Action(Act.START_STREAMING),
         ]
 
     def first_message(self) -> Actions:
-        """The stream gave its first sign."""
+        """React to the first message of the stream."""
         if self.machine.step != "waiting_for_streaming_confirmation":
             return []
-        self._move("streaming", "the first message came")
+        self._move("streaming", "the first message was received")
         return [Action(Act.SET_TIMER, Timer.LIVENESS.value, LIVENESS)]
 
     def stalled(self, stalled: bool) -> Actions:
-        """A consumer has stopped the others for too long, or reading goes on."""
+        """React to a consumer that has stopped all others for too long, or to its recovery."""
         if self.machine.phase != "running":
             return []
-        why = "reading is paused: a consumer takes nothing" if stalled else ""
+        why = "reading is paused: the queue of a consumer is full" if stalled else ""
         return [Action(Act.SET, "shape_log_collector_ready", detail=why)]
 
-    # -- time ----------------------------------------------------------------------------------
+    # -- timers --------------------------------------------------------------------------------
 
     def timer(self, timer: Timer) -> Actions:
-        """A timer has run out."""
+        """React to a timer that has expired."""
         if timer is Timer.LIVENESS:
             self.backoff.succeed()
             return []
         if timer is Timer.RETRY:
             if self.machine.step == CLIENT:
-                return self._start_client("the wait before the next try is over")
-            self._move(f"{POOL}:connecting", "the wait before the next try is over")
+                return self._start_client("the backoff has elapsed")
+            self._move(f"{POOL}:connecting", "the backoff has elapsed")
             return [Action(Act.START_POOLS)]
-        look = Act.BREAK_LOCK if timer is Timer.LOCK else Act.UNBLOCK_SLOT
-        return [Action(look), Action(Act.SET_TIMER, timer.value, CHECK_EVERY)]
+        check = Act.BREAK_LOCK if timer is Timer.LOCK else Act.UNBLOCK_SLOT
+        return [Action(check), Action(Act.SET_TIMER, timer.value, CHECK_EVERY)]
 
     # -- failures ------------------------------------------------------------------------------
 
     def client_failed(self, diagnosis: Diagnosis) -> Actions:
-        """The replication client has ended with an error."""
+        """React to an error of the replication client, which has ended it."""
         if self.machine.step not in _ABOUT_CLIENT:
-            return self._failed(diagnosis) or self._restart(diagnosis)
-        asked = self.machine.step == f"{CLIENT}:acquiring_lock"
-        told = [Action(Act.TELL, "failed_to_acquire_connection_lock", detail=str(diagnosis))]
-        return [
-            *(told if asked else []),
-            *(self._failed(diagnosis) or self._retry(CLIENT, diagnosis)),
-        ]
+            return self._not_retryable(diagnosis) or self._restart(diagnosis)
+        actions: Actions = []
+        if self.machine.step == f"{CLIENT}:acquiring_lock":
+            name = "failed_to_acquire_connection_lock"
+            actions.append(Action(Act.EMIT, name, detail=str(diagnosis)))
+        return actions + (self._not_retryable(diagnosis) or self._retry(CLIENT, diagnosis))
 
     def pool_failed(self, role: Role, diagnosis: Diagnosis) -> Actions:
-        """A pool cannot be filled."""
+        """React to a pool that cannot be filled."""
         if diagnosis.verdict is FaultVerdict.FATAL and self.was_active:
-            # The pool tries again by itself, and the stream, if there is one, goes on.
+            # The pool retries by itself, and the stream, if there is one, continues.
             return self.pool_repopulating(role, str(diagnosis))
         if self.machine.step != f"{POOL}:connecting":
-            return self._failed(diagnosis) or self._restart(diagnosis)
-        return self._failed(diagnosis) or self._retry(POOL, diagnosis)
+            return self._not_retryable(diagnosis) or self._restart(diagnosis)
+        return self._not_retryable(diagnosis) or self._retry(POOL, diagnosis)
 
     def subsystem_failed(self, diagnosis: Diagnosis) -> Actions:
-        """Something else has failed: everything begins again."""
-        return self._failed(diagnosis) or self._restart(diagnosis)
+        """React to a failure that is not retried in place: restart the subsystem."""
+        return self._not_retryable(diagnosis) or self._restart(diagnosis)
 
-    def _failed(self, diagnosis: Diagnosis) -> Actions:
-        """What to do about an error that trying again cannot mend."""
+    def _not_retryable(self, diagnosis: Diagnosis) -> Actions:
+        """Return the actions for an error that a retry cannot fix; none for other errors."""
         text = str(diagnosis)
         if diagnosis.verdict is FaultVerdict.FATAL and not self.was_active:
-            return [Action(Act.TELL, "config_error", detail=text), Action(Act.GIVE_UP, detail=text)]
+            return [Action(Act.EMIT, "config_error", detail=text), Action(Act.GIVE_UP, detail=text)]
         if diagnosis.verdict is FaultVerdict.DROP_SLOT:
-            return [Action(Act.TELL, "warning", detail=text), Action(Act.DROP_SLOT, detail=text)]
+            return [Action(Act.EMIT, "warning", detail=text), Action(Act.DROP_SLOT, detail=text)]
         return []
 
     def _restart(self, diagnosis: Diagnosis) -> Actions:
         wait = self.backoff.fail()
-        return [self._told(diagnosis, wait), Action(Act.RESTART, "", wait, str(diagnosis))]
+        restart = Action(Act.RESTART, "", wait, str(diagnosis))
+        return [self._error_event(diagnosis, wait), restart]
 
     def _retry(self, step: str, diagnosis: Diagnosis) -> Actions:
-        """Try again in place, with the connection that this step is about."""
+        """Retry the connection of the current step in place, from its first step."""
         wait = self.backoff.fail()
         self._move(step, str(diagnosis))
-        actions = [self._told(diagnosis, wait), Action(Act.SET_TIMER, Timer.RETRY.value, wait)]
+        actions = [
+            self._error_event(diagnosis, wait),
+            Action(Act.SET_TIMER, Timer.RETRY.value, wait),
+        ]
         if step == CLIENT:
             actions += [
                 Action(Act.CANCEL_TIMER, Timer.LOCK.value),
@@ -282,8 +285,8 @@ class ManagerCore:
             ]
         return actions
 
-    def _told(self, diagnosis: Diagnosis, wait: float) -> Action:
-        return Action(Act.TELL, "connection_error", wait, str(diagnosis))
+    def _error_event(self, diagnosis: Diagnosis, wait: float) -> Action:
+        return Action(Act.EMIT, "connection_error", wait, str(diagnosis))
 
     def _move(self, to: str, cause: str) -> None:
         phase = "running" if to in RUNNING else "connection_setup"

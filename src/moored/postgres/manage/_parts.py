@@ -1,8 +1,9 @@
-"""The children of a manager: what owns its connections, and the jobs beside that.
+"""The children of a manager: the owners of its connections, and jobs.
 
-They run below a supervisor of their own, one for each life of the connection subsystem. What to do
-about a failure is the manager's decision, so a failure is an event for it. A child that owns
-connections stays: after a failure it is restarted at once, and waits until the manager starts it.
+They run under a supervisor of their own, a new one for each run of the connection subsystem. The
+manager decides how to react to a failure, so each failure is posted to it as an event. The
+supervisor restarts an owner of connections immediately, but the owner then waits until the manager
+gives it new work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Parts"]
 
 log = logging.getLogger("moored.postgres")
 
-#: How long a child may take to end after it was cancelled.
+#: How long a child may take to end after it was cancelled, in seconds.
 SHUTDOWN = 5.0
 
 PostedEvent = Callable[[], Actions]
@@ -36,20 +37,20 @@ class PartFailed(PostgresError, RestartRequested):
 
 
 class Parts:
-    """Starts and stops the children of one life, and posts their events.
+    """Starts and stops the children of one run, and posts their events.
 
-    :param post: takes the events of children; those of a child that was replaced do nothing.
+    :param post: receives the events of children; events of a replaced child have no effect.
     """
 
     def __init__(self, supervisor: Supervisor, post: Callable[[PostedEvent], None]) -> None:
         self._supervisor = supervisor
         self._post = post
         self._generations: defaultdict[str, Generation] = defaultdict(Generation)
-        #: What each owner of connections runs next.
+        #: The next work of each owner of connections.
         self._next: dict[str, asyncio.Queue[Work]] = {}
 
     def replace(self, name: str) -> Callable[[PostedEvent], None]:
-        """Begin the next generation of a child; return the function that posts its events."""
+        """Start the next generation of a child; return the function that posts its events."""
         generation = self._generations[name]
         token = generation.next()
         return lambda event: self._post(lambda: event() if generation.is_current(token) else [])
@@ -61,7 +62,7 @@ class Parts:
         failed: Callable[[Diagnosis], Actions],
         post: Callable[[PostedEvent], None],
     ) -> None:
-        """Run work that owns connections; the child of this name must not be running any."""
+        """Run work that owns connections; the child of this name must have none."""
         if name not in self._next:
             self._next[name] = asyncio.Queue()
             child = Child(name, partial(self._run_next, self._next[name]), shutdown=SHUTDOWN)
@@ -76,7 +77,7 @@ class Parts:
     async def start(
         self, name: str, work: Work, failed: Callable[[Diagnosis], Actions] | None = None
     ) -> None:
-        """Run a job, in place of the one of this name; without `failed`, its failure is logged."""
+        """Run a job, in place of one of the same name; without `failed`, log its failure."""
         await self.stop(name)
         post = self.replace(name)
 
@@ -105,11 +106,11 @@ class Parts:
             raise PartFailed(str(diagnosis)) from first
 
     def is_running(self, name: str) -> bool:
-        """Whether there is a child of this name."""
+        """Return whether there is a child of this name."""
         return self._supervisor.value(name) is not None
 
     async def stop(self, name: str) -> None:
-        """Stop a child and wait for its end; harmless if there is none."""
+        """Stop a child, if there is one, and wait for its end."""
         self._next.pop(name, None)
         await self._supervisor.stop_child(name)
 
@@ -122,7 +123,7 @@ class Parts:
 
 
 def _first(error: Exception) -> BaseException:
-    """The error that matters: a group of tasks wraps what one of them raised."""
+    """Return the first error of a group of tasks."""
     found: BaseException = error
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

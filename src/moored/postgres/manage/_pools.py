@@ -1,4 +1,4 @@
-"""The two pools of a manager, and what they are doing: `starting`, `ready`, `repopulating`."""
+"""The pools of a manager, and their states: `starting`, `ready`, `repopulating`."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ __all__ = ["ManagedPool", "PoolSizes", "PoolStatus", "pool_sizes"]
 log = logging.getLogger("moored.postgres")
 
 MAX_ADMIN = 4
-#: For so long may a server that shuts down wait for what consumers have not acknowledged yet.
+#: How long a server that is shutting down may wait for unacknowledged transactions, in seconds.
 GRACE = 1.0
 
 
 class PoolSizes(NamedTuple):
-    """How many connections each pool has."""
+    """The number of connections of each pool."""
 
     admin: int
     snapshot: int
 
 
 def pool_sizes(total: int) -> PoolSizes:
-    """A quarter for administration, at least 1 and at most 4; the rest for everybody else."""
+    """Split `pool_size`: a quarter for administration, 1 to 4, and the rest for callers."""
     admin = min(max(total // 4, 1), MAX_ADMIN)
     return PoolSizes(admin, max(total - admin, admin))
 
 
 class PoolStatus(Enum):
-    """What a pool is doing."""
+    """The state of a pool."""
 
     STARTING = "starting"
     READY = "ready"
-    #: It was ready, has lost connections, and opens others.
+    #: It was ready, has lost connections, and opens new ones.
     REPOPULATING = "repopulating"
 
 
 class ManagedPool:
-    """A pool, and the reports of how it is.
+    """A pool that reports its state.
 
-    :param on_ready: all its connections are there.
-    :param on_repopulating: it has lost some, or cannot open them for now, with the reason.
-    :param on_failed: it cannot be filled, for a reason that does not go away by itself.
+    :param on_ready: called when all its connections are open.
+    :param on_repopulating: called when it lacks connections, with the reason.
+    :param on_failed: called when it cannot be filled, with an error that is not temporary.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class ManagedPool:
         self.role = role
         self.size = size
         self.status = PoolStatus.STARTING
-        self._said = ""
+        self._reported = ""
         self._on_ready = on_ready
         self._on_repopulating = on_repopulating
         self._on_failed = on_failed
         self.pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
             conninfo,
-            # No prepared statements on the server: behind a pooler, the next transaction may be
-            # on another one of its connections.
+            # No prepared statements: behind a pooler, the next transaction may use another server
+            # connection.
             kwargs={"prepare_threshold": None, **kwargs},
             config=ReservoirConfig(max_size=size, target_ready=size, low_watermark=size),
             open=False,
@@ -90,42 +90,43 @@ class ManagedPool:
         )
 
     async def run(self) -> None:
-        """Keep it filled, and say how it is, until this is cancelled."""
+        """Keep the pool filled, and report its state, until cancelled."""
         async with self.pool:
             while True:
-                self._look()
+                self._check()
                 await self.pool.reservoir.changed()
 
-    def _look(self) -> None:
-        core, works = self.pool.reservoir.core, self.pool.reservoir.upkeep
-        connected = len(core.items)
-        failing = works.failing_for is not None and works.last_error is not None
-        # One that is replaced ahead of its end is no loss.
-        enough = self.size - (0 if failing else max(1, self.size // 10))
+    def _check(self) -> None:
+        upkeep, connected = self.pool.reservoir.upkeep, len(self.pool.reservoir.core.items)
+        error = upkeep.last_error if upkeep.failing_for is not None else None
+        # Without errors, a few connections may be missing while they are replaced by schedule.
+        enough = self.size - (max(1, self.size // 10) if error is None else 0)
         if self.status is PoolStatus.READY:
             if connected < enough:
                 self.status = PoolStatus.REPOPULATING
-                why = diagnose(works.last_error).message if failing and works.last_error else ""
-                self._on_repopulating(self.role, why or f"{connected} of {self.size} are there")
+                why = "" if error is None else diagnose(error).message
+                self._on_repopulating(
+                    self.role, why or f"{connected} of {self.size} connections are open"
+                )
         elif connected >= self.size:
             self.status = PoolStatus.READY
-            self._said = ""
+            self._reported = ""
             self._on_ready(self.role)
-        elif failing and works.last_error is not None:
-            diagnosis = diagnose(works.last_error)
-            if self._holds_up(diagnosis):
+        elif error is not None:
+            diagnosis = diagnose(error)
+            if self._blocks_shutdown(diagnosis):
                 self._on_failed(self.role, diagnosis)
-            elif str(diagnosis) != self._said:  # what everybody waits for, in words
-                self._said = str(diagnosis)
+            elif str(diagnosis) != self._reported:
+                self._reported = str(diagnosis)
                 if diagnosis.verdict is FaultVerdict.FATAL:
                     self._on_failed(self.role, diagnosis)
                 else:
-                    self._on_repopulating(self.role, self._said)
+                    self._on_repopulating(self.role, self._reported)
 
-    def _holds_up(self, diagnosis: Diagnosis) -> bool:
-        """Whether the server shuts down, and waits for us: until all that it sent is safe."""
-        leaving = self.role is Role.ADMIN and diagnosis.type == "database_server_shutting_down"
-        return leaving and (self.pool.reservoir.upkeep.failing_for or 0.0) >= GRACE
+    def _blocks_shutdown(self, diagnosis: Diagnosis) -> bool:
+        """Whether the server is shutting down, and waits until the stream has confirmed all WAL."""
+        stopping = self.role is Role.ADMIN and diagnosis.type == "database_server_shutting_down"
+        return stopping and (self.pool.reservoir.upkeep.failing_for or 0.0) >= GRACE
 
     def __repr__(self) -> str:
         return f"<ManagedPool {self.role.value}: {self.status.value}, {self.pool!r}>"

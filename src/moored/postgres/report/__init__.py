@@ -1,4 +1,4 @@
-"""Health, phases and outages, as data and in words."""
+"""Health, phases, events and outages, as data and as text."""
 
 from ._events import StackEvent, StackEvents
 from ._explain import explain, lock_words

@@ -1,4 +1,4 @@
-"""The events of `Postgres.events()`: the last ones, how often each came, and who listens."""
+"""The events of `Postgres.events()`: the last ones, their counts, and their listeners."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from moored.kernel import Clock, Recorder
 
 __all__ = ["StackEvent", "StackEvents"]
 
-#: How many of the last events are kept.
+#: How many events are kept.
 EVENTS = 100
 
 
 class StackEvent(NamedTuple):
-    """An event of the whole: `ready`, `connection_error`, …"""
+    """An event of the connection manager: `ready`, `connection_error`, …"""
 
     name: str
     detail: str
-    #: When, in seconds since 1970.
+    #: When it occurred, in seconds since 1970.
     wall: float = 0.0
 
 
@@ -33,11 +33,11 @@ class StackEvents:
         self._listeners: set[asyncio.Queue[StackEvent | None]] = set()
         #: The last events, the oldest first.
         self.last: deque[StackEvent] = deque(maxlen=EVENTS)
-        #: How often each event was told.
+        #: How often each event has occurred.
         self.counts: Counter[str] = Counter()
 
-    def tell(self, name: str, detail: str) -> None:
-        """Pass an event to every listener."""
+    def emit(self, name: str, detail: str) -> None:
+        """Record an event, and pass it to every listener."""
         event = StackEvent(name, detail, self._clock.wall())
         self.last.append(event)
         self.counts[name] += 1
@@ -46,7 +46,7 @@ class StackEvents:
         self._recorder.record("postgres", name, kind="info", cause=detail or None)
 
     async def listen(self) -> AsyncGenerator[StackEvent, None]:
-        """Yield the events from now on, until the end."""
+        """Yield the events from now on, until `end`."""
         queue: asyncio.Queue[StackEvent | None] = asyncio.Queue()
         self._listeners.add(queue)
         try:
@@ -56,6 +56,6 @@ class StackEvents:
             self._listeners.discard(queue)
 
     def end(self) -> None:
-        """End every listener's loop."""
+        """End the iteration of every listener."""
         for queue in self._listeners:
             queue.put_nowait(None)

@@ -1,4 +1,4 @@
-"""The status and the health, computed from the conditions."""
+"""The status and the health, derived from the conditions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "with_health",
 ]
 
-#: What must hold before everything works, in the order in which it comes to hold.
+#: The conditions of a working stream, in the order in which they are met.
 CONDITIONS = (
     "pg_lock_acquired",
     "replication_client_ready",
@@ -51,10 +51,10 @@ class ConnectionState(Enum):
 
 
 class Persistent(Enum):
-    """The state of the consumers' side, which outlives the connections."""
+    """The state of the consumers and their positions, which outlive the connections."""
 
     STARTING = "starting"
-    #: It can be read, and takes nothing new while another instance streams.
+    #: The stored state was read; no new transactions are accepted yet.
     READ_ONLY = "read_only"
     UP = "up"
 
@@ -71,7 +71,7 @@ class Health(Enum):
 
     @property
     def http(self) -> int:
-        """The status code that an HTTP health check answers with."""
+        """The status code for an HTTP health check."""
         return _HTTP[self]
 
 
@@ -86,11 +86,11 @@ _HTTP = {
 
 
 class Status(NamedTuple):
-    """The state of the connections and of the consumers' side."""
+    """The state of the connections, and of the consumers and their positions."""
 
     conn: ConnectionState
     shape: Persistent
-    #: Whether the stream, which is the main job, works while a pool is not what it should be.
+    #: Whether the stream works while a pool lacks connections.
     degraded: bool = False
 
     def __str__(self) -> str:
@@ -112,10 +112,10 @@ class Status(NamedTuple):
 
 
 def status_of(conditions: Mapping[str, Condition], *, asleep: bool, loaded: bool) -> Status:
-    """Compute the status from the conditions.
+    """Derive the status from the conditions.
 
-    :param asleep: whether the connections were closed because nobody needs them.
-    :param loaded: whether what is kept here was read, so that a standby can serve it.
+    :param asleep: whether the connections were closed after a time without use.
+    :param loaded: whether the stored state was read.
     """
     return Status(
         ConnectionState.SLEEPING if asleep else _connection(conditions),
@@ -133,7 +133,7 @@ def _connection(conditions: Mapping[str, Condition]) -> ConnectionState:
 
 
 def _degraded(conditions: Mapping[str, Condition]) -> bool:
-    """Whether nothing but a pool is missing: they were full before the checks were passed."""
+    """Return whether only conditions of pools are unmet."""
     missing = {name for name in CONDITIONS if not conditions[name].met}
     return bool(missing) and missing <= set(_POOLS)
 
@@ -145,9 +145,9 @@ def _persistent(conditions: Mapping[str, Condition], loaded: bool) -> Persistent
 
 
 def with_health(tree: Tree, health: Health) -> Tree:
-    """Show the health on the nodes that own the connections: they run without a server, too."""
+    """Show the health on the nodes that own connections: they run also without a server."""
     children = tuple(
         with_health(child, health) if child.name in _OWNERS else child for child in tree.children
     )
-    ill = tree.state == "running" and health is not Health.ACTIVE
-    return replace(tree, state=health.value if ill else tree.state, children=children)
+    unhealthy = tree.state == "running" and health is not Health.ACTIVE
+    return replace(tree, state=health.value if unhealthy else tree.state, children=children)

@@ -1,7 +1,7 @@
-"""The outages of a stream: one log line when it is lost, one when it is back, and a record of both.
+"""The outages of a stream: a record, and a log line at the begin and the end of each.
 
-An outage begins with the first failure and ends when the stream is active again. Every further try
-that fails in the same way is counted, and logged for debugging only.
+An outage begins with the first failure and ends when the stream is active again. Further attempts
+that fail for the same reason are counted, and logged at level debug.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ log = logging.getLogger("moored.postgres")
 class Outage:
     """A time in which the stream was not active."""
 
-    #: What failed first, and what failed last.
+    #: The first and the last failure.
     cause: str
     last: str
-    #: When it began, in seconds since 1970, and how many tries have failed.
+    #: When it began, in seconds since 1970, and how many attempts have failed.
     began: float
     failures: int = 1
-    #: How many seconds it took; None while it lasts.
+    #: Its duration in seconds; None while it lasts.
     took: float | None = None
 
 
 class Outages:
-    """The outage that there is now, and the one before."""
+    """The current outage, and the last one that has ended."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class Outages:
         self._was_active = False
 
     def failed(self, why: str, wait: float) -> None:
-        """A try has failed, or the stream was lost; the next try is after this wait."""
+        """Record a failed attempt or a lost stream; `wait` is the time to the next attempt."""
         at = self._clock.monotonic()
         self._next_try = at + wait
         next_try = f"next try in {duration(wait)}"
@@ -61,7 +61,7 @@ class Outages:
         )
 
     def recovered(self) -> None:
-        """The stream is active."""
+        """End the current outage: the stream is active."""
         self._was_active = True
         if (now := self.now) is None:
             return
@@ -71,7 +71,7 @@ class Outages:
         log.info("the stream is back after %s and %s: %s", duration(now.took), tries, now.cause)
 
     def report(self) -> dict[str, Any]:
-        """Both, as JSON can hold them; seconds since 1970, and seconds."""
+        """Return both outages, in types that JSON can represent."""
         at = self._clock.monotonic()
         current = None
         if self.now is not None:

@@ -1,4 +1,4 @@
-"""The phases and steps of the connection manager, and every move between them.
+"""The phases and steps of the connection manager, and all transitions between them.
 
 ::
 
@@ -7,9 +7,9 @@
                        → start_shapes_supervisor → start_replication_client:start_streaming
     running            waiting_for_streaming_confirmation → streaming
 
-A connection must exist before it can lock, so `connecting` comes before `acquiring_lock`. A failure
-of the connection that the current step is about is retried in place: back to where that one begins.
-Any other failure begins everything again.
+The lock belongs to a connection, so `connecting` comes before `acquiring_lock`. A failure of the
+connection that the current step opens is retried in place, from that connection's first step. Any
+other failure restarts the whole connection subsystem.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ _SETUP = (
 RUNNING = ("waiting_for_streaming_confirmation", "streaming")
 
 
-def _names() -> list[tuple[str, str]]:
+def _moves() -> list[tuple[str, str]]:
     order = [f"connection_setup/{step}" for step in _SETUP] + [f"running/{s}" for s in RUNNING]
-    forward = list(pairwise(order))
     # Retried in place: the replication client until it can stream, a pool until it is full.
-    again = [(step, order[0]) for step in order[1:4]] + [(order[5], order[4])]
-    return [*forward, *again]
+    retries = [(step, order[0]) for step in order[1:4]] + [(order[5], order[4])]
+    return [*pairwise(order), *retries]
 
 
-#: What each step does, for people.
+#: The text for each step.
 WORDS = {
     CLIENT: "not connected",
     f"{CLIENT}:connecting": "connecting to the server",
     f"{CLIENT}:acquiring_lock": "acquiring the lock",
     f"{CLIENT}:configuring_connection": "preparing the publication and the slot",
-    POOL: "not connected to the pools' server",
+    POOL: "connection pools not connected",
     f"{POOL}:connecting": "opening the connection pools",
     "start_shapes_supervisor": "checking the history and publishing the tables",
     STREAM: "starting the stream",
@@ -61,8 +60,8 @@ WORDS = {
 
 CHART = Chart(
     phases={"connection_setup": _SETUP, "running": RUNNING},
-    # A restart of the connection subsystem begins again, from wherever it was.
-    moves=[*_names(), ("*", "connection_setup")],
+    # A restart of the connection subsystem is possible in every state.
+    moves=[*_moves(), ("*", "connection_setup")],
     initial="connection_setup",
     words=WORDS,
 )

@@ -1,7 +1,7 @@
-"""How a stream is, as data: one function makes it, and everybody shows the same.
+"""The report of a stream: its state as plain data.
 
 `pg.statistics()` returns it, `/v1/status` sends it, the metrics are taken from it, and
-`explain()` puts it into words.
+`explain()` turns it into text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sources", "report"]
 
-#: How many of the last events are in a report.
+#: The number of events in a report.
 EVENTS = 20
 LOCKING = f"{CLIENT}:acquiring_lock"
 CONFIGURING = f"{CLIENT}:configuring_connection"
@@ -33,7 +33,7 @@ CONFIGURING = f"{CLIENT}:configuring_connection"
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where a report is taken from."""
+    """The objects and values that a report is made from."""
 
     settings: Settings
     clock: Clock
@@ -42,20 +42,20 @@ class Sources:
     outages: Outages
     health: Health
     fatal: str | None
-    #: The life of the connections that there is, or was last; None before the first.
+    #: The current or the last run of the connection subsystem; None before the first.
     manager: Manager | None
     consumers: Mapping[str, Mapping[str, object]]
     events: Iterable[StackEvent]
-    #: How often each event was told.
+    #: How often each event has occurred.
     counts: Mapping[str, int]
-    #: What the connections before this one have received: transactions and bytes.
+    #: Transactions and bytes that earlier connections have received.
     received: tuple[int, int]
-    #: How often the connection subsystem began again.
+    #: Restarts of the connection subsystem.
     restarts: int
 
 
 def report(of: Sources) -> dict[str, Any]:
-    """Everything, as JSON can hold it."""
+    """Return the report, in types that JSON can represent."""
     machine, status = of.machine, of.monitor.status()
     now = of.clock.monotonic()
     events = [event._asdict() for event in of.events]
@@ -102,7 +102,7 @@ def _server(of: Sources) -> dict[str, Any] | None:
 
 
 def _stream(of: Sources, now: float) -> dict[str, Any]:
-    """How far it is, and how much came; places are written as PostgreSQL writes them."""
+    """Return the positions and the lag of the stream, and how much was received."""
     client = of.manager.client if of.manager is not None else None
     positions = client.positions if client is not None else None
     transactions, size = of.received
@@ -112,7 +112,7 @@ def _stream(of: Sources, now: float) -> dict[str, Any]:
     places: dict[str, Any] = dict.fromkeys(("received", "flushed", "last_seen", "lag"))
     if positions is not None and client is not None:
         places = {
-            # Kept as last bytes; told, as everywhere, as the place after them.
+            # `Positions` holds last bytes; an LSN is the position after one.
             "received": str(Lsn(positions.received + 1)),
             "flushed": str(Lsn(positions.flushed + 1)),
             "last_seen": str(Lsn(positions.last_seen)),
@@ -129,7 +129,7 @@ def _stream(of: Sources, now: float) -> dict[str, Any]:
 
 
 def _slot(of: Sources, now: float) -> dict[str, Any]:
-    """The slot, with what the server keeps for it, as it was when it was last looked at."""
+    """Return the slot, and the WAL that the server retained for it at the last query."""
     names = {"name": of.settings.slot_name, "publication": of.settings.publication_name}
     kept = of.manager.retained if of.manager is not None else None
     if of.manager is None or kept is None:
@@ -144,7 +144,7 @@ def _slot(of: Sources, now: float) -> dict[str, Any]:
 
 
 def _lock(of: Sources) -> dict[str, Any]:
-    """Whether it is ours; while it is not, who has it, as far as that is known."""
+    """Return whether this instance holds the lock; during the wait, the known holder."""
     held = of.monitor.conditions()["pg_lock_acquired"].met
     waiting = of.machine.step == LOCKING and of.manager is not None
     holder = of.manager.holder if waiting and of.manager is not None else None
@@ -152,7 +152,7 @@ def _lock(of: Sources) -> dict[str, Any]:
 
 
 def _blockers(of: Sources) -> list[dict[str, Any]]:
-    """The transactions that a new slot waits for."""
+    """Return the transactions that the creation of the slot waits for."""
     if of.manager is None or of.machine.step != CONFIGURING:
         return []
     return [blocker._asdict() for blocker in of.manager.blockers]
@@ -164,8 +164,8 @@ def _pools(of: Sources) -> dict[Any, ManagedPool]:
 
 
 def _pool(managed: ManagedPool) -> dict[str, Any]:
-    works = managed.pool.reservoir.upkeep
-    failing = works.last_error if works.failing_for is not None else None
+    upkeep = managed.pool.reservoir.upkeep
+    failing = upkeep.last_error if upkeep.failing_for is not None else None
     return {
         "state": managed.status.value,
         "connected": len(managed.pool.reservoir.core.items),

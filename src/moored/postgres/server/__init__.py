@@ -1,4 +1,4 @@
-"""The server: how it is reached, set up for a stream, asked, and what its errors mean."""
+"""The server: connections to it, their setup for streaming, administrative queries, and errors."""
 
 from ._connect import connect, cut, uncancelled
 from ._faults import Diagnosis, FaultVerdict, diagnose

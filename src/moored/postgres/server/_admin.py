@@ -1,4 +1,4 @@
-"""What the manager asks of the server besides streaming: each question with its exact words."""
+"""The manager's administrative queries: lock, slot, publication, and what they wait for."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = [
     "terminate",
 ]
 
-#: How long one of these may take.
+#: The timeout of one query, in seconds.
 TIMEOUT = 5.0
-#: For how long, and how often, a slot that is being read is tried to be dropped.
+#: For how long, and how often, dropping a slot that is still active is tried, in seconds.
 DROP_PATIENCE, DROP_EVERY = 2.0, 0.05
-#: A holder of the lock that gave no sign of life for so long is abandoned, if its slot is not read.
+#: A backend that holds the lock of an inactive slot and was idle for so long is terminated.
 QUIET = 10.0
 
-#: How often to look whether a connection that was closed here has ended at the server.
-_LOOKS = 40
+#: For how long, and how often, `terminate` waits for a backend to end by itself, in seconds.
+END_PATIENCE, END_EVERY = 2.0, 0.05
 
-# Only an idle holder of the lock of a slot that nobody reads is abandoned. A healthy new owner
-# holds the lock, too, before it streams: but it gives a sign of life every few seconds.
+# Only an idle holder of the lock of an inactive slot is terminated. The slot of a healthy new owner
+# is inactive as well until it streams, but that owner runs a query every few seconds.
 _BREAK = """
 WITH inactive_slots AS (
   SELECT slot_name FROM pg_replication_slots
@@ -81,7 +81,7 @@ FROM pg_replication_slots WHERE slot_name = %(slot)s
 """
 
 
-# A string or comment may be cut off by left(query, 200): then it reaches to the end.
+# left(query, 200) may truncate a string or a comment: then it extends to the end.
 _LITERAL = re.compile(
     r"""
     \b[eE]'(?:\\.|''|[^'\\])*(?:'|\\?$) | '(?:''|[^'])*(?:'|$)
@@ -93,33 +93,36 @@ _LITERAL = re.compile(
 
 
 class LockHolder(NamedTuple):
-    """Who has the lock."""
+    """The backend that holds the lock."""
 
     pid: int
     application: str
-    #: The address that it comes from; "local" for one of the server's own machine.
+    #: The client's address; "local" for a Unix-domain socket.
     address: str
-    #: For how many seconds its connection has lived.
+    #: The age of its connection, in seconds.
     age: float
-    #: Whether its slot is being read.
+    #: Whether the slot is active.
     streaming: bool
 
 
 class Blocker(NamedTuple):
-    """A transaction that a new slot must wait for."""
+    """A transaction that the creation of a slot waits for."""
 
     pid: int
+    #: Since its start, in seconds.
     age: float
     #: Its SQL without literals; empty unless `show_queries`.
     query: str
 
 
 class Retained(NamedTuple):
-    """What the server keeps for the slot."""
+    """The WAL that the server retains for the slot."""
 
-    #: Bytes of log that it keeps, and how far the slot is behind.
+    #: Bytes from the slot's restart_lsn to the end of the WAL.
     bytes: int
+    #: Bytes from the slot's confirmed_flush_lsn to the end of the WAL.
     lag: int
+    #: The end of the WAL.
     current: Lsn
     active_pid: int | None
     wal_status: str | None
@@ -128,11 +131,11 @@ class Retained(NamedTuple):
 async def rows(
     conn: psycopg.AsyncConnection[Any], query: str | sql.Composed, **values: Any
 ) -> list[Any]:
-    """Run a statement and return its rows; a server that does not answer is hung up on."""
-    return await uncancelled(conn, _ask(conn, query, values), TIMEOUT)
+    """Run a statement and return its rows; abort the connection after `TIMEOUT`."""
+    return await uncancelled(conn, _fetch(conn, query, values), TIMEOUT)
 
 
-async def _ask(
+async def _fetch(
     conn: psycopg.AsyncConnection[Any], query: str | sql.Composed, values: dict[str, Any]
 ) -> list[Any]:
     text = query.encode() if isinstance(query, str) else query
@@ -141,12 +144,12 @@ async def _ask(
 
 
 async def break_lock(conn: psycopg.AsyncConnection[Any], slot: str, own_pid: int) -> list[int]:
-    """End connections that hold the lock of a slot that nobody reads; returns their pids."""
+    """Terminate idle backends that hold the lock of an inactive slot; return their pids."""
     return [row[0] for row in await rows(conn, _BREAK, slot=slot, own=own_pid, quiet=QUIET)]
 
 
 async def lock_holder(conn: psycopg.AsyncConnection[Any], slot: str) -> LockHolder | None:
-    """Who has the lock of the slot."""
+    """Return the backend that holds the lock of the slot; None if it is free."""
     found = await rows(conn, _HOLDER, slot=slot)
     return LockHolder(*found[0]) if found else None
 
@@ -154,7 +157,11 @@ async def lock_holder(conn: psycopg.AsyncConnection[Any], slot: str) -> LockHold
 async def blockers(
     conn: psycopg.AsyncConnection[Any], own: Sequence[int], *, queries: bool
 ) -> list[Blocker]:
-    """The transactions that a new slot waits for, the oldest first; `queries`: with their SQL."""
+    """Return the transactions that a new slot waits for, the oldest first.
+
+    :param own: pids of this instance, which are left out.
+    :param queries: include their SQL, without literals.
+    """
     return [
         Blocker(pid, age, without_literals(query) if queries else "")
         for pid, age, query in await rows(conn, _BLOCKERS, own=list(own))
@@ -162,17 +169,17 @@ async def blockers(
 
 
 def without_literals(query: str) -> str:
-    """SQL of another session without its strings, numbers and comments: they may be secrets."""
+    """Return SQL without its strings, numbers and comments, which may be secrets."""
     return " ".join(_LITERAL.sub("…", query).split())
 
 
 async def log_standby_snapshot(conn: psycopg.AsyncConnection[Any]) -> None:
-    """Have the server write what a waiting slot looks for, without waiting for its own time."""
+    """Write the WAL record that the creation of a slot waits for; PostgreSQL 16 and later."""
     await rows(conn, "SELECT pg_log_standby_snapshot()")
 
 
 async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | None:
-    """What the server keeps for the slot."""
+    """Return how much WAL the server retains for the slot; None if there is no such slot."""
     found = await rows(conn, _RETAINED, slot=slot)
     if not found:
         return None
@@ -181,18 +188,18 @@ async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | 
 
 
 async def terminate(conn: psycopg.AsyncConnection[Any], pid: int) -> None:
-    """End a connection at the server, if that has not ended it by itself in a moment."""
-    for _ in range(_LOOKS):
+    """Terminate a backend if it does not end by itself within two seconds."""
+    for _ in range(round(END_PATIENCE / END_EVERY)):
         if not await rows(conn, "SELECT 1 FROM pg_stat_activity WHERE pid = %(pid)s", pid=pid):
             return
-        await asyncio.sleep(0.05)
-    # Only if it is still there: the server warns in its log of a pid that is not.
+        await asyncio.sleep(END_EVERY)
+    # Only if it still exists: for an unknown pid, the server logs a warning.
     query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %(pid)s"
     await rows(conn, query, pid=pid)
 
 
 async def drop_slot(conn: psycopg.AsyncConnection[Any], slot: str) -> None:
-    """Drop the slot, if it exists; a reader that was ended may have it for a moment more."""
+    """Drop the slot, if it exists; retry while a reader that was ended is still active."""
     query = (
         "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
         "WHERE slot_name = %(slot)s AND database = current_database()"

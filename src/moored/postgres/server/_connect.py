@@ -1,4 +1,4 @@
-"""Opening a connection and abandoning it, so that nothing is left behind at the server."""
+"""Open and abort connections without leaving a backend behind at the server."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ T = TypeVar("T")
 
 
 async def connect(conninfo: str, **options: Any) -> psycopg.AsyncConnection[Any]:
-    """A connection of its own, in autocommit mode, which never prepares a statement.
+    """Open a connection in autocommit mode that never prepares statements.
 
-    A replication connection takes only simple queries, and behind a pooler the next query may go
-    to another server connection.
+    A replication connection accepts only simple queries, and behind a pooler the next query may use
+    another server connection.
 
-    An attempt that is cancelled, or takes longer than it may, is over at once for the server too.
-    Otherwise a backend would wait for the rest of the handshake for a minute, and a command such
-    as DROP DATABASE would wait for that backend.
+    The socket of an attempt that is cancelled or times out is closed immediately. Otherwise the
+    backend would wait a minute for the rest of the handshake, and a command such as DROP DATABASE
+    would wait for that backend.
     """
     try:
         return await psycopg.AsyncConnection.connect(
             conninfo, autocommit=True, prepare_threshold=None, **options
         )
-    except asyncio.CancelledError as given_up:
-        forget_frames(given_up)
+    except asyncio.CancelledError as cancelled:
+        forget_frames(cancelled)  # they hold the socket
         raise
 
 
 def cut(connection: psycopg.AsyncConnection[Any]) -> None:
-    """End a connection by its socket, without a word to the server; wake the tasks that use it."""
+    """Abort a connection by its socket, without a message to the server; wake its waiting tasks."""
     with contextlib.suppress(psycopg.Error):
         cut_socket(connection.pgconn.socket)
 
@@ -45,5 +45,5 @@ def cut(connection: psycopg.AsyncConnection[Any]) -> None:
 async def uncancelled(
     conn: psycopg.AsyncConnection[Any], work: Coroutine[Any, Any, T], timeout: float | None = None
 ) -> T:
-    """Await work on a connection, which is cut when its caller gives up or the timeout expires."""
+    """Await work on a connection; abort the connection on cancellation or timeout."""
     return await kernel.uncancelled(work, lambda: cut(conn), timeout)

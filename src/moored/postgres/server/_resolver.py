@@ -1,13 +1,14 @@
-"""How to reach the server: found by trial, and remembered.
+"""Find out by trial how to reach the server, and remember it.
 
-libpq knows most of it: `sslmode`, from disable to verify-full, and the addresses of a name, one
-after the other. Two things it does not: a server that hangs up when it is asked for TLS, and a name
-with IPv6 addresses to which no road leads, where each try takes its whole time. What was found out
-is kept for the next connections; addresses are not: a name may lead elsewhere tomorrow. Of two
-kinds of addresses, the one that works is looked for again when it was long ago: a road may break.
+libpq handles most cases: every `sslmode`, and the addresses of a name, one after the other. It does
+not handle a server that closes the connection on a TLS request, nor a name with unreachable IPv6
+addresses, where each attempt takes its full timeout. The result is remembered for later
+connections; addresses are not, because they may change. For a name with IPv4 and IPv6 addresses the
+result expires after `KEPT` seconds, because a route may break.
 
-TLS is given up only for a server that hangs up when it is asked for it, takes the same without, and
-then still hangs up: one that was away for a moment is not spoken to in the clear ever after.
+TLS is given up only for a server that closes the connection on a TLS request, accepts one without
+TLS, and then closes a second TLS request: a server that was down for a moment is not contacted
+without TLS from then on.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from .._errors import ConfigurationError
 from ._connect import connect
 from ._faults import diagnose
 
-__all__ = ["Resolver", "Way"]
+__all__ = ["Resolver", "Route"]
 
 log = logging.getLogger("moored.postgres")
 
-#: How long one trial may take while there is another way to try.
+#: The timeout of one attempt while there is another route to try, in seconds.
 TRIAL = 5.0
-#: For how long the better of two kinds of addresses is taken for granted. Whoever connects after
-#: that was cut off, or opens a new connection now and then: one more does not matter.
+#: How long the choice between IPv4 and IPv6 is valid, in seconds. Connections are opened rarely or
+#: after an outage, so one more attempt does not matter.
 KEPT = 30.0
-#: With these, a connection without TLS is better than none.
+#: The values of sslmode that permit a connection without TLS.
 _MAY_BE_PLAIN = ("allow", "prefer")
-#: What libpq says of a server that does not know what to do with the question for TLS.
+#: Errors of libpq for a server that does not understand a TLS request.
 _TLS_REFUSED = (
     "ssl syscall error",
     "ssl error: unexpected eof",
@@ -46,27 +47,27 @@ _TLS_REFUSED = (
     "received unexpected response to ssl",
     "received invalid response to ssl",
 )
-#: Where another address of the same name may do better.
+#: Types of errors after which another address of the same name may succeed.
 _UNREACHABLE = ("connection_timeout", "connection_refused", "connection_closed")
 
 
-class Way(NamedTuple):
-    """What was found out about a server."""
+class Route(NamedTuple):
+    """How a server is reached, if not as the URL says."""
 
-    #: Whether it is reached without TLS although that was asked for.
+    #: Without TLS, although sslmode prefers TLS.
     plain: bool = False
-    #: Whether only its IPv4 addresses are used.
+    #: Only by its IPv4 addresses.
     ipv4: bool = False
 
 
 class _Known(NamedTuple):
-    way: Way
-    #: By the loop's clock.
+    route: Route
+    #: When it expires, by the loop's clock.
     until: float
 
 
 class Resolver:
-    """Finds out how a server can be reached, for each URL, and remembers it."""
+    """Finds out how the server of a URL can be reached, and remembers it."""
 
     def __init__(self, *, timeout: float = 30.0) -> None:
         self._timeout = timeout
@@ -74,65 +75,65 @@ class Resolver:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def conninfo(self, url: str) -> str:
-        """The connection string to use; the first time, after a trial."""
+        """Return the connection string to use, after a trial if the route is not known."""
         async with self._locks.setdefault(url, asyncio.Lock()):
             known = self._known.get(url)
             if known is None or known.until < asyncio.get_running_loop().time():
                 known = self._known[url] = await self._try(url)
-        return await self._with(url, known.way)
+        return await self._with(url, known.route)
 
     def forget(self) -> None:
-        """Try again the next time: the server may be another one."""
+        """Forget the known routes: the server may be another one."""
         self._known.clear()
 
     async def _try(self, url: str) -> _Known:
-        """The first way that works; raises the first way's error if none does."""
+        """Return the first route that works; raise the error of the first one if none does."""
         server = _ServerUrl.of(url)
         both = server.named and await self._has_both_families(server.host)
         first: Exception | None = None
-        ways = [Way()]
-        for way in ways:  # which grows meanwhile
+        routes = [Route()]
+        for route in routes:  # extended by the loop
             try:
-                await self._dial(url, way, hurry=both and not way.ipv4)
+                await self._dial(url, route, hurry=both and not route.ipv4)
             except (psycopg.Error, OSError) as error:
                 first = first or error
-                others = self._others(way, error, both=both, may_be_plain=server.may_be_plain)
+                others = self._others(route, error, both=both, may_be_plain=server.may_be_plain)
                 if others is None:
                     raise
-                ways += [other for other in others if other not in ways]
+                routes += [other for other in others if other not in routes]
                 continue
-            way = await self._with_tls_after_all(url, way)
-            if way != Way():
+            route = await self._with_tls_after_all(url, route)
+            if route != Route():
                 because = "" if first is None else f": {diagnose(first).message}"
-                log.warning("the server is reached %s%s", _words(way), because)
+                log.warning("the server is reached %s%s", _words(route), because)
             kept = KEPT if both else math.inf
-            return _Known(way, asyncio.get_running_loop().time() + kept)
+            return _Known(route, asyncio.get_running_loop().time() + kept)
         assert first is not None
         raise first
 
     def _others(
-        self, way: Way, error: Exception, *, both: bool, may_be_plain: bool
-    ) -> list[Way] | None:
-        """What to try after this one failed; None if the server itself has said no."""
+        self, route: Route, error: Exception, *, both: bool, may_be_plain: bool
+    ) -> list[Route] | None:
+        """Return the routes to try after this error; None if the server itself has refused."""
         text = str(error).lower()
         hung_up = any(words in text for words in _TLS_REFUSED)
         unreachable = diagnose(error).type in _UNREACHABLE
         if not (hung_up or unreachable):
             return None
-        others = [way._replace(ipv4=True)] if both else []
+        others = [route._replace(ipv4=True)] if both else []
         if hung_up and may_be_plain:
-            others.append(way._replace(plain=True))
+            others.append(route._replace(plain=True))
         return others
 
-    async def _with_tls_after_all(self, url: str, way: Way) -> Way:
-        """The same way, with TLS if that works by now: the server may have been away before."""
-        encrypted = way._replace(plain=False)
-        if way == encrypted:
-            return way
+    async def _with_tls_after_all(self, url: str, route: Route) -> Route:
+        """Return the route with TLS if that works now: the server may have been down before."""
+        encrypted = route._replace(plain=False)
+        if route == encrypted:
+            return route
         try:
             await self._dial(url, encrypted, hurry=True)
         except (psycopg.Error, OSError):
-            return way
+            return route
         return encrypted
 
     async def _has_both_families(self, host: str) -> bool:
@@ -144,34 +145,34 @@ class Resolver:
         try:
             return await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except OSError:
-            return []  # the driver says it better
+            return []  # the driver reports it when it connects
 
-    async def _with(self, url: str, way: Way) -> str:
-        changes: dict[str, Any] = {"sslmode": "disable"} if way.plain else {}
-        if way.ipv4:
+    async def _with(self, url: str, route: Route) -> str:
+        changes: dict[str, Any] = {"sslmode": "disable"} if route.plain else {}
+        if route.ipv4:
             host = _ServerUrl.of(url).host
             found = await self._addresses(host)
             v4 = [address[0] for family, *_, address in found if family == socket.AF_INET]
             if v4:
-                # The name stays: TLS checks it, and providers choose by it.
+                # Keep the name: TLS verifies it, and some providers route by it.
                 changes |= {"host": ",".join([host] * len(v4)), "hostaddr": ",".join(v4)}
         return make_conninfo(url, **changes) if changes else url
 
-    async def _dial(self, url: str, way: Way, *, hurry: bool) -> None:
+    async def _dial(self, url: str, route: Route, *, hurry: bool) -> None:
         limit = min(TRIAL, self._timeout) if hurry else self._timeout
-        conninfo = await self._with(url, way)
+        conninfo = await self._with(url, route)
         async with asyncio.timeout(limit):
             conn = await connect(conninfo, connect_timeout=max(2, round(limit)))
         await conn.close()
 
 
 class _ServerUrl(NamedTuple):
-    """What a URL says about its server, together with the environment and libpq's defaults."""
+    """The server of a URL, with the defaults of libpq and the environment."""
 
     host: str
-    #: Whether the host is one name, which may have several addresses.
+    #: Whether the host is a single name, which may have several addresses.
     named: bool
-    #: Whether a connection without TLS is better than none.
+    #: Whether sslmode permits a connection without TLS.
     may_be_plain: bool
 
     @classmethod
@@ -180,8 +181,7 @@ class _ServerUrl(NamedTuple):
         every = {**_defaults(), **given}
         host = str(every.get("host") or "")
         local = not host or host.startswith(("/", "@"))
-        # What a service file says is known to libpq alone; and who names the system's roots
-        # without a mode gets verify-full.
+        # Only libpq reads the service file; and sslrootcert=system implies verify-full.
         unknown = "service" in given and "sslmode" not in given
         checked = every.get("sslrootcert") == "system"
         return cls(
@@ -196,19 +196,19 @@ def _read(url: str) -> dict[str, Any]:
     try:
         return dict(conninfo_to_dict(url))
     except psycopg.ProgrammingError as error:
-        said = SECRETS.hide(str(error).strip())
-        if "percent-encoded" in said:
-            said += " (a percent sign is written %25)"
-        raise ConfigurationError(f"the URL cannot be read: {said}") from None
+        text = SECRETS.hide(str(error).strip())
+        if "percent-encoded" in text:
+            text += " (a percent sign is written %25)"
+        raise ConfigurationError(f"the URL cannot be parsed: {text}") from None
 
 
 def _defaults() -> dict[str, str]:
-    """What libpq takes for what the URL does not say."""
+    """Return libpq's values for parameters that the URL does not set."""
     known = psycopg.pq.Conninfo.get_defaults()
     return {each.keyword.decode(): each.val.decode() for each in known if each.val}
 
 
-def _words(way: Way) -> str:
-    parts = ["without TLS"] if way.plain else []
-    parts += ["by IPv4 alone"] if way.ipv4 else []
+def _words(route: Route) -> str:
+    parts = ["without TLS"] if route.plain else []
+    parts += ["by IPv4 only"] if route.ipv4 else []
     return " and ".join(parts)

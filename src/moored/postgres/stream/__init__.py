@@ -1,4 +1,4 @@
-"""The replication connection: its link, its protocol, and the client that streams over it."""
+"""The replication connection, and the client that streams over it."""
 
 from ._collector import LogCollector
 from ._link import KEEPALIVES

@@ -1,8 +1,8 @@
-"""The seam where received transactions become safe.
+"""The interface of the receiver of transactions, which decides when they are safe.
 
-By default the slot is the log: what no consumer has acknowledged stays in the server. A durable
-local log can take that place: it does the same things, and says that a transaction is safe when it
-is on its own disk.
+By default this is the `Hub`: the slot is the log, and the server keeps every transaction that some
+consumer has not acknowledged. A durable local log can replace it; for it, a transaction is safe
+when it is on the local disk.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ __all__ = ["LogCollector"]
 
 
 class LogCollector(Protocol):
-    """Takes transactions in commit order, and says how far the server may forget.
+    """Receives transactions in commit order, and decides up to which LSN the server may discard.
 
-    For each connection: `reload`, perhaps `reset`, `check_starts`, then `begin`, and from there on
-    transactions. All calls come from one event loop. What raises ends the connection, and the next
-    one begins where the server was last told.
+    For each connection, the calls are `reload`, `reset` if necessary, `check_starts`, `begin`, and
+    then transactions, all from one event loop. A call that raises ends the connection; the next
+    connection starts at the last confirmed LSN.
     """
 
-    #: Whether the slot was there before anything was kept here.
+    #: Whether the slot existed although no state was stored.
     adopted: bool
 
-    # -- before the stream: is what was kept still true? -------------------------------------------
+    # -- before the stream -------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Read what was kept: another process may have had the lock meanwhile."""
+        """Read the stored state: another process may have had the lock meanwhile."""
 
     async def reset(self, reason: str) -> None:
-        """History is not what it was: forget everything, and tell whoever relied on it."""
+        """Reset all consumers: the server's history is not the known one."""
 
     def check_starts(self, history: History, found: Findings) -> None:
-        """This is what the server has: tell those who rely on something that it has not."""
+        """Reset the consumers whose chosen start position does not exist on this server."""
 
     # -- the stream --------------------------------------------------------------------------------
 
     def begin(self, history: History, confirmed: int) -> None:
-        """A stream begins: everything that ends after this place comes, once more or at last."""
+        """Start a stream: all transactions that end after this LSN follow, some of them again."""
 
     def apply_all(self, done: Sequence[Committed]) -> None:
-        """Some more transactions; those that were applied before come again after a reconnect."""
+        """Take transactions; after a reconnection, some of them for the second time."""
 
     def passed(self, end: int) -> None:
-        """Everything was safe, and up to this place there is nothing more for anybody."""
+        """Advance to this LSN: everything before it was sent, and is safe."""
 
     @property
     def full(self) -> bool:
-        """Whether to stop reading for a while; `room` ends that."""
+        """Whether reading must pause until `room` returns."""
 
     async def room(self) -> None:
-        """Wait until it can take more."""
+        """Wait until reading may continue."""
 
-    # -- what the server is told -------------------------------------------------------------------
+    # -- confirmation ------------------------------------------------------------------------------
 
     def flushed(self) -> int:
-        """Everything before this place is safe; it is asked after each `apply_all`."""
+        """Return the LSN before which everything is safe; called after each `apply_all`."""
 
-    async def checkpoint(self, told: int) -> None:
-        """The server will be told that everything before this place is safe: keep that first."""
+    async def checkpoint(self, end: int) -> None:
+        """Store the positions before this LSN is confirmed to the server."""

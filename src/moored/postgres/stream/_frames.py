@@ -1,7 +1,7 @@
-"""What a server sends while it streams, cut into messages: for connections that are in the clear.
+"""Split the bytes of an unencrypted replication stream into messages.
 
-libpq can do it, too, and does for those that are encrypted; but it makes three objects of every
-message, and reads 16 KiB at a time, which is a third of the time that a message takes.
+For encrypted connections libpq does it. Here libpq is avoided because it creates three objects for
+each message and reads 16 KiB at a time, which takes a third of the time of a message.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from .._errors import DecodeError
 
 __all__ = ["STARTED", "CopyFrames", "framed"]
 
-#: What the server says before the first message of a stream: both sides copy, no columns.
+#: The CopyBothResponse (no columns) that the server sends before the first message.
 STARTED = b"W\0\0\0\7\0\0\0"
 
 _head = struct.Struct("!BI")
 _DATA, _DONE, _ERROR, _NOTICE = b"dcEN"
-#: What may come as well, and means nothing here: a setting has changed, a command has ended.
+#: ParameterStatus, CommandComplete and ReadyForQuery have no meaning within a stream.
 _IGNORED = b"SCZ"
-#: No message is longer than what the server can allocate.
+#: The server cannot allocate a longer message.
 _LONGEST = 2**30
-#: From this size on, one copy more or less is worth a case of its own.
+#: From this size on, a message is assembled with one copy less.
 _LONG = 2**20
 
 
 def framed(message: bytes) -> bytes:
-    """A message to the server, as it goes over the line."""
+    """Return a message to the server as a CopyData frame."""
     return _head.pack(_DATA, len(message) + 4) + message
 
 
 class CopyFrames:
-    """Takes bytes as they come, and gives messages."""
+    """Splits received bytes into messages."""
 
     __slots__ = ("_long", "_missing", "_parts", "ended", "notice")
 
     def __init__(self) -> None:
-        # The beginning of a message whose end has not come, and how much of it is missing.
+        # The first bytes of an incomplete message, and how many bytes are missing.
         self._parts: list[bytes] = []
         self._missing = 0
-        # Whether it is kept without its head: what is put together then is the message itself.
+        # Whether they are kept without the frame's head, so that joining them gives the message.
         self._long = False
-        #: Why there will be no more, if there will be no more.
+        #: Why the server has ended the stream; None if it has not.
         self.ended: str | None = None
-        #: What the server says beside the stream: the code and the text.
+        #: The last notice of the server: its SQLSTATE and its text.
         self.notice: tuple[str, str] | None = None
 
     def cut(self, data: bytes) -> list[bytes]:
-        """The messages that are complete with these bytes."""
+        """Return the messages that these bytes complete."""
         messages: list[bytes] = []
         if self._parts:
-            # A long one is put together once: by many small steps it would be copied each time.
+            # Join a long message once: joining it step by step would copy it each time.
             missing, self._missing = self._missing, self._missing - len(data)
             if self._missing > 0:
                 self._parts.append(data)
@@ -84,7 +84,7 @@ class CopyFrames:
         if len(rest) >= 5:
             size = _head.unpack_from(rest)[1]
             if not 4 <= size <= _LONGEST:
-                raise DecodeError(f"a message of {size} bytes")
+                raise DecodeError(f"a message of the stream has an invalid length, {size} bytes")
             whole = 1 + size
         self._missing = whole - len(rest)
         self._long = whole > _LONG and rest[0] == _DATA
@@ -92,17 +92,17 @@ class CopyFrames:
 
     def _other(self, kind: int, content: bytes) -> None:
         if kind == _ERROR:
-            self.ended = _words(content).get("M", "the server ended the stream with an error")
+            self.ended = _fields(content).get("M", "the server ended the stream with an error")
         elif kind == _DONE:
             self.ended = "the server ended the stream"
         elif kind == _NOTICE:
-            words = _words(content)
-            self.notice = words.get("C", ""), words.get("M", "")
+            fields = _fields(content)
+            self.notice = fields.get("C", ""), fields.get("M", "")
         elif kind not in _IGNORED:
-            raise DecodeError(f"a message of kind {kind:#04x} within the stream")
+            raise DecodeError(f"a message of the stream is of unknown kind {kind:#04x}")
 
 
-def _words(content: bytes) -> dict[str, str]:
-    """The fields of an error or a notice."""
+def _fields(content: bytes) -> dict[str, str]:
+    """Return the fields of an error or a notice by their codes."""
     fields = content.decode(errors="replace").split("\0")
     return {field[0]: field[1:] for field in fields if field}

@@ -1,4 +1,4 @@
-"""How old the first thing is that was received and is not acknowledged, without a note for each."""
+"""The age of the oldest unacknowledged transaction, without a timestamp for each transaction."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 
 __all__ = ["Lag"]
 
-#: All that is received within so many seconds counts as one: that is how exact the answer is.
+#: The resolution in seconds: transactions that are received within this time share one timestamp.
 EVERY = 0.1
-#: With more notes than this each two become one, and they come half as often from then on.
+#: With so many timestamps, pairs of them are merged, and the resolution is halved.
 MOST = 1000
 
 
 class Lag:
-    """When what was received: a note for each short time, with how far it was at its end.
+    """Timestamps of received transactions: one for each interval, with the LSN at its end.
 
-    A consumer may stand still for days: the older that is, the less exact it need be.
+    A consumer may be stuck for days: the older the transactions, the coarser the resolution.
     """
 
     __slots__ = ("_every", "_notes", "_since", "due")
@@ -23,13 +23,17 @@ class Lag:
     def __init__(self) -> None:
         self._every = EVERY
         self._notes: deque[tuple[float, int]] = deque()
-        #: When the time began that has no end yet.
+        #: When the current interval began.
         self._since = 0.0
-        #: Before this there is nothing to note: the hot path compares, and does no more.
+        #: When `note` must be called next: all that the hot path compares.
         self.due = 0.0
 
     def note(self, seen: int, flushed: int, now: float) -> None:
-        """A transaction comes, after those that end at `seen`; before `flushed` all is safe."""
+        """Start the next interval with a new transaction.
+
+        :param seen: the end of the last transaction before it.
+        :param flushed: everything before this LSN is acknowledged.
+        """
         self._notes.append((self._since, seen))
         while self._notes and self._notes[0][1] <= flushed:
             self._notes.popleft()
@@ -44,10 +48,10 @@ class Lag:
         self.due = now + self._every
 
     def seconds(self, flushed: int, seen: int, now: float) -> float:
-        """For how long something has been waiting to be acknowledged; 0 if nothing is.
+        """Return the age of the oldest unacknowledged transaction; 0 if there is none.
 
-        :param flushed: everything before this place is acknowledged.
-        :param seen: the end of the last transaction that was received.
+        :param flushed: everything before this LSN is acknowledged.
+        :param seen: the end of the last received transaction.
         """
         if flushed >= seen or not self.due:
             return 0.0

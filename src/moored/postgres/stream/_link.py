@@ -1,8 +1,8 @@
-"""One direct connection for replication: commands first, then the stream.
+"""A replication connection: commands first, then the stream.
 
-psycopg has no words for the stream, so this talks to libpq, which has; and, where the line is not
-encrypted, to the line itself, which is quicker. Reading is done in batches: a reader that wakes up
-for every message keeps the sender from filling its packets.
+psycopg has no interface for the stream, so this module uses libpq's, or, if the connection is not
+encrypted, the socket itself, which is faster. Messages are read in batches: a reader that wakes up
+for each message keeps the sender from filling its packets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._frames import STARTED, CopyFrames, framed
 
 __all__ = ["KEEPALIVES", "ReplicationLink"]
 
-#: How the system finds out, within 10 s, that the other side has vanished without a word.
+#: TCP settings that detect within 10 s that the peer has vanished.
 KEEPALIVES = {
     "keepalives": 1,
     "keepalives_idle": 3,
@@ -33,16 +33,16 @@ KEEPALIVES = {
     "tcp_user_timeout": 9000,
 }
 
-#: How long to let data gather when it comes without a pause.
+#: How long data may accumulate when it arrives without a pause, in seconds.
 NAP = 0.0005
-#: It comes without a pause when so much of it came since the last pause; and what is there is all
-#: taken when there was less than this.
+#: Data arrives without a pause if more than FLOOD bytes arrived since the last one; a read of less
+#: than LITTLE bytes has emptied the socket.
 FLOOD, LITTLE = 16 * 2**10, 8 * 2**10
-#: How much is handed on at a time, and how much a message counts for beyond its own bytes: some
-#: hundred rows, so that nothing else waits for long, and that they are consumed while they are
-#: still in the processor's cache, before the garbage collector finds that there are many of them.
+#: The size of a batch in bytes, and what each message counts in addition: some hundred rows, so
+#: that other tasks don't wait for long, and rows are consumed while they are in the processor's
+#: cache and before they trigger the garbage collector.
 BATCH, EACH = 192 * 2**10, 400
-#: The same, as bytes of the line.
+#: The same for a read from the socket.
 CHUNK = 48 * 2**10
 
 
@@ -53,13 +53,13 @@ class ReplicationLink:
         self._connection = connection
         self._pgconn = connection.pgconn
         self._loop = asyncio.get_running_loop()
-        # How much has come since the last pause, and whether there was little the last time.
+        # Bytes since the last pause, and whether the last read has emptied the socket.
         self._came = 0
         self._drained = False
-        #: How often bytes have arrived: each time is a sign of life, also within a long message.
+        #: How often bytes have arrived: each is a sign of life, also within a long message.
         self.arrivals = 0
         self._broken: psycopg.Error | None = None
-        # The line itself, if it is read without libpq.
+        # The socket, if it is read without libpq.
         self._line: socket.socket | None = None
         self._frames = CopyFrames()
         self._unsent = bytearray()
@@ -67,28 +67,28 @@ class ReplicationLink:
 
     @classmethod
     async def dial(cls, conninfo: str, *, timeout: float = 30.0, **options: Any) -> ReplicationLink:
-        """Open one."""
+        """Open a replication connection."""
         async with asyncio.timeout(timeout):
             connection = await connect(conninfo, replication="database", **options)
         return cls(connection)
 
     @property
     def closed(self) -> bool:
-        """Whether it is over."""
+        """Whether the connection is closed or broken."""
         return self._connection.closed or self._broken is not None
 
     @property
     def has_input(self) -> bool:
-        """Whether something has come that was not read yet."""
+        """Whether there are bytes that were not read yet."""
         poll = select.poll()
         poll.register(self._pgconn.socket, select.POLLIN)
         return bool(poll.poll(0))
 
     async def command(self, text: str, *, timeout: float | None = None) -> Sequence[Sequence[Any]]:
-        """Send one command and wait for its rows.
+        """Send a command and return its rows.
 
-        When this is cancelled, or takes longer than it may, the connection is cut: the driver would
-        ask the server, which may not answer any more, to cancel the command.
+        On cancellation or timeout the connection is aborted: the driver would send a cancel request
+        to a server that may be unreachable.
         """
         try:
             return await uncancelled(self._connection, self._execute(text), timeout)
@@ -103,9 +103,9 @@ class ReplicationLink:
         return await cursor.fetchall() if cursor.description else []
 
     async def stream(self, start_command: str, *, timeout: float | None = None) -> None:
-        """Begin to stream."""
+        """Start the stream."""
         self._connection.add_notice_handler(
-            lambda said: self._noticed(said.sqlstate, said.message_primary)
+            lambda notice: self._noticed(notice.sqlstate, notice.message_primary)
         )
         await self.command(start_command, timeout=timeout)
 
@@ -117,7 +117,7 @@ class ReplicationLink:
             await self._ready(self._loop.add_writer, self._loop.remove_writer)
         await self._readable()
         line = socket.socket(fileno=os.dup(pgconn.socket))
-        # An encrypted line says something else, and so does a server that refuses.
+        # The first bytes are others if the connection is encrypted, or if the server refuses.
         with contextlib.suppress(OSError):
             if line.recv(len(STARTED), socket.MSG_PEEK) == STARTED:
                 line.recv(len(STARTED))
@@ -129,20 +129,22 @@ class ReplicationLink:
             pgconn.consume_input()
         result = pgconn.get_result()
         if result is None or result.status != pq.ExecStatus.COPY_BOTH:
-            raise psycopg.errors.error_from_result(result) if result else StreamEnded("no answer")
+            if result is None:
+                raise StreamEnded("the server did not answer START_REPLICATION")
+            raise psycopg.errors.error_from_result(result)
 
     def _noticed(self, sqlstate: str | None, text: str | None) -> None:
-        # From PostgreSQL 18 on, what is written after the publication was dropped is left out of
-        # the stream with a warning; before, that is an error, which ends the stream.
-        # A stream that waits for a standby says so in the same way, and goes on by itself.
+        # From PostgreSQL 18 on, the server leaves out changes that were made after the publication
+        # was dropped, with a warning; earlier versions end the stream with an error. A stream that
+        # waits for a standby has the same SQLSTATE, and continues by itself.
         if sqlstate == "55000" and "synchronized_standby_slots" not in (text or ""):
             self._warning = text
 
     async def receive(self) -> list[bytes]:
-        """The next messages, at least one; raises `StreamEnded` when there will be no more."""
+        """Return the next messages, at least one; raise `StreamEnded` when there are no more."""
         while True:
             if self._drained and self._came > FLOOD:
-                # It comes without a pause: let some gather, and the server send full packets.
+                # Data arrives without a pause: let it accumulate, so that packets are full.
                 self._came = 0
                 await asyncio.sleep(NAP)
             batch = self._batch() if self._line is None else self._read(self._line)
@@ -158,7 +160,7 @@ class ReplicationLink:
                 self.arrivals += 1
 
     def _read(self, line: socket.socket) -> list[bytes]:
-        """What has come, from the line itself."""
+        """Read messages from the socket."""
         frames = self._frames
         if frames.ended is not None:
             raise StreamEnded(frames.ended)
@@ -183,7 +185,7 @@ class ReplicationLink:
         return batch
 
     def _batch(self) -> list[bytes]:
-        """What has come, by libpq."""
+        """Read messages with libpq."""
         if self._broken is not None:
             raise self._broken
         batch: list[bytes] = []
@@ -196,7 +198,7 @@ class ReplicationLink:
                 left -= size + EACH
                 asked = False
             elif size == 0 and not asked:
-                # libpq gives what it has read; there may be more to read.
+                # libpq returns what it has read already; the socket may have more.
                 asked = True
                 if not self._consume(batch):
                     break
@@ -209,7 +211,7 @@ class ReplicationLink:
         return batch
 
     def _consume(self, batch: list[bytes]) -> bool:
-        """Read what has come; if that fails, what was read before goes first."""
+        """Let libpq read the socket; if that fails, deliver the earlier messages first."""
         try:
             self._pgconn.consume_input()
         except psycopg.Error as error:
@@ -221,11 +223,11 @@ class ReplicationLink:
 
     def _ending(self) -> str:
         result = self._pgconn.get_result()
-        said = result.get_error_message() if result is not None else ""
-        return said or "the server ended the stream"
+        text = result.get_error_message() if result is not None else ""
+        return text or "the server ended the stream"
 
     async def send(self, message: bytes) -> None:
-        """Tell the server something."""
+        """Send a message to the server."""
         flush = self._pgconn.flush
         if self._line is None:
             self._pgconn.put_copy_data(message)
@@ -236,14 +238,14 @@ class ReplicationLink:
             await self._ready(self._loop.add_writer, self._loop.remove_writer)
 
     def _flush(self) -> int:
-        """Send what can be sent; what is left is not nothing."""
+        """Send what the socket accepts; return the number of bytes that are left."""
         assert self._line is not None
         with contextlib.suppress(BlockingIOError):
             del self._unsent[: self._line.send(self._unsent)]
         return len(self._unsent)
 
     async def close(self) -> None:
-        """Close it; the server is told so, unless it was cut or a message is half sent."""
+        """Close the connection, with a Terminate message unless it was aborted or mid-message."""
         if self._unsent:
             self.cut()
         if self._line is not None:
@@ -251,7 +253,7 @@ class ReplicationLink:
         await self._connection.close()
 
     def cut(self) -> None:
-        """End the connection by its socket."""
+        """Abort the connection by its socket."""
         cut(self._connection)
 
     async def _readable(self) -> None:
@@ -260,7 +262,7 @@ class ReplicationLink:
     async def _ready(self, add: Any, remove: Any) -> None:
         ready = self._loop.create_future()
 
-        def tell() -> None:
+        def notify() -> None:
             if not ready.done():
                 ready.set_result(None)
 
@@ -268,7 +270,7 @@ class ReplicationLink:
             fd = self._pgconn.socket
         except psycopg.OperationalError as error:
             raise StreamEnded(f"the connection is closed: {error}") from None
-        add(fd, tell)
+        add(fd, notify)
         try:
             await ready
         finally:

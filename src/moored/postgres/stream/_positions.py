@@ -1,15 +1,15 @@
-"""How far the stream was received, and how far the server may forget.
+"""The positions of a stream: up to where it was received, and up to where it is safe.
 
-Both are last bytes, as in the protocol's own words ("the last byte flushed, + 1"). That matters: a
-commit record may begin exactly where the last one ended, and a server that is told one byte too
-much never sends it again.
+Both are last bytes, as the protocol defines them ("the last byte flushed, + 1"). A commit record
+may begin exactly where the previous one ended: if one byte too much is confirmed, the server never
+sends that commit.
 
 Invariants:
 
-- `flushed` never passes the end of a transaction that somebody has not acknowledged;
-- neither of the two ever goes back;
-- when all that was seen is acknowledged, a keepalive moves both, so that a quiet database does not
-  keep its log for us.
+- `flushed` never passes the end of a transaction that some consumer has not acknowledged;
+- neither position ever decreases;
+- when all received transactions are acknowledged, a keepalive advances both, so that the server
+  does not retain WAL for a slot whose tables are quiet.
 """
 
 from __future__ import annotations
@@ -20,43 +20,45 @@ __all__ = ["Positions"]
 
 
 class Positions:
-    """The three places that a stream keeps: received, flushed, and the last transaction's end."""
+    """The positions of a stream: received, flushed, and the end of the last transaction.
+
+    :param confirmed: the slot's confirmed LSN.
+    """
 
     __slots__ = ("flushed", "last_seen", "received")
 
     def __init__(self, confirmed: int) -> None:
-        """The slot is confirmed up to this place: everything before it is safe."""
         self.received = confirmed - 1
         self.flushed = confirmed - 1
-        #: The end of the last transaction that was received.
+        #: The end of the last received transaction.
         self.last_seen = confirmed
 
     @property
     def up_to_date(self) -> bool:
-        """Whether all that was seen is safe."""
+        """Whether all received transactions are safe."""
         return self.flushed + 1 >= self.last_seen
 
     def committed(self, end: int) -> None:
-        """A transaction that ends here was received."""
+        """Record a received transaction that ends here."""
         self.received = max(self.received, end - 1)
         self.last_seen = max(self.last_seen, end)
 
     def acknowledged(self, end: int) -> bool:
-        """All transactions up to this place are safe; returns whether that is news."""
+        """Record that all transactions up to here are safe; return whether `flushed` has moved."""
         if end - 1 <= self.flushed:
             return False
         self.flushed = end - 1
         return True
 
     def keepalive(self, keepalive: PrimaryKeepalive, *, inside: bool) -> bool:
-        """The server gave a sign of life; returns whether to answer now.
+        """Take a keepalive of the server; return whether to send a status update now.
 
-        Within a transaction the numbers stay as they are: its end is not known to be safe.
+        Within a transaction the positions do not change: its end is not known.
         """
         if inside:
             return keepalive.reply
         self.received = max(self.received, keepalive.end - 1)
-        # Not only when this is news: it may have been told before the last acknowledgement.
+        # Also if `received` has not moved: it may have moved before the last acknowledgement.
         moved = self.up_to_date and keepalive.end - 1 > self.flushed
         if moved:
             self.flushed = keepalive.end - 1
@@ -64,5 +66,5 @@ class Positions:
         return keepalive.reply or moved
 
     def status(self, wall: float, *, reply: bool = False) -> bytes:
-        """The status update to send to the server; `reply` asks for a keepalive."""
+        """Return the status update for the server; `reply` requests a keepalive."""
         return status_update(self.received, self.flushed, wall, reply=reply)

@@ -1,11 +1,12 @@
-"""The replication client: one life of the connection that streams.
+"""The replication client: one connection that streams.
 
-It dials, goes through the setup, says so at each step, waits until it is told to stream, and then
-receives until it ends. It never lives twice: whoever runs it makes a new one after a failure.
+It connects, runs the setup and reports each step, waits for `start_streaming()`, and then receives
+transactions until it fails or is cancelled. A client runs once: after a failure, the manager
+creates a new one.
 
-While it streams it does two things at once. One reads, and stops reading while a consumer is full.
-The other answers: it tells the server what is safe (after that was kept, never before), gives signs
-of life also while nothing is read, and asks for one when the server is silent.
+While it streams, it runs two tasks. One reads, and pauses while a consumer's queue is full. The
+other sends status updates: it confirms positions (after they were stored, never before), also while
+reading is paused, and requests a reply when the server is silent.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ __all__ = ["ReplicationClient"]
 
 log = logging.getLogger("moored.postgres")
 
-#: A server that was silent for so long is asked for a sign of life, and given as long again.
+#: After so many seconds of silence the server is sent a request for a reply, and has as long again.
 SILENCE = 4.5
-#: A command that waits for nobody is answered within this.
+#: The timeout of a command that does not wait for other sessions, in seconds.
 PROMPT = 10.0
-#: How often the server is told of progress, at most.
+#: The shortest time between two status updates, in seconds.
 PROGRESS_EVERY = 0.1
-#: How often it gets a sign of life, at most and if it does not say how patient it is.
+#: The longest time between two status updates, in seconds.
 SIGN_OF_LIFE = 15.0
 
 
 class ReplicationClient:
-    """One connection that streams, from its dialling to its end.
+    """One connection that streams, from its setup to its end.
 
-    :param report: told each step of the setup, when it is reached.
-    :param first_message: told when the stream has proven to work.
+    :param report: called with each step of the setup.
+    :param first_message: called when the first message of the stream was received.
     """
 
     def __init__(
@@ -74,28 +75,28 @@ class ReplicationClient:
         self._shelf = shelf or Shelf()
         self.setup = Setup(settings)
         self._go = asyncio.Event()
-        self._news = asyncio.Event()
+        self._status_due = asyncio.Event()
         self._link: ReplicationLink | None = None
-        self._heard_at = 0.0
+        self._arrived_at = 0.0
         self._arrivals = 0
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self._paused = False
         self.positions: Positions | None = None
-        #: How long something has been waiting to be acknowledged.
+        #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
-        #: How many bytes and transactions came in all.
+        #: All bytes and transactions that were received.
         self.received_bytes = 0
         self.received_transactions = 0
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- the connection ------------------------------------------------------------------------
 
     @property
     def dialled(self) -> bool:
-        """Whether the server was reached."""
+        """Whether the connection was opened."""
         return self._link is not None
 
     async def run(self) -> None:
-        """Dial, set up, wait, stream; ends by an error, or by being cancelled."""
+        """Connect, set up, wait for `start_streaming()`, stream; until an error or cancellation."""
         self._report(Step.CONNECTED)
         self._link = link = await ReplicationLink.dial(
             await self._conninfo(), timeout=self._dial_timeout, **self._dial_options
@@ -105,7 +106,7 @@ class ReplicationClient:
             await self._wait_to_stream(link)
             await self._stream(link)
         except asyncio.CancelledError:
-            raise  # whoever ends it has the time to say so to the server
+            raise  # the connection is closed properly, with a Terminate message
         except BaseException:
             link.cut()
             raise
@@ -113,16 +114,16 @@ class ReplicationClient:
             await link.close()
 
     def start_streaming(self) -> None:
-        """The rest of the system is ready for what comes."""
+        """Let the stream start: the rest of the system is ready."""
         self._go.set()
 
-    async def farewell(self) -> None:
-        """Tell the server what is safe by now, so that whoever comes next need not do it again."""
+    async def send_final_status(self) -> None:
+        """Send a last status update, so that confirmed transactions are not sent again."""
         if self._link is not None and self.positions is not None and not self._link.closed:
-            await self._tell(self._link)
+            await self._send_status(self._link)
 
     def cut(self) -> None:
-        """End it at once, without a farewell."""
+        """Abort the connection."""
         if self._link is not None:
             self._link.cut()
 
@@ -142,7 +143,7 @@ class ReplicationClient:
         self._report(Step.READY_TO_STREAM)
 
     async def _wait_to_stream(self, link: ReplicationLink) -> None:
-        """Wait until it is told to; a server that hangs up meanwhile is noticed."""
+        """Wait for `start_streaming()`; query the server meanwhile to notice a lost connection."""
         go = asyncio.ensure_future(self._go.wait())
         try:
             while not go.done():
@@ -161,7 +162,7 @@ class ReplicationClient:
         self._report(Step.STREAMING)
         self.positions = Positions(found.confirmed)
         self._hub.begin(History(found.system_id, found.timeline_id), found.confirmed)
-        self._heard()
+        self._note_arrival()
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._read(link), name="moored-replication-read")
             answers = tasks.create_task(self._answer(link), name="moored-replication-answer")
@@ -173,7 +174,7 @@ class ReplicationClient:
         first = True
         while True:
             batch = await link.receive()
-            self._heard()
+            self._note_arrival()
             if first:
                 first = False
                 self._first_message()
@@ -183,7 +184,7 @@ class ReplicationClient:
                 if done:
                     self._received(done)
                     hub.apply_all(done)
-                    self._look_for_progress()
+                    self._check_progress()
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
                     await self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
@@ -191,7 +192,7 @@ class ReplicationClient:
                 self._paused = True
                 await hub.room()
                 self._paused = False
-                self._heard()  # it was not the server who was silent
+                self._note_arrival()  # the pause was ours: the server was not silent
             else:
                 await asyncio.sleep(0)
 
@@ -205,79 +206,80 @@ class ReplicationClient:
         self.received_bytes += sum(each.body.size for each in done)
         self.received_transactions += len(done)
 
-    def _look_for_progress(self) -> None:
-        """What concerns nobody, or is safe as soon as it is applied, is told without an ack."""
+    def _check_progress(self) -> None:
+        """Send a status update for transactions that need no acknowledgement of a consumer."""
         assert self.positions is not None
         if min(self._hub.flushed(), self.positions.last_seen) > self.positions.flushed + 1:
-            self._news.set()
+            self._status_due.set()
 
     async def _keepalive(self, data: bytes, *, inside: bool) -> None:
         assert self.positions is not None
         keepalive = read_keepalive(data)
         if not inside and self.positions.up_to_date and keepalive.end > self.positions.last_seen:
-            # Nothing up to there concerns anybody: the server need not keep it for us.
+            # The WAL up to there has nothing for any consumer: let the server discard it.
             self._hub.passed(keepalive.end)
             await self._hub.checkpoint(keepalive.end)
         if self.positions.keepalive(keepalive, inside=inside):
-            self._news.set()
+            self._status_due.set()
 
     async def _answer(self, link: ReplicationLink) -> None:
         patience = self.setup.findings.wal_sender_timeout
         every = min(patience / 3, SIGN_OF_LIFE) if patience else SIGN_OF_LIFE
-        # While nothing is read, what is sent is the only way to find out that nobody is there.
+        # While reading is paused, only sending can detect a lost connection.
         every = min(every, SILENCE)
         while True:
             try:
-                async with asyncio.timeout(self._until_next_look(every)):
-                    await self._news.wait()
+                async with asyncio.timeout(self._next_status_in(every)):
+                    await self._status_due.wait()
             except TimeoutError:
                 pass
-            self._news.clear()
-            await self._tell(link)
+            self._status_due.clear()
+            await self._send_status(link)
             await asyncio.sleep(PROGRESS_EVERY)
 
-    async def _tell(self, link: ReplicationLink) -> None:
-        """Tell the server what is safe; first it is kept, then it is told."""
+    async def _send_status(self, link: ReplicationLink) -> None:
+        """Store what is safe, then confirm it to the server."""
         positions, hub = self.positions, self._hub
         assert positions is not None
         safe = min(hub.flushed(), positions.last_seen)
         if safe > positions.flushed + 1:
             await hub.checkpoint(safe)
             positions.acknowledged(safe)
-        await link.send(positions.status(self._clock.wall(), reply=self._must_ask(link)))
+        await link.send(positions.status(self._clock.wall(), reply=self._must_request_reply(link)))
 
-    def _until_next_look(self, every: float) -> float:
-        """Until the next sign of life is due, or the server's silence must be looked at."""
+    def _next_status_in(self, every: float) -> float:
+        """Return the seconds until the next status update, or until the server is overdue."""
         if self._paused:
             return every
-        since = self._heard_at if self._asked_at is None else self._asked_at
+        since = self._arrived_at if self._requested_at is None else self._requested_at
         return min(every, max(0.0, since + SILENCE - self._clock.monotonic()))
 
-    def _must_ask(self, link: ReplicationLink) -> bool:
-        """Whether the server must be asked for a sign of life; raises if it did not give one.
+    def _must_request_reply(self, link: ReplicationLink) -> bool:
+        """Return whether to request a reply of the server; raise if the last request timed out.
 
-        It is never given up unasked, nor with something unread: this process may have been busy.
-        Nor within a long message, as long as its bytes arrive.
+        Unread input is no silence: this process may have been busy. Neither is a long message, as
+        long as its bytes arrive.
         """
         if link.arrivals != self._arrivals:
             self._arrivals = link.arrivals
-            self._heard()
+            self._note_arrival()
         now = self._clock.monotonic()
-        if self._paused or now - (self._asked_at or self._heard_at) < SILENCE or link.has_input:
+        since = self._requested_at or self._arrived_at
+        if self._paused or now - since < SILENCE or link.has_input:
             return False
-        if self._asked_at is not None:
+        if self._requested_at is not None:
             link.cut()
-            raise StreamEnded(f"the server has been silent for {now - self._heard_at:.0f} s")
-        self._asked_at = now
+            raise StreamEnded(f"the server has been silent for {now - self._arrived_at:.0f} s")
+        self._requested_at = now
         return True
 
     def progress(self) -> None:
-        """A consumer has acknowledged something."""
-        self._news.set()
+        """Send a status update soon: a consumer has acknowledged a transaction."""
+        self._status_due.set()
 
-    def _heard(self) -> None:
-        self._heard_at = self._clock.monotonic()
-        self._asked_at = None
+    def _note_arrival(self) -> None:
+        self._arrived_at = self._clock.monotonic()
+        self._requested_at = None
 
     def __repr__(self) -> str:
         return f"<ReplicationClient at {self.setup.step.value}>"
