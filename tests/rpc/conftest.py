@@ -1,4 +1,4 @@
-"""What the tests of the RPC manager share: one server that no test harms."""
+"""Fixtures of the tests of the RPC managers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .servers import EchoServer
 
 @pytest.fixture(scope="session")
 def echo() -> Iterator[EchoServer]:
-    """A running server, for tests that leave it alone."""
+    """A running server that all tests share."""
     with EchoServer() as server:
         yield server
 
@@ -22,7 +22,7 @@ def echo() -> Iterator[EchoServer]:
 def forkable(monkeypatch: pytest.MonkeyPatch) -> None:
     """For simulations, which fork, and whose channels are scripted: there is no gRPC in them.
 
-    A manager in a child refuses to work if a channel of gRPC for asyncio was open at the fork; here
-    such a one may be left from an earlier test, until the garbage collector finds it.
+    A manager in a child refuses to work if a `grpc.aio` channel was open at the fork; one may be
+    left from an earlier test until the garbage collector frees it.
     """
     monkeypatch.setattr(_fork, "_polled", lambda: False)

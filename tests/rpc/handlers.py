@@ -1,4 +1,4 @@
-"""What the tests of both handlers share: generations made and warmed as a manager would."""
+"""Helpers for the tests of both handlers: connected generations, and waits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _numbers = itertools.count(1)
 
 
 def new_live(uri: str, number: int = 0) -> LiveChannel:
-    """The next generation, connected."""
+    """Make the next generation, connected."""
     config = ConnectionConfig.from_uri(uri)
     number = number or next(_numbers)
     channel = make_channel(config, number)
@@ -71,21 +71,21 @@ async def new_aio_live(uri: str, number: int = 0) -> LiveChannel:
 
 
 def descriptors() -> int:
-    """How many files this process has open."""
+    """Return how many files this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def own_threads() -> int:
-    """How many threads there are, without those that a loop keeps for later."""
+    """Return how many threads there are, without the idle ones of an executor."""
     return sum(not each.name.startswith("asyncio_") for each in threading.enumerate())
 
 
 def eventually(holds: Callable[[], bool], limit: float = 10.0) -> None:
-    """Wait for what a thread of gRPC's own does."""
-    over = time.monotonic() + limit
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + limit
     pause = threading.Event()
     while not holds():
-        assert time.monotonic() < over, "it has not come about"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         pause.wait(0.005)
 
 
@@ -93,7 +93,7 @@ def loss_noticed(channel: Handler, generation: int = 1) -> None:
     """Wait until the manager has noticed the loss of a generation: until then calls still fail.
 
     gRPC ends the calls of a lost connection a moment before it reports the loss. If that moment is
-    longer than the manager looks, the next call that fails makes it look again, as this does.
+    longer than the manager's check, the next failed call makes it check again, as this does.
     """
 
     def noticed() -> bool:

@@ -1,4 +1,4 @@
-"""A real Milvus for tests: Milvus Lite in its own process, to be killed and started again."""
+"""A real Milvus for tests: Milvus Lite in its own process, which can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MilvusServer"]
 
 
 class MilvusServer:
-    """One server on one port and one folder, for all of its lives."""
+    """One server; a restart uses the same port and folder."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -53,7 +53,7 @@ class MilvusServer:
         return True
 
     def kill(self) -> None:
-        """As if its machine had lost its power."""
+        """Kill it with SIGKILL."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

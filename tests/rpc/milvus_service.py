@@ -1,4 +1,4 @@
-"""A gRPC server with Milvus's own service: it shows what it was told, and says what it should."""
+"""A gRPC server with Milvus's service: records its requests, and answers as a test says."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ VIOLATION = "code: STREAMING_CODE_REPLICATE_VIOLATION, cause: not primary"
 
 
 class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
-    """Notes who calls; `refuse` and `fail` choose what it says."""
+    """Records its calls; `refuse` and `accepts` decide its answers."""
 
     def __init__(self) -> None:
         self.greetings: list[dict[str, str]] = []
         self.told: list[dict[str, str]] = []
         self.calls: list[dict[str, str]] = []
-        #: Old ones do not know the greeting.
+        #: Old servers do not know Connect().
         self.greets = True
         self.refuse: grpc.StatusCode | None = None
         self.accepts: str | None = None
@@ -41,7 +41,7 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
         self.greetings.append(dict(context.invocation_metadata()))
         self.told.append(dict(request.client_info.reserved))
         if not self.greets:
-            context.abort(grpc.StatusCode.UNIMPLEMENTED, "what do you mean?")
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method")
         if self.refuse is not None:
             context.abort(self.refuse, "auth check failure, please check")
         if self.accepts not in (None, self.greetings[-1].get("authorization")):
@@ -57,7 +57,7 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
         return milvus_pb2.GetVersionResponse(status=common_pb2.Status(), version="1")
 
     def DropAlias(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Stands for a write; one of these takes longer."""
+        """Stands for a write; the alias "late" blocks until `go_on` is set."""
         if request.alias == "late":
             self.held.release()
             self.go_on.wait(LIMIT)

@@ -1,4 +1,4 @@
-"""Servers and channels for simulations: they fall, hang and move as a scenario says."""
+"""Scripted servers and channels for simulations: they die, hang and move as a scenario says."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ ADDRESSES = ("north:1", "south:1")
 
 
 class World:
-    """What there is outside the managers."""
+    """The servers, their tokens and the open channels."""
 
     def __init__(self, chance: random.Random, lanes: int = 1) -> None:
         self.chance = chance
         #: How many channels are made at once for one connection.
         self.lanes = lanes
-        #: Which token the servers accept.
+        #: The token that the servers accept.
         self.token = 0
         self.up = dict.fromkeys(ADDRESSES, True)
         self.hangs = dict.fromkeys(ADDRESSES, False)
-        #: Who lives, and answers UNAVAILABLE all the same.
+        #: Servers that are up, and answer UNAVAILABLE.
         self.busy = dict.fromkeys(ADDRESSES, False)
         self.open: set[Channel] = set()
-        #: What must never be: not raised where it happens, as a failure is nothing special there.
+        #: Violated invariants; collected, because an exception would count as a failed attempt.
         self.wrong: list[str] = []
         self.dialling: dict[str, int] = {}
         self.primary, self.version = ADDRESSES[0], 1
 
     def fall(self, address: str) -> None:
-        """The server dies, and its connections with it."""
+        """Kill a server and its connections."""
         self.up[address] = False
         for channel in self.open:
             if channel.address == address:
@@ -53,7 +53,7 @@ class World:
 
 
 class Credentials:
-    """Those of one connection; refreshed, they are what the servers accept at that moment."""
+    """Credentials of one connection; a refresh takes the token that the servers accept now."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -83,7 +83,7 @@ class Channel:
         self.world = world
         self.address = config.address
         self.key = config.token
-        #: Its server has gone since it was connected, or somebody had reason to replace it.
+        #: Its server has died since it connected, or an application asked to replace it.
         self.dead = False
         self.closed = False
         self.calls = 0
@@ -94,7 +94,7 @@ class Channel:
         return self.world.hangs[self.address] and not self.dead
 
     def get_state(self) -> grpc.ChannelConnectivity:
-        """As gRPC's own: that a connection is lost is not known at once."""
+        """Report the state as gRPC does: a lost connection is noticed late."""
         lost = self.dead and self.world.chance.random() < 0.7
         return grpc.ChannelConnectivity.IDLE if lost else grpc.ChannelConnectivity.READY
 
@@ -124,13 +124,13 @@ class Channel:
 
     async def close(self, grace: float | None = None) -> None:
         if self.calls:
-            self.world.wrong.append("closed with calls under way")
+            self.world.wrong.append("closed with calls in flight")
         self.closed = True
         self.world.open.discard(self)
 
 
 class Call:
-    """One call, as gRPC's own look."""
+    """One call, with the interface of a `grpc.aio` call."""
 
     def __init__(self, channel: Channel, request: Any, timeout: float | None, token: str) -> None:
         self.channel = channel

@@ -1,4 +1,4 @@
-"""Real gRPC servers for tests: each in its own process, to be killed and started again."""
+"""Real gRPC servers for tests, each in its own process that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ service Greeter {
 
 
 class EchoServer:
-    """The server of `echo_program.py`, on one port for all of its lives."""
+    """The server of `echo_program.py`; a restart uses the same port."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class EchoServer:
             raise AssertionError(f"the server has not started on {self.address}")
 
     def kill(self) -> None:
-        """As if its machine had lost its power."""
+        """Kill it with SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""One test for both managers: calls of threads are made in threads, and awaited."""
+"""One interface to both managers; calls of the thread manager run in a thread and are awaited."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class Threads:
         self.manager = ConnectionManager(**options)
 
     async def get(self, config: ConnectionConfig, **named: Any) -> Any:
-        return await _elsewhere(self.manager.get_or_create, config, **named)
+        return await _in_a_thread(self.manager.get_or_create, config, **named)
 
     async def call(
         self, channel: Any, method: str, request: bytes = b"", timeout: float = LIMIT
     ) -> bytes:
-        answer: bytes = await _elsewhere(channel.unary_unary(method), request, timeout)
+        answer: bytes = await _in_a_thread(channel.unary_unary(method), request, timeout)
         return answer
 
     async def run(self, function: Any, *given: Any, **named: Any) -> Any:
-        """A function that may block."""
-        return await _elsewhere(function, *given, **named)
+        """Run a function that may block."""
+        return await _in_a_thread(function, *given, **named)
 
     async def handle_error(self, channel: Any, error: BaseException) -> bool:
-        return bool(await _elsewhere(self.manager.handle_error, channel, error, LIMIT))
+        return bool(await _in_a_thread(self.manager.handle_error, channel, error, LIMIT))
 
     async def __aenter__(self) -> Threads:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await _elsewhere(self.manager.close)
+        await _in_a_thread(self.manager.close)
 
 
 class Aio:
@@ -63,7 +63,7 @@ class Aio:
         return answer
 
     async def run(self, function: Any, *given: Any, **named: Any) -> Any:
-        """A function that is awaited."""
+        """Await an async function."""
         return await function(*given, **named)
 
     async def handle_error(self, channel: Any, error: BaseException) -> bool:
@@ -80,23 +80,23 @@ SIDES = (Threads, Aio)
 
 Kind = type[Threads] | type[Aio]
 
-#: For a test that is made once with each.
+#: Runs a test once with each manager.
 both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
 
 
 class Client:
-    """Somebody who says who it is."""
+    """A client object, for `client=`."""
 
 
 def config_of(server: EchoServer) -> ConnectionConfig:
-    """How to reach a server."""
+    """Return the configuration for a server."""
     return ConnectionConfig.from_uri(server.uri)
 
 
 def aborted(error: BaseException) -> bool:
-    """For `classify`: the server lives, and answers with an error that a new connection mends."""
+    """A `classify` function: ABORTED asks for a new connection."""
     return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.ABORTED
 
 
-async def _elsewhere(call: Any, *given: Any, **named: Any) -> Any:
+async def _in_a_thread(call: Any, *given: Any, **named: Any) -> Any:
     return await in_thread(partial(call, *given, **named), name="caller")

@@ -1,4 +1,4 @@
-"""Calls that are under way when their connection is closed may end."""
+"""Calls in flight when a manager is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLEEP = "/test.Echo/Sleep"
 LIMIT = 30.0
 
 
-async def test_closing_a_manager_lets_calls_end(echo: EchoServer) -> None:
+async def test_close_lets_calls_in_flight_finish(echo: EchoServer) -> None:
     manager = AsyncConnectionManager()
     channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
     call = channel.unary_unary(SLEEP)(b"0.3", timeout=LIMIT)
@@ -28,7 +28,7 @@ async def test_closing_a_manager_lets_calls_end(echo: EchoServer) -> None:
         await channel.unary_unary(ECHO)(b"")
 
 
-def test_closing_a_manager_of_threads_lets_calls_end(echo: EchoServer) -> None:
+def test_close_of_a_thread_manager_lets_calls_in_flight_finish(echo: EchoServer) -> None:
     manager = ConnectionManager()
     channel = manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
     call = channel.unary_unary(SLEEP).future(b"0.3", timeout=LIMIT)
@@ -39,7 +39,7 @@ def test_closing_a_manager_of_threads_lets_calls_end(echo: EchoServer) -> None:
         channel.unary_unary(ECHO)(b"")
 
 
-async def test_an_endless_call_does_not_hold_up_the_end(
+async def test_endless_call_delays_close_by_a_limit_only(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.rpc._background.CLOSING", 0.1)
@@ -52,7 +52,7 @@ async def test_an_endless_call_does_not_hold_up_the_end(
     assert call.done()
 
 
-def test_an_endless_call_of_threads_does_not_hold_up_the_end(
+def test_endless_call_of_threads_delays_close_by_a_limit_only(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.rpc._background.CLOSING", 0.1)

@@ -140,7 +140,7 @@ async def test_a_refused_connection_is_told_at_once_and_says_why(make: Make) -> 
     channel = make(config, 1)
     began = time.monotonic()
     with pytest.raises(ConnectFailed) as raised:
-        await ready(channel, config.address)
+        await ready(channel)
     assert time.monotonic() - began < 3
     assert config.address in str(raised.value)
     assert "onnection refused" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The handler of threads, over real servers: it stays valid while connections are replaced."""
+"""The handler for threads, over real servers: it stays valid while connections are replaced."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def handler(make: Make, echo: EchoServer) -> Handler:
     return make(new_live(echo.uri))
 
 
-class Waits:
-    """Counts who waits, and can wait for them."""
+class WaitingCalls:
+    """Counts waiting calls, and can wait for a count."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -83,7 +83,7 @@ class Waits:
 # -- it is a channel -------------------------------------------------------------------------------
 
 
-def test_all_four_kinds_of_methods(handler: Handler) -> None:
+def test_all_four_kinds_of_methods_work(handler: Handler) -> None:
     assert isinstance(handler, grpc.Channel)
     assert handler.unary_unary(ECHO)(b"a") == b"a"
     assert list(handler.unary_stream(COUNT)(b"3")) == [b"0", b"1", b"2"]
@@ -91,7 +91,7 @@ def test_all_four_kinds_of_methods(handler: Handler) -> None:
     assert list(handler.stream_stream(CHAT)(iter([b"a", b"b"]))) == [b"re: a", b"re: b"]
 
 
-def test_with_call_and_futures(handler: Handler) -> None:
+def test_with_call_and_future_work(handler: Handler) -> None:
     response, call = handler.unary_unary(METADATA).with_call(b"", metadata=(("mine", "1"),))
     assert ["mine", "1"] in json.loads(response)
     assert ("initial", "here") in [tuple(pair) for pair in call.initial_metadata()]
@@ -103,7 +103,7 @@ def test_with_call_and_futures(handler: Handler) -> None:
     eventually(lambda: handler.calls == 0)
 
 
-def test_generated_stubs_take_it(
+def test_generated_stubs_accept_it(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_stubs(tmp_path)
@@ -122,7 +122,7 @@ def test_generated_stubs_take_it(
         sys.modules.pop(name)
 
 
-def test_interceptors_go_on_top(handler: Handler, echo: EchoServer) -> None:
+def test_interceptors_wrap_it(handler: Handler, echo: EchoServer) -> None:
     class Marked(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
         seen = 0
 
@@ -146,7 +146,7 @@ def test_interceptors_go_on_top(handler: Handler, echo: EchoServer) -> None:
     eventually(lambda: handler.calls == 0)
 
 
-def test_an_interceptor_gets_a_call_that_was_not_sent(make: Make) -> None:
+def test_interceptor_gets_a_failed_call_that_was_not_sent(make: Make) -> None:
     class Seen(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         outcome: Any = None
 
@@ -161,21 +161,21 @@ def test_an_interceptor_gets_a_call_that_was_not_sent(make: Make) -> None:
     assert seen.outcome.done()
 
 
-def test_it_tells_the_state_of_each_connection(handler: Handler, echo: EchoServer) -> None:
+def test_subscribers_get_the_state_of_each_generation(handler: Handler, echo: EchoServer) -> None:
     live = handler._live
     assert live is not None
-    # gRPC's own watching thread must be gone: one that is asked to connect, and whose channel is
-    # then closed at once, ends with a traceback.
+    # gRPC's watching thread must have ended: if it is asked to connect, and its channel is closed
+    # at that moment, it ends with a traceback.
     eventually(lambda: not live.channel._connectivity_state.polling)
     grpc.channel_ready_future(handler).result(10)
-    told: list[grpc.ChannelConnectivity] = []
-    handler.subscribe(told.append)
-    eventually(lambda: told[-1:] == [grpc.ChannelConnectivity.READY])
-    told.clear()
+    reported: list[grpc.ChannelConnectivity] = []
+    handler.subscribe(reported.append)
+    eventually(lambda: reported[-1:] == [grpc.ChannelConnectivity.READY])
+    reported.clear()
     handler._swap(new_live(echo.uri))
-    eventually(lambda: told[-1:] == [grpc.ChannelConnectivity.READY])
-    handler.unsubscribe(told.append)
-    handler.unsubscribe(told.append)
+    eventually(lambda: reported[-1:] == [grpc.ChannelConnectivity.READY])
+    handler.unsubscribe(reported.append)
+    handler.unsubscribe(reported.append)
     assert handler._subscribers == []
 
 
@@ -195,7 +195,7 @@ def test_credentials_are_added_to_each_call(make: Make, echo: EchoServer) -> Non
     assert "second" not in repr(token) + repr(handler)
 
 
-def test_credentials_that_must_be_awaited_are_refused(make: Make, echo: EchoServer) -> None:
+def test_async_credentials_are_refused(make: Make, echo: EchoServer) -> None:
     class Awaited:
         async def metadata(self) -> tuple[tuple[str, str], ...]:
             return ()
@@ -209,11 +209,13 @@ def test_credentials_that_must_be_awaited_are_refused(make: Make, echo: EchoServ
 # -- failed calls ----------------------------------------------------------------------------------
 
 
-def test_a_failed_call_is_raised_and_told_with_its_generation(make: Make, echo: EchoServer) -> None:
-    told: list[tuple[grpc.StatusCode, int]] = []
+def test_failed_call_is_raised_and_reported_with_its_generation(
+    make: Make, echo: EchoServer
+) -> None:
+    reported: list[tuple[grpc.StatusCode, int]] = []
     handler = make(
         new_live(echo.uri, 7),
-        on_rpc_error=lambda error, number: told.append((error.code(), number)),
+        on_rpc_error=lambda error, number: reported.append((error.code(), number)),
     )
     code = grpc.StatusCode.ABORTED
     for call in (
@@ -225,12 +227,14 @@ def test_a_failed_call_is_raised_and_told_with_its_generation(make: Make, echo: 
         with pytest.raises(grpc.RpcError) as raised:
             call()
         assert raised.value.code() is code
-        eventually(lambda: told == [(code, 7)])
-        told.clear()
+        eventually(lambda: reported == [(code, 7)])
+        reported.clear()
     eventually(lambda: handler.calls == 0)
 
 
-def test_who_is_told_cannot_change_what_the_caller_sees(make: Make, echo: EchoServer) -> None:
+def test_failing_error_callback_does_not_change_the_callers_error(
+    make: Make, echo: EchoServer
+) -> None:
     def defect(error: grpc.RpcError, number: int) -> None:
         raise ZeroDivisionError
 
@@ -240,11 +244,11 @@ def test_who_is_told_cannot_change_what_the_caller_sees(make: Make, echo: EchoSe
     assert raised.value.code() is grpc.StatusCode.ABORTED
 
 
-def test_a_call_to_a_killed_server_fails_and_is_told(make: Make) -> None:
-    told: list[grpc.StatusCode] = []
+def test_call_to_a_killed_server_fails_and_is_reported(make: Make) -> None:
+    reported: list[grpc.StatusCode] = []
     with EchoServer() as server:
         handler = make(
-            new_live(server.uri), on_rpc_error=lambda error, number: told.append(error.code())
+            new_live(server.uri), on_rpc_error=lambda error, number: reported.append(error.code())
         )
         call = handler.unary_unary(SLEEP).future(b"60")
         list(handler.unary_stream(COUNT)(b"1"))
@@ -252,14 +256,14 @@ def test_a_call_to_a_killed_server_fails_and_is_told(make: Make) -> None:
         with pytest.raises(grpc.RpcError) as raised:
             call.result(10)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        eventually(lambda: told == [grpc.StatusCode.UNAVAILABLE])
+        eventually(lambda: reported == [grpc.StatusCode.UNAVAILABLE])
 
 
 # -- waiting for a generation ----------------------------------------------------------------------
 
 
 def test_calls_wait_for_the_first_generation(make: Make, echo: EchoServer) -> None:
-    waits = Waits()
+    waits = WaitingCalls()
     handler = make(on_waiting=waits)
     asks: list[Callable[[], Any]] = [
         lambda: handler.unary_unary(ECHO)(b"a"),
@@ -276,8 +280,8 @@ def test_calls_wait_for_the_first_generation(make: Make, echo: EchoServer) -> No
     assert waits.now == 0
 
 
-def test_what_is_left_of_the_time_goes_to_the_call(make: Make, echo: EchoServer) -> None:
-    waits = Waits()
+def test_call_gets_the_remaining_time_after_its_wait(make: Make, echo: EchoServer) -> None:
+    waits = WaitingCalls()
     handler = make(on_waiting=waits)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(handler.unary_unary(LIMIT), b"", 10.0)
@@ -285,12 +289,12 @@ def test_what_is_left_of_the_time_goes_to_the_call(make: Make, echo: EchoServer)
         live = new_live(echo.uri)
         time.sleep(1.0)
         handler._swap(live)
-        # The server is told a rounded time.
+        # gRPC rounds the timeout that it sends.
         assert 3 < float(answer.result(10)) < 9.5
 
 
-def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
-    waits = Waits()
+def test_waiting_call_ends_with_its_timeout(make: Make) -> None:
+    waits = WaitingCalls()
     handler = make(address="db:1", on_waiting=waits)
     handler._lose(ConnectFailed("refused"))
     with pytest.raises(grpc.RpcError) as raised:
@@ -302,7 +306,7 @@ def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
     assert waits.now == 0
 
 
-def test_a_call_without_a_limit_waits_for_as_long_as_the_handler_says(make: Make) -> None:
+def test_call_without_a_timeout_waits_for_the_wait_limit(make: Make) -> None:
     handler = make(wait_limit=0.05)
     stream = handler.unary_stream(COUNT)(b"")
     with pytest.raises(ConnectFailed) as raised:
@@ -310,8 +314,8 @@ def test_a_call_without_a_limit_waits_for_as_long_as_the_handler_says(make: Make
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
-def test_a_closed_handler_says_so_to_those_who_wait(make: Make) -> None:
-    waits = Waits()
+def test_close_fails_waiting_calls(make: Make) -> None:
+    waits = WaitingCalls()
     handler = make(on_waiting=waits)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(handler.unary_unary(ECHO), b"")
@@ -323,19 +327,19 @@ def test_a_closed_handler_says_so_to_those_who_wait(make: Make) -> None:
         handler.unary_unary(ECHO)(b"")
 
 
-def test_close_gives_a_shared_handler_back(make: Make, echo: EchoServer) -> None:
-    given_back: list[None] = []
-    handler = make(new_live(echo.uri), on_close=lambda: given_back.append(None))
+def test_close_of_a_shared_handler_releases_it(make: Make, echo: EchoServer) -> None:
+    released: list[None] = []
+    handler = make(new_live(echo.uri), on_close=lambda: released.append(None))
     with handler:
         pass
-    assert given_back == [None]
+    assert released == [None]
     assert handler.unary_unary(ECHO)(b"a") == b"a"
 
 
 # -- swaps -----------------------------------------------------------------------------------------
 
 
-def test_calls_go_to_the_new_generation_after_a_swap(make: Make) -> None:
+def test_calls_use_the_new_generation_after_a_swap(make: Make) -> None:
     with EchoServer() as one, EchoServer() as other:
         handler = make(new_live(one.uri, 1))
         ask = handler.unary_unary(PID)
@@ -346,7 +350,7 @@ def test_calls_go_to_the_new_generation_after_a_swap(make: Make) -> None:
         assert repr(handler) == f"<Handler to {other.address}: generation 2, 0 calls>"
 
 
-def test_a_replaced_generation_ends_its_calls_and_is_closed(make: Make, echo: EchoServer) -> None:
+def test_replaced_generation_finishes_its_calls_and_is_closed(make: Make, echo: EchoServer) -> None:
     old = new_live(echo.uri)
     handler = make(old)
     numbers = handler.unary_stream(ENDLESS)(b"0.01")
@@ -364,12 +368,12 @@ def test_a_replaced_generation_ends_its_calls_and_is_closed(make: Make, echo: Ec
         old.channel.unary_unary(ECHO)(b"")
 
 
-def test_calls_to_another_server_that_outlive_the_grace_are_cut(
+def test_calls_to_another_server_that_exceed_the_grace_are_cut(
     make: Make, echo: EchoServer
 ) -> None:
     old = new_live(echo.uri)
-    told: list[int] = []
-    handler = make(old, grace=0.2, on_rpc_error=lambda error, number: told.append(number))
+    reported: list[int] = []
+    handler = make(old, grace=0.2, on_rpc_error=lambda error, number: reported.append(number))
     call = handler.unary_unary(SLEEP).future(b"60")
     new = new_live(echo.uri)
     new.address = "elsewhere:1"
@@ -381,7 +385,9 @@ def test_calls_to_another_server_that_outlive_the_grace_are_cut(
     assert handler.unary_unary(ECHO)(b"a") == b"a"
 
 
-def test_a_forgotten_stream_does_not_keep_a_generation(make: Make, echo: EchoServer) -> None:
+def test_garbage_collected_stream_does_not_keep_its_generation(
+    make: Make, echo: EchoServer
+) -> None:
     old = new_live(echo.uri)
     handler = make(old)
     numbers = handler.unary_stream(ENDLESS)(b"0.01")
@@ -393,7 +399,7 @@ def test_a_forgotten_stream_does_not_keep_a_generation(make: Make, echo: EchoSer
     assert old.calls == []
 
 
-def test_a_generation_that_comes_after_the_end_is_closed(make: Make, echo: EchoServer) -> None:
+def test_generation_that_arrives_after_the_close_is_closed(make: Make, echo: EchoServer) -> None:
     handler = make()
     handler.close()
     late = new_live(echo.uri)
@@ -402,8 +408,8 @@ def test_a_generation_that_comes_after_the_end_is_closed(make: Make, echo: EchoS
     assert late.closed
 
 
-def test_a_lost_generation_makes_calls_wait(make: Make, echo: EchoServer) -> None:
-    waits = Waits()
+def test_lost_generation_makes_calls_wait(make: Make, echo: EchoServer) -> None:
+    waits = WaitingCalls()
     handler = make(new_live(echo.uri), on_waiting=waits)
     handler._lose(ConnectFailed("gone"))
     assert handler.generation == 0
@@ -442,12 +448,14 @@ def test_no_call_is_lost_while_threads_call_and_generations_change(
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_a_swap_between_the_look_and_the_count(make: Make, echo: EchoServer, drained: bool) -> None:
+def test_swap_between_choosing_and_counting_a_generation_is_safe(
+    make: Make, echo: EchoServer, drained: bool
+) -> None:
     old, new = new_live(echo.uri, 1), new_live(echo.uri, 2)
     handler = make(old)
 
     class Interleaved(list[None]):
-        """What another thread does just before a call is counted."""
+        """Swaps generations just before a call is counted, as another thread could."""
 
         first = True
 
@@ -498,8 +506,8 @@ def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) 
 # -- around a fork ---------------------------------------------------------------------------------
 
 
-def test_a_drained_handler_has_no_call_under_way(make: Make, echo: EchoServer) -> None:
-    waits = Waits()
+def test_drained_handler_has_no_call_in_flight(make: Make, echo: EchoServer) -> None:
+    waits = WaitingCalls()
     handler = make(new_live(echo.uri), on_waiting=waits)
     slow = handler.unary_unary(SLEEP).future(b"0.3")
     assert handler.drain(10)
@@ -513,7 +521,7 @@ def test_a_drained_handler_has_no_call_under_way(make: Make, echo: EchoServer) -
         assert answer.result(10) == b"a"
 
 
-def test_a_drain_takes_no_longer_than_it_may(make: Make, echo: EchoServer) -> None:
+def test_drain_ends_with_its_timeout(make: Make, echo: EchoServer) -> None:
     old = new_live(echo.uri)
     handler = make(old)
     numbers = handler.unary_stream(ENDLESS)(b"0.05")
@@ -525,7 +533,9 @@ def test_a_drain_takes_no_longer_than_it_may(make: Make, echo: EchoServer) -> No
     assert handler.unary_unary(ECHO)(b"a") == b"a"
 
 
-def test_a_swap_while_the_gate_is_shut(make: Make, echo: EchoServer) -> None:
+def test_generation_swapped_during_a_drain_is_used_after_resume(
+    make: Make, echo: EchoServer
+) -> None:
     handler = make(new_live(echo.uri, 1))
     assert handler.drain(10)
     handler._swap(new_live(echo.uri, 2))
@@ -536,7 +546,7 @@ def test_a_swap_while_the_gate_is_shut(make: Make, echo: EchoServer) -> None:
     assert handler.unary_unary(ECHO)(b"a") == b"a"
 
 
-def test_threads_that_call_all_the_time_are_drained(make: Make, echo: EchoServer) -> None:
+def test_continuously_calling_threads_are_drained(make: Make, echo: EchoServer) -> None:
     handler = make(new_live(echo.uri))
     over = threading.Event()
 
@@ -558,7 +568,7 @@ def test_threads_that_call_all_the_time_are_drained(make: Make, echo: EchoServer
             worker.result(30)
 
 
-def test_a_child_starts_with_nothing(make: Make, echo: EchoServer) -> None:
+def test_reset_handler_of_a_forked_child_has_no_generation(make: Make, echo: EchoServer) -> None:
     inherited = new_live(echo.uri)
     handler = make(inherited)
     assert handler.drain(10)

@@ -1,4 +1,4 @@
-"""The handler of asyncio, over real servers; a call that had to wait is like any other."""
+"""The handler for asyncio, over real servers; a call that had to wait behaves like any other."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ async def handler(make: Make, echo: EchoServer) -> AsyncHandler:
     return make(await new_aio_live(echo.uri))
 
 
-@pytest.fixture(params=["at once", "after a wait"])
+@pytest.fixture(params=["connected", "connecting"])
 async def either(request: pytest.FixtureRequest, make: Make, echo: EchoServer) -> AsyncHandler:
-    """A handler that has a generation, or one that will have it soon after the call has begun."""
+    """A handler that has a generation, or gets one soon after the call has begun."""
     live = await new_aio_live(echo.uri)
-    if request.param == "at once":
+    if request.param == "connected":
         return make(live)
     handler = make()
     asyncio.get_running_loop().call_later(0.05, handler._swap, live)
@@ -80,12 +80,12 @@ async def either(request: pytest.FixtureRequest, make: Make, echo: EchoServer) -
 # -- it is a channel -------------------------------------------------------------------------------
 
 
-async def test_unary_calls(either: AsyncHandler) -> None:
+async def test_unary_call_has_the_interface_of_grpc(either: AsyncHandler) -> None:
     assert isinstance(either, grpc.aio.Channel)
-    over: list[Any] = []
+    ended: list[Any] = []
     call = either.unary_unary(METADATA)(b"", timeout=30, metadata=(("mine", "1"),))
     assert isinstance(call, grpc.aio.UnaryUnaryCall)
-    call.add_done_callback(over.append)
+    call.add_done_callback(ended.append)
     assert not call.done()
     assert 0 < call.time_remaining() <= 30
     assert ["mine", "1"] in json.loads(await call)
@@ -97,13 +97,13 @@ async def test_unary_calls(either: AsyncHandler) -> None:
     assert await call.debug_error_string() == ""
     assert (await call.initial_metadata())["initial"] == "here"
     assert (await call.trailing_metadata())["trailing"] == "there"
-    assert over == [call]
-    call.add_done_callback(over.append)
-    assert over == [call, call]
+    assert ended == [call]
+    call.add_done_callback(ended.append)
+    assert ended == [call, call]
     await call.wait_for_connection()
 
 
-async def test_server_streams(either: AsyncHandler) -> None:
+async def test_server_stream_can_be_iterated(either: AsyncHandler) -> None:
     call = either.unary_stream(COUNT)(b"3")
     assert isinstance(call, grpc.aio.UnaryStreamCall)
     assert [each async for each in call] == [b"0", b"1", b"2"]
@@ -112,18 +112,18 @@ async def test_server_streams(either: AsyncHandler) -> None:
     assert [await call.read() for _ in range(3)] == [b"0", b"1", grpc.aio.EOF]
 
 
-async def test_server_streams_are_read(either: AsyncHandler) -> None:
+async def test_server_stream_can_be_read(either: AsyncHandler) -> None:
     call = either.unary_stream(COUNT)(b"1")
     assert [await call.read() for _ in range(2)] == [b"0", grpc.aio.EOF]
 
 
-async def test_client_streams(either: AsyncHandler) -> None:
+async def test_client_stream_takes_an_iterator(either: AsyncHandler) -> None:
     call = either.stream_unary(COLLECT)(iter([b"a", b"b"]))
     assert isinstance(call, grpc.aio.StreamUnaryCall)
     assert await call == b"ab"
 
 
-async def test_client_streams_are_written(either: AsyncHandler) -> None:
+async def test_client_stream_can_be_written(either: AsyncHandler) -> None:
     call = either.stream_unary(COLLECT)()
     await call.write(b"a")
     await call.write(b"b")
@@ -131,7 +131,7 @@ async def test_client_streams_are_written(either: AsyncHandler) -> None:
     assert await call == b"ab"
 
 
-async def test_both_streams(either: AsyncHandler) -> None:
+async def test_bidirectional_stream_takes_an_iterator(either: AsyncHandler) -> None:
     async def requests() -> AsyncIterator[bytes]:
         yield b"a"
         yield b"b"
@@ -141,7 +141,7 @@ async def test_both_streams(either: AsyncHandler) -> None:
     assert [each async for each in call] == [b"re: a", b"re: b"]
 
 
-async def test_both_streams_are_read_and_written(either: AsyncHandler) -> None:
+async def test_bidirectional_stream_can_be_read_and_written(either: AsyncHandler) -> None:
     call = either.stream_stream(CHAT)()
     for word in (b"a", b"b"):
         await call.write(word)
@@ -151,27 +151,27 @@ async def test_both_streams_are_read_and_written(either: AsyncHandler) -> None:
     assert await call.code() is OK
 
 
-async def test_a_failed_call(either: AsyncHandler) -> None:
-    told: list[tuple[grpc.StatusCode, str]] = []
-    either._on_rpc_error = lambda error, number: told.append((error.code(), error.details()))
+async def test_failed_call_is_raised_and_reported(either: AsyncHandler) -> None:
+    reported: list[tuple[grpc.StatusCode, str]] = []
+    either._on_rpc_error = lambda error, number: reported.append((error.code(), error.details()))
     call = either.unary_unary(FAIL)(b"ABORTED")
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     assert raised.value.code() is grpc.StatusCode.ABORTED
     assert (await call.code(), await call.details()) == (grpc.StatusCode.ABORTED, "as asked")
-    assert told == [(grpc.StatusCode.ABORTED, "as asked")]
+    assert reported == [(grpc.StatusCode.ABORTED, "as asked")]
     with pytest.raises(grpc.aio.AioRpcError):
         assert [each async for each in either.unary_stream(COUNT)(b"2 ABORTED")]
-    assert len(told) == 2
+    assert len(reported) == 2
     assert either.calls == 0
 
 
-async def test_a_call_is_cancelled(either: AsyncHandler) -> None:
-    over: list[Any] = []
-    told: list[int] = []
-    either._on_rpc_error = lambda error, number: told.append(number)
+async def test_cancelled_call_is_not_reported_as_an_error(either: AsyncHandler) -> None:
+    ended: list[Any] = []
+    reported: list[int] = []
+    either._on_rpc_error = lambda error, number: reported.append(number)
     call = either.unary_unary(SLEEP)(b"60")
-    call.add_done_callback(over.append)
+    call.add_done_callback(ended.append)
     assert call.cancel()
     assert not call.cancel()
     assert call.cancelled()
@@ -180,11 +180,11 @@ async def test_a_call_is_cancelled(either: AsyncHandler) -> None:
         await call
     assert await call.code() is CANCELLED
     assert "cancelled" in await call.details()
-    assert over == [call]
-    assert told == []
+    assert ended == [call]
+    assert reported == []
 
 
-async def test_who_awaits_a_call_and_is_cancelled_cancels_it(either: AsyncHandler) -> None:
+async def test_cancelling_the_awaiting_task_cancels_the_call(either: AsyncHandler) -> None:
     call = either.unary_unary(SLEEP)(b"60")
 
     async def wait() -> None:
@@ -199,7 +199,9 @@ async def test_who_awaits_a_call_and_is_cancelled_cancels_it(either: AsyncHandle
     assert await call.code() is CANCELLED
 
 
-async def test_who_asks_for_the_code_and_is_cancelled_does_not(either: AsyncHandler) -> None:
+async def test_cancelling_a_wait_for_the_code_does_not_cancel_the_call(
+    either: AsyncHandler,
+) -> None:
     call = either.unary_unary(SLEEP)(b"0.2")
     task = asyncio.create_task(call.code())
     await asyncio.sleep(0)
@@ -209,7 +211,7 @@ async def test_who_asks_for_the_code_and_is_cancelled_does_not(either: AsyncHand
     assert await call == b"0.2"
 
 
-async def test_a_stream_is_cancelled(either: AsyncHandler) -> None:
+async def test_stream_can_be_cancelled(either: AsyncHandler) -> None:
     call = either.unary_stream(ENDLESS)(b"0.01")
     assert await call.read() == b"0"
     assert call.cancel()
@@ -219,7 +221,7 @@ async def test_a_stream_is_cancelled(either: AsyncHandler) -> None:
     assert either.calls == 0
 
 
-async def test_generated_stubs_take_it(
+async def test_generated_stubs_accept_it(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_stubs(tmp_path)
@@ -240,7 +242,7 @@ async def test_generated_stubs_take_it(
         sys.modules.pop(name)
 
 
-async def test_it_tells_its_state(make: Make, echo: EchoServer) -> None:
+async def test_state_changes_are_reported(make: Make, echo: EchoServer) -> None:
     handler = make()
     states = grpc.ChannelConnectivity
     assert handler.get_state() is states.CONNECTING
@@ -276,7 +278,9 @@ async def test_credentials_are_added_to_each_call(make: Make, echo: EchoServer) 
     assert ["mine", "1"] in both
 
 
-async def test_credentials_may_be_awaited(make: Make, echo: EchoServer) -> None:
+async def test_async_credentials_are_awaited_within_the_timeout(
+    make: Make, echo: EchoServer
+) -> None:
     class Awaited:
         delay = 0.0
 
@@ -297,7 +301,7 @@ async def test_credentials_may_be_awaited(make: Make, echo: EchoServer) -> None:
 # -- waiting for a generation ----------------------------------------------------------------------
 
 
-async def test_what_is_left_of_the_time_goes_to_the_call(make: Make, echo: EchoServer) -> None:
+async def test_call_gets_the_remaining_time_after_its_wait(make: Make, echo: EchoServer) -> None:
     waits: list[int] = []
     handler = make(on_waiting=waits.append)
     call = handler.unary_unary(LIMIT)(b"", timeout=10)
@@ -305,17 +309,17 @@ async def test_what_is_left_of_the_time_goes_to_the_call(make: Make, echo: EchoS
     await asyncio.sleep(1.0)
     assert waits == [1]
     handler._swap(live)
-    # The server is told a rounded time.
+    # gRPC rounds the timeout that it sends.
     assert 3 < float(await call) < 9.5
     assert waits == [1, -1]
 
 
-async def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
+async def test_waiting_call_ends_with_its_timeout(make: Make) -> None:
     handler = make(address="db:1")
     handler._lose(ConnectFailed("refused"))
-    over: list[Any] = []
+    ended: list[Any] = []
     call = handler.unary_unary(ECHO)(b"", timeout=0.05)
-    call.add_done_callback(over.append)
+    call.add_done_callback(ended.append)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     assert raised.value.code() is await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -324,7 +328,7 @@ async def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
     assert "refused" in await call.debug_error_string()
     assert "refused" in str(raised.value)
     assert len(await call.initial_metadata()) == len(await call.trailing_metadata()) == 0
-    assert over == [call]
+    assert ended == [call]
     assert call.done()
     assert not call.cancelled()
     assert "failed" in repr(call)
@@ -337,12 +341,12 @@ async def test_a_call_does_not_wait_past_its_time(make: Make) -> None:
         assert [each async for each in stream]
 
 
-async def test_a_call_without_a_limit_waits_for_as_long_as_the_handler_says(make: Make) -> None:
+async def test_call_without_a_timeout_waits_for_the_wait_limit(make: Make) -> None:
     call = make(wait_limit=0.05).unary_unary(ECHO)(b"")
     assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_closed_handler_says_so_to_those_who_wait(make: Make) -> None:
+async def test_close_fails_waiting_calls(make: Make) -> None:
     handler = make()
     call = handler.unary_unary(ECHO)(b"")
     await handler.close()
@@ -352,23 +356,23 @@ async def test_a_closed_handler_says_so_to_those_who_wait(make: Make) -> None:
         handler.unary_unary(ECHO)(b"")
 
 
-async def test_close_gives_a_shared_handler_back(make: Make, echo: EchoServer) -> None:
-    given_back: list[None] = []
+async def test_close_of_a_shared_handler_releases_it(make: Make, echo: EchoServer) -> None:
+    released: list[None] = []
 
-    async def give_back() -> None:
-        given_back.append(None)
+    async def release() -> None:
+        released.append(None)
 
-    handler = make(await new_aio_live(echo.uri), on_close=give_back)
+    handler = make(await new_aio_live(echo.uri), on_close=release)
     async with handler:
         pass
-    assert given_back == [None]
+    assert released == [None]
     assert await handler.unary_unary(ECHO)(b"a") == b"a"
 
 
 # -- swaps -----------------------------------------------------------------------------------------
 
 
-async def test_calls_go_to_the_new_generation_after_a_swap(make: Make) -> None:
+async def test_calls_use_the_new_generation_after_a_swap(make: Make) -> None:
     with EchoServer() as one, EchoServer() as other:
         handler = make(await new_aio_live(one.uri, 1))
         ask = handler.unary_unary(PID)
@@ -379,7 +383,7 @@ async def test_calls_go_to_the_new_generation_after_a_swap(make: Make) -> None:
         assert repr(handler) == f"<AsyncHandler to {other.address}: generation 2, 0 calls>"
 
 
-async def test_a_replaced_generation_ends_its_calls_and_is_closed(
+async def test_replaced_generation_finishes_its_calls_and_is_closed(
     make: Make, echo: EchoServer
 ) -> None:
     old = await new_aio_live(echo.uri)
@@ -398,13 +402,13 @@ async def test_a_replaced_generation_ends_its_calls_and_is_closed(
 
 
 async def elsewhere(echo: EchoServer) -> LiveChannel:
-    """A generation that leads to another server, as far as its address says."""
+    """Make a generation whose address is that of another server."""
     live = await new_aio_live(echo.uri)
     live.address = "elsewhere:1"
     return live
 
 
-async def test_calls_to_another_server_that_outlive_the_grace_are_cut(
+async def test_calls_to_another_server_that_exceed_the_grace_are_cut(
     make: Make, echo: EchoServer
 ) -> None:
     handler = make(await new_aio_live(echo.uri), grace=0.2)
@@ -417,10 +421,10 @@ async def test_calls_to_another_server_that_outlive_the_grace_are_cut(
     assert await handler.unary_unary(ECHO)(b"a") == b"a"
 
 
-async def test_a_forgotten_stream_keeps_a_generation_no_longer_than_the_grace(
+async def test_garbage_collected_stream_keeps_its_generation_until_the_grace_ends(
     make: Make, echo: EchoServer
 ) -> None:
-    # gRPC itself holds a call of asyncio until it ends: nobody notices that it is forgotten.
+    # gRPC keeps a reference to an asyncio call until it ends.
     old = await new_aio_live(echo.uri)
     handler = make(old, grace=0.2)
     numbers = handler.unary_stream(ENDLESS)(b"0.01")
@@ -432,30 +436,30 @@ async def test_a_forgotten_stream_keeps_a_generation_no_longer_than_the_grace(
     assert old.calls == []
 
 
-async def test_a_call_to_a_killed_server_fails_and_is_told(make: Make) -> None:
-    told: list[grpc.StatusCode] = []
+async def test_call_to_a_killed_server_fails_and_is_reported(make: Make) -> None:
+    reported: list[grpc.StatusCode] = []
     with EchoServer() as server:
         handler = make(
             await new_aio_live(server.uri),
-            on_rpc_error=lambda error, number: told.append(error.code()),
+            on_rpc_error=lambda error, number: reported.append(error.code()),
         )
         call = handler.unary_unary(SLEEP)(b"60")
         assert [each async for each in handler.unary_stream(COUNT)(b"1")] == [b"0"]
         server.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await asyncio.wait_for(call, 10)
-        assert told == [grpc.StatusCode.UNAVAILABLE]
+        assert reported == [grpc.StatusCode.UNAVAILABLE]
 
 
 async def test_no_call_is_lost_while_tasks_call_and_generations_change(
     make: Make, echo: EchoServer
 ) -> None:
     handler = make()
-    over = asyncio.Event()
+    ended = asyncio.Event()
 
     async def work() -> int:
         ask, count, done = handler.unary_unary(ECHO), handler.unary_stream(COUNT), 0
-        while not over.is_set():
+        while not ended.is_set():
             assert await ask(b"a", timeout=30) == b"a"
             assert len([each async for each in count(b"2", timeout=30)]) == 2
             done += 1
@@ -468,7 +472,7 @@ async def test_no_call_is_lost_while_tasks_call_and_generations_change(
             await handler.unary_unary(ECHO)(b"")
             handler._lose()
         handler._swap(await new_aio_live(echo.uri))
-        over.set()
+        ended.set()
     assert all(worker.result() > 0 for worker in workers)
     await asyncio.wait_for(handler._wait_closed(), 10)
 
@@ -505,7 +509,9 @@ async def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoSe
     assert later_memory <= memory + 200_000
 
 
-async def test_a_child_starts_with_nothing(make: Make, echo: EchoServer) -> None:
+async def test_reset_handler_of_a_forked_child_has_no_generation(
+    make: Make, echo: EchoServer
+) -> None:
     inherited = await new_aio_live(echo.uri)
     handler = make(inherited)
     handler.reset()

@@ -115,7 +115,7 @@ async def test_an_outage_is_told_step_by_step(kind: Kind) -> None:
         texts = [text for text, _ in events]
         assert texts[0] in ("at recovering / waiting", "at recovering / dialling")
         assert texts[-2:] == ["at ready / serving", "at closed"]
-        assert texts.count("calls are not sent: there is no connection in their time") == 1
+        assert texts.count("calls are not sent: no connection within their timeout") == 1
         assert all(why for _, why in events), "each has its cause"
         assert events[-2:] == [
             ("at ready / serving", "generation 2 is connected"),
@@ -136,7 +136,7 @@ async def test_a_look_at_an_idle_one_is_told(kind: Kind) -> None:
             for healthy in (True, False):  # noqa: B007 - the probe looks at it
                 await asyncio.sleep(0.2)
                 await side.get(config(server), timeout=LIMIT)
-        assert ("at ready / probing", "it was not used for a while") in told(side, server)
+        assert ("at ready / probing", "it was idle for too long") in told(side, server)
         assert ("at ready / serving", "the server answers") in told(side, server)
         causes = [why for _, why in told(side, server)]
         assert "the server did not answer the probe" in causes
@@ -155,7 +155,7 @@ async def test_a_renewal_and_an_idle_close_are_told(kind: Kind, echo: EchoServer
         gc.collect()
         await until(lambda: side.manager.get_stats()["total_connections"] == 0)
         assert ("at ready / renewing", "the channel is old") in told(side, echo)
-        await until(lambda: told(side, echo)[-1] == ("at closed", "nobody has it any more"))
+        await until(lambda: told(side, echo)[-1] == ("at closed", "no client uses it"))
         now = counters(side)
         assert now["renewals"] == now["connects"] - 1 >= 1
         assert now["recoveries"] == 0
@@ -179,7 +179,7 @@ async def test_a_refresh_of_credentials_is_told(kind: Kind) -> None:
             await until(lambda: counters(side)["credential_refreshes"] == 1)
             assert told(side, server)[-1] == (
                 "the credentials were refreshed",
-                "the server refused those that there were",
+                "the server refused the previous ones",
             )
 
 
@@ -211,7 +211,9 @@ async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
         causes = [why for _, why in told(side, north)]
         assert "version 2 of the topology has another primary" in causes
         moves = [each for each in told(side, north) if each[0].startswith("moved")]
-        assert moves == [(f"moved to {south.address}", f"it led to {north.address} before")]
+        assert moves == [
+            (f"moved to {south.address}", f"it was connected to {north.address} before")
+        ]
         known = side.manager.recorder.events(f"rpc.{north.address}.topology")
         assert [each.text for each in known] == [
             "version 1 of the topology is known",

@@ -1,7 +1,7 @@
-"""The token appears nowhere: not in logs, texts, keys, statistics, metrics, errors or records.
+"""The token is shown nowhere: not in logs, reprs, keys, statistics, metrics, errors or records.
 
-Every path is gone with a token that cannot be mistaken, and all that anybody could read afterwards
-is searched for it, as it is and as it may be written otherwise.
+Each test runs a scenario with a recognizable token, and then searches everything that can be read
+afterwards for it, verbatim and in its usual encodings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Kind = type[Threads] | type[Aio]
 
 
 def forms(secret: str) -> set[str]:
-    """How it may be written."""
+    """Return the secret in its usual encodings."""
     raw = secret.encode()
     coded = {base64.b64encode(raw), base64.urlsafe_b64encode(raw), raw.hex().encode()}
     return {
@@ -75,8 +75,8 @@ def forms(secret: str) -> set[str]:
 SECRETS = forms(TOKEN) | forms(PASSWORD)
 
 
-class Ears(logging.Handler):
-    """Hears all logs, whoever writes them."""
+class LogCollector(logging.Handler):
+    """Collects the log lines of all loggers."""
 
     def __init__(self) -> None:
         super().__init__(level=1)
@@ -88,17 +88,17 @@ class Ears(logging.Handler):
 
 
 class Search:
-    """Collects all that can be read, and looks for the token in it."""
+    """Collects everything that can be read, and searches it for the token."""
 
     def __init__(self) -> None:
-        self.ears = Ears()
+        self.logs = LogCollector()
         self.read: list[tuple[str, str]] = []
 
     def add(self, what: str, thing: object) -> None:
         self.read.append((what, thing if isinstance(thing, str) else repr(thing)))
 
     def add_error(self, what: str, error: BaseException) -> None:
-        """The error, what it was raised from and with, and what is printed of it."""
+        """Add the error, its causes and contexts, and its traceback."""
         self.add(what, "".join(traceback.format_exception(error)))
         seen: set[int] = set()
         todo: list[BaseException | None] = [error]
@@ -133,27 +133,27 @@ class Search:
         self.add("threads", threading.enumerate())
 
     def end(self) -> None:
-        self.read += [("log", line) for line in self.ears.lines]
+        self.read += [("log", line) for line in self.logs.lines]
         found = [
             (what, text) for what, text in self.read if any(secret in text for secret in SECRETS)
         ]
         assert not found, found[:5]
-        assert len(self.read) > 10, "there was something to read"
+        assert len(self.read) > 10, "too little was collected"
 
 
 @pytest.fixture
 def search() -> Iterator[Search]:
-    """Everything that is logged is heard, down to the last word of anybody."""
+    """Collect the logs of all loggers at the lowest level; search everything at the end."""
     root = logging.getLogger()
     names = ["moored", "moored.rpc", "moored.kernel", "grpc", "asyncio"]
     loggers = [root, *map(logging.getLogger, names)]
     levels = [log.level for log in loggers]
     made = Search()
-    root.addHandler(made.ears)
+    root.addHandler(made.logs)
     for log in loggers:
         log.setLevel(1)
     yield made
-    root.removeHandler(made.ears)
+    root.removeHandler(made.logs)
     for log, level in zip(loggers, levels, strict=True):
         log.setLevel(level)
     made.end()
@@ -166,7 +166,7 @@ class Provider:
         return [("authorization", TOKEN), ("secret-bin", TOKEN.encode())]
 
     def refresh(self) -> None:
-        raise PermissionError(f"nobody gives a new one for {TOKEN}")
+        raise PermissionError(f"no new token for {TOKEN}")
 
     def __repr__(self) -> str:
         return "<Provider>"
@@ -192,8 +192,8 @@ def failing(search: Search, what: str, *kinds: type[BaseException]) -> Iterator[
     search.add_error(what, caught.value)
 
 
-def test_the_forms_are_found() -> None:
-    """The search itself can fail."""
+def test_search_finds_every_encoding_and_exception_contexts() -> None:
+    """Check that the search itself can fail."""
     for form in SECRETS:
         search = Search()
         search.add("a text", f"before {form} after")
@@ -215,7 +215,7 @@ def test_the_forms_are_found() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_life_of_threads(search: Search, source: str) -> None:
+def test_lifecycle_of_a_thread_manager_hides_the_token(search: Search, source: str) -> None:
     with (
         EchoServer() as server,
         ConnectionManager(idle=0.05, probe=broken_probe, **options_of(source)) as manager,
@@ -225,7 +225,7 @@ def test_a_life_of_threads(search: Search, source: str) -> None:
         search.add("key", config.key)
         search.add("shown", config.shown)
         channel = manager.get_or_create(config)
-        # It is used, after all.
+        # The token is really sent.
         assert TOKEN in str(json.loads(channel.unary_unary(METADATA)(b"", timeout=LIMIT)))
         own = manager.get_or_create(config, dedicated=True)
         search.add_manager(manager)
@@ -266,12 +266,14 @@ def broken_probe(channel: Any) -> bool:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_topology(search: Search, source: str, echo: EchoServer) -> None:
+def test_failing_topology_server_hides_the_token(
+    search: Search, source: str, echo: EchoServer
+) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as server:
         config = config_of(source, f"127.0.0.1:{server.port}", "/global-cluster")
         nobody = config_of(source, f"127.0.0.1:{free_port()}", "/global-cluster")
         replies = bad_replies(server)
-        # One that it was never sent cannot be known to be a token.
+        # A token that was never sent to the server cannot be recognized in its answer.
         for reply in replies[: -1 if source == "provider" else None]:
             server.reply = reply
             asked = HttpTopology.of(config, attempts=1)
@@ -315,7 +317,7 @@ def bad_replies(server: TopologyServer) -> list[Callable[[Any], None]]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-async def test_a_life_of_asyncio(search: Search, source: str) -> None:
+async def test_lifecycle_of_an_asyncio_manager_hides_the_token(search: Search, source: str) -> None:
     with EchoServer() as server:
         config = config_of(source, server.address)
         async with AsyncConnectionManager(
@@ -352,11 +354,11 @@ async def test_a_life_of_asyncio(search: Search, source: str) -> None:
         search.add_manager(manager)
 
 
-# -- those who repeat it ---------------------------------------------------------------------------
+# -- servers and functions that quote the token ---------------------------------------------------
 
 
-class Parrot(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A server that tells what it was sent, in an error that ends the connection."""
+class QuotingService(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A service that quotes the token in an error that ends the connection."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Event(), threading.Event()
@@ -377,8 +379,8 @@ class Parrot(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 @contextmanager
-def parrot() -> Iterator[tuple[Parrot, str]]:
-    handler, port = Parrot(), free_port()
+def quoting_server() -> Iterator[tuple[QuotingService, str]]:
+    handler, port = QuotingService(), free_port()
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((handler,))
     server.add_insecure_port(f"127.0.0.1:{port}")
@@ -404,45 +406,51 @@ class LaterProvider:
     [*itertools.product(SIDES, SOURCES), (Aio, "later")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-async def test_a_server_that_repeats_it(search: Search, kind: Kind, source: str) -> None:
+async def test_token_quoted_by_a_server_is_hidden_in_records(
+    search: Search, kind: Kind, source: str
+) -> None:
     options = options_of(source)
     if source == "later":
         options = {"credentials": lambda config: LaterProvider()}
-    with parrot() as (_, address):
+    with quoting_server() as (_, address):
         async with kind(**options) as side:
             channel = await side.get(config_of(source, address))
             with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO)
-            assert TOKEN in caught.value.details(), "the caller's own error is that of gRPC"
+            assert TOKEN in caught.value.details(), "the caller's own error must be unchanged"
             search.add_manager(side.manager)
             told = [str(event.because) for event in side.manager.recorder.events()]
             assert any("no backend for ***, ***" in each for each in told), told
 
 
 @both
-async def test_a_server_that_repeats_it_to_who_cannot_read_it(search: Search, kind: Kind) -> None:
-    """What decides about errors has a mistake in it: that is logged, and where it is."""
+async def test_token_quoted_by_a_failing_classify_function_is_hidden_in_logs(
+    search: Search, kind: Kind
+) -> None:
+    """A failing classify function is logged with its place in the code."""
 
     def classify(error: BaseException) -> bool:
-        raise LookupError(f"what is this? {error}")
+        raise LookupError(f"unknown error: {error}")
 
-    with parrot() as (_, address):
+    with quoting_server() as (_, address):
         async with kind(classify=classify) as side:
             channel = await side.get(config_of("token", address))
             with pytest.raises(grpc.RpcError):
                 await side.call(channel, ECHO)
             search.add_manager(side.manager)
-            told = [line for line in search.ears.lines if "LookupError: what is this?" in line]
+            told = [line for line in search.logs.lines if "LookupError: unknown error" in line]
             assert told
             assert all("***" in line and "in classify" in line for line in told)
 
 
 @both
-async def test_a_server_that_repeats_it_and_goes(search: Search, kind: Kind) -> None:
-    """Who calls next is told the last failure."""
-    with parrot() as (_, address):
+async def test_token_quoted_in_the_last_failure_is_hidden_from_later_callers(
+    search: Search, kind: Kind
+) -> None:
+    """Later calls report the last failure."""
+    with quoting_server() as (_, address):
         config = config_of("token", address)
-        # It is dialled no more, so that the last failure stays the last.
+        # No more dials, so that this failure stays the last one.
         refuse = threading.Event()
         make = make_channel if kind is Threads else make_aio_channel
 
@@ -465,10 +473,10 @@ async def test_a_server_that_repeats_it_and_goes(search: Search, kind: Kind) -> 
 
 
 @both
-async def test_a_server_that_repeats_an_old_one(search: Search, kind: Kind) -> None:
-    """It was replaced while the call was under way."""
+async def test_replaced_token_quoted_by_a_server_is_hidden(search: Search, kind: Kind) -> None:
+    """The token is replaced while the call is in flight."""
     credentials = TokenCredentials(TOKEN)
-    with parrot() as (handler, address):
+    with quoting_server() as (handler, address):
         async with kind(credentials=lambda config: credentials) as side:
             channel = await side.get(config_of("provider", address))
             handler.may_answer.clear()
@@ -486,7 +494,7 @@ async def test_a_server_that_repeats_an_old_one(search: Search, kind: Kind) -> N
 
 @both
 @pytest.mark.parametrize("kinds", [(OSError, ConnectFailed), (NameError, ConfigError)])
-async def test_a_factory_that_repeats_it(
+async def test_token_quoted_by_a_channel_factory_is_hidden(
     search: Search, kind: Kind, kinds: tuple[type[Exception], type[Exception]]
 ) -> None:
     raises, expected = kinds
@@ -505,15 +513,15 @@ async def test_a_factory_that_repeats_it(
 
 @both
 @pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
-async def test_a_strategy_that_repeats_it_when_somebody_comes_back(
+async def test_token_quoted_by_a_strategy_factory_at_wake_up_is_hidden(
     search: Search, kind: Kind, used: bool, echo: EchoServer
 ) -> None:
-    """Its connection was closed, as nobody had it; a call wants the next one."""
+    """The unused connection was closed; a call needs a new one."""
     failing_now = threading.Event()
 
     def strategy(config: ConnectionConfig) -> Any:
         if failing_now.is_set():
-            raise OSError(f"nobody knows {config.token}")
+            raise OSError(f"unknown token {config.token}")
         return AsyncRegularStrategy() if kind is Aio else RegularStrategy()
 
     async with kind(linger=0.2, strategy=strategy) as side:
@@ -522,17 +530,17 @@ async def test_a_strategy_that_repeats_it_when_somebody_comes_back(
             await side.call(channel, ECHO)
         await side.run(channel.close)
         async with asyncio.timeout(LIMIT):
-            while side.manager.get_stats()["total_connections"]:  # noqa: ASYNC110 - nothing tells
+            while side.manager.get_stats()["total_connections"]:  # noqa: ASYNC110 - no notification
                 await asyncio.sleep(0.01)
         failing_now.set()
         with failing(search, "asleep", ConnectFailed) as caught:
             await side.call(channel, ECHO)
-        assert "nobody knows ***" in str(caught.value)
+        assert "unknown token ***" in str(caught.value)
         search.add_manager(side.manager)
 
 
 @both
-async def test_a_topology_function_and_a_probe_that_repeat_it(
+async def test_token_quoted_by_a_topology_function_or_probe_is_hidden(
     search: Search, kind: Kind, echo: EchoServer
 ) -> None:
     fails = False
@@ -561,8 +569,8 @@ async def test_a_topology_function_and_a_probe_that_repeat_it(
         assert any("nothing for ***" in each for each in told), told
 
 
-class Countless:
-    """New credentials for each call."""
+class NewTokenPerCall:
+    """Credentials with a new token for each call."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
@@ -572,10 +580,10 @@ class Countless:
 
 
 @both
-async def test_a_server_that_repeats_one_of_many(search: Search, kind: Kind) -> None:
-    """Others were made for the calls that came after it."""
-    credentials = Countless()
-    with parrot() as (handler, address):
+async def test_one_of_many_tokens_quoted_by_a_server_is_hidden(search: Search, kind: Kind) -> None:
+    """Later calls have used other tokens."""
+    credentials = NewTokenPerCall()
+    with quoting_server() as (handler, address):
         async with kind(credentials=lambda config: credentials) as side:
             channel = await side.get(config_of("provider", address))
             handler.may_answer.clear()
@@ -592,7 +600,7 @@ async def test_a_server_that_repeats_one_of_many(search: Search, kind: Kind) -> 
             assert any("no backend for ***, ***" in each for each in told), told
 
 
-def test_what_is_remembered_of_calls() -> None:
+def test_recently_sent_metadata_is_remembered_up_to_a_limit() -> None:
     sent, theirs = Sent(), [("a", "first")]
     for _ in range(3):
         sent.add(theirs)
@@ -606,11 +614,11 @@ def test_what_is_remembered_of_calls() -> None:
     assert sent.lately[0] == (("a", "0"),)
 
 
-# -- hiding must not stop anything -----------------------------------------------------------------
+# -- hiding secrets must not break recovery -------------------------------------------------------
 
 
-class Fickle:
-    """Credentials of which some cannot be sent."""
+class InvalidCredentials:
+    """Credentials whose token may be unsendable."""
 
     token: Any = None
 
@@ -620,13 +628,13 @@ class Fickle:
 
 @pytest.mark.parametrize("odd", [None, 7, "\ud800 and more"])
 @both
-async def test_credentials_that_are_none_do_not_end_recovery(kind: Kind, odd: Any) -> None:
-    credentials = Fickle()
+async def test_unsendable_credentials_do_not_end_recovery(kind: Kind, odd: Any) -> None:
+    credentials = InvalidCredentials()
     with EchoServer() as server:
         async with kind(credentials=lambda config: credentials, connect_timeout=LIMIT) as side:
             channel = await side.get(config_of("provider", server.address))
             credentials.token = odd
-            with suppress(Exception):  # what it raises is gRPC's own affair
+            with suppress(Exception):  # gRPC decides what it raises
                 await side.call(channel, ECHO)
             credentials.token = "good"
             assert await side.call(channel, ECHO, b"a") == b"a"
@@ -636,18 +644,18 @@ async def test_credentials_that_are_none_do_not_end_recovery(kind: Kind, odd: An
             await loss_noticed_async(channel)
             server.start()
             assert await side.call(channel, ECHO, b"b") == b"b"
-            assert channel.generation == 2, "it is not gRPC that has mended it"
+            assert channel.generation == 2, "gRPC reconnected by itself"
 
 
-class Odd(Exception):
-    """It means something else by `details`."""
+class UnusualDetails(Exception):
+    """An error whose `details` takes an argument."""
 
     def details(self, language: str) -> str:
         return language
 
 
-class Mute(Exception):
-    """It has no text at all."""
+class Unprintable(Exception):
+    """An error whose `str()` and `repr()` raise."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -655,9 +663,11 @@ class Mute(Exception):
     __repr__ = __str__
 
 
-@pytest.mark.parametrize("error", [Odd("away"), Mute()], ids=["odd", "mute"])
+@pytest.mark.parametrize(
+    "error", [UnusualDetails("away"), Unprintable()], ids=["unusual details", "unprintable"]
+)
 @both
-async def test_errors_that_cannot_be_read_do_not_end_recovery(
+async def test_unreadable_errors_do_not_end_recovery(
     kind: Kind, error: Exception, echo: EchoServer
 ) -> None:
     make = make_channel if kind is Threads else make_aio_channel
@@ -672,11 +682,11 @@ async def test_errors_that_cannot_be_read_do_not_end_recovery(
         channel = await side.get(config_of("token", echo.address))
         assert await side.call(channel, ECHO, b"a") == b"a"
         told = str([event.because for event in side.manager.recorder.events()])
-        assert ("away" if isinstance(error, Odd) else "Mute") in told
+        assert ("away" if isinstance(error, UnusualDetails) else "Unprintable") in told
 
 
-class Losing:
-    """Its refresh takes the token away, and fails."""
+class LosingCredentials:
+    """Credentials whose refresh removes the token, and fails."""
 
     def __init__(self) -> None:
         self.token: str | None = TOKEN
@@ -690,21 +700,21 @@ class Losing:
 
 
 @both
-async def test_a_refresh_that_leaves_nothing_is_over(search: Search, kind: Kind) -> None:
+async def test_refresh_that_removes_the_token_counts_as_failed(search: Search, kind: Kind) -> None:
     with EchoServer() as server:
-        async with kind(credentials=lambda config: Losing()) as side:
+        async with kind(credentials=lambda config: LosingCredentials()) as side:
             channel = await side.get(config_of("provider", server.address))
             with pytest.raises(grpc.RpcError):
                 await side.call(channel, FAIL, b"UNAUTHENTICATED")
             async with asyncio.timeout(LIMIT):
-                while channel._refusals.refreshing:  # noqa: ASYNC110 - nothing tells
+                while channel._refusals.refreshing:  # noqa: ASYNC110 - no notification
                     await asyncio.sleep(0.01)
             assert channel._refusals.refused
             search.add_manager(side.manager)
             assert "nothing new for ***" in side.manager.recorder.explain(f"rpc.{server.address}")
 
 
-def test_what_is_no_metadata_has_no_secrets() -> None:
+def test_malformed_metadata_has_no_secrets() -> None:
     odd: list[Any] = [None, 7, ["ab"], [("a",), ("a", None), ("a", "word-a", 1), ("a", b"word-b")]]
     assert {"word-b"} <= set(secrets_of("", *odd))
     assert not any("word-a" in each for each in secrets_of("", *odd))
@@ -712,7 +722,7 @@ def test_what_is_no_metadata_has_no_secrets() -> None:
 
 
 @pytest.mark.parametrize("kind", [ConfigError, TopologyRefused, TopologyError])
-def test_the_kind_of_an_error_is_kept(kind: type[Exception]) -> None:
+def test_hiding_secrets_keeps_the_type_of_an_error(kind: type[Exception]) -> None:
     class Own(kind):  # type: ignore[misc, valid-type]
         pass
 
@@ -720,11 +730,11 @@ def test_the_kind_of_an_error_is_kept(kind: type[Exception]) -> None:
         found = without_secrets(made(f"nothing for {TOKEN}"), secrets_of(TOKEN))
         assert (type(found), str(found)) == (kind, "nothing for ***")
     assert type(same_kind(OSError(), "text")) is ConnectFailed
-    assert "Mute" in safe_text(Mute(), [])
-    assert type(without_secrets(Mute(), ["secret"])) is ConnectFailed
+    assert "Unprintable" in safe_text(Unprintable(), [])
+    assert type(without_secrets(Unprintable(), ["secret"])) is ConnectFailed
 
 
-# -- what cannot be read at all --------------------------------------------------------------------
+# -- malformed URIs and tokens ------------------------------------------------------------
 
 
 CODED = quote(PASSWORD, safe="")
@@ -749,7 +759,7 @@ CODED = quote(PASSWORD, safe="")
         f"http://host/db#{CODED}",
     ],
 )
-def test_a_uri_that_is_wrong(uri: str) -> None:
+def test_invalid_uri_hides_the_password(uri: str) -> None:
     search = Search()
     with failing(search, "configuration", ConfigError):
         ConnectionConfig.from_uri(uri)
@@ -762,8 +772,8 @@ def test_a_uri_that_is_wrong(uri: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["\n", "\x00", "ü", "\u2028"])
-def test_a_token_that_cannot_be_sent(mark: str, echo: EchoServer) -> None:
-    """It is refused before anybody is called, and not shown."""
+def test_unsendable_token_is_refused_and_hidden(mark: str, echo: EchoServer) -> None:
+    """It is refused before any call, and not shown."""
     search = Search()
     wrong = f"{TOKEN}{mark}"
     with failing(search, "token", ConfigError), ConnectionManager() as manager:

@@ -1,4 +1,4 @@
-"""Connections on bad days: servers fall, hang and move, and callers come, wait and give up."""
+"""Managers in the simulator: servers die, hang and move while callers call, wait and cancel."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from .scripted import ADDRESSES, World
 
 pytestmark = pytest.mark.usefixtures("forkable")
 
-TROUBLE = 20.0
-#: More than this nobody may wait beyond its own time.
+FAULTS_UNTIL = 20.0
+#: How much later than its timeout a call may end.
 LATE = 0.5
 #: Less than a connect may take.
 LITTLE = 0.3
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
-class Mistrust(Exception):
-    """An error of an application's own, which gRPC knows nothing of."""
+class AppError(Exception):
+    """An application's own error, unknown to gRPC."""
 
 
-def mends(error: BaseException) -> bool:
-    return isinstance(error, Mistrust) or unavailable(error)
+def needs_new_connection(error: BaseException) -> bool:
+    return isinstance(error, AppError) or unavailable(error)
 
 
-class Day:
-    """A manager, its clients and their troubles."""
+class Scenario:
+    """A manager, its clients, and random faults."""
 
     def __init__(self, sim: Sim) -> None:
         self.chance = sim.rng
@@ -63,7 +63,7 @@ class Day:
             credentials=self.world.credentials,
             fetch_topology=self._topology if self.is_global else None,
             probe=self._probe,
-            classify=mends,
+            classify=needs_new_connection,
             linger=5.0,
             idle=2.0,
             connect_timeout=3.0,
@@ -75,17 +75,17 @@ class Day:
         self.numbers = itertools.count()
         self.over = False
         self.outcomes: list[str] = []
-        self.complaints: set[asyncio.Task[None]] = set()
+        self.reports: set[asyncio.Task[None]] = set()
 
     async def _topology(self) -> Topology:
-        # Awaited, not called in a thread: that would end when the machine likes.
+        # Async: a plain function would run in a thread, in real time.
         await asyncio.sleep(self.chance.uniform(0.001, 0.05))
         return self.world.topology()
 
     async def _probe(self, channel: Any) -> bool:
         await asyncio.sleep(self.chance.uniform(0.001, 0.05))
         if self.world.hangs[channel.address]:
-            channel.dead = True  # as good as
+            channel.dead = True  # a hung server counts as dead
             await asyncio.sleep(30.0)
         channel.dead = channel.dead or not self.world.up[channel.address]
         return not channel.dead
@@ -113,39 +113,41 @@ class Day:
             handler = await self.manager.get_or_create(config, client=client, timeout=timeout)
         except ConnectFailed:
             found = self.manager._table.entries.get(config.key)
-            assert found is None or not found.core.usable, "it is there, and nobody was told"
+            assert found is None or not found.core.usable, (
+                "the connection is usable, and the caller was not woken"
+            )
             return "unreached" if timeout > LITTLE else "too little time"
         generation = handler.generation
         outcome = await self._call(handler, timeout)
-        if generation and self.loop.time() < TROUBLE and self.chance.random() < 0.2:
-            task = self.loop.create_task(self._complain(handler, generation))
-            self.complaints.add(task)
-            task.add_done_callback(self.complaints.discard)
+        if generation and self.loop.time() < FAULTS_UNTIL and self.chance.random() < 0.2:
+            task = self.loop.create_task(self._report_error(handler, generation))
+            self.reports.add(task)
+            task.add_done_callback(self.reports.discard)
         if self.chance.random() < 0.3:
             await self.manager.release(handler, client=client)
         return outcome
 
-    async def _complain(self, handler: AsyncHandler, generation: int) -> None:
-        """An application does not like what it was answered; it may take its time to say so."""
+    async def _report_error(self, handler: AsyncHandler, generation: int) -> None:
+        """Report an application's own error, possibly late."""
         await asyncio.sleep(self.chance.choice([0.0, self.chance.uniform(0.0, 2.0)]))
         dated = self.chance.random() < 0.5
         managed = self.manager._table.of(handler)
         if managed is not None and self._may_act(managed, generation if dated else None):
             for lane in lanes_of(handler._live.channel) if handler._live is not None else ():
-                lane.dead = True  # to replace it is right
+                lane.dead = True  # replacing it is justified
         known = generation if dated else None
         limit = self.chance.uniform(0.0, 0.2)
-        await self.manager.handle_error(handler, Mistrust(), limit, generation=known)
+        await self.manager.handle_error(handler, AppError(), limit, generation=known)
 
     def _may_act(self, managed: Any, generation: int | None) -> bool:
-        """Whether it is of the current generation; of one that does not say it, that is likely."""
+        """Whether the error concerns the current generation, or probably does if undated."""
         if generation is not None:
             return bool(generation == managed.generation)
         proven = self.loop.time() - managed.core._since >= PROVEN
         return bool(managed.generation == 1 or proven)
 
     async def _use_alone(self, config: ConnectionConfig, client: Client, timeout: float) -> str:
-        """One that nobody else gets, which is gone when it is given back."""
+        """Use a dedicated connection, which must be gone after its release."""
         own = ConnectionConfig.from_uri(f"http://alone{next(self.numbers)}@{ADDRESSES[0]}")
         try:
             handler = await self.manager.get_or_create(own, True, client, timeout)
@@ -155,7 +157,9 @@ class Day:
             return await self._call(handler, timeout)
         finally:
             await self.manager.release(handler, client=client)
-            assert self.manager._table.of(handler) is None, "it was given back, and is there"
+            assert self.manager._table.of(handler) is None, (
+                "a released dedicated connection still exists"
+            )
 
     async def _call(self, handler: AsyncHandler, timeout: float) -> str:
         try:
@@ -164,9 +168,9 @@ class Day:
             return str(error.code().name)
         return "ok"
 
-    async def trouble(self) -> None:
+    async def inject_faults(self) -> None:
         world, chance = self.world, self.chance
-        while self.loop.time() < TROUBLE:
+        while self.loop.time() < FAULTS_UNTIL:
             await asyncio.sleep(chance.uniform(0.05, 2.0))
             address = chance.choice(ADDRESSES)
             match chance.randrange(9):
@@ -182,7 +186,7 @@ class Day:
                     world.busy[address] = not world.busy[address]
                 case 5:
                     for managed in self.manager._table:
-                        # An error that nobody can date any more.
+                        # An error of an old generation.
                         stale = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, (), ())
                         generation = chance.randrange(max(1, managed.generation))
                         managed.handler._on_rpc_error(stale, generation)
@@ -201,7 +205,7 @@ class Day:
                 managed.strategy._refresher.trigger()
 
     def check(self) -> None:
-        """What must hold at any moment."""
+        """Check the invariants that hold at any moment."""
         assert not self.world.wrong
         for managed in self.manager._table:
             refusals, credentials = managed.handler._refusals, managed.handler._credentials
@@ -215,7 +219,7 @@ class Day:
                 assert live.address == known.primary.endpoint.removeprefix("http://")
 
     def _check_need(self, key: str, live: Any) -> None:
-        """Without a reason, no channel is replaced."""
+        """No channel is replaced without a reason."""
         if live is None or self.is_global or self.renews:
             return
         last, self.last[key] = self.last.get(key, live), live
@@ -224,89 +228,89 @@ class Day:
         )
 
 
-async def a_bad_day(sim: Sim) -> tuple[int, ...]:
-    """Everybody gets an answer in time, nothing is replaced without need, nothing is left."""
-    day = Day(sim)
+async def random_faults(sim: Sim) -> tuple[int, ...]:
+    """Every caller gets an outcome in time; no needless replacement; nothing is left open."""
+    scenario = Scenario(sim)
     async with asyncio.TaskGroup() as tasks:
-        clients = [tasks.create_task(day.client(number)) for number in range(6)]
-        trouble = tasks.create_task(day.trouble())
-        while not trouble.done():
-            day.check()
+        clients = [tasks.create_task(scenario.client(number)) for number in range(6)]
+        inject_faults = tasks.create_task(scenario.inject_faults())
+        while not inject_faults.done():
+            scenario.check()
             await asyncio.sleep(0.01)
         await asyncio.sleep(8.0)  # the longest wait of an attempt, and one more
-        settled = len(day.outcomes)
+        settled = len(scenario.outcomes)
         await asyncio.sleep(5.0)
-        assert "ok" in day.outcomes[settled:], "it did not come back"
-        # Those who allow little time may not get an answer in it.
+        assert "ok" in scenario.outcomes[settled:], "the connection did not recover"
+        # Calls with short timeouts may still time out.
         allowed = {"ok", "DEADLINE_EXCEEDED", "too little time"}
-        assert set(day.outcomes[settled:]) <= allowed, day.outcomes[settled:]
-        day.over = True
+        assert set(scenario.outcomes[settled:]) <= allowed, scenario.outcomes[settled:]
+        scenario.over = True
     del clients
-    connects = sum(each["generation"] for each in day.manager.get_stats()["connections"])
-    await day.manager.close()
+    connects = sum(each["generation"] for each in scenario.manager.get_stats()["connections"])
+    await scenario.manager.close()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(40.0):  # what hangs is given up after its grace
-            while day.world.open:  # noqa: ASYNC110 - nothing tells
+            while scenario.world.open:  # noqa: ASYNC110 - no notification
                 await asyncio.sleep(0.1)
-    assert not day.world.open, "channels were left open"
-    assert not day.world.wrong
-    return (connects, len(day.outcomes), day.outcomes.count("ok"))
+    assert not scenario.world.open, "channels were left open"
+    assert not scenario.world.wrong
+    return (connects, len(scenario.outcomes), scenario.outcomes.count("ok"))
 
 
-def test_two_thousand_bad_days() -> None:
-    report = simulate(a_bad_day, scaled(2000, least=40))
+def test_invariants_hold_under_random_faults() -> None:
+    report = simulate(random_faults, scaled(2000, least=40))
     assert report.distinct == report.schedules
 
 
 # -- defects that must be noticed ------------------------------------------------------------------
 
 
-def _any_error_acts(self: ConnectionCore, generation: int, cause: Any, now: float) -> Actions:
+def _accepts_old_errors(self: ConnectionCore, generation: int, cause: Any, now: float) -> Actions:
     return _broken(self, self.generation, cause, now)
 
 
-def _takes_all_for_lost(self: Background, managed: Any, generation: int) -> bool:
-    """An UNAVAILABLE of a server that lives replaces the connection of everybody."""
+def _never_connected(self: Background, managed: Any, generation: int) -> bool:
+    """Treat an UNAVAILABLE of a live server as a lost connection."""
     return False
 
 
 def _dials_beside(self: Background, managed: Any, attempt: int) -> None:
-    """What was being dialled for one that is closed goes on, beside what follows it."""
+    """Continue the dial of a closed connection beside the next one."""
     self._tasks.start(self._dial(managed, attempt, None))
 
 
-def _tells_nobody(self: Background, managed: Any) -> None:
+def _wakes_no_waiter(self: Background, managed: Any) -> None:
     managed.waiters = []
 
 
-def _gives_up(self: ConnectionCore, now: float) -> Actions:
+def _never_retries(self: ConnectionCore, now: float) -> Actions:
     self._due_at = None
     return []
 
 
-def _dials_for_each(self: ConnectionCore, now: float) -> Actions:
+def _dials_per_caller(self: ConnectionCore, now: float) -> Actions:
     return [*_wait(self, now), *self._begin(now)] if self._due_at is not None else _wait(self, now)
 
 
 def _keeps_the_old(self: Background, managed: Any, cause: Any) -> None:
-    """Calls go on over a channel that is known to be broken."""
+    """Keep a channel that is known to be broken."""
 
 
 def _forgets_to_close(self: AsyncHandler, live: Any) -> None:
     self._retiring.pop(live, None)
 
 
-def _refreshes_for_each(self: Refusals, number: int, now: float) -> bool:
+def _refreshes_per_caller(self: Refusals, number: int, now: float) -> bool:
     self.refreshing = False
     return _refuse(self, number, now)
 
 
-def _any_refusal_acts(self: Refusals, number: int, now: float) -> bool:
+def _accepts_old_refusals(self: Refusals, number: int, now: float) -> bool:
     return _refuse(self, self.number, now)
 
 
-def _never_given_back(self: ManagedConnection[Any], client: Any) -> None:
-    """Whoever gives it back is still counted."""
+def _never_released(self: ManagedConnection[Any], client: Any) -> None:
+    """Keep counting a client that has released the connection."""
 
 
 _refuse = Refusals.refuse
@@ -324,24 +328,61 @@ def _ignores_the_date(self: AsyncConnectionManager, managed: Any, cause: Any, gi
 _broken_by = AsyncConnectionManager._broken
 
 MUTANTS = [
-    mutant(ConnectionCore, "broken", _any_error_acts, name="an old error acts"),
     mutant(
-        Background, "_is_connected", _takes_all_for_lost, name="a busy server is taken for lost"
+        ConnectionCore,
+        "broken",
+        _accepts_old_errors,
+        name="an error of an old generation is accepted",
     ),
-    mutant(ConnectionCore, "blamed", _blames_the_current, name="an error without a date acts"),
-    mutant(AsyncConnectionManager, "_broken", _ignores_the_date, name="a late complaint acts"),
-    mutant(Background, "_start_dial", _dials_beside, name="an attempt goes on after the end"),
-    mutant(Background, "_wake", _tells_nobody, name="those who wait are forgotten"),
-    mutant(ConnectionCore, "due", _gives_up, name="no second attempt"),
-    mutant(ConnectionCore, "wait", _dials_for_each, name="an attempt for each caller"),
-    mutant(Background, "_lose", _keeps_the_old, name="calls to the old primary"),
-    mutant(AsyncHandler, "_close_live", _forgets_to_close, name="a channel is left open"),
-    mutant(Refusals, "refuse", _refreshes_for_each, name="a refresh for each refused caller"),
-    mutant(Refusals, "refuse", _any_refusal_acts, name="a refusal of old credentials acts"),
-    mutant(ManagedConnection, "given_back", _never_given_back, name="it is kept for the departed"),
+    mutant(
+        Background,
+        "_is_connected",
+        _never_connected,
+        name="UNAVAILABLE of a live server replaces its connection",
+    ),
+    mutant(
+        ConnectionCore,
+        "blamed",
+        _blames_the_current,
+        name="an undated error always blames the current generation",
+    ),
+    mutant(
+        AsyncConnectionManager,
+        "_broken",
+        _ignores_the_date,
+        name="the generation passed to handle_error is ignored",
+    ),
+    mutant(
+        Background,
+        "_start_dial",
+        _dials_beside,
+        name="a dial continues after its connection was closed",
+    ),
+    mutant(Background, "_wake", _wakes_no_waiter, name="waiting callers are not woken"),
+    mutant(ConnectionCore, "due", _never_retries, name="a failed attempt is not retried"),
+    mutant(ConnectionCore, "wait", _dials_per_caller, name="each caller starts its own attempt"),
+    mutant(
+        Background, "_lose", _keeps_the_old, name="calls use a channel that is known to be broken"
+    ),
+    mutant(AsyncHandler, "_close_live", _forgets_to_close, name="a replaced channel is not closed"),
+    mutant(
+        Refusals,
+        "refuse",
+        _refreshes_per_caller,
+        name="each refused caller refreshes the credentials",
+    ),
+    mutant(
+        Refusals, "refuse", _accepts_old_refusals, name="a refusal of old credentials is accepted"
+    ),
+    mutant(
+        ManagedConnection,
+        "given_back",
+        _never_released,
+        name="a released connection still counts its client",
+    ),
 ]
 
 
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
-def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
-    assert_caught(a_bad_day, planted, within=300, clean=4)
+def test_mutants_are_caught(planted: Mutant) -> None:
+    assert_caught(random_faults, planted, within=300, clean=4)

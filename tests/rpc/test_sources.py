@@ -1,4 +1,4 @@
-"""Where a topology comes from: a real HTTP server (good and bad days), a list, DNS, a function."""
+"""Topology sources: a real HTTP server with its failures, a list, DNS, a function."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Fetch = Callable[..., Topology]
 
 @pytest.fixture
 def server() -> Iterator[TopologyServer]:
-    """One that tells a good topology."""
+    """A server with a valid topology."""
     with TopologyServer(GOOD) as started:
         yield started
 
@@ -51,12 +51,12 @@ def ask(source: TopologySource, timeout: float | None = None) -> Topology:
 
 @pytest.fixture
 def fetch() -> Fetch:
-    """Fetches from a source, on a loop of its own."""
+    """Fetch from a source, on its own loop."""
     return ask
 
 
 class Pauses:
-    """Pauses that take no time, and what they were."""
+    """Records pauses without waiting for them."""
 
     def __init__(self) -> None:
         self.taken: list[float] = []
@@ -65,8 +65,8 @@ class Pauses:
         self.taken.append(seconds)
 
 
-def hasty(uri: str, token: str = "", **options: Any) -> tuple[HttpTopology, list[float]]:
-    """A source that does not pause."""
+def without_pauses(uri: str, token: str = "", **options: Any) -> tuple[HttpTopology, list[float]]:
+    """Return a source that does not wait, and the list of its pauses."""
     pauses = Pauses()
     source = HttpTopology(uri, token, sleep=pauses.sleep, **options)
     return source, pauses.taken
@@ -75,7 +75,9 @@ def hasty(uri: str, token: str = "", **options: Any) -> tuple[HttpTopology, list
 # -- HTTP ------------------------------------------------------------------------------------------
 
 
-def test_the_request_is_that_of_milvus(server: TopologyServer, fetch: Fetch) -> None:
+def test_request_has_the_path_and_token_that_milvus_expects(
+    server: TopologyServer, fetch: Fetch
+) -> None:
     found = fetch(HttpTopology(server.url, SECRET))
     assert found.version == 7
     assert found.primary == Member("in02", "https://in02.example.com", 3)
@@ -86,20 +88,20 @@ def test_the_request_is_that_of_milvus(server: TopologyServer, fetch: Fetch) -> 
 
 
 @pytest.mark.parametrize("tail", ["", "/", "//"])
-def test_the_path_is_added_to_the_uri(server: TopologyServer, tail: str) -> None:
+def test_topology_path_is_appended_to_the_uri(server: TopologyServer, tail: str) -> None:
     ask(HttpTopology(f"{server.url}/some/path{tail}"))
     ask(HttpTopology(f"{server.url}/p%20q{tail}"))
     assert [path for path, _ in server.requests] == [f"/some/path{PATH}", f"/p%20q{PATH}"]
 
 
-def test_without_a_token_none_is_sent(server: TopologyServer, fetch: Fetch) -> None:
+def test_no_authorization_is_sent_without_a_token(server: TopologyServer, fetch: Fetch) -> None:
     fetch(HttpTopology(f"http://user:{SECRET}@127.0.0.1:{server.port}"))
     [(_, headers)] = server.requests
     assert "Authorization" not in headers
     assert SECRET not in str(headers)
 
 
-def test_a_token_may_have_any_letters(server: TopologyServer) -> None:
+def test_non_ascii_token_is_sent_as_utf8(server: TopologyServer) -> None:
     ask(HttpTopology(server.url, "käse:€"))
     sent = server.requests[0][1]["Authorization"]
     assert sent.encode("latin-1").decode() == "Bearer käse:€"
@@ -115,7 +117,7 @@ def test_a_token_may_have_any_letters(server: TopologyServer) -> None:
         ("https://u:p@[::1]:1/x/", "https://[::1]:1/x/global-cluster/topology"),
     ],
 )
-def test_where_it_asks(uri: str, shown: str) -> None:
+def test_uri_decides_the_address_of_the_request(uri: str, shown: str) -> None:
     assert repr(HttpTopology(uri, SECRET)) == f"<HttpTopology {shown}>"
 
 
@@ -130,19 +132,19 @@ def test_where_it_asks(uri: str, shown: str) -> None:
         "http://[x]",
     ],
 )
-def test_where_it_cannot_ask_is_told_at_once(uri: str) -> None:
+def test_invalid_uri_is_refused_without_showing_the_password(uri: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HttpTopology(uri)
     assert SECRET not in str(caught.value)
 
 
-def test_a_token_that_cannot_be_sent_is_refused_without_showing_it() -> None:
+def test_token_with_control_characters_is_refused_without_showing_it() -> None:
     with pytest.raises(ConfigError, match="control character") as caught:
         HttpTopology("http://host", f"{SECRET}\r\nX: y")
     assert SECRET not in str(caught.value)
 
 
-def test_of_a_configuration_it_asks_at_the_root(server: TopologyServer, fetch: Fetch) -> None:
+def test_source_of_a_configuration_queries_the_root(server: TopologyServer, fetch: Fetch) -> None:
     uri = f"http://user:{SECRET}@127.0.0.1:{server.port}/mydb"
     fetch(HttpTopology.of(ConnectionConfig.from_uri(uri)))
     [(path, headers)] = server.requests
@@ -159,7 +161,7 @@ def test_of_a_configuration_it_asks_at_the_root(server: TopologyServer, fetch: F
         ("/tenants/seven/global-cluster/mydb", "/tenants/seven"),
     ],
 )
-def test_behind_a_prefix_it_asks_there(
+def test_source_of_a_configuration_keeps_the_path_prefix(
     server: TopologyServer, fetch: Fetch, path: str, asked: str
 ) -> None:
     uri = f"http://user:{SECRET}@127.0.0.1:{server.port}{path}"
@@ -168,13 +170,13 @@ def test_behind_a_prefix_it_asks_there(
     assert found == f"{asked}{PATH}"
 
 
-# -- HTTP on bad days ------------------------------------------------------------------------------
+# -- HTTP failures ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [404, 429, 500, 503])
-def test_a_failure_is_tried_again(server: TopologyServer, fetch: Fetch, number: int) -> None:
+def test_failed_request_is_retried(server: TopologyServer, fetch: Fetch, number: int) -> None:
     server.script.extend([server.status(number)] * 2)
-    source, pauses = hasty(server.url)
+    source, pauses = without_pauses(server.url)
     assert fetch(source).version == 7
     assert len(server.requests) == 3
     first, second = pauses
@@ -182,18 +184,18 @@ def test_a_failure_is_tried_again(server: TopologyServer, fetch: Fetch, number: 
     assert 1.8 <= second <= 2.2
 
 
-def test_three_failures_are_the_end_and_told(server: TopologyServer, fetch: Fetch) -> None:
+def test_third_failure_is_raised_with_all_reasons(server: TopologyServer, fetch: Fetch) -> None:
     server.script.extend([server.status(500), server.raw(b"<html>"), server.status(503)])
-    source, pauses = hasty(server.url)
+    source, pauses = without_pauses(server.url)
     with pytest.raises(TopologyError) as caught:
         fetch(source)
     assert "in 3 attempts: HTTP 500; the answer is not JSON; HTTP 503" in str(caught.value)
     assert (len(server.requests), len(pauses)) == (3, 2)
 
 
-def test_the_pauses_grow_to_ten_seconds_and_are_jittered(server: TopologyServer) -> None:
+def test_pauses_grow_to_ten_seconds_with_jitter(server: TopologyServer) -> None:
     server.reply = server.status(500)
-    source, pauses = hasty(server.url, attempts=7)
+    source, pauses = without_pauses(server.url, attempts=7)
     with pytest.raises(TopologyError, match="in 7 attempts: HTTP 500"):
         ask(source)
     for pause, base in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
@@ -201,9 +203,9 @@ def test_the_pauses_grow_to_ten_seconds_and_are_jittered(server: TopologyServer)
     assert len({pause / base for pause, base in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True)}) > 1
 
 
-def test_a_refusal_is_not_tried_again(server: TopologyServer, fetch: Fetch) -> None:
+def test_refusal_is_not_retried(server: TopologyServer, fetch: Fetch) -> None:
     server.body = {"code": 1800, "message": f"who is {SECRET}?"}
-    source, pauses = hasty(server.url, SECRET)
+    source, pauses = without_pauses(server.url, SECRET)
     with pytest.raises(TopologyError, match=r"who is \*\*\*\? \(code 1800\)") as caught:
         fetch(source)
     assert SECRET not in str(caught.value) + repr(caught.value.__context__)
@@ -211,11 +213,9 @@ def test_a_refusal_is_not_tried_again(server: TopologyServer, fetch: Fetch) -> N
 
 
 @pytest.mark.parametrize("number", [401, 403])
-def test_a_token_that_is_refused_is_not_sent_again(
-    server: TopologyServer, fetch: Fetch, number: int
-) -> None:
+def test_refused_token_is_not_sent_again(server: TopologyServer, fetch: Fetch, number: int) -> None:
     server.reply = server.status(number)
-    source, pauses = hasty(server.url, SECRET)
+    source, pauses = without_pauses(server.url, SECRET)
     with pytest.raises(TopologyError, match=rf"does not accept the token \(HTTP {number}\)"):
         fetch(source)
     assert (len(server.requests), pauses) == (1, [])
@@ -225,25 +225,25 @@ def test_a_token_that_is_refused_is_not_sent_again(
     "body",
     [b"", b"<html>not found</html>", b"{", b"\xff\xfe", b"[" * 200_000],
 )
-def test_what_is_not_json_is_tried_again(server: TopologyServer, fetch: Fetch, body: bytes) -> None:
+def test_invalid_json_is_retried(server: TopologyServer, fetch: Fetch, body: bytes) -> None:
     server.script.append(server.raw(body))
-    assert fetch(hasty(server.url)[0]).version == 7
+    assert fetch(without_pauses(server.url)[0]).version == 7
     server.reply = server.raw(body)
     with pytest.raises(TopologyError, match="the answer is not JSON"):
-        fetch(hasty(server.url)[0])
+        fetch(without_pauses(server.url)[0])
 
 
 @pytest.mark.parametrize("body", [[], {}, {"code": 0, "data": {"version": "1"}}, None, "x"])
-def test_another_shape_is_told_with_who_sent_it(
+def test_unexpected_json_is_refused_with_the_address(
     server: TopologyServer, fetch: Fetch, body: Any
 ) -> None:
     server.body = body
     with pytest.raises(TopologyError, match=f"^{server.url}{PATH}: .* is not understood"):
-        fetch(hasty(server.url)[0])
+        fetch(without_pauses(server.url)[0])
     assert len(server.requests) == 1
 
 
-def test_a_huge_answer_is_not_read(server: TopologyServer, fetch: Fetch) -> None:
+def test_oversized_answer_is_not_read(server: TopologyServer, fetch: Fetch) -> None:
     def flood(talk: Conversation) -> None:
         talk.send_response(200)
         talk.end_headers()
@@ -252,16 +252,16 @@ def test_a_huge_answer_is_not_read(server: TopologyServer, fetch: Fetch) -> None
 
     server.reply = flood
     with pytest.raises(TopologyError, match="more than 1048576 bytes"):
-        fetch(hasty(server.url)[0])
+        fetch(without_pauses(server.url)[0])
     server.wait(lambda: server.ended == 1)
 
 
-def test_a_server_that_hangs_up_is_tried_again(server: TopologyServer, fetch: Fetch) -> None:
+def test_closed_connection_is_retried(server: TopologyServer, fetch: Fetch) -> None:
     server.script.append(lambda talk: talk.connection.shutdown(socket.SHUT_RDWR))
-    assert fetch(hasty(server.url)[0]).version == 7
+    assert fetch(without_pauses(server.url)[0]).version == 7
 
 
-def test_an_answer_that_breaks_off_is_tried_again(server: TopologyServer, fetch: Fetch) -> None:
+def test_truncated_answer_is_retried(server: TopologyServer, fetch: Fetch) -> None:
     def half(talk: Conversation) -> None:
         talk.send_response(200)
         talk.send_header("Content-Length", "1000")
@@ -269,31 +269,31 @@ def test_an_answer_that_breaks_off_is_tried_again(server: TopologyServer, fetch:
         talk.wfile.write(b'{"code": 0, "data"')
 
     server.script.append(half)
-    assert fetch(hasty(server.url)[0]).version == 7
+    assert fetch(without_pauses(server.url)[0]).version == 7
 
 
-def test_what_is_not_http_is_a_failure(server: TopologyServer, fetch: Fetch) -> None:
+def test_non_http_answer_is_a_failure(server: TopologyServer, fetch: Fetch) -> None:
     server.reply = lambda talk: talk.connection.sendall(b"SSH-2.0-OpenSSH\r\n\r\n") or None
     with pytest.raises(TopologyError, match="BadStatusLine"):
-        fetch(hasty(server.url)[0])
+        fetch(without_pauses(server.url)[0])
 
 
-def test_nobody_there_is_a_failure(fetch: Fetch) -> None:
+def test_refused_connection_is_a_failure(fetch: Fetch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(TopologyError, match="ConnectionRefusedError"):
-            fetch(hasty(f"http://127.0.0.1:{port}")[0])
+            fetch(without_pauses(f"http://127.0.0.1:{port}")[0])
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 64 + ".invalid"])
-def test_a_name_that_nobody_knows_is_a_failure(fetch: Fetch, host: str) -> None:
+def test_unresolvable_name_is_a_failure(fetch: Fetch, host: str) -> None:
     with pytest.raises(TopologyError, match="could not be fetched from"):
-        fetch(hasty(f"http://{host}")[0])
+        fetch(without_pauses(f"http://{host}")[0])
 
 
 def drip(talk: Conversation) -> None:
-    """A header, one letter at a time: each read succeeds, and there is no end."""
+    """Send an endless header one letter at a time: each read succeeds."""
     talk.send_response(200)
     talk.flush_headers()
     while True:
@@ -302,18 +302,18 @@ def drip(talk: Conversation) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hang", "drip"])
-def test_a_slow_server_is_left_after_the_timeout(
+def test_slow_server_is_abandoned_after_the_timeout(
     server: TopologyServer, fetch: Fetch, kind: str
 ) -> None:
     server.script.append(drip if kind == "drip" else server.hang)
     begun = time.monotonic()
-    assert fetch(hasty(server.url, timeout=1.0)[0]).version == 7
+    assert fetch(without_pauses(server.url, timeout=1.0)[0]).version == 7
     assert 0.9 < time.monotonic() - begun < 4.0
-    # The request is over too, not only the waiting for it.
+    # The request has ended, not only the wait for it.
     server.wait(lambda: server.ended == 2, timeout=5.0)
 
 
-def test_the_limit_of_a_fetch_is_for_all_attempts(server: TopologyServer, fetch: Fetch) -> None:
+def test_timeout_of_a_fetch_covers_all_attempts(server: TopologyServer, fetch: Fetch) -> None:
     server.reply = server.hang
     begun = time.monotonic()
     with pytest.raises(TopologyError, match=r"in 1 attempt: no answer within 1\.0 s"):
@@ -321,25 +321,25 @@ def test_the_limit_of_a_fetch_is_for_all_attempts(server: TopologyServer, fetch:
     assert time.monotonic() - begun < 3.0
     server.reply = server.status(500)
     with pytest.raises(TopologyError, match="in 1 attempt: HTTP 500"):
-        # The pause would be longer than what is left.
+        # The pause would exceed the remaining time.
         fetch(HttpTopology(server.url), timeout=0.9)
 
 
-def test_a_redirect_to_the_same_server_is_followed(server: TopologyServer, fetch: Fetch) -> None:
+def test_redirect_to_the_same_server_is_followed(server: TopologyServer, fetch: Fetch) -> None:
     server.script.append(server.status(307, Location="/elsewhere?x=y"))
     server.script.append(server.status(302, Location=f"{server.url}/again"))
-    assert fetch(hasty(server.url, SECRET)[0]).version == 7
+    assert fetch(without_pauses(server.url, SECRET)[0]).version == 7
     assert [path for path, _ in server.requests] == [PATH, "/elsewhere", "/again"]
     assert all(headers["Authorization"] == f"Bearer {SECRET}" for _, headers in server.requests)
 
 
-def test_a_redirect_to_another_server_does_not_get_the_token(
+def test_redirect_to_another_server_does_not_get_the_token(
     server: TopologyServer, fetch: Fetch
 ) -> None:
     with TopologyServer(GOOD) as other:
         server.reply = server.status(302, Location=f"{other.url}{PATH}")
-        with pytest.raises(TopologyError, match="is not sent the token"):
-            fetch(hasty(server.url, SECRET)[0])
+        with pytest.raises(TopologyError, match="would leak the token"):
+            fetch(without_pauses(server.url, SECRET)[0])
         assert other.requests == []
     assert len(server.requests) == 1
 
@@ -349,22 +349,22 @@ def test_a_redirect_to_another_server_does_not_get_the_token(
     [
         ("/again", "redirects more than 5 times"),
         ("", "redirects more than 5 times"),
-        ("ftp://host/", "nowhere that makes sense"),
-        ("http://[x", "nowhere that makes sense"),
-        (f"http://u:{SECRET}@host:port/", "nowhere that makes sense"),
-        ("https://127.0.0.1/", "is not sent the token"),
+        ("ftp://host/", "to an invalid URL"),
+        ("http://[x", "to an invalid URL"),
+        (f"http://u:{SECRET}@host:port/", "to an invalid URL"),
+        ("https://127.0.0.1/", "would leak the token"),
     ],
 )
-def test_a_redirect_that_leads_nowhere_is_an_error(
+def test_invalid_or_endless_redirect_is_an_error(
     server: TopologyServer, fetch: Fetch, target: str, said: str
 ) -> None:
     server.reply = server.status(301, Location=target)
     with pytest.raises(TopologyError, match=said) as caught:
-        fetch(hasty(server.url)[0])
+        fetch(without_pauses(server.url)[0])
     assert SECRET not in str(caught.value)
 
 
-async def test_the_loop_is_never_blocked(server: TopologyServer) -> None:
+async def test_fetch_does_not_block_the_loop(server: TopologyServer) -> None:
     def slow(talk: Conversation) -> None:
         time.sleep(1.0)
         server.tell(talk)
@@ -380,7 +380,7 @@ async def test_the_loop_is_never_blocked(server: TopologyServer) -> None:
     assert longest < 0.5, "it took a second"
 
 
-async def test_a_fetch_that_is_cancelled_ends_its_request(server: TopologyServer) -> None:
+async def test_cancelled_fetch_ends_its_request(server: TopologyServer) -> None:
     server.reply = server.hang
     fetching = asyncio.create_task(HttpTopology(server.url).fetch())
     await asyncio.to_thread(server.wait, lambda: len(server.requests) == 1)
@@ -390,7 +390,7 @@ async def test_a_fetch_that_is_cancelled_ends_its_request(server: TopologyServer
     await asyncio.to_thread(server.wait, lambda: server.ended == 1, 5.0)
 
 
-def test_a_loop_that_ends_does_not_wait_for_a_server_that_hangs(server: TopologyServer) -> None:
+def test_loop_can_end_while_a_server_hangs(server: TopologyServer) -> None:
     server.reply = server.hang
 
     async def leave() -> None:
@@ -404,7 +404,7 @@ def test_a_loop_that_ends_does_not_wait_for_a_server_that_hangs(server: Topology
     gc.collect()
 
 
-def test_many_fetches_leave_nothing_behind(server: TopologyServer) -> None:
+def test_finished_fetches_leave_no_threads(server: TopologyServer) -> None:
     source = HttpTopology(server.url)
     ask(source)
     server.wait(lambda: server.ended == 1)
@@ -442,7 +442,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def secure_server(certificate: tuple[Path, Path]) -> Iterator[TopologyServer]:
-    """One that speaks TLS."""
+    """A server with TLS."""
     key, cert = certificate
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -450,29 +450,31 @@ def secure_server(certificate: tuple[Path, Path]) -> Iterator[TopologyServer]:
         yield started
 
 
-def test_with_an_authority_of_its_own(
+def test_custom_certificate_authority_is_used(
     secure_server: TopologyServer, certificate: tuple[Path, Path], fetch: Fetch
 ) -> None:
     _, cert = certificate
     for ca in (cert, str(cert), cert.read_bytes(), cert.read_text()):
-        # Without a scheme it is https.
+        # Without a scheme, it is https.
         source = HttpTopology(f"127.0.0.1:{secure_server.port}", SECRET, ca=ca)
         assert fetch(source).version == 7
     config = ConnectionConfig.from_uri(f"{secure_server.url}/db", token=SECRET, ca=cert)
     assert fetch(HttpTopology.of(config)).version == 7
 
 
-def test_an_authority_that_is_not_known_gets_no_token(
+def test_unknown_certificate_authority_gets_no_token(
     secure_server: TopologyServer, fetch: Fetch
 ) -> None:
     with pytest.raises(TopologyError, match="CERTIFICATE_VERIFY_FAILED"):
-        fetch(hasty(secure_server.url, SECRET)[0])
+        fetch(without_pauses(secure_server.url, SECRET)[0])
     assert secure_server.requests == []
 
 
-def test_a_tls_handshake_that_hangs_is_left(fetch: Fetch) -> None:
+def test_hung_tls_handshake_is_abandoned(fetch: Fetch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        source, _ = hasty(f"https://127.0.0.1:{silent.getsockname()[1]}", attempts=1, timeout=1.0)
+        source, _ = without_pauses(
+            f"https://127.0.0.1:{silent.getsockname()[1]}", attempts=1, timeout=1.0
+        )
         begun = time.monotonic()
         with pytest.raises(TopologyError, match="could not be fetched"):
             fetch(source)
@@ -482,7 +484,7 @@ def test_a_tls_handshake_that_hangs_is_left(fetch: Fetch) -> None:
 # -- a list ----------------------------------------------------------------------------------------
 
 
-def test_a_list_is_told_as_it_is(fetch: Fetch) -> None:
+def test_static_list_is_the_topology(fetch: Fetch) -> None:
     replica = Member("c", "http://c", Capability.READABLE)
     source = StaticTopology(["http://a", "b:5", replica, "b:5"])
     found = fetch(source)
@@ -493,12 +495,12 @@ def test_a_list_is_told_as_it_is(fetch: Fetch) -> None:
     assert repr(source) == "<StaticTopology: 3 members>"
 
 
-def test_a_list_of_something_else_is_refused() -> None:
+def test_list_of_other_types_is_refused() -> None:
     with pytest.raises(TopologyError, match="must be a Member or a str, not int"):
         StaticTopology([5])  # type: ignore[list-item]
 
 
-def test_a_member_does_not_show_an_account_by_its_name() -> None:
+def test_cluster_id_of_a_member_hides_its_account() -> None:
     [found] = ask(StaticTopology([f"http://u:{SECRET}@a"])).members
     assert SECRET not in found.cluster_id
 
@@ -506,18 +508,18 @@ def test_a_member_does_not_show_an_account_by_its_name() -> None:
 # -- DNS -------------------------------------------------------------------------------------------
 
 
-def test_a_name_is_looked_up(fetch: Fetch) -> None:
+def test_dns_name_is_resolved(fetch: Fetch) -> None:
     found = fetch(DnsTopology("localhost", 5))
     assert found.version == 1
     assert {address_of(each) for each in found.members} <= {"127.0.0.1:5", "[::1]:5"}
     assert all(each.server_name == "localhost" for each in found.members)
 
 
-def test_the_version_grows_when_the_addresses_change(fetch: Fetch) -> None:
+def test_dns_version_grows_when_the_addresses_change(fetch: Fetch) -> None:
     answers: list[list[str]] = [
         ["10.0.0.2", "10.0.0.1"],
-        ["10.0.0.1", "10.0.0.2"],  # another order is nothing new
-        ["10.0.0.2", "10.0.0.0", "10.0.0.1"],  # who was there keeps its place
+        ["10.0.0.1", "10.0.0.2"],  # another order is not a change
+        ["10.0.0.2", "10.0.0.0", "10.0.0.1"],  # known addresses keep their position
         ["10.0.0.2", "10.0.0.0"],
         ["::1"],
     ]
@@ -536,14 +538,14 @@ def test_the_version_grows_when_the_addresses_change(fetch: Fetch) -> None:
     assert repr(source) == "<DnsTopology db:5>"
 
 
-def test_a_name_that_cannot_be_looked_up_is_told(fetch: Fetch) -> None:
+def test_failed_dns_lookup_is_an_error(fetch: Fetch) -> None:
     with pytest.raises(TopologyError, match=r"name no-such-host\.invalid could not be looked up"):
         fetch(DnsTopology("no-such-host.invalid", 5))
     with pytest.raises(TopologyError, match="could not be looked up: it has no address"):
         fetch(DnsTopology("db", 5, resolve=lambda host, port: []))
 
 
-def test_a_name_server_that_is_silent_is_left(fetch: Fetch) -> None:
+def test_silent_name_server_is_abandoned(fetch: Fetch) -> None:
     over = threading.Event()
 
     def silent(host: str, port: int) -> list[str]:
@@ -566,23 +568,23 @@ def test_a_name_server_that_is_silent_is_left(fetch: Fetch) -> None:
 KNOWN = Topology(9, (Member("a", "http://a"),))
 
 
-async def told_async() -> Topology:
+async def topology_async() -> Topology:
     await asyncio.sleep(0)
     return KNOWN
 
 
-def told() -> Topology:
+def topology() -> Topology:
     return KNOWN
 
 
-def test_a_function_of_either_kind_is_asked(fetch: Fetch) -> None:
-    assert fetch(CallableTopology(told)) is KNOWN
-    assert fetch(CallableTopology(told_async)) is KNOWN
-    assert fetch(CallableTopology(lambda: told_async())) is KNOWN
-    assert repr(CallableTopology(told)) == "<CallableTopology told>"
+def test_plain_and_async_functions_are_called(fetch: Fetch) -> None:
+    assert fetch(CallableTopology(topology)) is KNOWN
+    assert fetch(CallableTopology(topology_async)) is KNOWN
+    assert fetch(CallableTopology(lambda: topology_async())) is KNOWN
+    assert repr(CallableTopology(topology)) == "<CallableTopology topology>"
 
 
-def test_a_function_may_just_say_who_is_there(fetch: Fetch) -> None:
+def test_function_may_return_a_list_of_addresses(fetch: Fetch) -> None:
     answers: list[Any] = [["http://a", "http://b"], ("http://b", "http://a"), iter(["http://b"])]
     source = CallableTopology(lambda: answers.pop(0))
     versions = [(found := fetch(source)).version for _ in range(3)]
@@ -591,14 +593,14 @@ def test_a_function_may_just_say_who_is_there(fetch: Fetch) -> None:
 
 
 @pytest.mark.parametrize(("answer", "kind"), [(None, "NoneType"), ("http://a", "str"), (5, "int")])
-def test_a_function_that_says_something_else_is_refused(
+def test_function_that_returns_another_type_is_refused(
     fetch: Fetch, answer: Any, kind: str
 ) -> None:
     with pytest.raises(TopologyError, match=f"must return a Topology.*not {kind}"):
         fetch(CallableTopology(lambda: answer))
 
 
-def test_what_a_function_raises_is_the_cause(fetch: Fetch) -> None:
+def test_exception_of_a_function_is_the_cause(fetch: Fetch) -> None:
     def broken() -> Topology:
         raise RuntimeError("the shelf is empty")
 
@@ -616,7 +618,7 @@ def test_what_a_function_raises_is_the_cause(fetch: Fetch) -> None:
         fetch(CallableTopology(ended))
 
 
-def test_a_function_that_never_ends_is_left(fetch: Fetch) -> None:
+def test_function_that_never_returns_is_abandoned(fetch: Fetch) -> None:
     over = threading.Event()
 
     def silent() -> Topology:
@@ -635,7 +637,7 @@ def test_a_function_that_never_ends_is_left(fetch: Fetch) -> None:
         over.set()
 
 
-async def test_a_function_that_blocks_does_not_block_the_loop() -> None:
+async def test_blocking_function_does_not_block_the_loop() -> None:
     inside, over = threading.Event(), threading.Event()
 
     def slow() -> Topology:
@@ -649,14 +651,14 @@ async def test_a_function_that_blocks_does_not_block_the_loop() -> None:
     assert await fetching is KNOWN
 
 
-# -- again and again -------------------------------------------------------------------------------
+# -- the refresher ------------------------------------------------------------
 
 
 def run_virtual(scenario: Callable[[Sim], Any]) -> None:
     simulate(scenario, seeds=20, processes=1)
 
 
-def test_it_refreshes_about_every_five_minutes() -> None:
+def test_refresher_runs_about_every_five_minutes() -> None:
     async def scenario(sim: Sim) -> None:
         times: list[float] = []
 
@@ -671,12 +673,12 @@ def test_it_refreshes_about_every_five_minutes() -> None:
         gaps = [late - early for early, late in zip([0.0, *times], times, strict=False)]
         assert all(270 <= gap <= 330 for gap in gaps)
         assert 10 <= len(times) <= 13
-        assert len(set(gaps)) == len(gaps), "a fleet must not ask as one"
+        assert len(set(gaps)) == len(gaps), "a fleet must not query at the same time"
 
     run_virtual(scenario)
 
 
-def test_triggers_are_joined_and_kept_apart() -> None:
+def test_triggers_are_combined_and_spaced() -> None:
     async def scenario(sim: Sim) -> None:
         times: list[float] = []
 
@@ -690,7 +692,7 @@ def test_triggers_are_joined_and_kept_apart() -> None:
         for _ in range(100):
             refresher.trigger()
         await asyncio.sleep(0.125)
-        # It has begun: who asks now may know of something that it did not see.
+        # A refresh has begun: a trigger now may mean a change that it has not seen.
         for _ in range(100):
             refresher.trigger()
             await asyncio.sleep(0.001)
@@ -702,7 +704,7 @@ def test_triggers_are_joined_and_kept_apart() -> None:
     run_virtual(scenario)
 
 
-def test_a_trigger_before_the_start_is_not_lost() -> None:
+def test_trigger_before_the_start_is_not_lost() -> None:
     async def scenario(sim: Sim) -> None:
         asked = asyncio.Event()
 
@@ -720,7 +722,7 @@ def test_a_trigger_before_the_start_is_not_lost() -> None:
     run_virtual(scenario)
 
 
-def test_failures_are_recorded_and_end_nothing() -> None:
+def test_failures_are_recorded_and_do_not_stop_the_refresher() -> None:
     async def scenario(sim: Sim) -> None:
         async def refresh() -> None:
             raise error
@@ -742,7 +744,7 @@ def test_failures_are_recorded_and_end_nothing() -> None:
     run_virtual(scenario)
 
 
-def test_it_ends_at_once_whatever_it_does() -> None:
+def test_stop_ends_the_refresher_immediately() -> None:
     async def scenario(sim: Sim) -> None:
         under_way = 0
 
@@ -762,13 +764,13 @@ def test_it_ends_at_once_whatever_it_does() -> None:
         refresher.stop()
         await running
         assert (sim.now, under_way) == (stopped_at, 0)
-        refresher.trigger()  # nobody listens any more
+        refresher.trigger()  # no effect after stop()
         refresher.stop()
 
     run_virtual(scenario)
 
 
-def test_stopped_before_it_has_begun_it_ends() -> None:
+def test_refresher_stopped_before_its_run_ends() -> None:
     async def scenario(sim: Sim) -> None:
         async def refresh() -> None:
             raise AssertionError("nobody wants it")
@@ -781,7 +783,7 @@ def test_stopped_before_it_has_begun_it_ends() -> None:
     run_virtual(scenario)
 
 
-def test_cancelled_it_takes_its_work_along() -> None:
+def test_cancelled_refresher_cancels_its_refresh() -> None:
     async def scenario(sim: Sim) -> None:
         ended = asyncio.Event()
 
@@ -802,7 +804,7 @@ def test_cancelled_it_takes_its_work_along() -> None:
     run_virtual(scenario)
 
 
-def test_it_runs_on_the_loop_of_the_threads_and_is_told_from_any() -> None:
+def test_refresher_on_a_loop_thread_can_be_triggered_from_any_thread() -> None:
     asked = threading.Semaphore(0)
 
     async def refresh() -> None:
@@ -820,7 +822,7 @@ def test_it_runs_on_the_loop_of_the_threads_and_is_told_from_any() -> None:
     refresher.stop()
 
 
-def test_a_refresher_is_for_one_run() -> None:
+def test_refresher_runs_once() -> None:
     async def refresh() -> None: ...
 
     async def twice() -> None:

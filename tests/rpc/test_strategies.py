@@ -1,4 +1,4 @@
-"""How channels are made and what an outage means, with real topology servers and real channels.
+"""Strategies: how channels are made and outages handled, with real topology servers.
 
 The tests of the global strategies run for threads and for asyncio alike: `side` calls either.
 """
@@ -46,7 +46,7 @@ GLOBAL = ConnectionConfig.from_uri("http://g.global-cluster.example.com", token=
 
 @dataclass
 class Channel:
-    """What a factory of the user's may return."""
+    """A channel of a user's factory."""
 
     config: ConnectionConfig
     closed: bool = False
@@ -62,8 +62,8 @@ class AsyncChannel(Channel):
 
 
 @dataclass
-class Held:
-    """A managed connection, as far as a strategy looks at it."""
+class Managed:
+    """The attributes of a managed connection that a strategy reads."""
 
     address: str
     config: ConnectionConfig = GLOBAL
@@ -77,30 +77,30 @@ def at(version: int, *endpoints: str) -> Topology:
     return Topology(version, (Member(first, first, Capability.PRIMARY), *replicas))
 
 
-class Story:
-    """A source that tells what it is set to: a topology, or an error."""
+class ScriptedSource:
+    """A source that returns or raises what it is set to, and counts its fetches."""
 
-    def __init__(self, *told: Topology | Exception) -> None:
-        self.told: Topology | Exception = told[0]
-        self.next = list(told[1:])
-        self.asked = 0
+    def __init__(self, *answer: Topology | Exception) -> None:
+        self.answer: Topology | Exception = answer[0]
+        self.next = list(answer[1:])
+        self.fetches = 0
         self.changed = threading.Condition()
 
     async def __call__(self) -> Topology:
         with self.changed:
-            self.asked += 1
+            self.fetches += 1
             self.changed.notify_all()
-        if isinstance(self.told, Exception):
-            raise self.told
-        return self.told
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
-    def wait(self, asked: int) -> None:
+    def wait(self, fetches: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.asked >= asked, 30)
+            assert self.changed.wait_for(lambda: self.fetches >= fetches, 30)
 
 
-class Side:
-    """Threads, or asyncio: the same words for both."""
+class Flavour:
+    """One interface to the strategies for threads and for asyncio."""
 
     def __init__(self, kind: type[GlobalStrategy] | type[AsyncGlobalStrategy]) -> None:
         self.kind = kind
@@ -118,22 +118,22 @@ class Side:
             return method(*given)
         return self.loop.run(method(*given), timeout=60)
 
-    def close(self, strategy: ConnectionStrategy, held: Held) -> None:
+    def close(self, strategy: ConnectionStrategy, managed: Managed) -> None:
         if self.kind is GlobalStrategy:
-            strategy.close(held)
+            strategy.close(managed)
         else:
-            self.loop.run(strategy.close_async(held), timeout=60)
+            self.loop.run(strategy.close_async(managed), timeout=60)
 
     def end(self) -> None:
         for each in self.made:
-            self.close(each, Held("nowhere"))
+            self.close(each, Managed("nowhere"))
         self.loop.stop()
 
 
 @pytest.fixture(params=[GlobalStrategy, AsyncGlobalStrategy])
-def side(request: pytest.FixtureRequest) -> Iterator[Side]:
-    """Each of the two sides."""
-    made = Side(request.param)
+def side(request: pytest.FixtureRequest) -> Iterator[Flavour]:
+    """The strategies for threads, then those for asyncio."""
+    made = Flavour(request.param)
     try:
         yield made
     finally:
@@ -143,7 +143,7 @@ def side(request: pytest.FixtureRequest) -> Iterator[Side]:
 # -- one server ------------------------------------------------------------------------------------
 
 
-def test_the_interface_is_abstract() -> None:
+def test_strategy_interface_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         ConnectionStrategy()  # type: ignore[abstract]
     assert ConnectionStrategy.__abstractmethods__ == {"create_handler", "on_unavailable", "close"}
@@ -152,7 +152,7 @@ def test_the_interface_is_abstract() -> None:
 @pytest.mark.parametrize(
     "kind", [RegularStrategy, GlobalStrategy, AsyncRegularStrategy, AsyncGlobalStrategy]
 )
-def test_every_strategy_is_one(kind: type[ConnectionStrategy]) -> None:
+def test_every_strategy_implements_the_interface(kind: type[ConnectionStrategy]) -> None:
     strategy = kind()
     assert isinstance(strategy, ConnectionStrategy)
     is_async = kind.__name__.startswith("Async")
@@ -162,24 +162,24 @@ def test_every_strategy_is_one(kind: type[ConnectionStrategy]) -> None:
     assert isinstance(strategy, TopologyMixin) is ("Global" in kind.__name__)
 
 
-async def test_closing_from_a_loop_is_closing() -> None:
-    held = Held("a:1")
-    await RegularStrategy().close_async(held)
-    assert held.handler.closed
+async def test_close_async_of_a_regular_strategy_closes_the_channel() -> None:
+    managed = Managed("a:1")
+    await RegularStrategy().close_async(managed)
+    assert managed.handler.closed
 
 
-def test_a_regular_one_makes_a_channel_to_its_server() -> None:
+def test_regular_strategy_makes_a_channel_to_its_server() -> None:
     config = ConnectionConfig.from_uri("http://host:5")
     strategy = RegularStrategy(handler_factory=Channel)
     channel = strategy.create_handler(config)
     assert channel.config is config
-    held = Held("host:5", config, channel)
-    assert strategy.on_unavailable(held) is True
-    strategy.close(held)
+    managed = Managed("host:5", config, channel)
+    assert strategy.on_unavailable(managed) is True
+    strategy.close(managed)
     assert channel.closed
 
 
-async def test_a_regular_one_for_asyncio_does_the_same() -> None:
+async def test_regular_strategy_for_asyncio_makes_a_channel_to_its_server() -> None:
     async def make(config: ConnectionConfig) -> AsyncChannel:
         return AsyncChannel(config)
 
@@ -188,15 +188,15 @@ async def test_a_regular_one_for_asyncio_does_the_same() -> None:
         strategy = AsyncRegularStrategy(handler_factory=factory)
         channel = await strategy.create_handler(config)
         assert channel.config is config
-        held = Held("host:5", config, channel)
-        assert await strategy.on_unavailable(held) is True
-        strategy.close(held)
-        assert not channel.closed, "without a loop it cannot be"
-        await strategy.close_async(held)
+        managed = Managed("host:5", config, channel)
+        assert await strategy.on_unavailable(managed) is True
+        strategy.close(managed)
+        assert not channel.closed, "close() cannot close an asyncio channel"
+        await strategy.close_async(managed)
         assert channel.closed
 
 
-def test_left_alone_they_make_channels_of_grpc() -> None:
+def test_strategies_make_grpc_channels_by_default() -> None:
     config = ConnectionConfig.from_uri("http://127.0.0.1:1")
     channels = [RegularStrategy().create_handler(config) for _ in range(2)]
     channels.append(GlobalStrategy(fetch_topology=StaticTopology(["b:1"])).create_handler(config))
@@ -205,7 +205,7 @@ def test_left_alone_they_make_channels_of_grpc() -> None:
         channel.close()
 
 
-async def test_left_alone_they_make_channels_of_grpc_for_asyncio() -> None:
+async def test_asyncio_strategies_make_grpc_channels_by_default() -> None:
     config = ConnectionConfig.from_uri("http://127.0.0.1:1")
     following = AsyncGlobalStrategy(fetch_topology=StaticTopology(["b:1"]))
     for strategy in (AsyncRegularStrategy(), following):
@@ -214,13 +214,13 @@ async def test_left_alone_they_make_channels_of_grpc_for_asyncio() -> None:
         await channel.close()
 
 
-# -- a server that moves ---------------------------------------------------------------------------
+# -- a primary that moves ------------------------------------------------------------
 
 
-def test_the_first_channel_leads_to_the_primary(side: Side) -> None:
-    story = Story(at(1, "https://a", "http://b"))
-    strategy = side.strategy(fetch_topology=story)
-    assert repr(strategy) == f"<{side.kind.__name__} to primary: no topology yet, at nobody>"
+def test_first_channel_leads_to_the_primary(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "https://a", "http://b"))
+    strategy = side.strategy(fetch_topology=source)
+    assert repr(strategy) == f"<{side.kind.__name__} to primary: no topology yet, at no member>"
     channel = side(strategy.create_handler, GLOBAL)
     assert channel.config.address == "a:443" == strategy.address
     assert channel.config.secure
@@ -228,37 +228,39 @@ def test_the_first_channel_leads_to_the_primary(side: Side) -> None:
     assert repr(strategy) == f"<{side.kind.__name__} to primary: version 1, at a:443>"
 
 
-def test_further_channels_ask_nobody(side: Side) -> None:
-    story = Story(at(1, "a:1"))
-    strategy = side.strategy(fetch_topology=story)
+def test_later_channels_fetch_no_topology(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=source)
     for _ in range(3):
         side(strategy.create_handler, GLOBAL)
-    assert story.asked == 1
+    assert source.fetches == 1
 
 
-def test_without_a_topology_there_is_no_channel(side: Side) -> None:
-    story = Story(TopologyError("nobody knows"))
-    strategy = side.strategy(fetch_topology=story)
+def test_without_a_topology_there_is_no_channel(side: Flavour) -> None:
+    source = ScriptedSource(TopologyError("nobody knows"))
+    strategy = side.strategy(fetch_topology=source)
     with pytest.raises(TopologyError, match="nobody knows"):
         side(strategy.create_handler, GLOBAL)
-    story.told = at(1, "a:1")
-    assert side(strategy.create_handler, GLOBAL).config.address == "a:1", "the next may succeed"
+    source.answer = at(1, "a:1")
+    assert side(strategy.create_handler, GLOBAL).config.address == "a:1", (
+        "the next attempt must fetch again"
+    )
 
 
-def test_the_error_comes_first(side: Side) -> None:
-    story = Story(at(1, "a:1", "b:1"))
-    strategy = side.strategy(fetch_topology=story)
+def test_error_before_a_refresh_fetches_the_new_primary(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "a:1", "b:1"))
+    strategy = side.strategy(fetch_topology=source)
     side(strategy.create_handler, GLOBAL)
-    story.told = at(2, "b:1", "a:1")
-    assert side(strategy.on_unavailable, Held("a:1")) is True
-    assert story.asked == 2
+    source.answer = at(2, "b:1", "a:1")
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
+    assert source.fetches == 2
     assert strategy.advise("a:1") is Advice.MOVE
     assert side(strategy.create_handler, GLOBAL).config.address == "b:1" == strategy.address
 
 
-def test_the_refresher_comes_first(side: Side) -> None:
-    story = Story(at(1, "a:1"))
-    strategy = side.strategy(fetch_topology=story, refresh_every=0.05)
+def test_refresh_before_an_error_moves_to_the_new_primary(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=source, refresh_every=0.05)
     seen: list[Topology] = []
     changed = threading.Event()
 
@@ -268,20 +270,20 @@ def test_the_refresher_comes_first(side: Side) -> None:
 
     strategy.on_change = tell
     side(strategy.create_handler, GLOBAL)
-    story.told = at(2, "b:1")
+    source.answer = at(2, "b:1")
     assert changed.wait(30)
     assert [found.version for found in seen] == [2]
     assert strategy.advise(strategy.address or "") is Advice.MOVE
-    # The connection is still at the old one: what is known already must not hide that.
-    assert side(strategy.on_unavailable, Held("a:1")) is True
+    # The connection is still at the old primary, although the new one is known.
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
     assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
 
 
-def test_a_primary_that_has_restarted_is_connected_to_again(side: Side) -> None:
+def test_restarted_primary_is_connected_to_again(side: Flavour) -> None:
     recorder = Recorder()
-    strategy = side.strategy(fetch_topology=Story(at(1, "a:1")), recorder=recorder)
+    strategy = side.strategy(fetch_topology=ScriptedSource(at(1, "a:1")), recorder=recorder)
     side(strategy.create_handler, GLOBAL)
-    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
     assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
     assert "a:1 is unavailable" in recorder.explain(f"rpc.{GLOBAL.address}.topology")
 
@@ -297,14 +299,14 @@ def test_a_primary_that_has_restarted_is_connected_to_again(side: Side) -> None:
         OSError("no route"),
     ],
 )
-def test_what_cannot_be_used_is_recorded_and_keeps_the_old(
-    side: Side, bad: Topology | Exception
+def test_unusable_topology_is_recorded_and_the_old_one_kept(
+    side: Flavour, bad: Topology | Exception
 ) -> None:
-    story, recorder = Story(at(1, "a:1")), Recorder()
-    strategy = side.strategy(fetch_topology=story, recorder=recorder)
+    source, recorder = ScriptedSource(at(1, "a:1")), Recorder()
+    strategy = side.strategy(fetch_topology=source, recorder=recorder)
     side(strategy.create_handler, GLOBAL)
-    story.told = bad
-    assert side(strategy.on_unavailable, Held("a:1")) is True
+    source.answer = bad
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
     assert strategy.topology == at(1, "a:1")
     failures = [event for event in recorder.events() if event.kind == "failure"]
     assert failures
@@ -312,22 +314,22 @@ def test_what_cannot_be_used_is_recorded_and_keeps_the_old(
     assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
 
 
-def test_only_newer_versions_are_believed(side: Side) -> None:
-    story, now = Story(at(5, "a:1")), 0.0
-    strategy = side.strategy(fetch_topology=story, clock=Clock(monotonic=lambda: now))
+def test_only_newer_versions_are_accepted(side: Flavour) -> None:
+    source, now = ScriptedSource(at(5, "a:1")), 0.0
+    strategy = side.strategy(fetch_topology=source, clock=Clock(monotonic=lambda: now))
     changes: list[Topology] = []
     strategy.on_change = changes.append
     side(strategy.create_handler, GLOBAL)
-    for told in (at(5, "b:1"), at(4, "c:1"), at(5, "a:1")):
-        story.told = told
+    for answer in (at(5, "b:1"), at(4, "c:1"), at(5, "a:1")):
+        source.answer = answer
         now += 2.0
-        side(strategy.on_unavailable, Held("a:1"))
+        side(strategy.on_unavailable, Managed("a:1"))
         assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
     assert changes == []
-    assert story.asked == 4
+    assert source.fetches == 4
 
 
-def test_a_source_that_raises_something_else_does_no_harm(side: Side) -> None:
+def test_unexpected_exception_of_a_source_is_contained(side: Flavour) -> None:
     class Broken(TopologySource):
         def __init__(self) -> None:
             self.good = True
@@ -341,25 +343,25 @@ def test_a_source_that_raises_something_else_does_no_harm(side: Side) -> None:
     strategy = side.strategy(fetch_topology=source)
     side(strategy.create_handler, GLOBAL)
     source.good = False
-    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
 
 
-def test_who_is_told_of_a_change_may_fail(side: Side) -> None:
-    story, recorder = Story(at(1, "a:1")), Recorder()
-    strategy = side.strategy(fetch_topology=story, recorder=recorder)
+def test_failing_change_callback_is_contained(side: Flavour) -> None:
+    source, recorder = ScriptedSource(at(1, "a:1")), Recorder()
+    strategy = side.strategy(fetch_topology=source, recorder=recorder)
 
     def broken(found: Topology) -> None:
         raise RuntimeError("not now")
 
     strategy.on_change = broken
     side(strategy.create_handler, GLOBAL)
-    story.told = at(2, "b:1")
-    assert side(strategy.on_unavailable, Held("a:1")) is True
-    assert strategy.topology == story.told
+    source.answer = at(2, "b:1")
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
+    assert strategy.topology == source.answer
     assert any("not now" in " ".join(event.because) for event in recorder.events())
 
 
-def test_a_topology_server_that_hangs_does_not_hold_up_a_recovery(side: Side) -> None:
+def test_hung_topology_server_delays_a_recovery_by_its_patience_only(side: Flavour) -> None:
     async def hang() -> Topology:
         if not hanging.is_set():
             return at(1, "a:1")
@@ -371,48 +373,48 @@ def test_a_topology_server_that_hangs_does_not_hold_up_a_recovery(side: Side) ->
     side(strategy.create_handler, GLOBAL)
     hanging.set()
     begun = time.monotonic()
-    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
     first = time.monotonic() - begun
     assert 0.9 < first < 3.0
     assert any("no fresh topology within 1 s" in event.text for event in recorder.events())
     begun = time.monotonic()
     for _ in range(5):
-        assert side(strategy.on_unavailable, Held("a:1")) is True
-    assert time.monotonic() - begun < 1.0, "the others do not wait at all"
+        assert side(strategy.on_unavailable, Managed("a:1")) is True
+    assert time.monotonic() - begun < 1.0, "later errors waited again"
 
 
-def test_after_a_failure_it_is_asked_again_in_the_background(side: Side) -> None:
-    story = Story(at(1, "a:1"))
-    strategy = side.strategy(fetch_topology=story)
+def test_failed_fetch_is_repeated_in_the_background(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=source)
     changed = threading.Event()
     strategy.on_change = lambda found: changed.set()
     side(strategy.create_handler, GLOBAL)
-    story.told = TopologyError("not now")
-    side(strategy.on_unavailable, Held("a:1"))
-    story.wait(asked=3)
-    story.told = at(2, "b:1")
-    side(strategy.on_unavailable, Held("a:1"))
+    source.answer = TopologyError("not now")
+    side(strategy.on_unavailable, Managed("a:1"))
+    source.wait(fetches=3)
+    source.answer = at(2, "b:1")
+    side(strategy.on_unavailable, Managed("a:1"))
     assert changed.wait(30)
     assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
 
 
-def test_many_errors_at_once_are_one_question(side: Side) -> None:
-    asked, inside, over = 0, threading.Event(), threading.Event()
+def test_concurrent_errors_cause_one_fetch(side: Flavour) -> None:
+    fetches, inside, over = 0, threading.Event(), threading.Event()
 
     async def slow() -> Topology:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
+        nonlocal fetches
+        fetches += 1
+        if fetches > 1:
             inside.set()
             await asyncio.to_thread(over.wait, 30)
-        return at(asked, f"m{asked}:1")
+        return at(fetches, f"m{fetches}:1")
 
     strategy = side.strategy(fetch_topology=slow, patience=30)
     side(strategy.create_handler, GLOBAL)
     outcomes: list[bool] = []
 
     def report() -> None:
-        outcomes.append(side(strategy.on_unavailable, Held("m1:1")))
+        outcomes.append(side(strategy.on_unavailable, Managed("m1:1")))
 
     threads = [threading.Thread(target=report) for _ in range(20)]
     for thread in threads:
@@ -426,45 +428,45 @@ def test_many_errors_at_once_are_one_question(side: Side) -> None:
     for thread in threads:
         thread.join(30)
     assert outcomes == [True] * 20
-    assert asked == 2
+    assert fetches == 2
 
 
-def test_the_refresher_still_runs_after_a_recovery_and_ends_with_the_strategy(side: Side) -> None:
-    story = Story(at(1, "a:1"))
-    strategy = side.strategy(fetch_topology=story, refresh_every=0.05)
+def test_refresher_continues_after_a_recovery_and_ends_with_the_strategy(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=source, refresh_every=0.05)
     channel = side(strategy.create_handler, GLOBAL)
-    story.told = at(2, "b:1")
-    side(strategy.on_unavailable, Held("a:1"))
+    source.answer = at(2, "b:1")
+    side(strategy.on_unavailable, Managed("a:1"))
     side(strategy.create_handler, GLOBAL)
-    story.wait(story.asked + 3)
+    source.wait(source.fetches + 3)
     following = strategy._following
     assert following is not None
-    held = Held("b:1", handler=channel)
-    side.close(strategy, held)
+    managed = Managed("b:1", handler=channel)
+    side.close(strategy, managed)
     assert channel.closed
     deadline = time.monotonic() + 10
     while not following.done() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert following.done()
-    asked = story.asked
+    fetches = source.fetches
     time.sleep(0.2)
-    assert story.asked == asked
-    side.close(strategy, held)
+    assert source.fetches == fetches
+    side.close(strategy, managed)
 
 
-def test_a_handler_that_is_made_after_the_end_is_followed_again(side: Side) -> None:
-    # Close, then create: what a manager that replaces a connection may well do.
-    story = Story(at(1, "a:1"))
-    strategy = side.strategy(fetch_topology=story, refresh_every=0.05)
-    side.close(strategy, Held("a:1", handler=side(strategy.create_handler, GLOBAL)))
+def test_channel_created_after_a_close_is_followed_again(side: Flavour) -> None:
+    # Close, then create, as a manager that replaces a connection may do.
+    source = ScriptedSource(at(1, "a:1"))
+    strategy = side.strategy(fetch_topology=source, refresh_every=0.05)
+    side.close(strategy, Managed("a:1", handler=side(strategy.create_handler, GLOBAL)))
     deadline = time.monotonic() + 10
     while strategy._following and not strategy._following.done() and time.monotonic() < deadline:
         time.sleep(0.01)
     side(strategy.create_handler, GLOBAL)
-    story.wait(story.asked + 3)
+    source.wait(source.fetches + 3)
 
 
-def test_what_comes_after_the_end_is_not_followed(side: Side) -> None:
+def test_topology_that_arrives_after_the_close_is_not_followed(side: Flavour) -> None:
     inside, over = threading.Event(), threading.Event()
 
     def slow() -> Topology:
@@ -476,23 +478,23 @@ def test_what_comes_after_the_end_is_not_followed(side: Side) -> None:
     creating = threading.Thread(target=side, args=(strategy.create_handler, GLOBAL))
     creating.start()
     assert inside.wait(30)
-    side.close(strategy, Held("a:1"))
+    side.close(strategy, Managed("a:1"))
     over.set()
     creating.join(30)
     assert strategy.address == "a:1"
     assert strategy._following is None
 
 
-def test_a_list_is_not_asked_again(side: Side) -> None:
+def test_static_topology_is_not_refreshed(side: Flavour) -> None:
     strategy = side.strategy(fetch_topology=StaticTopology(["a:1", "b:1"]))
     assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
     assert strategy._following is None
-    assert side(strategy.on_unavailable, Held("a:1")) is True
+    assert side(strategy.on_unavailable, Managed("a:1")) is True
 
 
-def test_a_strategy_that_is_forgotten_is_followed_by_nobody(side: Side) -> None:
-    story = Story(at(1, "a:1"))
-    strategy: Any = side.strategy(fetch_topology=story, refresh_every=0.05)
+def test_garbage_collected_strategy_stops_its_refresher(side: Flavour) -> None:
+    source = ScriptedSource(at(1, "a:1"))
+    strategy: Any = side.strategy(fetch_topology=source, refresh_every=0.05)
     side.made.clear()
     side(strategy.create_handler, GLOBAL)
     following, gone = strategy._following, weakref.ref(strategy)
@@ -505,7 +507,7 @@ def test_a_strategy_that_is_forgotten_is_followed_by_nobody(side: Side) -> None:
     assert following.done()
 
 
-def test_wrong_knobs_are_refused(side: Side) -> None:
+def test_invalid_options_are_refused(side: Flavour) -> None:
     with pytest.raises(ValueError, match=r"patience=0 .*; refresh_every=0"):
         side.kind(patience=0, refresh_every=0)
     with pytest.raises(ConfigError, match="role='all'"):
@@ -515,45 +517,47 @@ def test_wrong_knobs_are_refused(side: Side) -> None:
 # -- replicas --------------------------------------------------------------------------------------
 
 
-def test_any_is_the_nearest_replica(side: Side) -> None:
+def test_role_any_selects_the_nearest_replica(side: Flavour) -> None:
     near = {"b:1": 0.2, "c:1": 0.1}
     strategy = side.strategy(
-        role="any", fetch_topology=Story(at(1, "a:1", "b:1", "c:1")), latencies=lambda: near
+        role="any",
+        fetch_topology=ScriptedSource(at(1, "a:1", "b:1", "c:1")),
+        latencies=lambda: near,
     )
     assert side(strategy.create_handler, GLOBAL).config.address == "c:1"
 
 
-def test_a_replica_that_fails_is_left_for_the_next(side: Side) -> None:
-    strategy = side.strategy(role="any", fetch_topology=Story(at(1, "a:1", "b:1", "c:1")))
+def test_failed_replica_is_avoided_for_the_next(side: Flavour) -> None:
+    strategy = side.strategy(role="any", fetch_topology=ScriptedSource(at(1, "a:1", "b:1", "c:1")))
     assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
-    # The first cannot be connected to, then one that was in use fails, until all were tried.
+    # The first cannot be reached, then the one in use fails, until all were tried.
     assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
-    side(strategy.on_unavailable, Held("b:1"))
+    side(strategy.on_unavailable, Managed("b:1"))
     assert side(strategy.create_handler, GLOBAL).config.address == "c:1"
     assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
     assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
 
 
-def test_the_one_in_use_is_not_the_next(side: Side) -> None:
-    strategy = side.strategy(role="any", fetch_topology=Story(at(1, "a:1", "b:1", "c:1")))
+def test_failed_replica_in_use_is_not_selected_next(side: Flavour) -> None:
+    strategy = side.strategy(role="any", fetch_topology=ScriptedSource(at(1, "a:1", "b:1", "c:1")))
     side(strategy.create_handler, GLOBAL)
-    side(strategy.on_unavailable, Held("b:1"))
+    side(strategy.on_unavailable, Managed("b:1"))
     assert side(strategy.create_handler, GLOBAL).config.address == "c:1"
 
 
-def test_what_was_tried_long_ago_may_be_tried_again(side: Side) -> None:
+def test_replica_that_failed_long_ago_is_selected_again(side: Flavour) -> None:
     now = 0.0
     strategy = side.strategy(
         role="any",
-        fetch_topology=Story(at(1, "a:1", "b:1")),
+        fetch_topology=ScriptedSource(at(1, "a:1", "b:1")),
         clock=Clock(monotonic=lambda: now),
     )
     for _ in range(3):
         now += 61.0
         assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
-    # It has served for an hour: that it fails now counts all the same.
+    # A failure after an hour of service still counts.
     now = 3600.0
-    side(strategy.on_unavailable, Held("a:1"))
+    side(strategy.on_unavailable, Managed("a:1"))
     assert side(strategy.create_handler, GLOBAL).config.address == "b:1"
 
 
@@ -574,7 +578,7 @@ def global_config_of(uri: str) -> ConnectionConfig:
     return ConnectionConfig.from_uri(uri, token=f"user:{SECRET}")
 
 
-def test_left_alone_it_asks_milvus(side: Side, server: TopologyServer) -> None:
+def test_global_strategy_queries_milvus_by_default(side: Flavour, server: TopologyServer) -> None:
     config = global_config(server)
     assert config.is_global
     strategy = side.strategy()
@@ -583,44 +587,44 @@ def test_left_alone_it_asks_milvus(side: Side, server: TopologyServer) -> None:
     assert path == "/global-cluster/topology"
     assert headers["Authorization"] == f"Bearer user:{SECRET}"
     server.body = body_of(2, ("in01", "http://in01:1", 1), ("in02", "https://in02", 3))
-    assert side(strategy.on_unavailable, Held("in01:1", config)) is True
+    assert side(strategy.on_unavailable, Managed("in01:1", config)) is True
     assert side(strategy.create_handler, config).config.address == "in02:443"
 
 
-def test_the_token_is_nowhere(
-    side: Side, server: TopologyServer, caplog: pytest.LogCaptureFixture
+def test_token_is_hidden_in_reprs_logs_and_records(
+    side: Flavour, server: TopologyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
     config, recorder = global_config(server), Recorder()
     strategy = side.strategy(recorder=recorder)
     channel = side(strategy.create_handler, config)
     server.body = {"code": 1, "message": f"I do not know user:{SECRET}"}
-    assert side(strategy.on_unavailable, Held("in01:1", config)) is True
+    assert side(strategy.on_unavailable, Managed("in01:1", config)) is True
     server.reply = server.status(403)
-    assert side(strategy.on_unavailable, Held("in01:1", config)) is True
-    told = [repr(strategy), repr(channel), repr(strategy.topology), repr(strategy._source)]
-    told += [str(event.as_dict()) for event in recorder.events()]
-    told += [recorder.explain(each) for each in recorder.components()]
-    assert "I do not know ***" in "\n".join(told)
-    assert SECRET not in "\n".join([*told, caplog.text])
+    assert side(strategy.on_unavailable, Managed("in01:1", config)) is True
+    shown = [repr(strategy), repr(channel), repr(strategy.topology), repr(strategy._source)]
+    shown += [str(event.as_dict()) for event in recorder.events()]
+    shown += [recorder.explain(each) for each in recorder.components()]
+    assert "I do not know ***" in "\n".join(shown)
+    assert SECRET not in "\n".join([*shown, caplog.text])
 
 
-def test_what_a_function_raises_is_told_without_the_token(side: Side) -> None:
+def test_exception_of_a_topology_function_hides_the_token(side: Flavour) -> None:
     config = global_config_of("http://there/global-cluster")
-    strategy = side.strategy(fetch_topology=Story(OSError(f"nothing for {SECRET}")))
+    strategy = side.strategy(fetch_topology=ScriptedSource(OSError(f"nothing for {SECRET}")))
     with pytest.raises(TopologyError, match=r"nothing for \*\*\*") as caught:
         side(strategy.create_handler, config)
-    told: BaseException | None = caught.value
-    while told is not None:
-        assert SECRET not in f"{told!r} {told.__context__!r}"
-        told = told.__cause__
-    strategy = side.strategy(fetch_topology=Story(OSError("nothing at all")))
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert SECRET not in f"{error!r} {error.__context__!r}"
+        error = error.__cause__
+    strategy = side.strategy(fetch_topology=ScriptedSource(OSError("nothing at all")))
     with pytest.raises(TopologyError, match="nothing at all") as caught:
         side(strategy.create_handler, config)
     assert isinstance(caught.value.__cause__, OSError)
 
 
-async def test_a_slow_topology_does_not_stall_the_loop(server: TopologyServer) -> None:
+async def test_slow_topology_server_does_not_block_the_loop(server: TopologyServer) -> None:
     def slow(talk: Any) -> None:
         time.sleep(1.0)
         server.tell(talk)
@@ -636,23 +640,23 @@ async def test_a_slow_topology_does_not_stall_the_loop(server: TopologyServer) -
     channel = await creating
     assert channel.config.address == "in01:1"
     assert longest < 0.5, "it took a second"
-    await strategy.close_async(Held("in01:1", handler=channel))
+    await strategy.close_async(Managed("in01:1", handler=channel))
 
 
-async def test_closing_does_not_wait_for_a_refresh_that_hangs(server: TopologyServer) -> None:
+async def test_close_does_not_wait_for_a_hung_refresh(server: TopologyServer) -> None:
     strategy = AsyncGlobalStrategy(handler_factory=AsyncChannel, refresh_every=0.05)
     channel = await strategy.create_handler(global_config(server))
     server.reply = server.hang
     count = len(server.requests)
     await asyncio.to_thread(server.wait, lambda: len(server.requests) > count)
     begun = time.monotonic()
-    await strategy.close_async(Held("in01:1", handler=channel))
+    await strategy.close_async(Managed("in01:1", handler=channel))
     assert time.monotonic() - begun < 3.0
     assert channel.closed
     await asyncio.to_thread(server.wait, lambda: server.ended == len(server.requests))
 
 
-def test_a_loop_that_ends_takes_its_refresher_along(server: TopologyServer) -> None:
+def test_loop_end_frees_the_strategy_and_its_refresher(server: TopologyServer) -> None:
     async def use() -> weakref.ref[Any]:
         strategy = AsyncGlobalStrategy(handler_factory=AsyncChannel)
         await strategy.create_handler(global_config(server))
@@ -663,7 +667,7 @@ def test_a_loop_that_ends_takes_its_refresher_along(server: TopologyServer) -> N
     assert [each() for each in forgotten] == [None] * 10
 
 
-def test_sources_of_every_kind_can_be_given(side: Side, server: TopologyServer) -> None:
+def test_every_kind_of_source_is_accepted(side: Flavour, server: TopologyServer) -> None:
     for source in (
         HttpTopology(server.url),
         StaticTopology(["in01:1"]),
@@ -674,36 +678,36 @@ def test_sources_of_every_kind_can_be_given(side: Side, server: TopologyServer) 
         assert side(strategy.create_handler, GLOBAL).config.address == "in01:1"
 
 
-# -- on bad days, in virtual time ------------------------------------------------------------------
+# -- random faults, in virtual time ------------------------------------------------------------
 
 
-async def bad_day(sim: Sim) -> None:
-    """The primary moves, the topology is late, wrong or missing, and callers report errors."""
+async def random_faults(sim: Sim) -> None:
+    """Move the primary while the topology is late, wrong or missing, and callers report errors."""
     current = at(1, "m1:1")
-    calm = False
+    healed = False
     seen: list[int] = []
 
     async def tell() -> Topology:
-        told = current
+        answer = current
         await asyncio.sleep(sim.random(0, 3))
-        if calm:
+        if healed:
             return current
         chance = sim.random(0, 1)
         if chance < 0.2:
             raise TopologyError("a bad day")
         if chance < 0.3:
-            return Topology(told.version + 50, (Member("x", "x:1", Capability.READABLE),))
+            return Topology(answer.version + 50, (Member("x", "x:1", Capability.READABLE),))
         if chance < 0.4:
-            return at(told.version - 1, f"m{told.version - 1}:1")
-        return told
+            return at(answer.version - 1, f"m{answer.version - 1}:1")
+        return answer
 
     async def report() -> None:
         for _ in range(5):
             await asyncio.sleep(sim.random(0, 20))
-            assert await strategy.on_unavailable(Held(strategy.address or "m1:1"))
+            assert await strategy.on_unavailable(Managed(strategy.address or "m1:1"))
             begun = sim.now
             channel = await strategy.create_handler(GLOBAL)
-            assert sim.now == begun, "what is known is at hand"
+            assert sim.now == begun, "a known topology was fetched again"
             version = int(channel.config.address.removeprefix("m").removesuffix(":1"))
             seen.append(version)
 
@@ -723,47 +727,47 @@ async def bad_day(sim: Sim) -> None:
         current = at(version, f"m{version}:1")
     for caller in callers:
         await caller
-    calm = True
+    healed = True
     await asyncio.sleep(20)
     assert strategy.topology == current
     assert (await strategy.create_handler(GLOBAL)).config.address == "m7:1"
-    assert seen == sorted(seen), "nobody goes back to an old primary"
+    assert seen == sorted(seen), "a caller returned to an old primary"
     versions = [found.version for found in moves]
-    assert versions == sorted(set(versions)), "each change is told once"
+    assert versions == sorted(set(versions)), "a change was reported twice"
     closing_at = sim.now
-    await strategy.close_async(Held("m7:1", handler=AsyncChannel(GLOBAL)))
+    await strategy.close_async(Managed("m7:1", handler=AsyncChannel(GLOBAL)))
     assert sim.now == closing_at
 
 
-def test_on_bad_days_it_follows_and_never_goes_back() -> None:
-    simulate(bad_day, seeds=scaled(200, least=20))
+def test_strategy_follows_the_primary_and_never_returns_to_an_old_one() -> None:
+    simulate(random_faults, seeds=scaled(200, least=20))
 
 
-def believes_all(self: TopologyMixin, topology: Topology) -> bool:
+def accepts_every_topology(self: TopologyMixin, topology: Topology) -> bool:
     self._known = topology
     return True
 
 
-def believes_the_newest(self: TopologyMixin, topology: Topology) -> bool:
+def accepts_unusable_topologies(self: TopologyMixin, topology: Topology) -> bool:
     if self._known is not None and topology.version <= self._known.version:
         return False
     self._known = topology
     return True
 
 
-def follows_nothing(self: Any, source: TopologySource) -> None:
+def starts_no_refresher(self: Any, source: TopologySource) -> None:
     return None
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "replacement"),
     [
-        (TopologyMixin, "accept", believes_all),
-        (TopologyMixin, "accept", believes_the_newest),
-        (Follower, "_follow", follows_nothing),
+        (TopologyMixin, "accept", accepts_every_topology),
+        (TopologyMixin, "accept", accepts_unusable_topologies),
+        (Follower, "_follow", starts_no_refresher),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_the_bad_days_notice(owner: Any, name: str, replacement: Any) -> None:
+def test_mutants_are_caught(owner: Any, name: str, replacement: Any) -> None:
     planted = mutant(owner, name, replacement, name=replacement.__name__)
-    assert_caught(bad_day, planted, within=200, clean=5)
+    assert_caught(random_faults, planted, within=200, clean=5)

@@ -1,4 +1,4 @@
-"""Timers may fire a little early, as uvloop's do: whoever set one waits for the rest."""
+"""Timers that fire a little early, as uvloop's do, are set again for the rest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moored.testing import Sim, scaled, simulate
 from .handlers import ECHO, loss_noticed_async
 from .servers import EchoServer
 from .sides import LIMIT, Aio, config_of
-from .test_simulation import a_bad_day
+from .test_simulation import random_faults
 
-#: As uvloop, which rounds to milliseconds.
+#: uvloop rounds to milliseconds.
 SLACK = 0.001
 
 
-def test_a_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
+def test_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
     config = ConnectionConfig.from_uri("http://north:1")
     core = ManagerOptions().core(config, Clock.system(), Recorder())
     core.open(0.0)
@@ -37,12 +37,12 @@ def test_a_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
 
 
 @pytest.mark.usefixtures("forkable")
-def test_bad_days_end_well_when_timers_fire_early_and_late() -> None:
-    simulate(a_bad_day, scaled(200, least=3), timer_slack=SLACK)
+def test_invariants_hold_when_timers_fire_early_and_late() -> None:
+    simulate(random_faults, scaled(200, least=3), timer_slack=SLACK)
 
 
 async def refreshing(sim: Sim) -> None:
-    """Each refresh fetches, one second after the other, whenever its timer fires."""
+    """Refresh repeatedly: each refresh must fetch, even if its timer fires early."""
     fetched: list[float] = []
     loop = asyncio.get_running_loop()
 
@@ -54,19 +54,19 @@ async def refreshing(sim: Sim) -> None:
     follower = AsyncGlobalStrategy(fetch_topology=source, clock=Clock.current())
     for number in range(1, 10):
         await follower._refresh(source)
-        assert len(fetched) == number, "the last answer was taken for the new one"
+        assert len(fetched) == number, "the refresh returned the previous answer"
 
 
-def test_a_refresh_whose_timer_fires_early_fetches_the_topology() -> None:
+def test_refresh_whose_timer_fires_early_fetches_the_topology() -> None:
     simulate(refreshing, 20, timer_slack=SLACK)
 
 
 @pytest.mark.every_loop
-async def test_a_server_that_is_a_moment_late_is_connected_to() -> None:
+async def test_server_that_starts_late_is_connected_to() -> None:
     server = EchoServer()
     async with Aio() as side:
         connecting = asyncio.create_task(side.get(config_of(server), timeout=LIMIT))
-        while not side.manager.get_stats()["counters"]["connect_failures"]:  # noqa: ASYNC110 - nothing tells
+        while not side.manager.get_stats()["counters"]["connect_failures"]:  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
         await asyncio.to_thread(server.start)
         try:
@@ -76,7 +76,7 @@ async def test_a_server_that_is_a_moment_late_is_connected_to() -> None:
 
 
 @pytest.mark.every_loop
-async def test_an_outage_ends_when_the_server_is_back() -> None:
+async def test_outage_ends_when_the_server_is_back() -> None:
     with EchoServer() as server:
         async with Aio() as side:
             channel = await side.get(config_of(server))

@@ -358,4 +358,4 @@ async def test_what_is_wrong_with_the_topology_is_told_while_it_is_asked_for(kin
             both = (side.get(config, timeout=1.0), side.get(config, timeout=2.0))
             for error in await asyncio.gather(*both, return_exceptions=True):
                 assert isinstance(error, ConnectFailed)
-                assert "in time: the topology could not be had so far: HTTP 500" in str(error)
+                assert "in time: the topology could not be fetched so far: HTTP 500" in str(error)

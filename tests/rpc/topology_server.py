@@ -1,4 +1,4 @@
-"""A real HTTP server that tells a topology, or misbehaves as it is told to."""
+"""A real HTTP server that returns a topology, or misbehaves as a test says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Conversation(BaseHTTPRequestHandler):
                 owner.changed.notify_all()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Say nothing."""
+        """Log nothing."""
 
     def send(self, status: int, body: bytes, **headers: str) -> None:
         """Answer with this."""
@@ -54,7 +54,7 @@ class Conversation(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def gone(self, timeout: float = 30.0) -> bool:
-        """Wait until the client has closed its side; whether it did."""
+        """Wait until the client has closed its side; return whether it did."""
         self.connection.settimeout(timeout)
         try:
             return not self.connection.recv(1)
@@ -70,7 +70,7 @@ class _Server(ThreadingHTTPServer):
     owner: TopologyServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that does not like our certificate is no error of ours."""
+        """Ignore clients that refuse our certificate."""
 
 
 class TopologyServer:
@@ -84,7 +84,7 @@ class TopologyServer:
         self.script: deque[Reply] = deque()
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.changed = threading.Condition()
-        #: Conversations that are over.
+        #: Number of finished conversations.
         self.ended = 0
         self._server = _Server((host, 0), Conversation)
         self._server.owner = self
@@ -99,7 +99,7 @@ class TopologyServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Its port."""
         return int(self._server.server_address[1])
 
     @property
@@ -108,29 +108,29 @@ class TopologyServer:
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def wait(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
-        """Wait until something is so; it is looked at whenever a request comes or ends."""
+        """Wait until a condition holds; it is checked when a request arrives or ends."""
         with self.changed:
             assert self.changed.wait_for(condition, timeout)
 
     # -- replies -------------------------------------------------------------------------------
 
     def tell(self, talk: Conversation) -> None:
-        """What `body` says now."""
+        """Answer with the current `body`."""
         talk.send(200, json.dumps(self.body).encode(), Content_Type="application/json")
 
     @staticmethod
     def status(number: int, **headers: str) -> Reply:
-        """An answer without a topology."""
+        """Make an answer with a status and no topology."""
         return lambda talk: talk.send(number, b"{}", **headers)
 
     @staticmethod
     def raw(body: bytes) -> Reply:
-        """An answer of these bytes."""
+        """Make an answer with these bytes."""
         return lambda talk: talk.send(200, body)
 
     @staticmethod
     def hang(talk: Conversation) -> None:
-        """No answer, until the client leaves."""
+        """Send no answer until the client disconnects."""
         assert talk.gone()
 
     def __enter__(self) -> TopologyServer:

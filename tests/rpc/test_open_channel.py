@@ -1,4 +1,4 @@
-"""The simple way in: a channel by its address, for threads and asyncio, with TLS by an argument."""
+"""`rpc.channel()` and `rpc.aio.channel()`: a channel by its address, with or without TLS."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .sides import LIMIT
 
 @pytest.fixture(autouse=True)
 def own_instance() -> Iterator[None]:
-    """The manager of the process, which no other test has, and which is closed."""
+    """Close the manager of the process after each test."""
     yield
     rpc.ConnectionManager.get_instance().close()
 
 
-def test_a_channel_by_its_address(echo: EchoServer) -> None:
+def test_channel_opens_an_address(echo: EchoServer) -> None:
     channel = rpc.channel(echo.address, timeout=LIMIT)
     assert isinstance(channel, grpc.Channel)
     assert channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
     assert rpc.channel(f"http://{echo.address}") is channel
 
 
-async def test_a_channel_by_its_address_for_asyncio(echo: EchoServer) -> None:
+async def test_aio_channel_opens_an_address(echo: EchoServer) -> None:
     channel = await rpc.aio.channel(echo.address, timeout=LIMIT)
     assert isinstance(channel, grpc.aio.Channel)
     assert await channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
@@ -45,7 +45,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_tls_by_an_argument(authority: Path, own: bool) -> None:
+def test_channel_with_tls_argument_is_encrypted(authority: Path, own: bool) -> None:
     ca = (authority / "ca.pem").read_bytes()
     with EchoServer(tls=authority) as server:
         options: dict[str, Any] = {"tls": True, "ca": ca}
@@ -57,7 +57,7 @@ def test_tls_by_an_argument(authority: Path, own: bool) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-async def test_tls_by_an_argument_for_asyncio(authority: Path, own: bool) -> None:
+async def test_aio_channel_with_tls_argument_is_encrypted(authority: Path, own: bool) -> None:
     ca = (authority / "ca.pem").read_bytes()
     with EchoServer(tls=authority) as server:
         options: dict[str, Any] = {"tls": True, "ca": ca}
@@ -83,12 +83,14 @@ async def test_tls_by_an_argument_for_asyncio(authority: Path, own: bool) -> Non
         ("greeter:50051", grpc.ssl_channel_credentials(), "greeter:50051", True),
     ],
 )
-def test_what_a_target_means(target: str, tls: Any, address: str, secure: bool) -> None:
+def test_target_and_tls_decide_address_and_encryption(
+    target: str, tls: Any, address: str, secure: bool
+) -> None:
     config = config_of(target, tls, {})
     assert (config.address, config.secure) == (address, secure)
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_target_or_tls_is_refused() -> None:
     with pytest.raises(rpc.ConfigError, match=r"tls must be True, False or grpc.ChannelCredential"):
         config_of("greeter:1", "yes", {})
     with pytest.raises(rpc.ConfigError, match="must be a str, not int"):

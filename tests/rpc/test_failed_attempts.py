@@ -1,7 +1,7 @@
-"""What an attempt that has failed leaves behind: nothing that goes on connecting.
+"""A failed attempt leaves no channel behind that continues to connect.
 
-A channel of `grpc.aio` that is closed goes on dialling, with gRPC's own pauses, as long as somebody
-has a call that was made over it; and an error has one in its frames.
+A closed `grpc.aio` channel continues to dial, with gRPC's own backoff, as long as a call that was
+made over it is referenced; an error references one in its frames.
 """
 
 from __future__ import annotations
@@ -31,67 +31,67 @@ from moored.rpc.milvus import AsyncMilvusClient, AsyncMilvusManager
 
 from .milvus_service import Server
 
-#: Longer than gRPC waits between two attempts, which is a second at most, give or take a fifth.
+#: Longer than gRPC waits between two attempts: at most one second plus a fifth of it.
 LONG = 1.5
 WINDOWS = 4
 
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection would end what only a cycle of references keeps alive."""
+    """Disable the collector: it would free channels that only a reference cycle keeps alive."""
     gc.disable()
     yield
     gc.enable()
 
 
-class Door:
-    """Whoever comes is sent away; they are counted."""
+class RefusingServer:
+    """Aborts every connection, and counts them."""
 
     def __init__(self, address: str = "") -> None:
         address = address or f"127.0.0.1:{free_port()}"
         self.config = ConnectionConfig.from_uri(f"http://{address}")
-        self.knocks = 0
-        self.knocked = asyncio.Event()
+        self.connections = 0
+        self.connected = asyncio.Event()
 
-    async def __aenter__(self) -> Door:
+    async def __aenter__(self) -> RefusingServer:
         host, _, port = self.config.address.partition(":")
-        self._server = await asyncio.start_server(self._turn_away, host, int(port))
+        self._server = await asyncio.start_server(self._refuse, host, int(port))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
 
-    async def rests(self) -> bool:
+    async def is_quiet(self) -> bool:
         """Whether no client connects for longer than gRPC waits between two attempts.
 
-        A connection that was on its way may still come first, and late on a busy machine; a channel
-        that goes on connecting does so in each window.
+        A connection in progress may still arrive in the first window, late on a busy machine; a
+        channel that continues to connect does so in each window.
         """
         for _ in range(WINDOWS):
-            knocks = self.knocks
+            connections = self.connections
             await asyncio.sleep(LONG)
-            if self.knocks == knocks:
+            if self.connections == connections:
                 return True
         return False
 
-    def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.knocks += 1
-        self.knocked.set()
+    def _refuse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.connected.set()
         writer.transport.abort()
 
 
-async def test_a_failed_attempt_of_asyncio_is_over() -> None:
-    async with Door() as door, AsyncConnectionManager() as manager:
-        while not door.knocks:  # on a busy machine, the first connection may take longer
+async def test_failed_attempt_of_asyncio_stops_connecting() -> None:
+    async with RefusingServer() as refusing, AsyncConnectionManager() as manager:
+        while not refusing.connections:  # on a busy machine, the first connection may take longer
             with pytest.raises(ConnectFailed) as kept:
-                await manager.get_or_create(door.config, timeout=1.0)
+                await manager.get_or_create(refusing.config, timeout=1.0)
         await manager.close()
-        assert await door.rests()
+        assert await refusing.is_quiet()
         del kept
 
 
-async def test_an_attempt_that_is_given_up_while_its_channel_closes_is_over() -> None:
-    """It has failed already: the cancellation has that error, and in its frames a call."""
+async def test_attempt_cancelled_while_its_channel_closes_stops_connecting() -> None:
+    """The attempt has failed: the cancellation references its error, whose frames hold a call."""
     closing, go_on = asyncio.Event(), asyncio.Event()
 
     def make(config: ConnectionConfig) -> grpc.aio.Channel:
@@ -106,47 +106,50 @@ async def test_an_attempt_that_is_given_up_while_its_channel_closes_is_over() ->
         channel.close = slowly
         return channel
 
-    async with Door() as door, AsyncConnectionManager(handler_factory=make) as manager:
-        attempt = asyncio.ensure_future(manager.get_or_create(door.config, timeout=60.0))
+    async with (
+        RefusingServer() as refusing,
+        AsyncConnectionManager(handler_factory=make) as manager,
+    ):
+        attempt = asyncio.ensure_future(manager.get_or_create(refusing.config, timeout=60.0))
         await closing.wait()
         attempt.cancel()
         await asyncio.wait([attempt])
         go_on.set()
         await manager.close()
-        assert await door.rests()
+        assert await refusing.is_quiet()
 
 
-async def test_a_failed_attempt_of_threads_is_over() -> None:
-    async with Door() as door:
+async def test_failed_attempt_of_threads_stops_connecting() -> None:
+    async with RefusingServer() as refusing:
 
         def attempt() -> ConnectFailed:
             with ConnectionManager() as manager:
-                while not door.knocks:
+                while not refusing.connections:
                     with pytest.raises(ConnectFailed) as kept:
-                        manager.get_or_create(door.config, timeout=1.0)
+                        manager.get_or_create(refusing.config, timeout=1.0)
             return kept.value
 
         kept = await asyncio.to_thread(attempt)
-        assert await door.rests()
+        assert await refusing.is_quiet()
         del kept
 
 
 @pytest.mark.parametrize("sent", [True, False])
-async def test_an_error_of_milvus_that_is_kept_keeps_no_channel(sent: bool) -> None:
-    """After the loss of a connection, a call is sent only where greetings are not known."""
+async def test_kept_milvus_error_keeps_no_channel_alive(sent: bool) -> None:
+    """After a lost connection, a call is sent at once only to a server without Connect()."""
     server = Server()
     server.service.greets = not sent
     async with AsyncMilvusManager() as manager:
         client = AsyncMilvusClient(server.uri, manager=manager)
         assert await client.get_server_version() == "1"
         server.stop()
-        async with Door(server.address) as door:
+        async with RefusingServer(server.address) as refusing:
             stub = MilvusServiceStub(client._channel)
             with pytest.raises(grpc.RpcError) as kept:
                 await stub.GetVersion(GetVersionRequest(), timeout=10.0)
             assert kept.value.code() is grpc.StatusCode.UNAVAILABLE
             assert ("not sent" in str(kept.value.details())) is not sent
             async with asyncio.timeout(10.0):
-                await door.knocked.wait()
+                await refusing.connected.wait()
             await manager.close()
-            assert await door.rests()
+            assert await refusing.is_quiet()

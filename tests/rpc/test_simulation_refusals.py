@@ -1,4 +1,4 @@
-"""Days of mistakes and refusals, in many schedules: nobody waits for what cannot come."""
+"""Configuration errors and refusals in the simulator: no caller waits for a hopeless attempt."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ pytestmark = pytest.mark.usefixtures("forkable")
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Each mistake is told in the log, thousands of times."""
+    """Silence warnings: each simulated error logs one."""
     caplog.set_level(logging.ERROR, "moored.rpc")
 
 
-class Weather(TopologySource):
-    """What becomes of attempts to connect: fine, no luck, or a mistake."""
+class AttemptOutcomes(TopologySource):
+    """Decides how attempts to connect end, as `kind` says."""
 
     def __init__(self, sim: Sim) -> None:
         self.world = World(sim.rng)
-        self.kind, self.since = "fine", 0.0
+        self.kind, self.since = "success", 0.0
 
     def make(self, config: ConnectionConfig) -> Any:
-        if self.kind == "mistake":
-            raise ConfigError("a mistake")
-        if self.kind == "no luck":
-            raise OSError("no luck")
+        if self.kind == "config error":
+            raise ConfigError("a configuration error")
+        if self.kind == "transient":
+            raise OSError("connection refused")
         return self.world.channel(config)
 
     async def fetch(self, timeout: float | None = None) -> Topology:
@@ -55,10 +55,10 @@ class Weather(TopologySource):
         return self.world.topology()
 
 
-async def mistaken_days(sim: Sim) -> None:
-    """Nobody waits beyond its time, nor for long while it is known that this does not help."""
-    weather, chance = Weather(sim), sim.rng
-    loop, over = asyncio.get_running_loop(), False
+async def random_outcomes(sim: Sim) -> None:
+    """No call exceeds its timeout, and none waits while attempts are known to be hopeless."""
+    attempts, chance = AttemptOutcomes(sim), sim.rng
+    loop, finished = asyncio.get_running_loop(), False
     outcomes: list[str] = []
     numbers = itertools.count()
 
@@ -77,10 +77,10 @@ async def mistaken_days(sim: Sim) -> None:
         return "ok"
 
     async def caller(manager: AsyncConnectionManager, number: int) -> None:
-        while not over:
+        while not finished:
             await asyncio.sleep(chance.uniform(0.0, 0.5))
-            began, hopeless = loop.time(), weather.kind in ("mistake", "refused")
-            steady = weather.since
+            began, hopeless = loop.time(), attempts.kind in ("config error", "refused")
+            steady = attempts.since
             work = loop.create_task(use(manager, number))
             if chance.random() < 0.1:
                 await asyncio.sleep(chance.uniform(0.0, 1.0))
@@ -88,17 +88,17 @@ async def mistaken_days(sim: Sim) -> None:
             await asyncio.wait({work})
             took = loop.time() - began
             assert took <= 8.5
-            if hopeless and steady == weather.since:
-                # A source that has just refused is asked again after a second; it takes 0.01 s.
-                assert took <= PACE + 0.02, (weather.kind, took)
+            if hopeless and steady == attempts.since:
+                # A source that has just refused is queried again after PACE; a fetch takes 0.01 s.
+                assert took <= PACE + 0.02, (attempts.kind, took)
             if not work.cancelled():
                 outcomes.append(work.result())
 
     async with (
         AsyncConnectionManager(
-            handler_factory=weather.make,
-            credentials=weather.world.credentials,
-            fetch_topology=weather if chance.random() < 0.5 else None,
+            handler_factory=attempts.make,
+            credentials=attempts.world.credentials,
+            fetch_topology=attempts if chance.random() < 0.5 else None,
             connect_timeout=3.0,
             linger=300.0,
         ) as manager,
@@ -107,33 +107,33 @@ async def mistaken_days(sim: Sim) -> None:
         for number in range(4):
             tasks.create_task(caller(manager, number))
         for _ in range(6):
-            weather.kind = chance.choice(["fine", "no luck", "mistake", "refused"])
-            weather.since = loop.time()
+            attempts.kind = chance.choice(["success", "transient", "config error", "refused"])
+            attempts.since = loop.time()
             await asyncio.sleep(chance.uniform(0.5, 8.0))
             if chance.random() < 0.7:
-                weather.world.fall(ADDRESSES[0])
-                weather.world.up[ADDRESSES[0]] = True
-        weather.kind, weather.since = "fine", loop.time()
+                attempts.world.fall(ADDRESSES[0])
+                attempts.world.up[ADDRESSES[0]] = True
+        attempts.kind, attempts.since = "success", loop.time()
         await asyncio.sleep(12.0)
         settled = len(outcomes)
         await asyncio.sleep(5.0)
         assert set(outcomes[settled:]) == {"ok"}, outcomes[settled:]
-        over = True
-    assert not weather.world.open, "channels were left open"
-    assert not weather.world.wrong
+        finished = True
+    assert not attempts.world.open, "channels were left open"
+    assert not attempts.world.wrong
 
 
-def test_many_mistaken_days() -> None:
-    simulate(mistaken_days, seeds=scaled(300, least=12))
+def test_hopeless_attempts_fail_their_callers_immediately() -> None:
+    simulate(random_outcomes, seeds=scaled(300, least=12))
 
 
-def _nobody_is_told(
+def _fails_as_transient(
     self: ConnectionCore, attempt: int, error: BaseException, now: float
 ) -> Actions:
     return self.failed(attempt, error, now)
 
 
-def _for_good(self: ConnectionCore, now: float) -> Actions:
+def _refuses_forever(self: ConnectionCore, now: float) -> Actions:
     return [ShellAction(ShellAct.WAKE)]
 
 
@@ -141,12 +141,20 @@ def _for_good(self: ConnectionCore, now: float) -> Actions:
     "planted",
     [
         mutant(
-            ConnectionCore, "failed_for_good", _nobody_is_told, name="nobody is told of a mistake"
+            ConnectionCore,
+            "failed_for_good",
+            _fails_as_transient,
+            name="a configuration error is retried",
         ),
-        mutant(ConnectionCore, "refused", _nobody_is_told, name="nobody is told of a refusal"),
-        mutant(ConnectionCore, "_refuse_waiter", _for_good, name="once refused, refused for good"),
+        mutant(
+            ConnectionCore,
+            "refused",
+            _fails_as_transient,
+            name="a refusal is retried without waking the callers",
+        ),
+        mutant(ConnectionCore, "_refuse_waiter", _refuses_forever, name="a refusal never expires"),
     ],
     ids=lambda planted: planted.name,
 )
-def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
-    assert_caught(mistaken_days, planted, within=200, clean=3)
+def test_mutants_are_caught(planted: Mutant) -> None:
+    assert_caught(random_outcomes, planted, within=200, clean=3)

@@ -22,8 +22,8 @@ from moored.testing import FaultProxy
 from .handlers import ECHO, ENDLESS, eventually
 from .servers import EchoServer
 from .sides import LIMIT, Aio, Client, Kind, Threads, both, config_of
-from .test_cycles import Leaping
-from .test_leftovers import Door
+from .test_failed_attempts import RefusingServer
+from .test_leaks import Leaping
 
 
 async def first(side: Threads | Aio, stream: Any) -> bytes:

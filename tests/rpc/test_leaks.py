@@ -1,7 +1,7 @@
-"""Connections that come and go by the hundred leave nothing behind.
+"""Hundreds of opened and closed connections leak neither memory, descriptors nor threads.
 
-What is flat is compared with the state after a warm-up: the first cycles fill caches of the
-interpreter and of gRPC.
+Usage is compared with that after a warm-up: the first cycles fill caches of the interpreter and of
+gRPC.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .sides import aborted
 
 LIMIT = 30.0
 WARM_UP = 30
-#: What a cycle may leave behind on average; a channel that is not closed is far more.
+#: What a cycle may leak on average; a channel that is not closed leaks far more.
 PYTHON_BYTES, RESIDENT_BYTES = 50, 6_000
 
 
 class Usage(NamedTuple):
-    """What this process has."""
+    """What this process uses."""
 
     descriptors: int
     threads: int
@@ -55,7 +55,7 @@ def resident() -> int:
 
 
 class Leaping(Clock):
-    """The system's clock, but it leaps: a young connection is not replaced at once."""
+    """The system's clock with jumps, so that a young connection may be replaced."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -75,22 +75,22 @@ def traced() -> Iterator[None]:
 
 
 def check_flat(before: Usage, after: Usage, cycles: int) -> None:
-    """Nothing has grown with the number of cycles."""
-    told = f"{cycles} cycles: {before} became {after}"
-    assert after.descriptors <= before.descriptors + 3, told
-    assert after.threads <= before.threads + 2, told
-    assert after.python - before.python <= cycles * PYTHON_BYTES + 80_000, told
-    assert after.resident - before.resident <= cycles * RESIDENT_BYTES + 1_500_000, told
+    """Check that nothing has grown with the number of cycles."""
+    message = f"{cycles} cycles: {before} became {after}"
+    assert after.descriptors <= before.descriptors + 3, message
+    assert after.threads <= before.threads + 2, message
+    assert after.python - before.python <= cycles * PYTHON_BYTES + 80_000, message
+    assert after.resident - before.resident <= cycles * RESIDENT_BYTES + 1_500_000, message
 
 
-def settled(before: Usage, cycles: int) -> None:
-    """Threads of gRPC's end a little after the last close: look again until they have."""
-    over = time.monotonic() + 10.0
+def check_flat_eventually(before: Usage, cycles: int) -> None:
+    """Check repeatedly: gRPC's threads end a little after the last close."""
+    deadline = time.monotonic() + 10.0
     while True:
         try:
             check_flat(before, Usage.now(), cycles)
         except AssertionError:
-            if time.monotonic() > over:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
         else:
@@ -101,7 +101,7 @@ def settled(before: Usage, cycles: int) -> None:
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
 def cycle(config: ConnectionConfig, number: int) -> None:
@@ -131,15 +131,15 @@ def run_cycles(config: ConnectionConfig, cycles: int) -> None:
         before = Usage.now()
         for number in range(cycles):
             cycle(config, number)
-        settled(before, cycles)
+        check_flat_eventually(before, cycles)
 
 
-def test_cycles_of_threads(echo: EchoServer) -> None:
+def test_managers_for_threads_leak_nothing(echo: EchoServer) -> None:
     run_cycles(ConnectionConfig.from_uri(echo.uri), scaled(1000, least=60))
 
 
 @pytest.mark.soak
-def test_one_manager_whose_connections_come_and_go(echo: EchoServer) -> None:
+def test_dedicated_connections_of_one_manager_leak_nothing(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     cycles = scaled(1000, least=60)
     clock = Leaping()
@@ -157,11 +157,11 @@ def test_one_manager_whose_connections_come_and_go(echo: EchoServer) -> None:
         before = Usage.now()
         for _ in range(cycles):
             once()
-        settled(before, cycles)
+        check_flat_eventually(before, cycles)
 
 
 @pytest.mark.soak
-def test_one_connection_that_recovers_again_and_again(echo: EchoServer) -> None:
+def test_repeated_recoveries_leak_nothing(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     clock = Leaping()
     with traced(), ConnectionManager(clock=clock, classify=aborted) as manager:
@@ -172,7 +172,7 @@ def test_one_connection_that_recovers_again_and_again(echo: EchoServer) -> None:
         cycles = scaled(300, least=30)
         for _ in range(cycles):
             recover(manager, channel, clock)
-        settled(before, cycles)
+        check_flat_eventually(before, cycles)
 
 
 # -- defects that must be noticed ------------------------------------------------------------------
@@ -181,15 +181,15 @@ _leaked: list[Any] = []
 
 
 def _leaves_channels_open(self: Handler, live: Any) -> None:
-    """The channel of a replaced generation is kept, and stays open."""
+    """Keep the channel of a replaced generation open."""
     _leaked.append(live.channel)
     with self._changed:
         self._retiring.pop(live, None)
         self._changed.notify_all()
 
 
-@mutant(Handler, "_close_channel", _leaves_channels_open, name="channels that are never closed")
-def test_channels_that_are_never_closed_are_noticed(echo: EchoServer) -> None:
+@mutant(Handler, "_close_channel", _leaves_channels_open, name="replaced channels are never closed")
+def test_mutant_that_never_closes_channels_is_caught(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     try:
         with traced():
@@ -222,7 +222,7 @@ async def cycle_async(config: ConnectionConfig, number: int) -> None:
         await manager.release(channel, client)
 
 
-async def test_cycles_of_asyncio(echo: EchoServer) -> None:
+async def test_managers_for_asyncio_leak_nothing(echo: EchoServer) -> None:
     config, cycles = ConnectionConfig.from_uri(echo.uri), scaled(1000, least=60)
     loop = asyncio.get_running_loop()
     loop.set_debug(False)  # it would keep the traceback of each task
@@ -232,11 +232,11 @@ async def test_cycles_of_asyncio(echo: EchoServer) -> None:
         before = Usage.now()
         for number in range(cycles):
             await cycle_async(config, number)
-        await asyncio.to_thread(settled, before, cycles)
+        await asyncio.to_thread(check_flat_eventually, before, cycles)
 
 
-def test_loops_in_a_row_leave_nothing_behind(echo: EchoServer) -> None:
-    """Whether or not somebody has closed the manager of the loop."""
+def test_loops_in_a_row_leak_no_manager(echo: EchoServer) -> None:
+    """Whether or not the manager of the loop was closed."""
     config = ConnectionConfig.from_uri(echo.uri)
     left: list[weakref.ref[AsyncConnectionManager]] = []
 

@@ -1,4 +1,4 @@
-"""Attempts that nobody waits for any more, and callers in a hurry."""
+"""Attempts whose callers have timed out, and callers with short timeouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON = 10.0
 
 
 @both
-async def test_an_attempt_that_nobody_waits_for_is_given_up(kind: Kind, echo: EchoServer) -> None:
+async def test_attempt_without_callers_is_abandoned(kind: Kind, echo: EchoServer) -> None:
     made: list[Any] = []
     make = make_channel if kind is Threads else make_aio_channel
 
@@ -35,12 +35,12 @@ async def test_an_attempt_that_nobody_waits_for_is_given_up(kind: Kind, echo: Ec
     with FaultProxy("127.0.0.1", echo.port).in_thread() as proxy:
         proxy.black_hole()
         config = ConnectionConfig.from_uri(f"http://127.0.0.1:{proxy.port}")
-        # Without it, the attempt would go on for this long.
+        # Otherwise, the attempt would continue for this long.
         async with kind(connect_timeout=600.0, handler_factory=factory) as side:
             with pytest.raises(ConnectFailed):
                 await side.get(config, timeout=0.5)
             async with asyncio.timeout(SOON):
-                while side.manager._background._tasks:  # noqa: ASYNC110 - nothing tells
+                while side.manager._background._tasks:  # noqa: ASYNC110 - no notification
                     await asyncio.sleep(0.01)
             for channel in made:
                 with pytest.raises((ValueError, grpc.aio.UsageError), match=r"(?i)closed"):
@@ -49,7 +49,9 @@ async def test_an_attempt_that_nobody_waits_for_is_given_up(kind: Kind, echo: Ec
 
 
 @both
-async def test_the_next_one_connects_at_once(kind: Kind, echo: EchoServer) -> None:
+async def test_caller_after_an_abandoned_attempt_connects_immediately(
+    kind: Kind, echo: EchoServer
+) -> None:
     with FaultProxy("127.0.0.1", echo.port).in_thread() as proxy:
         proxy.black_hole()
         config = ConnectionConfig.from_uri(f"http://127.0.0.1:{proxy.port}")
@@ -62,14 +64,16 @@ async def test_the_next_one_connects_at_once(kind: Kind, echo: EchoServer) -> No
 
 
 @both
-async def test_a_caller_in_a_hurry_does_not_hurry_the_others(kind: Kind, echo: EchoServer) -> None:
+async def test_short_timeout_of_one_caller_does_not_shorten_the_attempt(
+    kind: Kind, echo: EchoServer
+) -> None:
     async with kind() as side:
         await side.get(ConnectionConfig.from_uri(echo.uri), timeout=3.0)
         (managed,) = side.manager._table
         assert managed.connect_timeout == side.manager._policy.connect_timeout
 
 
-async def test_a_channel_that_comes_too_late_is_closed(echo: EchoServer) -> None:
+async def test_channel_made_after_its_attempt_was_abandoned_is_closed(echo: EchoServer) -> None:
     may_end = threading.Event()
     made: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Mistakes that are easily made by who uses it first: each is told, and what to do instead."""
+"""Common usage errors: each raises an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .sides import LIMIT, Kind, Threads, both, config_of
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"connect_timeout": "5"}, "connect_timeout='5' must be more than 0 seconds"),
         ({"linger": None}, "linger=None must be more than 0 seconds"),
@@ -44,48 +44,52 @@ from .sides import LIMIT, Kind, Threads, both, config_of
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_an_option_that_is_wrong_is_named(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ConnectionManager(**options)
 
 
 @both
-async def test_an_option_that_does_not_exist_is_named(kind: Kind) -> None:
+async def test_unknown_option_is_named(kind: Kind) -> None:
     with pytest.raises(TypeError, match=r"'conect_timeout' is not known: there are .*connect_"):
         kind(conect_timeout=3)
 
 
 @both
-async def test_a_uri_is_no_configuration(kind: Kind, echo: EchoServer) -> None:
+async def test_uri_in_place_of_a_configuration_is_refused(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         for wrong, dedicated in ((echo.uri, False), (echo.uri, True), (None, False)):
             with pytest.raises(ConfigError, match=r"not \w+: make one with .*from_uri"):
                 await side.get(wrong, dedicated=dedicated)  # type: ignore[arg-type]
 
 
-def test_bytes_are_no_uri() -> None:
+def test_bytes_in_place_of_a_uri_are_refused() -> None:
     with pytest.raises(ConfigError, match="the URI must be a str, not bytes"):
         ConnectionConfig.from_uri(b"http://localhost")  # type: ignore[arg-type]
 
 
 @both
-async def test_what_was_made_of_a_channel_is_not_given_back(kind: Kind, echo: EchoServer) -> None:
+async def test_intercepted_channel_cannot_be_released_or_blamed(
+    kind: Kind, echo: EchoServer
+) -> None:
     async with kind() as side:
         channel = await side.get(config_of(echo), timeout=LIMIT)
-        patient: Any
+        intercepted: Any
         if kind is Threads:
-            patient = grpc.intercept_channel(channel, RetryInterceptor(channel))
+            intercepted = grpc.intercept_channel(channel, RetryInterceptor(channel))
         else:
-            patient = intercept_aio_channel(channel, AsyncRetryInterceptor(channel))
-        for wrong in (patient, None):
-            with pytest.raises(ConfigError, match="is not what get_or_create has returned"):
+            intercepted = intercept_aio_channel(channel, AsyncRetryInterceptor(channel))
+        for wrong in (intercepted, None):
+            with pytest.raises(ConfigError, match="was not returned by get_or_create"):
                 await side.run(side.manager.release, wrong)
-            with pytest.raises(ConfigError, match="is not what get_or_create has returned"):
+            with pytest.raises(ConfigError, match="was not returned by get_or_create"):
                 await side.run(side.manager.handle_error, wrong, grpc.RpcError())
 
 
 @both
-async def test_channels_and_managers_are_not_copied(kind: Kind, echo: EchoServer) -> None:
+async def test_channels_and_managers_cannot_be_copied_or_pickled(
+    kind: Kind, echo: EchoServer
+) -> None:
     async with kind() as side:
         channel = await side.get(config_of(echo), timeout=LIMIT)
         for thing in (channel, side.manager):
@@ -94,7 +98,7 @@ async def test_channels_and_managers_are_not_copied(kind: Kind, echo: EchoServer
                     act(thing)
 
 
-def test_what_makes_credentials_does_not_use_the_manager(echo: EchoServer) -> None:
+def test_credentials_factory_cannot_use_its_own_manager(echo: EchoServer) -> None:
     config = config_of(echo)
 
     def credentials(asked: ConnectionConfig) -> None:
@@ -102,42 +106,44 @@ def test_what_makes_credentials_does_not_use_the_manager(echo: EchoServer) -> No
             manager.get_or_create(config, timeout=LIMIT)
 
     with ConnectionManager(credentials=credentials) as manager:
-        with pytest.raises(ConfigError, match="in the middle of a change of its own manager"):
+        with pytest.raises(ConfigError, match="called again from a credentials or strategy factory"):
             manager.get_or_create(ConnectionConfig.from_uri(echo.uri, token="secret"))
         assert manager.get_stats()["total_connections"] == 0
 
 
 @both
-async def test_what_cannot_be_asked_for_the_topology_is_told(kind: Kind, echo: EchoServer) -> None:
+async def test_invalid_topology_source_is_refused(kind: Kind, echo: EchoServer) -> None:
     async with kind(fetch_topology=["127.0.0.1:1"]) as side:
         with pytest.raises(ConfigError, match=r"fetch_topology must be a function .*not list"):
             await side.get(config_of(echo), timeout=LIMIT)
 
 
-async def test_an_error_without_a_code_is_raised_as_it_is() -> None:
+async def test_rpc_error_without_a_code_is_raised_unchanged() -> None:
     @retry_on_rpc_failure
     def call() -> None:
-        raise grpc.RpcError("of somebody's own")
+        raise grpc.RpcError("a custom error")
 
     @retry_on_rpc_failure
     async def call_async() -> None:
-        raise grpc.RpcError("of somebody's own")
+        raise grpc.RpcError("a custom error")
 
-    with pytest.raises(grpc.RpcError, match="of somebody's own"):
+    with pytest.raises(grpc.RpcError, match="a custom error"):
         call()
-    with pytest.raises(grpc.RpcError, match="of somebody's own"):
+    with pytest.raises(grpc.RpcError, match="a custom error"):
         await call_async()
 
 
 @both
-async def test_a_factory_that_forgets_to_return_is_told(kind: Kind, echo: EchoServer) -> None:
+async def test_channel_factory_that_returns_none_is_refused(kind: Kind, echo: EchoServer) -> None:
     async with kind(handler_factory=lambda config: None) as side:
         with pytest.raises(ConfigError, match=r"needs a grpc\.(aio\.)?Channel, and .* is None"):
             await side.get(config_of(echo), timeout=LIMIT)
 
 
 @both
-async def test_channels_for_the_other_manager_are_told(kind: Kind, echo: EchoServer) -> None:
+async def test_channel_or_strategy_of_the_other_manager_is_refused(
+    kind: Kind, echo: EchoServer
+) -> None:
     options: dict[str, Any] = {"handler_factory": lambda config: make_channel(config, 1)}
     if kind is Threads:
         options = {"strategy": lambda config: AsyncRegularStrategy()}
@@ -147,7 +153,9 @@ async def test_channels_for_the_other_manager_are_told(kind: Kind, echo: EchoSer
 
 
 @both
-async def test_a_timeout_of_the_factory_is_not_the_servers(kind: Kind, echo: EchoServer) -> None:
+async def test_timeout_error_of_the_channel_factory_is_reported_as_such(
+    kind: Kind, echo: EchoServer
+) -> None:
     def factory(config: ConnectionConfig) -> Any:
         raise TimeoutError("the vault does not answer")
 
