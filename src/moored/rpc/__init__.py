@@ -1,24 +1,23 @@
-"""One gRPC channel for each endpoint and identity, shared, watched, and recovered once.
+"""One shared gRPC channel for each endpoint and identity, which survives restarts and moves.
 
-Many clients, one server, and a server that restarts, moves or changes its credentials: what
-`channel` returns *is* a `grpc.Channel`, which generated stubs take as it is, and stays valid
-whatever becomes of the connection under it::
+`channel` returns a `grpc.Channel` that generated stubs accept. It stays valid while the connection
+below it is replaced, because the server restarted, moved, or changed its credentials::
 
     stub = GreeterStub(rpc.channel("greeter:50051"))                    # threads
     stub = GreeterStub(await rpc.aio.channel("greeter:50051"))          # asyncio
 
-with the manager of the process, or of the running loop. A manager of your own has options::
+These use the manager of the process, or of the running loop. A manager of your own has options::
 
     config = ConnectionConfig.from_uri("https://user:pass@greeter:50051")
     with ConnectionManager(max_age=3600) as manager:
         stub = GreeterStub(manager.get_or_create(config))
 
-What always holds:
+Invariants:
 
 - a connection has one current generation; an error of an older one changes nothing;
-- at most one attempt to connect is under way for a connection, whoever waits for it;
-- an endpoint that hangs never holds up another one's;
-- a call waits for a connection within its own time, and is never repeated unless you say so;
+- at most one attempt to connect is in progress for a connection, however many callers wait for it;
+- an endpoint that hangs never delays callers of another endpoint;
+- a call waits for a connection within its own timeout, and is never retried unless you ask for it;
 - a token is never shown.
 """
 
@@ -59,21 +58,21 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "AsyncHandler",
     "Handler",
     "ManagedConnection",
-    # Calls that are repeated
+    # Retries and interceptors
     "AsyncRetryInterceptor",
     "RetryInterceptor",
     "intercept_aio_channel",
     "retry_on_rpc_failure",
-    # As whom
+    # Credentials
     "CredentialProvider",
     "TokenCredentials",
-    # How a connection is made
+    # How a channel is made
     "AsyncGlobalStrategy",
     "AsyncRegularStrategy",
     "ConnectionStrategy",
     "GlobalStrategy",
     "RegularStrategy",
-    # Where the primary is
+    # Topologies: which server is the primary
     "CallableTopology",
     "Capability",
     "DnsTopology",

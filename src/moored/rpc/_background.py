@@ -1,7 +1,7 @@
-"""What a manager does in the background: it dials, probes, waits, and closes what nobody has.
+"""The background work of a manager: connect, probe, wait, and close unused connections.
 
-It is written once, and runs on one loop: the user's own, or the private one of users of threads.
-Whatever it tells the core, it tells under the manager's lock; no lock is held while it waits.
+It runs on one event loop: the user's own, or the private one of the manager for threads. Each event
+is passed to a `ConnectionCore` under the manager's lock; no lock is held across an `await`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["Background"]
 
 log = logging.getLogger("moored.rpc")
 
-#: How long calls that are under way may still take when their connection is closed.
+#: Seconds in which calls in flight may still end when their connection is closed.
 CLOSING = 5.0
-#: When the renewal of a channel that is too old has failed, it is tried again after a tenth of its
-#: age, or this.
+#: A failed renewal of an old channel is retried after a tenth of `max_age`, or after this many
+#: seconds if that is less.
 RENEW_AGAIN = 30.0
-#: How many times rarer pings become for a server that has received too many, at most.
+#: The largest factor by which pings become rarer for a server that complains of too many pings.
 MAX_PING_FACTOR = 1024
-#: When to look at a connection after a call over it ended with UNAVAILABLE, in pauses: gRPC reports
-#: its loss a few milliseconds after that, and later on a busy machine.
+#: Pauses between checks of a connection after a call over it ended with UNAVAILABLE. gRPC reports
+#: the loss of the connection a few milliseconds after that, and later on a busy machine.
 CHECK_PAUSES = (0.001, 0.004, 0.015, 0.08)
 
 Managed = ManagedConnection[Any]
@@ -71,17 +71,17 @@ class Background:
         self._recorder = recorder
         self._table = table
         self._tasks = Tasks()
-        # By the connection, not its key: the next one with that key may be there already.
+        # By connection, not by key: the next connection with that key may exist already.
         self._closings: dict[Managed, asyncio.Task[None]] = {}
         self._timers = Timers()
-        # By the key: the next connection waits for the end of an attempt that was given up.
+        # By key: the next connection waits for the end of a cancelled attempt.
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._watching = False
 
-    # -- what the core wants -------------------------------------------------------------------
+    # -- actions of the core -------------------------------------------------------------------
 
     def carry_out(self, managed: Managed, actions: Actions) -> None:
-        """Do it; on the loop."""
+        """Carry out what the core has decided; on the loop."""
         for action in actions:
             match action.act:
                 case ShellAct.DIAL:
@@ -101,7 +101,7 @@ class Background:
                 case ShellAct.CLOSE:
                     self._give_up(managed)
                     self._closings[managed] = self._tasks.start(self._close(managed))
-                case _:  # a swap and a discard are done where the channel is
+                case _:  # SWAP and DISCARD are carried out by `_arrive`, which has the channel
                     raise AssertionError(action)
 
     def _wake(self, managed: Managed) -> None:
@@ -117,12 +117,12 @@ class Background:
                 waiter.set_result(None)
             else:
                 waiter.set_exception(raised(verdict, managed.config.address))
-                waiter.exception()  # seen, whether or not somebody still waits
+                waiter.exception()  # mark it as retrieved: the waiter may have left
         if verdict is not None:
             managed.handler._fail_waiting(verdict)
 
     def _set_timer(self, name: Hashable, delay: float, act: Callable[[], object]) -> None:
-        # By the loop's clock: the manager's may be one that a test has made.
+        # By the loop's clock: the manager's clock may be simulated by a test.
         self._timers.set(name, Clock.current().monotonic() + delay, act)
 
     def _due(self, managed: Managed) -> None:
@@ -130,17 +130,17 @@ class Background:
 
     def _aged(self, managed: Managed) -> None:
         self._tell(managed, managed.core.aged)
-        # A new channel begins a new age. Until there is one, it is tried again and again.
+        # A new channel sets the timer anew; until there is one, the renewal is retried.
         self._set_age_timer(managed, again=True)
 
     def _set_age_timer(self, managed: Managed, *, again: bool = False) -> None:
         if (age := self._policy.max_age) is not None and not managed.core.closed:
             delay = min(age / 10, RENEW_AGAIN) if again else age
-            # Not all at once: those that were made together would be renewed together.
+            # Jitter: channels that were made together would be renewed together.
             delay *= 0.9 + 0.1 * self._clock.random.random()
             self._set_timer((managed, "age"), delay, partial(self._aged, managed))
 
-    # -- dialling ------------------------------------------------------------------------------
+    # -- connecting ----------------------------------------------------------------------------
 
     def _start_dial(self, managed: Managed, attempt: int) -> None:
         key, before = managed.key, self._dials.get(managed.key)
@@ -159,7 +159,7 @@ class Background:
         task.add_done_callback(ended)
 
     def _give_up(self, managed: Managed) -> None:
-        """Cancel the attempt that is under way."""
+        """Cancel the current attempt to connect."""
         if managed.dial is not None and managed.dial is not asyncio.current_task():
             managed.dial.cancel()
 
@@ -171,9 +171,8 @@ class Background:
         try:
             await self._dial_once(managed, attempt)
         except asyncio.CancelledError as given_up:
-            # The task keeps it, and in its frames, or in those of the error that was handled when
-            # it came, is a call: a closed channel of asyncio goes on connecting as long as somebody
-            # has a call that was made over it.
+            # The task keeps this error, whose frames, or those of its context, may hold a call. A
+            # closed `grpc.aio` channel goes on connecting while a call over it is referenced.
             forget_frames(given_up)
             raise
 
@@ -183,7 +182,7 @@ class Background:
         limit = asyncio.timeout(time_limit)
         try:
             async with limit:
-                # One that is only old is not unavailable: nobody need be asked about it.
+                # The strategy is asked about an outage only, not about the renewal of a channel.
                 recovers = managed.core.machine.phase == "recovering"
                 if recovers and not await self._wants_recovery(managed):
                     self._tell(managed, managed.core.kept, attempt)
@@ -194,7 +193,7 @@ class Background:
                     managed.strategy.create_handler, config, unwanted=close_unused
                 )
                 if (choices := getattr(managed.strategy, "choices", 1)) > 1:
-                    # One of several members that is silent leaves time for the next.
+                    # A member that does not answer leaves time for the other members.
                     time_limit /= choices
                     limit.reschedule(asyncio.get_running_loop().time() + time_limit)
                 await self._channels.ready(channel)
@@ -202,7 +201,7 @@ class Background:
             silent = ConnectFailed(
                 managed.trouble or f"{managed.config.address} has not answered for {time_limit:g} s"
             )
-            # It may be that of what makes the channel, and say something else.
+            # Another TimeoutError comes from the channel factory and is reported as it is.
             await self._fail(managed, attempt, channel, silent if limit.expired() else error)
         except asyncio.CancelledError:
             if channel is not None:
@@ -217,11 +216,11 @@ class Background:
         """Close an unused channel completely, also if this task is cancelled meanwhile."""
         try:
             await asyncio.shield(self._tasks.start(self._channels.close(channel)))
-        except Exception as error:  # what comes after it must come
+        except Exception as error:  # the caller must still report the failure to the core
             log.info("closing an unused channel failed: %s", type(error).__name__)
 
     def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
-        """A generation is broken; under the lock. Calls wait for the next one from now on."""
+        """Report that a generation is broken, under the lock; new calls wait for the next one."""
         if isinstance(cause, BaseException) and self._is_news(managed, generation):
             cause = self.without_secrets(managed, cause)
         actions = managed.core.broken(
@@ -237,11 +236,11 @@ class Background:
         return actions
 
     def _is_connected(self, managed: Managed, generation: int) -> bool:
-        live = managed.handler._live or getattr(managed.handler, "_parked", None)
+        live = managed.handler._current
         return live is not None and live.number == generation and is_connected(live.channel)
 
     async def _check_connection(self, managed: Managed, generation: int) -> None:
-        """Find out whether the connection of a generation was lost, or its server answers so."""
+        """Check whether a generation lost its connection, or its server answered UNAVAILABLE."""
         for pause in CHECK_PAUSES:
             await asyncio.sleep(pause)
             with inside():
@@ -255,14 +254,14 @@ class Background:
                 self._lose(managed, cause if isinstance(cause, BaseException) else None)
         self.carry_out(managed, actions)
         if connected and isinstance(managed.strategy, Follower):
-            managed.strategy.hurry()  # its server may not be the primary any more
+            managed.strategy.hurry()  # the server may no longer be the primary
 
     def without_secrets(self, managed: Managed, error: BaseException) -> BaseException:
-        """The error, without the secrets of this connection."""
+        """Return the error, or a redacted one if it shows a secret of this connection."""
         return without_secrets(error, _secrets(managed))
 
     def _is_news(self, managed: Managed, generation: int) -> bool:
-        """Whether the cause is kept: of many calls that fail together, that of the first is."""
+        """Whether the core will keep this cause: of many calls that fail together, the first."""
         if managed.core.machine.phase == "recovering":
             return managed.strategy.always_recovers and managed.handler._live is not None
         return generation == managed.generation
@@ -280,10 +279,10 @@ class Background:
         advise = getattr(managed.strategy, "advise", None)
         if advise is None or advise(managed.address) is not Advice.MOVE:
             return []
-        return self.broken(managed, managed.generation, "another primary is known by now")
+        return self.broken(managed, managed.generation, "the primary has moved meanwhile")
 
     def moved(self, managed: Managed, version: int) -> Actions:
-        """Another topology is known; under the lock."""
+        """Replace the connection if a new topology has another primary; under the lock."""
         if managed.strategy.advise(managed.address) is not Advice.MOVE:
             return []
         why = f"version {version} of the topology has another primary"
@@ -300,7 +299,7 @@ class Background:
                 if isinstance(managed.strategy, Follower):
                     managed.strategy.arrived(address)
                 managed.handler._swap(LiveChannel(managed.generation, channel, address))
-                # While it was dialled, the primary may have moved on.
+                # The primary may have moved during the attempt.
                 actions += self._outdated(managed)
         if not swap:
             await self._discard(channel)
@@ -309,10 +308,10 @@ class Background:
         self.carry_out(managed, actions[1:])
 
     def _count_move(self, managed: Managed, address: str) -> None:
-        """Before the first channel, it was nowhere."""
+        """Count a new channel that leads to another address than the one before."""
         if managed.generation > 1 and managed.address != address:
             managed.core.counters.moves += 1
-            why = f"it led to {managed.address} before"
+            why = f"it was connected to {managed.address} before"
             self._recorder.record(f"rpc.{managed.config.address}", f"moved to {address}", cause=why)
 
     async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
@@ -344,7 +343,7 @@ class Background:
     # -- credentials and calls -----------------------------------------------------------------
 
     async def _refresh(self, managed: Managed) -> None:
-        """Refresh the credentials, which the server has refused, once for all callers."""
+        """Refresh refused credentials, once for all callers."""
         handler, counters = managed.handler, managed.core.counters
         name = f"rpc.{managed.config.address}"
         try:
@@ -367,18 +366,18 @@ class Background:
         else:
             with self._lock:
                 counters.credential_refreshes += 1
-            why = "the server refused those that there were"
+            why = "the server refused the previous ones"
             self._recorder.record(name, "the credentials were refreshed", cause=why)
             handler._renewed(None)
 
     def unsent(self, managed: Managed, error: BaseException) -> list[tuple[Managed, Actions]]:
-        """A call was not sent; under the lock. Of many in one outage, the first is recorded."""
+        """Count a call that was not sent, under the lock; record the first one of an outage."""
         managed.core.counters.calls_unsent += 1
         if managed.unsent_in != managed.generation:
             managed.unsent_in = managed.generation
             self._recorder.record(
                 f"rpc.{managed.config.address}",
-                "calls are not sent: there is no connection in their time",
+                "calls are not sent: no connection within their timeout",
                 kind="failure",
                 cause=error,
             )
@@ -398,7 +397,7 @@ class Background:
             self._sweep_later(weakref.ref(self))
 
     def _sweep_later(self, works: weakref.ref[Background]) -> None:
-        # Not kept alive by its own timer: a manager that everybody has forgotten may go.
+        # The timer holds it weakly, so that an unreferenced manager can be collected.
         def sweep() -> None:
             if (found := works()) is not None:
                 found._sweep()
@@ -409,7 +408,7 @@ class Background:
         with self._lock:
             found = self._table.unused(self._clock.monotonic(), self._policy.linger)
             over = [each for each in found if each.detach()]
-            closing = [(each, each.core.close("nobody has it any more")) for each in over]
+            closing = [(each, each.core.close("no client uses it")) for each in over]
             self._watching = len(self._table) > 0
         for managed, actions in closing:
             self.carry_out(managed, actions)
@@ -430,7 +429,7 @@ class Background:
             await run_callback(managed.handler._wait_closed)
         except Exception as error:
             told = safe_text(error, _secrets(managed))
-            log.warning("%s: closing: %s", managed.address, told)
+            log.warning("%s: closing the connection failed: %s", managed.address, told)
         finally:
             self._closings.pop(managed, None)
 
@@ -445,7 +444,7 @@ class Background:
             await asyncio.wait({closing})
 
     async def all_closed(self) -> None:
-        """Wait until all that is being closed is."""
+        """Wait for all connections that are being closed."""
         if self._closings:
             await asyncio.wait(list(self._closings.values()))
 
@@ -465,7 +464,7 @@ def _put(
     """Return the error to keep and the text to log, also for an error that cannot be printed."""
     try:
         secrets = _secrets(managed)
-        # What fails before there is a channel is the user's own program, and not the server.
+        # An error before there is a channel comes from the user's program, not from the server.
         found = with_hint(managed.config, error, known=managed.generation > 0) if made else error
         kept = without_secrets(found, secrets)
         return kept, hidden(where(error, verdict), secrets) or safe_text(kept, secrets)

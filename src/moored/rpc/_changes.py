@@ -1,13 +1,13 @@
-"""Changes under the lock of a manager of threads, made by whoever comes, and from anywhere.
+"""State changes of a manager for threads, which may come from any thread and any finalizer.
 
-A client may give its channel back in `__del__`, and the garbage collector calls that where it
-likes: in the middle of another change of the same thread, or in a thread that has some lock which
-another one waits for while it has this one. So a change does not insist. The lock is reentrant, but
-nothing is changed within a change: what cannot be changed now is left to the loop thread. And what
-follows from a change is always done there, so that nobody waits for it.
+A client may release its channel in `__del__`, which the garbage collector may call anywhere: inside
+another change of the same thread, or in a thread whose locks the holder of this lock waits for. So
+changes never nest, although the lock is reentrant, and never wait for the lock for long: a change
+that cannot be made now is posted to the loop thread. The actions that follow from a change always
+run on the loop thread, so that no caller waits for them.
 
-While the interpreter ends there are no threads any more, and none can be started: then nothing is
-done, as the process takes all connections with it.
+During interpreter shutdown no thread can be started, so nothing is done: the connections end with
+the process.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from ._managed import ManagedConnection
 
 __all__ = ["ManagerChanges", "Work"]
 
-#: What is to be done, with which connection.
+#: The actions that follow from a change, by connection.
 Work = list[tuple[ManagedConnection[Any], Actions]]
 
-#: How long a change waits for the lock, which is held for moments only, before it is left to the
-#: loop thread.
+#: Seconds that a change waits for the lock, which is never held for long, before it is posted to
+#: the loop thread.
 PATIENCE = 1.0
 
 
 class ManagerChanges:
-    """Makes changes, and has done what follows from them.
+    """Makes changes under a lock, and posts the actions that follow to the loop thread.
 
-    :param carry_out: does it, on the loop thread.
+    :param carry_out: carries out the actions; called on the loop thread.
     """
 
     def __init__(self, lock: threading.RLock, carry_out: Callable[[Work], None]) -> None:
         self._lock = lock
         self._carry_out = carry_out
-        #: Whether the loop thread has had anything to do.
+        #: Whether anything was ever posted to the loop thread.
         self.posted = False
 
     def under_way(self) -> bool:
-        """Whether this thread is in the middle of one, as `threading.Condition` finds out."""
+        """Whether this thread is making a change: it owns the lock."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def must_not_wait(self) -> bool:
-        """Whether nothing can come while this thread waits: it changes something, or all ends."""
+        """Whether waiting would block forever: inside a change, or during interpreter shutdown."""
         return self.under_way() or sys.is_finalizing()
 
     def make(self, change: Callable[[], Work]) -> None:
-        """Change something under the lock: now, if that can be."""
+        """Make a change under the lock: now, or soon on the loop thread."""
         if sys.is_finalizing():
             return
         if self.under_way():
@@ -63,7 +63,7 @@ class ManagerChanges:
             now = self._lock.acquire(timeout=PATIENCE)
             work = change() if now else []
         finally:
-            if self.under_way():  # also if a signal came in the moment after it was taken
+            if self.under_way():  # also if a signal handler raised just after `acquire`
                 self._lock.release()
         if now:
             self._post(work)

@@ -1,9 +1,9 @@
-"""Several channels to one server that are used as one, for servers that limit the calls of each.
+"""Several channels to one server, used as one: for servers that limit the calls per connection.
 
-A server may allow only so many calls at a time over one connection; more of them wait in the
-client, unseen. Over several connections, more calls are under way. A pool is a channel itself, so
-whoever has just one pays nothing for it; all of a generation are connected before it is used, and
-closed together. A call goes where the fewest are under way.
+A server may limit the concurrent calls of one connection; further calls queue in the client. Over
+several connections, more calls are in flight. A pool is a channel itself, so a single channel has
+no overhead. All channels of a pool are connected before the pool is used, and are closed together.
+A call uses the channel with the fewest calls in flight.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moored.kernel import awaited, first_of
 from .calls._call_count import counted
 from .calls._kinds import KINDS, FourKinds
 
-__all__ = ["AioChannelPool", "ChannelPool", "lanes_of", "pooled", "pooled_async"]
+__all__ = ["AioChannelPool", "ChannelPool", "Connectivity", "lanes_of", "pooled", "pooled_async"]
 
 Connectivity = Callable[[grpc.ChannelConnectivity], None]
 Factory = Callable[[Any], Any]
 
 
 def pooled(factory: Factory, number: int) -> Factory:
-    """A factory of pools with so many channels; of one channel, it is the factory itself.
+    """Return a factory of pools with `number` channels; for one channel, the factory itself.
 
-    One that is awaited (it speaks with the server first, as Milvus's does) makes one that is.
+    An async factory, which talks to the server first, as Milvus's does, gives an async one.
     """
     if number == 1:
         return factory
@@ -53,7 +53,7 @@ def pooled(factory: Factory, number: int) -> Factory:
 
 
 def pooled_async(factory: Factory, number: int) -> Factory:
-    """The same for asyncio; the factory may be awaitable."""
+    """Return a factory of pools of `grpc.aio` channels; the given factory may be async."""
     return factory if number == 1 else partial(_pool_later, AioChannelPool, factory, number)
 
 
@@ -72,29 +72,29 @@ async def _close(channel: Any) -> None:
 
 
 def lanes_of(channel: Any) -> Sequence[Any]:
-    """The channels of a pool; of anything else, itself."""
+    """Return the channels of a pool, or the channel itself if it is no pool."""
     if isinstance(channel, (ChannelPool, AioChannelPool)):
         return [lane.channel for lane in channel.lanes]
     return [channel]
 
 
 class Lane:
-    """One channel of a pool, and the calls that are under way over it."""
+    """One channel of a pool, and the number of its calls in flight."""
 
     __slots__ = ("calls", "channel")
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        #: Its length is their number; appending and popping need no lock.
+        #: Its length is the number of calls in flight; append and pop need no lock.
         self.calls: list[None] = []
 
     def leave(self, *_: Any) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.calls.pop()
 
 
 def _worst(states: Sequence[grpc.ChannelConnectivity]) -> grpc.ChannelConnectivity:
-    """The state of all together: READY only if all are."""
+    """Return READY if all states are; otherwise the first that is not."""
     wrong = [state for state in states if state is not grpc.ChannelConnectivity.READY]
     return wrong[0] if wrong else grpc.ChannelConnectivity.READY
 
@@ -103,7 +103,7 @@ def _worst(states: Sequence[grpc.ChannelConnectivity]) -> grpc.ChannelConnectivi
 
 
 class ChannelPool(FourKinds, grpc.Channel):  # type: ignore[misc]
-    """Channels of threads, used as one."""
+    """Several `grpc.Channel`s, used as one."""
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self.lanes = [Lane(channel) for channel in channels]
@@ -126,7 +126,7 @@ class ChannelPool(FourKinds, grpc.Channel):  # type: ignore[misc]
             lane.channel.unsubscribe(told)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all channels."""
         for lane in self.lanes:
             lane.channel.close()
 
@@ -157,7 +157,7 @@ class _Watch:
 
 
 class _LaneMethod:
-    """One method, over whichever channel has the fewest calls."""
+    """One method, over the channel with the fewest calls in flight."""
 
     def __init__(self, lanes: Sequence[Lane], kind: str, given: Any, named: Any) -> None:
         self._lanes = [(lane, getattr(lane.channel, kind)(*given, **named)) for lane in lanes]
@@ -212,7 +212,7 @@ def _under_way(each: tuple[Lane, Any]) -> int:
 
 
 class AioChannelPool(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
-    """Channels of asyncio, used as one."""
+    """Several `grpc.aio.Channel`s, used as one."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self.lanes = [Lane(channel) for channel in channels]
@@ -221,22 +221,22 @@ class AioChannelPool(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
         return _AioPoolMethod(self.lanes, kind, given, named)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """READY if all are; otherwise the state of the first that is not."""
+        """Return READY if all channels are; otherwise the state of the first that is not."""
         return _worst([lane.channel.get_state(try_to_connect) for lane in self.lanes])
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait for another state of all together."""
+        """Wait until the state of the pool differs from the given one."""
         while self.get_state() is last_observed_state:
             lanes = [lane.channel for lane in self.lanes]
             await first_of(*(each.wait_for_state_change(each.get_state()) for each in lanes))
 
     async def channel_ready(self) -> None:
-        """Wait until all are connected."""
+        """Wait until all channels are connected."""
         for lane in self.lanes:
             await lane.channel.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close all of them."""
+        """Close all channels."""
         await asyncio.gather(*(lane.channel.close(grace) for lane in self.lanes))
 
     async def __aenter__(self) -> AioChannelPool:

@@ -1,4 +1,4 @@
-"""What is done with channels of either kind: wait for them, ask over them, close them."""
+"""Wait for, probe and close the channels of either kind: `grpc.Channel` and `grpc.aio.Channel`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ._manager_options import ManagerOptions
 
 __all__ = ["PROBE_TIMEOUT", "AioChannels", "Channels", "ThreadChannels"]
 
-#: How long a probe may take.
+#: The timeout of a probe, in seconds.
 PROBE_TIMEOUT = 5.0
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 #: `grpc.health.v1.HealthCheckResponse` with the status SERVING.
 _SERVING = b"\x08\x01"
-#: What gRPC itself says of a server that does not answer. All else comes from the server: that it
-#: does not know the question, say, or does not answer it to strangers.
+#: Codes that gRPC itself returns when the server does not answer. Any other code is an answer of
+#: the server, such as UNIMPLEMENTED or UNAUTHENTICATED.
 _SILENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -36,9 +36,9 @@ _SILENT = (
 
 
 class Channels:
-    """What is done with channels, of one kind or the other."""
+    """Operations on the channels of one kind."""
 
-    #: What is wanted, by its name, and what is for the other manager.
+    #: The name of the kind, and the class of the other kind, which is refused.
     wanted: str
     other: type
 
@@ -46,7 +46,10 @@ class Channels:
         self._probe = policy.probe
 
     async def ready(self, channel: Any) -> None:
-        """Wait until it is connected, and of a pool, all; what is no channel of gRPC's is."""
+        """Wait until the channel, or each channel of a pool, is connected.
+
+        An object that is no gRPC channel and has no `channel_ready` counts as connected.
+        """
         await all_of(*(self._ready(lane) for lane in lanes_of(channel)))
 
     async def _ready(self, channel: Any) -> None:
@@ -61,14 +64,14 @@ class Channels:
             await wait()
 
     async def probe(self, channel: Any) -> bool:
-        """Whether the server answers over it."""
+        """Whether the server answers over the channel, or over each channel of a pool."""
         return all(await all_of(*(self._answers(lane) for lane in lanes_of(channel))))
 
     async def _answers(self, channel: Any) -> bool:
         raise NotImplementedError
 
     async def close(self, channel: Any) -> None:
-        """Close one that no call was made over."""
+        """Close a channel without calls."""
         if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
             await close_channel(channel)
         else:
@@ -76,7 +79,7 @@ class Channels:
 
 
 class ThreadChannels(Channels):
-    """For channels of threads: what blocks does so elsewhere."""
+    """For `grpc.Channel`s: blocking calls run in threads of their own."""
 
     wanted, other = "grpc.Channel", grpc.aio.Channel
 
@@ -88,7 +91,7 @@ class ThreadChannels(Channels):
 
 
 class AioChannels(Channels):
-    """For channels of asyncio."""
+    """For `grpc.aio.Channel`s."""
 
     wanted, other = "grpc.aio.Channel", grpc.Channel
 

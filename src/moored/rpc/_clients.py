@@ -1,8 +1,7 @@
-"""Who uses a connection: known for as long as they live, each as itself.
+"""The clients of a connection: weak references, compared by identity.
 
-Two clients that are equal (frozen dataclasses with the same fields, say) are two clients: one that
-releases a connection must not take it from the other. So they are told apart by identity, and need
-be neither equal to anything nor hashable.
+Two equal clients (frozen dataclasses with the same fields, for instance) are two clients: one that
+releases a connection must not take it from the other. So clients need not be hashable.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ T = TypeVar("T")
 
 
 class Clients(Generic[T]):
-    """A set of weak references by identity; it can be iterated over in any thread.
+    """A set of weak references by identity; any thread may iterate over it.
 
-    The garbage collector may remove a member at any time, also during an iteration: that is over a
-    copy.
+    The garbage collector may remove a member at any time, so iteration uses a copy.
     """
 
     def __init__(self) -> None:
@@ -30,14 +28,14 @@ class Clients(Generic[T]):
         self._forget = _forgetting(self._references)
 
     def add(self, item: T) -> None:
-        """Add a member; for each checkout, so it is short."""
+        """Add a member. It is short because every checkout calls it."""
         known = self._references.get(id(item))
         if known is None or known() is not item:
             refuse_unreferable(item)
             self._references[id(item)] = weakref.KeyedRef(item, self._forget, id(item))
 
     def discard(self, item: T) -> None:
-        """Remove a member; harmless if it is none."""
+        """Remove a member, if it is one."""
         if item in self:
             self._references.pop(id(item), None)
 
@@ -46,7 +44,7 @@ class Clients(Generic[T]):
         return known is not None and known() is item
 
     def __iter__(self) -> Iterator[T]:
-        # The copy is one step for the interpreter, so no other thread can come between.
+        # Copying is one step of the interpreter, so no other thread can interrupt it.
         for reference in list(self._references.values()):
             if (item := reference()) is not None:
                 yield item
@@ -59,7 +57,7 @@ class Clients(Generic[T]):
 
 
 def refuse_unreferable(client: object) -> None:
-    """Raise for an object that cannot be held weakly: its end could not be noticed."""
+    """Raise `ConfigError` for an object that cannot be weakly referenced."""
     try:
         weakref.ref(client)
     except TypeError:
@@ -70,7 +68,7 @@ def refuse_unreferable(client: object) -> None:
 
 
 def _forgetting(references: dict[int, Any]) -> Any:
-    # Not a method: what is called at the end of a member must not keep the set alive.
+    # Not a method: the callback of a weak reference must not keep the set alive.
     def forget(reference: weakref.KeyedRef[int, Any]) -> None:
         if references.get(reference.key) is reference:
             del references[reference.key]

@@ -1,4 +1,4 @@
-"""Where a connection leads, and as whom: a URI taken apart.
+"""The configuration of a connection: address, token and options, parsed from a URI.
 
 ::
 
@@ -11,8 +11,8 @@
       └── scheme: http, https, tcp or unix
 
 Names and passwords are percent-decoded. Two configurations with the same `key` share a connection:
-it covers all that changes the wire, which the name of the database does not. A token is never
-shown: the key has a digest of it, made with a salt that every process draws anew.
+the key covers everything that affects the connection, which the database name does not. A token is
+never shown: the key holds a digest of it, with a salt that each process draws at random.
 """
 
 from __future__ import annotations
@@ -39,54 +39,54 @@ SCHEMES = ("http", "https", "tcp", "unix")
 PORT, TLS_PORT = 80, 443
 GLOBAL = "global-cluster"
 
-#: Drawn once for a process and its forks: a digest in a log says nothing elsewhere.
+#: Drawn once for a process and its forks: a digest in a log cannot be looked up elsewhere.
 _SALT = os.urandom(16)
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MARK = re.compile(r"([?#])")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
-#: What `options` may hold, and what it may be.
+#: The names of `options`, and the types that each accepts.
 _OPTIONS: dict[str, tuple[type, ...]] = {
-    # TLS: on for https, off otherwise, unless it is said here.
+    # Whether to use TLS; by default, for https only.
     "secure": (bool,),
-    # The authorities to trust, and a certificate of our own: PEM, or the path of a file.
+    # The trusted authorities, and the client certificate with its key: PEM, or a file path.
     "ca": (bytes, str, Path),
     "certificate": (bytes, str, Path),
     "private_key": (bytes, str, Path),
-    # The name in the server's certificate, where it is not that of the host.
+    # The name in the server's certificate, where it differs from the host.
     "server_name": (str,),
-    # gRPC's own credentials of a channel, in place of all of these.
+    # grpc.ChannelCredentials, in place of all of these.
     "channel_credentials": (object,),
-    # gRPC's own channel arguments; they go before ours.
+    # gRPC channel arguments; they override Moored's defaults.
     "channel_options": (Mapping, tuple, list),
 }
 
 
 @dataclass(frozen=True, repr=False)
 class ConnectionConfig:
-    """What a connection is made from. Make it with `from_uri`."""
+    """The configuration of a connection. Create it with `from_uri`."""
 
-    #: As it was given, before parsing: it may hold the token.
+    #: The URI as given; it may hold the token.
     uri: str
-    #: "host:port"; of a unix socket, the whole URI.
+    #: "host:port", or the whole URI of a unix socket.
     address: str
     token: str = ""
     db_name: str = ""
     #: TLS and channel arguments.
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    #: The port of a URI that names none, and is not https.
+    #: The port of a URI without one, unless its scheme is https.
     default_port: ClassVar[int] = PORT
 
     @classmethod
     def from_uri(
         cls, uri: str, *, token: str | None = None, db_name: str | None = None, **options: Any
     ) -> ConnectionConfig:
-        """Take a URI apart; what is given beside it goes before what is in it.
+        """Parse a URI; the arguments `token` and `db_name` override its parts.
 
         An empty string counts as not given. Options: `secure`, `ca`, `certificate`, `private_key`
-        (PEM, or the path of a file), `server_name`, and gRPC's own `channel_credentials` and
+        (PEM, or a file path), `server_name`, and gRPC's own `channel_credentials` and
         `channel_options`.
         """
         _check_options(options)
@@ -118,10 +118,10 @@ class ConnectionConfig:
 
     @property
     def topology_root(self) -> str:
-        """Under which path the topology of such a cluster is asked for; "" is the root.
+        """The path below which the topology of a global cluster is requested; "" is the root.
 
-        It is what stands before the part `global-cluster` of the path. What stands after that, or
-        in a path without it, names a database.
+        It is the part of the path before `global-cluster`. The part after that, or a path without
+        it, names a database.
         """
         root, _ = _around_global(urlsplit(_without_account(self.uri)).path)
         return "".join(f"/{each}" for each in root)
@@ -150,7 +150,7 @@ class ConnectionConfig:
         return redacted(self.uri)
 
     def at(self, address: str) -> ConnectionConfig:
-        """The same configuration with another address, that of the current primary."""
+        """Return this configuration with another address, that of the current primary."""
         return ConnectionConfig(self.uri, address, self.token, self.db_name, self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ class ConnectionConfig:
 
 
 def split_uri(uri: str) -> SplitResult:
-    """Take a URI apart; raises `ConfigError` that names the part that is wrong."""
+    """Parse a URI; raise a `ConfigError` that names the wrong part."""
     if (found := _FORBIDDEN.search(uri)) is not None:
         raise ConfigError(
             f"{redacted(uri)!r} has a space or a control character at {found.start()}: "
@@ -181,7 +181,7 @@ def split_uri(uri: str) -> SplitResult:
             f"use one of {', '.join(SCHEMES)}"
         )
     parts = None
-    with contextlib.suppress(ValueError):  # its text may quote a password, so it goes nowhere
+    with contextlib.suppress(ValueError):  # its text may quote a password: it is not shown
         parts = urlsplit(uri)
     if parts is None:
         raise ConfigError(
@@ -216,7 +216,7 @@ def _userinfo(parts: SplitResult) -> str:
 
 
 def _around_global(path: str) -> tuple[list[str], list[str]]:
-    """The parts of a path before `global-cluster`, and those after it; all, if it is not there."""
+    """Return the parts of a path before and after `global-cluster`; without it, all are after."""
     parts = [part for part in path.split("/") if part]
     for number, part in enumerate(parts):
         if part.lower() == GLOBAL:
@@ -254,12 +254,15 @@ def _port(parts: SplitResult, text: str, uri: str, default_port: int) -> int:
 
 
 def _is_number(text: str) -> bool:
-    """Whether it looks like a port; anything else may be a password whose host was forgotten."""
+    """Whether the text looks like a port; otherwise it may be a password without a host."""
     return text.isascii() and text.isdigit() and len(text) < 6
 
 
 def sendable(token: str) -> str:
-    """The token; gRPC would refuse each call with one that has a line end in it, and show it."""
+    """Return the token; raise `ConfigError` if it has a control character.
+
+    gRPC would refuse every call with such a token, and show the token in its error.
+    """
     if _CONTROL.search(token):
         raise ConfigError("the token has a control character in it (a line end, perhaps)")
     return token
@@ -280,7 +283,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_channel_options(given: Any) -> None:
-    """gRPC would notice when it connects, and not say where it comes from."""
+    """Check the types here: gRPC would fail when it connects, without naming the option."""
     for entry in given.items() if isinstance(given, Mapping) else given:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise ConfigError(
@@ -302,7 +305,7 @@ def _check_channel_options(given: Any) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    """The same for equal options, however they were written down."""
+    """Return a value that is equal for equal options, whatever their order."""
     if isinstance(value, Mapping):
         return tuple(sorted((_frozen(name), _frozen(each)) for name, each in value.items()))
     if isinstance(value, (list, tuple)):
@@ -311,7 +314,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _scheme(uri: str) -> str:
-    """What stands before ://, if it can be a scheme at all; it could be half of a password."""
+    """Return the part before ://, or "" if it is no scheme: it may be part of a password."""
     scheme, colons, _ = uri.partition("://")
     return scheme if colons and _SCHEME.fullmatch(scheme) else ""
 
@@ -324,10 +327,10 @@ def _without_account(uri: str) -> str:
 
 
 def redacted(uri: str) -> str:
-    """A URI without what stands before the last @: a password may hold any other mark.
+    """Return a URI with everything before its last @ hidden: a password may hold any other mark.
 
-    A query and a fragment are hidden as well: some write a token there. So is what stands where a
-    port should, and is none: it may be a password whose host was forgotten.
+    A query and a fragment are hidden too, because they may hold a token, and so is an invalid
+    port, which may be a password without a host.
     """
     begin = f"{scheme}://" if (scheme := _scheme(uri)) else ""
     account, at, place = uri.removeprefix(begin).rpartition("@")
@@ -346,7 +349,7 @@ def _without_password(place: str) -> str:
 
 
 def _is_ipv6(server: str) -> bool:
-    """Whether it is such an address without the brackets, with a port or not."""
+    """Whether the text is an IPv6 address without brackets, with or without a port."""
     for text in (server, server.rpartition(":")[0]):
         with contextlib.suppress(ValueError):
             ipaddress.IPv6Address(text)

@@ -1,4 +1,4 @@
-"""Which connections there are: one for each key, and those that are dedicated."""
+"""The connections of a manager: one shared connection for each key, and dedicated ones."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ Managed = ManagedConnection[Any]
 
 
 class ConnectionTable:
-    """The connections of a manager; its lock is the manager's."""
+    """The connections of a manager; the caller holds the manager's lock."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Managed] = {}
-        #: What was counted, by the address that was asked for.
+        #: The counters, by configured address.
         self.ledger = Ledger()
-        #: Handlers whose connection was closed because nobody had it, by its key; for as long as
-        #: somebody does hold them.
+        #: Handlers whose connection was closed because it had no clients, by key. They are held
+        #: weakly: a client that still references one reopens its connection with a call.
         self.asleep: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._by_handler: dict[int, Managed] = {}
         self._numbers = itertools.count(1)
 
     def dedicated_key(self, key: str) -> str:
-        """A key for a connection that is not shared."""
+        """Return a unique key for a connection that is not shared."""
         return f"{key}|dedicated {next(self._numbers)}"
 
     def counters_of(self, address: str) -> Counters:
-        """Those of an address."""
+        """Return the counters of an address."""
         return self.ledger.of(address, lambda: {each.config.address for each in self})
 
     def add(self, managed: Managed) -> None:
-        """Add a connection, which is awake."""
+        """Add a connection; its handler is no longer asleep."""
         self.asleep.pop(managed.key, None)
         self.entries[managed.key] = managed
         self._by_handler[id(managed.handler)] = managed
 
     def remove(self, managed: Managed) -> None:
-        """Remove a connection; harmless if it is not there."""
+        """Remove a connection, if it is in the table."""
         if self.entries.get(managed.key) is managed:
             del self.entries[managed.key]
         self._by_handler.pop(id(managed.handler), None)
 
     def detach(self, managed: Managed) -> bool:
-        """Remove a connection, to be closed, but leave its handler to a client that still holds it.
+        """Remove a connection that is to be closed; put its handler to sleep instead of closing it.
 
-        Returns False if a call has begun meanwhile.
+        Return False if a call has begun meanwhile.
         """
         handler = managed.handler
         if (closing := handler._detach(managed.generation)) is None:
@@ -63,13 +63,13 @@ class ConnectionTable:
         return True
 
     def end_asleep(self, handler: Any) -> None:
-        """Close a released handler that is asleep, if it was dedicated."""
+        """Close a released handler that is asleep, if its connection was dedicated."""
         if handler._asleep is not None and handler._own_key is not None:
             self.asleep.pop(handler._own_key, None)
             handler._shut()
 
     def of(self, handler: object) -> Managed | None:
-        """The connection of a handler."""
+        """Return the connection of a handler, or None."""
         return self._by_handler.get(id(handler))
 
     def unused(self, now: float, linger: float) -> list[Managed]:
@@ -88,7 +88,7 @@ class ConnectionTable:
         return over
 
     def statistics(self, now: float) -> dict[str, Any]:
-        """The result of `get_stats()`."""
+        """Return the result of `get_stats()`."""
         lines = [managed.statistics(now) for managed in self]
         dedicated = sum(line["dedicated"] for line in lines)
         return {

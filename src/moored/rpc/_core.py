@@ -1,8 +1,7 @@
-"""One shared connection: what has happened to it, and what is to be done now.
+"""The decisions about one shared connection: when to connect, probe, replace and close it.
 
-It does no I/O and has no clock of its own: each method is told an event and the time, and returns
-actions, which the shell carries out. The same code serves threads, which call it under a lock, and
-asyncio.
+It does no I/O and has no clock: each method receives an event and the time, and returns actions,
+which the shell carries out. The same code serves threads, which call it under a lock, and asyncio.
 
 ::
 
@@ -12,13 +11,13 @@ asyncio.
 
 Invariants:
 
-- at most one attempt is under way, whoever waits for it;
-- a generation's error acts at most once, and only while that generation is the current one;
-- a connection that lives is not replaced because its server answers UNAVAILABLE;
-- the wait before the next attempt is short while somebody waits, and grows while nobody does;
-- of a mistake that no further attempt can mend, everybody who waits is told at once;
-- what an attempt brings after it was given up is closed;
-- a connection that is replaced because of its age is used until the new one is there.
+- at most one attempt is in progress, however many callers wait for it;
+- an error of a generation acts at most once, and only while that generation is current;
+- a live connection is not replaced because its server answers UNAVAILABLE;
+- the wait before the next attempt is short while a caller waits, and grows while none does;
+- an error that no further attempt can fix fails all waiting callers at once;
+- the channel of an abandoned attempt is closed;
+- a connection that is replaced because of its age is used until the new one is ready.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from ._counters import Counters
 
 __all__ = ["CHART", "ConnectionCore", "ShellAct", "ShellAction"]
 
-#: A connection that was not used for so long is looked at before it is handed out.
+#: A connection that was idle for this many seconds is probed before it is handed out.
 IDLE = 30.0
-#: A new generation that has lived for so long has proven that it works.
+#: A generation that has lived for this many seconds counts as healthy.
 PROVEN = 5.0
 
 CHART = Chart(
@@ -64,27 +63,27 @@ CHART = Chart(
 
 
 class ShellAct(Enum):
-    """What the core asks the shell to do."""
+    """What the shell is to do."""
 
     DIAL = "open a channel, as this attempt"
-    PROBE = "ask whether the server answers"
-    CHECK = "look whether the connection of this generation lives"
-    SWAP = "the channel of the attempt is the current one; let the old one end its calls"
-    DISCARD = "close the channel of the attempt: nobody wants it any more"
-    WAKE = "tell those who wait"
-    SET_TIMER = "come back in a while"
-    CANCEL_TIMER = "no need to come back"
+    PROBE = "check with a call whether the server answers"
+    CHECK = "check whether the connection of this generation is alive"
+    SWAP = "make the channel of the attempt current, and retire the old one"
+    DISCARD = "close the channel of the attempt, which was abandoned"
+    WAKE = "wake the waiting callers"
+    SET_TIMER = "call `due` after a delay"
+    CANCEL_TIMER = "cancel the timer"
     CLOSE = "close the current channel"
-    REFRESH = "have the credentials refreshed: the server has refused them"
+    REFRESH = "refresh the credentials, which the server has refused"
 
 
 class ShellAction(NamedTuple):
-    """One thing that the shell does."""
+    """One action of the shell."""
 
     act: ShellAct
-    #: Of an attempt, or of a generation.
+    #: The number of an attempt, or of a generation.
     number: int = 0
-    #: For a timer: in how many seconds.
+    #: The delay of a timer, in seconds.
     delay: float = 0.0
 
 
@@ -92,11 +91,11 @@ Actions = list[ShellAction]
 
 
 class ConnectionCore:
-    """Where a connection is, and where it goes from there.
+    """The state of a connection, and its transitions.
 
-    :param eager: the waits between attempts while somebody waits.
-    :param patient: those while nobody does.
-    :param counters: where it is counted what happens.
+    :param eager: the waits between attempts while callers wait.
+    :param patient: the waits between attempts while no caller waits.
+    :param counters: the counters of the connection's address.
     """
 
     def __init__(
@@ -111,10 +110,10 @@ class ConnectionCore:
         self.machine = machine
         self.counters = counters or Counters()
         self.generation = 0
-        #: How many callers wait for it.
+        #: The number of waiting callers.
         self.waiting = 0
         self.last_error: BaseException | None = None
-        #: What those who wait are told: that to wait longer would not help.
+        #: The error that fails all waiting callers, because waiting longer would not help.
         self.verdict: BaseException | None = None
         self.last_used_at = 0.0
         self._eager = eager
@@ -123,10 +122,10 @@ class ConnectionCore:
         self._attempt = 0
         self._tried_at = float("-inf")
         self._due_at: float | None = None
-        #: Whether the next attempt is not wanted any sooner, whoever comes.
+        #: Whether a waiting caller must not bring the next attempt forward: we were refused.
         self._held = False
         self._since = 0.0
-        #: The generation whose connection is being looked at, and the error that gave reason to.
+        #: The generation whose connection is being checked, and the error that led to the check.
         self._suspected = 0
         self.suspected_cause: BaseException | str = ""
 
@@ -138,21 +137,21 @@ class ConnectionCore:
         return self._dial(now)
 
     def requested(self, now: float) -> Actions:
-        """A caller wants the connection; check `usable` afterwards to see whether it must wait."""
+        """A caller requests the connection, and must wait unless `usable` holds afterwards."""
         if self.machine.step == "serving" and now - self.last_used_at > self.idle:
-            self.machine.move("ready/probing", cause="it was not used for a while")
+            self.machine.move("ready/probing", cause="it was idle for too long")
             return [ShellAction(ShellAct.PROBE, self.generation)]
         self.last_used_at = now
         return []
 
     def wait(self, now: float) -> Actions:
-        """A caller waits from now on."""
+        """Count a caller that begins to wait."""
         self.waiting += 1
         if self._due_at is None:
             return []
         if self._held:
             return self._refuse_waiter(now)
-        # As long as nobody waited, the next attempt was far: it is wanted now.
+        # The delay was chosen while no caller waited: bring the next attempt forward.
         sooner = max(now, self._tried_at + self._eager.max)
         if sooner >= self._due_at:
             return []
@@ -160,7 +159,7 @@ class ConnectionCore:
         return [ShellAction(ShellAct.SET_TIMER, delay=sooner - now)]
 
     def _refuse_waiter(self, now: float) -> Actions:
-        """The server refuses us: fail each new caller until the pause has ended."""
+        """Fail a new waiter while the pause after a refusal lasts; then let it try again."""
         if self._due_at is not None and now < self._due_at:
             return [ShellAction(ShellAct.WAKE)]
         self._held = False
@@ -168,26 +167,26 @@ class ConnectionCore:
         return [ShellAction(ShellAct.SET_TIMER)]
 
     def call_waits(self, now: float) -> Actions:
-        """A call waits, over a channel that was handed out before."""
+        """Count a call that begins to wait, over a channel that was handed out before."""
         self.counters.calls_waited += 1
         return self.wait(now)
 
     def leave(self, now: float) -> Actions:
-        """A caller does not wait any longer."""
+        """Count a caller that stops waiting; close a connection that never had a channel."""
         self.waiting -= 1
         if self.waiting == 0 and self.machine.phase == "connecting" and not self.generation:
-            return self.close("nobody waits for it any more")
+            return self.close("no caller waits for it any longer")
         return []
 
     def inherited(self, generation: int, cause: str = "this process was forked") -> None:
-        """Start without a channel, but with its number: the first waiting caller opens one."""
+        """Start without a channel, after this generation; the first waiter starts an attempt."""
         self.generation = generation
         self.machine.move("connecting/waiting", cause=cause)
         self._due_at = float("inf")
 
     @property
     def usable(self) -> bool:
-        """Whether it can be handed out at once."""
+        """Whether the connection can be handed out without waiting."""
         return self.machine.step in ("serving", "renewing")
 
     @property
@@ -196,13 +195,13 @@ class ConnectionCore:
         return self.machine.phase == "closed"
 
     def used(self, now: float) -> None:
-        """A call was made over it."""
+        """Note the time of a call."""
         self.last_used_at = max(self.last_used_at, now)
 
-    # -- what comes back -----------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     def probed(self, generation: int, healthy: bool, now: float) -> Actions:
-        """A probe has ended."""
+        """The probe of a generation has ended."""
         if generation != self.generation or self.machine.step != "probing":
             return []
         if not healthy:
@@ -216,11 +215,11 @@ class ConnectionCore:
     def broken(
         self, generation: int, cause: BaseException | str, now: float, *, connected: bool = False
     ) -> Actions:
-        """A call over this generation failed in a way that a new connection may mend.
+        """A call over this generation failed with an error that a new connection may fix.
 
-        :param connected: whether the connection still seems to live, so that the server itself may
-            have answered so. gRPC ends the calls of a lost connection a few milliseconds before it
-            reports the loss, so have it looked at again before anything is replaced.
+        :param connected: whether the connection still seems alive, so that the error may be the
+            server's own answer. gRPC ends the calls of a lost connection a few milliseconds before
+            it reports the loss, so the connection is checked again before it is replaced.
         """
         if generation != self.generation or self.machine.phase != "ready":
             self.counters.stale_errors += generation < self.generation
@@ -233,7 +232,7 @@ class ConnectionCore:
         return [ShellAction(ShellAct.CHECK, generation)]
 
     def checked(self, generation: int, connected: bool, now: float) -> Actions:
-        """Report whether the connection of a generation that was doubted lives."""
+        """The check that `broken` asked for has ended: the connection is alive or not."""
         if generation != self._suspected:
             return []
         cause, self._suspected, self.suspected_cause = self.suspected_cause, 0, ""
@@ -243,23 +242,23 @@ class ConnectionCore:
         return []
 
     def blamed(self, now: float) -> int:
-        """The generation of an error that does not say where it came from.
+        """Return the generation to which an error without a generation is attributed.
 
-        The current one, if there was none before, or if it is proven; else the one before, of
-        which late errors are to be expected.
+        It is the current one if that is the first, or has proven healthy; otherwise it is the one
+        before, of which late errors are to be expected.
         """
         fresh = self.generation > 1 and now - self._since < PROVEN
         return self.generation - fresh
 
     def aged(self, now: float) -> Actions:
-        """The current channel is old: make another, and use this one until it is there."""
+        """The current channel has reached `max_age`: replace it, and use it until then."""
         if self.machine.step != "serving":
             return []
         self.machine.move("ready/renewing", cause="the channel is old")
         return self._begin(now)
 
     def dialled(self, attempt: int, now: float) -> Actions:
-        """The attempt has brought a channel that works."""
+        """The attempt has succeeded: its channel is connected."""
         if not self._is_current(attempt):
             return [ShellAction(ShellAct.DISCARD, attempt)]
         self.generation += 1
@@ -289,10 +288,10 @@ class ConnectionCore:
         return self._wait(error, now)
 
     def failed_for_good(self, attempt: int, error: BaseException, now: float) -> Actions:
-        """The attempt has failed, and so will the next, until somebody mends what is wrong.
+        """The attempt has failed, and so will others until the program or its options are fixed.
 
-        All who wait are told. One that never had a channel is closed; for others an attempt is made
-        when somebody comes, and rarely while nobody does.
+        All waiting callers fail. A connection that never had a channel is closed; otherwise a new
+        caller starts another attempt, and without callers attempts are rare.
         """
         if not self._is_current(attempt):
             return []
@@ -307,9 +306,9 @@ class ConnectionCore:
         return actions
 
     def refused(self, attempt: int, error: BaseException, now: float) -> Actions:
-        """The attempt has failed, as we are not wanted: the next is made rarely, whoever comes.
+        """The attempt was refused: attempts are rare from now on, also while callers wait.
 
-        All who wait are told, and all who come before it.
+        All waiting callers fail, and so do new ones before the next attempt.
         """
         if not self._is_current(attempt):
             return []
@@ -324,7 +323,7 @@ class ConnectionCore:
         self.machine.move(f"{self.machine.phase}/waiting", cause=error)
         delay = self._patient.fail()
         self._due_at = now + delay
-        # One that never had a channel, and that nobody waits for, is nobody's.
+        # A connection that never had a channel is only retried when a caller waits for it.
         timer = [ShellAction(ShellAct.SET_TIMER, delay=delay)] if self.generation else []
         return [*timer, ShellAction(ShellAct.WAKE)]
 
@@ -358,10 +357,10 @@ class ConnectionCore:
         return attempt == self._attempt and self.machine.step in ("dialling", "renewing")
 
     def _recover(self, cause: BaseException | str, now: float) -> Actions:
-        """A new generation is needed: at once, unless the last one did not live for long."""
+        """Replace the current generation: at once, or after a wait if it did not live for long."""
         self.counters.recoveries += 1
         if self.machine.step == "renewing":
-            # Another is on its way already.
+            # The attempt that was to renew it continues.
             self.machine.move("recovering/dialling", cause=cause)
             return []
         if now - self._since >= PROVEN:
@@ -380,7 +379,7 @@ class ConnectionCore:
 
     def _dial(self, now: float) -> Actions:
         if self.machine.step != "dialling":
-            self.machine.move(f"{self.machine.phase}/dialling", cause="the wait is over")
+            self.machine.move(f"{self.machine.phase}/dialling", cause="the wait has ended")
         return self._begin(now)
 
     def _begin(self, now: float) -> Actions:
@@ -392,7 +391,7 @@ class ConnectionCore:
         return [ShellAction(ShellAct.DIAL, self._attempt)]
 
     def _arrived(self, actions: Actions) -> Actions:
-        # Those who wait are counted off by the shell, as it tells them.
+        # The shell decrements `waiting` when it wakes the callers.
         return [*actions, ShellAction(ShellAct.WAKE)] if self.waiting else actions
 
     def __repr__(self) -> str:

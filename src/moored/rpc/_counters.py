@@ -1,4 +1,4 @@
-"""What connections have done, in numbers: the same names here, in the metrics and in the docs."""
+"""Counters of connections: the same names here, in the metrics and in the docs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, fields
 
 __all__ = ["Counters", "Ledger"]
 
-#: Addresses that are remembered; of more, those that nobody is connected to are put together.
+#: The number of addresses with counters of their own. Beyond it, the counters of addresses without
+#: a connection are added up under `OTHERS`.
 MAX_ADDRESSES = 1000
 OTHERS = "others"
 
 
 @dataclass(slots=True)
 class Counters:
-    """Of one address, or of all; each only grows."""
+    """The counters of one address, or of all; each only grows."""
 
     #: Channels that were connected and used.
     connects: int = 0
@@ -39,9 +40,9 @@ class Counters:
     credential_refreshes: int = 0
     #: Failed refreshes of refused credentials.
     credential_refresh_failures: int = 0
-    #: UNAVAILABLE from a server whose connection lives; the connection was kept.
+    #: UNAVAILABLE answers over a live connection, which was kept.
     unavailable_answers: int = 0
-    #: Errors of an old generation, which changed nothing.
+    #: Ignored errors of replaced connections.
     stale_errors: int = 0
     #: Calls that waited for a connection.
     calls_waited: int = 0
@@ -49,17 +50,17 @@ class Counters:
     calls_unsent: int = 0
 
     def add(self, other: Counters) -> None:
-        """Add the numbers of the other."""
+        """Add the numbers of other counters to these."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def as_dict(self) -> dict[str, int]:
-        """By name."""
+        """Return the counters by name."""
         return asdict(self)
 
 
 class Ledger:
-    """The counters of a manager, by address; its lock is the manager's."""
+    """The counters of a manager, by address; the caller holds the manager's lock."""
 
     def __init__(self) -> None:
         self._by_address: OrderedDict[str, Counters] = OrderedDict()
@@ -80,12 +81,12 @@ class Ledger:
                 return
 
     def total(self) -> Counters:
-        """All together."""
+        """Return the sum over all addresses."""
         total = Counters()
         for _, each in self:
             total.add(each)
         return total
 
     def __iter__(self) -> Iterator[tuple[str, Counters]]:
-        # A copy, in one step of the interpreter: somebody else may look while it grows.
+        # Copying is one step of the interpreter: another thread may add an address meanwhile.
         return iter(list(self._by_address.items()))

@@ -1,9 +1,8 @@
-"""Channels: how one is made for a generation, and when it is connected.
+"""Make a channel for a generation, and wait until it is connected.
 
-Two channels with equal arguments share a connection, and with it the pause after a failure: a new
-channel to a server that has just come back would wait out what the old one has earned. So each
-generation has a pool of its own and an argument that no other has. Pauses between attempts are
-then ours to choose.
+gRPC channels with equal arguments share a connection, and with it the reconnect backoff: a new
+channel to a server that is back up would wait for the backoff of the old one. So each generation
+has its own subchannel pool and a unique argument, and Moored decides when to reconnect.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ __all__ = [
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
-#: What we ask of each channel; the user's own options go before these.
+#: Default channel arguments; the user's options override them.
 DEFAULTS: dict[str, int] = {
     "grpc.max_send_message_length": -1,
     "grpc.max_receive_message_length": -1,
     "grpc.enable_retries": 1,
-    # A server that has vanished is noticed while a call is under way. By default, gRPC's servers
-    # accept one ping in 5 minutes, and none without calls; they end the connection of a client that
-    # sends more. Requests that nobody acknowledges are noticed sooner, by TCP itself: with
-    # keepalive, gRPC sets TCP_USER_TIMEOUT to its timeout.
+    # Keepalive detects a vanished server while calls are in flight. By default, gRPC servers accept
+    # one ping in 5 minutes, and none without calls; they close the connection of a client that
+    # sends more. Unacknowledged requests are detected sooner, by TCP: with keepalive, gRPC sets
+    # TCP_USER_TIMEOUT to the keepalive timeout.
     "grpc.keepalive_time_ms": 330_000,
     "grpc.keepalive_timeout_ms": 5_000,
-    # It has the last word on how long an answer may take: by default, a minute.
+    # This overrides the keepalive timeout; its default is a minute.
     "grpc.http2.ping_timeout_ms": 5_000,
     "grpc.keepalive_permit_without_calls": 0,
-    # A call with `wait_for_ready` does not tell that there is no connection: it waits inside its
-    # channel, and by default with pauses that grow to two minutes.
+    # A call with `wait_for_ready` does not fail without a connection: it waits inside gRPC, by
+    # default with a reconnect backoff that grows to two minutes.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,
 }
 
-#: A file that cannot be read for one of these will not be readable later; for others, it may.
+#: Errors for which reading a file again does not help.
 _NO_FILE = {
     errno.ENOENT,
     errno.EACCES,
@@ -74,37 +73,36 @@ _NO_FILE = {
     errno.ELOOP,
 }
 
-#: What a server says that has received too many pings.
+#: What the error of a server that received too many pings contains.
 _TOO_MANY_PINGS = ("too_many_pings", "too many pings", "enhance_your_calm")
 
-#: Any method will do to be answered: with "there is no such method", if need be.
+#: Any method will do: the answer UNIMPLEMENTED shows that the server is reachable, too.
 _ANY_METHOD = "/grpc.health.v1.Health/Check"
-#: What gRPC says of a server that it cannot reach, or of a channel that is closed.
+#: The codes of calls to an unreachable server, or over a closed channel.
 _NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class CredentialProvider(Protocol):
-    """Says for each call as whom it is made: what it returns may change, the identity does not.
+    """Provides the credentials of each call; they may change, the identity must not.
 
-    It is asked at every call, so it keeps what it knows, and renews that in good time.
+    `metadata` is called for every call, so it should cache its result and renew it in time.
 
-    It may have a method `refresh()` as well, plain (it is called in a thread, so it may block) or
-    async: called when the server has refused a call (UNAUTHENTICATED), once for all calls of a
-    connection that were refused with the same credentials. The connection is kept. Calls that
-    `retry_on_rpc_failure` or an interceptor repeats are made again with what `metadata` says then;
-    others are raised. What is refused soon after a refresh is wrong: it is not refreshed again
-    before a pause of 1 s, which grows to a minute. Without `refresh`, a refused call is raised and
-    nothing more.
+    A provider may also have a method `refresh()`, plain (it is called in a thread, so it may block)
+    or async. It is called when the server refuses a call with UNAUTHENTICATED, once for all calls
+    of a connection that were refused with the same credentials. The connection is kept. Calls that
+    `retry_on_rpc_failure` or an interceptor retries use the new `metadata`; other calls fail.
+    Credentials that are refused soon after a refresh are wrong: they are refreshed again only after
+    a pause of 1 s, which grows to a minute. Without `refresh`, a refused call just fails.
     """
 
     def metadata(self) -> Metadata | Awaitable[Metadata]:
-        """What is added to the call's own metadata; only asyncio can wait for it."""
+        """Return the pairs to add to a call's metadata; it may be async for asyncio only."""
 
 
 class TokenCredentials:
-    """A token as `authorization`; `replace` gives it a new one.
+    """Sends a token as `authorization` metadata; `replace` changes the token.
 
-    :param fetch: brings a new token when the server refuses this one, plain or async.
+    :param fetch: returns a new token when the server refuses this one; plain or async.
     """
 
     def __init__(
@@ -131,26 +129,26 @@ class TokenCredentials:
         self.replace(await run_callback(fetch))
 
     def replace(self, token: str) -> None:
-        """Use another token from the next call on."""
+        """Use another token, beginning with the next call."""
         sent = self._encode(token) if token else ""
         if not (sent.isascii() and sent.isprintable()):
             raise ConfigError(
-                "the token cannot be sent as metadata: it has a mark in it that is not printable "
+                "the token cannot be sent as metadata: it has a character that is not printable "
                 "ASCII (a line end, perhaps)"
             )
         self._metadata = (("authorization", sent),) if sent else ()
         self._token = token
 
     def stands_for(self, config: ConnectionConfig) -> bool:
-        """Whether the configuration's token is this one, or was when it began, or there is none."""
+        """Whether the configuration has no token, or the one that these credentials began with."""
         return config.token in ("", self._first)
 
     def token_for(self, config: ConnectionConfig) -> str:
-        """What the configuration's token is by now; one that was never this one stays as it is."""
+        """Return the current token in place of the configuration's, if `stands_for` holds."""
         return self._token if self.stands_for(config) else config.token
 
     def metadata(self) -> Metadata:
-        """The one pair, or nothing without a token."""
+        """Return the `authorization` pair, or nothing without a token."""
         return self._metadata
 
     def __repr__(self) -> str:
@@ -158,7 +156,7 @@ class TokenCredentials:
 
 
 def make_channel(config: ConnectionConfig, generation: int) -> grpc.Channel:
-    """A channel for threads, not connected yet, that shares nothing with earlier generations."""
+    """Return a new `grpc.Channel` that shares no connection with earlier generations."""
     options = channel_options(config, generation)
     secure = _tls(config)
     if secure is None:
@@ -172,7 +170,7 @@ def make_aio_channel(
     *,
     interceptors: Sequence[grpc.aio.ClientInterceptor] | None = None,
 ) -> grpc.aio.Channel:
-    """The same for asyncio; it belongs to the running loop, and must be made on it."""
+    """Return a new `grpc.aio.Channel` of the running loop; see `make_channel`."""
     options = channel_options(config, generation)
     secure = _tls(config)
     if secure is None:
@@ -181,7 +179,7 @@ def make_aio_channel(
 
 
 def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str, Any]]:
-    """The user's own first, then ours, then what makes this generation a stranger to the others."""
+    """Return the user's channel arguments, the defaults, and those that isolate a generation."""
     given = config.options.get("channel_options") or ()
     options = dict(given.items() if isinstance(given, Mapping) else given)
     options = {**options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in options}}
@@ -200,7 +198,7 @@ def reports_too_many_pings(error: BaseException | None) -> bool:
 
 
 def with_rarer_pings(config: ConnectionConfig, factor: int) -> ConnectionConfig:
-    """The configuration with pings this many times rarer than configured."""
+    """Return the configuration with the interval between pings multiplied by the factor."""
     if factor == 1:
         return config
     options = dict(channel_options(config, 0))
@@ -240,13 +238,13 @@ def _pem(config: ConnectionConfig, name: str) -> bytes | None:
 # -- is it connected? ------------------------------------------------------------------------------
 
 
-async def ready(channel: Any, address: str = "") -> None:
-    """Wait until the server has answered over it; a first failure is the end: make another channel.
+async def ready(channel: Any) -> None:
+    """Wait until the server answers over a channel; raise `ConnectFailed` at the first failure.
 
-    It takes both kinds of channels, on any running loop, and has no limit of its own. It asks how
-    the server is; whatever that says to it, it is there. To watch the channel's state instead
-    would not tell why it fails. And gRPC does it, for threads, with one that stays in its core for
-    up to 0.2 s longer: a close waits for it, and a fork in that time may break the child.
+    It takes both kinds of channels, on any loop, and has no timeout of its own. It makes a health
+    check: any answer shows that the server is reachable. Watching the channel's state would not
+    tell why a connect fails; and for a `grpc.Channel`, gRPC watches with a thread that stays in its
+    core for up to 0.2 s longer, which delays a close, and may break the child of a fork.
     """
     ask = channel.unary_unary(_ANY_METHOD)
     call = ask(b"") if _is_aio(channel) else AwaitableCall(ask)
@@ -259,11 +257,11 @@ async def ready(channel: Any, address: str = "") -> None:
         why = await call.details() or code.name
         if (mistake := unusable(why)) is not None:
             raise mistake
-        raise ConnectFailed(f"cannot connect to {address or 'the server'}: {why}")
+        raise ConnectFailed(f"cannot connect to the server: {why}")
 
 
 async def close_channel(channel: Any) -> None:
-    """Close a channel of either kind, without holding up the loop."""
+    """Close a channel of either kind without blocking the loop."""
     if _is_aio(channel):
         await channel.close()
     else:
@@ -276,7 +274,7 @@ def _close(channel: grpc.Channel) -> None:
 
 
 def close_unused(channel: Any) -> None:
-    """Close a channel that no caller wants any more, in a thread: closing may block."""
+    """Close the `grpc.Channel` of a cancelled attempt, in a thread: closing may block."""
     if isinstance(channel, grpc.Channel):
         start_thread(partial(_close, channel), name="moored-rpc-close")
 
@@ -286,9 +284,9 @@ def _is_aio(channel: Any) -> bool:
 
 
 class AwaitableCall:
-    """A call of threads that is awaited; a fork of the process interrupts it, and it begins anew.
+    """A call over a `grpc.Channel` that can be awaited; it is made again if a fork interrupts it.
 
-    It must be made on the loop, and `code` awaited.
+    Create it on the loop, and await `code`.
     """
 
     def __init__(self, ask: Any, timeout: float | None = None) -> None:
@@ -309,11 +307,11 @@ class AwaitableCall:
         self._call.add_done_callback(partial(self._tell_loop, visit, self._over))
 
     def _tell_loop(self, visit: GrpcVisit, over: asyncio.Future[None], call: Any) -> None:
-        # In a thread of gRPC's, which does not go back into it.
+        # This runs in a thread of gRPC, which does not call back into gRPC's core.
         visit.end()
         try:
             self._loop.call_soon_threadsafe(_tell, over)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: no task waits
             pass
 
     async def code(self) -> grpc.StatusCode:
@@ -325,11 +323,11 @@ class AwaitableCall:
         return self._call.code()
 
     async def details(self) -> Any:
-        """The details of the status."""
+        """Return the details of the status."""
         return self._call.details()
 
     def answer(self) -> Any:
-        """The answer of a call that has ended."""
+        """Return the answer of a call that has ended."""
         return self._call.result()
 
     def cancel(self) -> None:

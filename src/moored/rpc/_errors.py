@@ -1,13 +1,13 @@
-"""What can go wrong with a shared channel, and what to do about it.
+"""The errors of `moored.rpc`.
 
 ::
 
     MooredError
-    └── ChannelError             something that `moored.rpc` raises on purpose
-        ├── ConfigError          a URI or an option is wrong: the text names the part
-        ├── ConnectFailed        the endpoint could not be reached within the caller's time
-        ├── TopologyError        who is the primary could not be found out
-        │   └── TopologyRefused  as the token is not accepted: a ConnectFailed, too
+    └── ChannelError             the base of all errors of `moored.rpc`
+        ├── ConfigError          a URI or an option is wrong: the text names it
+        ├── ConnectFailed        the endpoint was not reached within the caller's timeout
+        ├── TopologyError        the topology could not be fetched or used
+        │   └── TopologyRefused  the topology server refused the token: a ConnectFailed, too
         └── ManagerClosed        the manager, or this connection of it, is closed
 """
 
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class ChannelError(MooredError):
-    """Something that `moored.rpc` raises on purpose."""
+    """The base of all errors of `moored.rpc`."""
 
 
 class ChannelConfigError(ChannelError, kernel.ConfigError):
-    """A URI or an option is wrong: the text names the part."""
+    """A URI or an option is wrong: the text names it."""
 
 
 #: The name under which `moored.rpc` exports it.
@@ -43,7 +43,7 @@ ConfigError = ChannelConfigError
 
 
 class ConnectFailed(ChannelError):
-    """The endpoint could not be reached within the caller's time; the cause is the last failure."""
+    """The endpoint was not reached within the caller's timeout; the cause is the last failure."""
 
 
 class TopologyError(ChannelError):
@@ -59,7 +59,7 @@ class ManagerClosed(ChannelError):
 
 
 def closed(address: str) -> ManagerClosed:
-    """The error of a call over a closed channel."""
+    """Return the error of a call over a closed channel."""
     return ManagerClosed(
         f"the connection to {address} is closed, as it was released, or its manager was closed: "
         "take one with get_or_create"
@@ -67,7 +67,7 @@ def closed(address: str) -> ManagerClosed:
 
 
 def no_config(given: object) -> ConfigError:
-    """The error for a configuration of the wrong type: a URI, most likely."""
+    """Return the error for a configuration of the wrong type: a URI, most likely."""
     return ConfigError(
         f"get_or_create takes a ConnectionConfig, not {type(given).__name__}: make one with "
         "ConnectionConfig.from_uri"
@@ -75,15 +75,15 @@ def no_config(given: object) -> ConfigError:
 
 
 def no_channel(given: object) -> ConfigError:
-    """The error for a channel that was never handed out: an intercepted one, most likely."""
+    """Return the error for a channel that was never handed out: most likely an intercepted one."""
     return ConfigError(
-        f"{type(given).__name__} is not what get_or_create has returned: keep that beside what is "
-        "made of it, and give that one back"
+        f"{type(given).__name__} was not returned by get_or_create: keep the channel that was "
+        "returned, besides an intercepted one that is made from it, and pass that channel"
     )
 
 
 def uncopied(thing: object) -> TypeError:
-    """Raised when a process-local object is copied or pickled."""
+    """Return the error for copying or pickling a process-local object."""
     return TypeError(
         f"{type(thing).__name__} cannot be copied or pickled: pass the ConnectionConfig, and take "
         "a channel with get_or_create where it is used"

@@ -1,14 +1,13 @@
-"""What happens to managers when their process is forked.
+"""Managers in a process that forks.
 
-gRPC has threads of its own, and a fork copies none of them: a child that is made while one of them
-is at work may wait for ever for what that one was about to do. So nobody is inside gRPC at the
-moment of a fork: calls are held up, those under way are waited for, and so is what happens in the
-background, where it is not interrupted: a connect or a probe that takes its time begins again
-afterwards. The parent then goes on as if nothing had been; the child begins with no connection.
+gRPC has threads of its own, and a fork copies none of them: a child that is forked while one of
+them works may wait forever for its result. So no thread is inside gRPC during a fork: new calls are
+delayed, calls in flight are awaited, and so is background work; a connect or a probe is interrupted
+and made again after the fork. The parent then continues; the child starts without connections.
 
-What does not end within 0.2 s in all (a stream, say) leaves a child in which gRPC cannot be relied
-on: there our managers refuse every call, instead of hanging. The same is so where a channel for
-asyncio is open: a thread of gRPC's waits for its events all the time.
+If a call (a stream, for instance) does not end within 0.2 s in total, gRPC may hang in the child:
+managers refuse every call there. The same holds if a `grpc.aio` channel is open, because a thread
+of gRPC polls for its events all the time.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ __all__ = [
     "register",
 ]
 
-#: How long a fork waits for calls that are under way: other calls, and whoever forks, wait with it.
+#: Seconds that a fork waits for calls in flight; new calls and the forking thread wait meanwhile.
 PATIENCE = 0.2
-#: How long it waits for locks at least, which are held for moments only.
+#: Seconds that a fork waits for locks at least; they are never held for long.
 MOMENT = 0.02
-#: How long for calls that an earlier fork has waited for in vain.
+#: Seconds that a fork waits for calls which did not end before an earlier fork.
 ENDLESS = 0.02
-#: How much longer for gRPC's own threads that watch channels, where somebody subscribes to that:
-#: each looks up after 0.2 s.
+#: Further seconds for gRPC's threads that watch a channel with connectivity callbacks: they wake up
+#: every 0.2 s.
 WATCHED = 0.05
 
 _CALLS = (
-    "calls over gRPC were under way that did not end soon, so gRPC may hang here: end streams "
+    "gRPC calls were in flight that did not end soon, so gRPC may hang here: end streams "
     "before a fork, or start processes with the method spawn"
 )
 _ASYNCIO = (
-    "a channel of gRPC for asyncio was open, so gRPC may hang here: fork before the first of them "
+    "a grpc.aio channel was open, so gRPC may hang here: fork before the first of them "
     "is opened, or after the last is closed, or start processes with the method spawn"
 )
 
 _DISABLED = (
-    "gRPC's own preparations for a fork were turned off (GRPC_ENABLE_FORK_SUPPORT), so gRPC cannot "
+    "gRPC's fork support was turned off (GRPC_ENABLE_FORK_SUPPORT), so gRPC cannot "
     "work here: leave that variable unset, or start processes with the method spawn"
 )
-# gRPC reads it once, too. To set it to true is no help either: calls of the parent may then hang.
+# gRPC reads the variable once, too. Setting it to true does not help: the parent's calls may hang.
 _disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "false", "no", "off")
 
 
@@ -76,25 +75,25 @@ class Forks(Protocol):
 
 
 class GrpcVisit:
-    """Somebody is inside gRPC, from now until `end`, which may be on another thread.
+    """A period in which a thread is inside gRPC, until `end`, which any thread may call.
 
-    It begins with a wait while a fork is under way.
+    The constructor waits while a fork is in progress.
     """
 
     def __init__(self) -> None:
-        #: A fork waits for it, or has waited: what failed may have failed for that alone.
+        #: Whether a fork has interrupted the visit: its failure may be due to that alone.
         self.interrupted = False
         self._interrupt: Callable[[], object] | None = None
         _gate.enter(self)
 
     def on_interrupt(self, act: Callable[[], object]) -> None:
-        """Set what interrupts the visit; the interrupted code retries after the fork."""
+        """Set the callback that interrupts the visit; its code must retry after the fork."""
         self._interrupt = act
         if self.interrupted:
             act()
 
     def hurry(self) -> None:
-        """A fork waits for it."""
+        """Interrupt the visit, because a fork waits for it."""
         self.interrupted = True
         if self._interrupt is not None:
             self._interrupt()
@@ -105,7 +104,7 @@ class GrpcVisit:
 
 
 class _Gate:
-    """The visits to gRPC that are not calls of users."""
+    """The current visits to gRPC, other than users' calls."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may end a visit anywhere.
@@ -125,7 +124,7 @@ class _Gate:
             self._changed.notify_all()
 
     def shut(self, patience: float) -> bool:
-        """Hold up new visits, and wait for those inside; return whether all have ended."""
+        """Delay new visits, and wait for the current ones; return whether all have ended."""
         deadline = monotonic() + patience
         with self._changed:
             self._shut = True
@@ -145,13 +144,13 @@ class _Gate:
 
 _gate = _Gate()
 _known: Clients[Forks] = Clients()
-#: Two threads may fork at the same time: one after the other.
+#: Makes threads fork one after the other.
 _forking = threading.Lock()
-#: What a child has inherited and may neither use nor free: to free it is to use it.
+#: gRPC objects that a child has inherited: neither using nor freeing them is safe there.
 _inherited: list[object] = []
-#: Who was inside gRPC at the last fork, as the child sees it.
+#: Why gRPC was not quiet at the last fork, for the child to read.
 _noise: str | None = None
-#: Why gRPC cannot be relied on in this process.
+#: Why gRPC may hang in this process.
 _broken: str | None = None
 
 
@@ -162,7 +161,7 @@ def register(manager: Forks) -> None:
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Within it, this thread is inside gRPC, for a moment."""
+    """Mark this thread as inside gRPC, for a short block."""
     visit = GrpcVisit()
     try:
         yield
@@ -178,7 +177,7 @@ def is_busy(live: LiveChannel) -> bool:
 
 
 def is_watched(channel: Any) -> bool:
-    """Whether a thread of gRPC's watches the state of a channel, inside; it ends within 0.2 s."""
+    """Whether a thread of gRPC watches the state of a channel; it ends within 0.2 s."""
     states = (getattr(lane, "_connectivity_state", None) for lane in lanes_of(channel))
     return any(getattr(state, "polling", False) for state in states)
 
@@ -195,7 +194,7 @@ def refuse_broken() -> None:
 
 
 def keep(thing: object) -> None:
-    """Never free this object, in a child."""
+    """Keep an inherited object for the life of a child process."""
     _inherited.append(thing)
 
 
@@ -203,11 +202,11 @@ def _before() -> None:
     global _noise
     _forking.acquire()
     ends = monotonic() + PATIENCE
-    for manager in _known:  # all first: what ends, ends at the same time
+    for manager in _known:  # all first, so that their calls end at the same time
         manager._shut_gates()
     _drain(ends)
     gone = _gate.shut(max(0.0, ends - monotonic()))
-    # Again: a connection may have been made since, and now no other can be.
+    # Again: a connection may have been made meanwhile; from here on none can be.
     quiet = _drain(ends) and gone
     _noise = None if quiet else _CALLS
     if _disabled:
@@ -221,7 +220,7 @@ def _before() -> None:
 
 
 def _polled() -> bool:
-    """Whether gRPC's thread for asyncio is there: it is always inside."""
+    """Whether gRPC's poller thread for asyncio runs: it is always inside gRPC."""
     return any("_poll_wrapper" in thread.name for thread in threading.enumerate())
 
 

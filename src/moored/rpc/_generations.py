@@ -1,13 +1,13 @@
-"""The generations of a channel: which is current, which are retired, and why calls cannot wait.
+"""The generations of a handler: the current one, the retired ones, and when a call cannot wait.
 
 It does no I/O and does not wait. `Handler` (threads, under its lock) and `AsyncHandler` (on its
-loop) wait, notify the waiters, and close channels. What holds in both:
+loop) wait, notify waiters, and close channels. Invariants of both:
 
 - a call belongs to the generation that was current when it began, and ends there;
-- a replaced generation is closed when its last call has ended; its calls are cut when the grace
-  has ended and its connection is lost, or leads to a server that is not wanted any more;
-- a handler whose connection was closed because no client seemed to have it is asleep: a call over
-  it opens a connection again.
+- a replaced generation is closed when its last call has ended. When the grace period ends, its
+  calls are aborted if its connection is lost, or leads to a server that is no longer wanted;
+- a handler whose connection was closed because it seemed unused is asleep: a call over it opens a
+  connection again.
 """
 
 from __future__ import annotations
@@ -23,33 +23,31 @@ import grpc  # type: ignore[import-untyped]
 
 from ._dial import CredentialProvider
 from ._errors import ManagerClosed, closed, uncopied
+from ._fork import keep
 from ._grpc_internals import has_connection
 from ._live_channel import LiveChannel
 from ._refusals import Refusals
 from ._secrets import Sent, secrets_of, trace
 from .calls._unsent import AsyncCallUnsent, CallUnsent, cannot_connect, unsent
 
-__all__ = ["GRACE", "WAIT_LIMIT", "Generations"]
+__all__ = ["GRACE", "WAIT_LIMIT", "Generations", "nothing"]
 
 log = logging.getLogger("moored.rpc")
 
-#: How long a call that has no timeout waits for a connection.
+#: Seconds that a call without a timeout waits for a connection.
 WAIT_LIMIT = 10.0
-#: How long the calls of a replaced generation may still take.
+#: Seconds that the calls of a replaced generation may still take.
 GRACE = 30.0
-
-#: What a forked child has inherited: it may neither use it nor free it.
-_INHERITED: list[LiveChannel] = []
 
 
 class Generations:
     """The state of a handler; see `Handler` and `AsyncHandler` for the parameters."""
 
-    #: What a call that was not sent is raised as.
+    #: The class of the error of a call that was not sent.
     _unsent_error: type[CallUnsent] | type[AsyncCallUnsent]
 
     _lock: AbstractContextManager[Any] = nullcontext()
-    #: While the gate of a fork is shut, the current generation stands here.
+    #: The current generation while a fork is in progress, so that no call begins.
     _parked: LiveChannel | None = None
 
     def __init__(
@@ -76,68 +74,67 @@ class Generations:
         self._wait_limit = wait_limit
         self._grace = grace
         self._last_error: BaseException | None = None
-        #: How often it was said that to wait does not help, and why the last time.
+        #: How many times all waiting calls were failed, and the last reason.
         self._verdicts = 0
         self._verdict: BaseException | None = None
         self._sent = Sent()
         self._closed = False
-        #: While it has no connection, as no client seemed to have it: the last generation before.
+        #: The last generation before the connection was closed as unused; None while awake.
         self._asleep: int | None = None
-        #: And if no other client shares it, its key.
+        #: The key of a dedicated connection while the handler is asleep.
         self._own_key: str | None = None
-        # Set by its manager: told of calls that were not sent, and of credentials that the server
-        # has refused, as what decides about those says.
+        # Callbacks of the manager: for a call that was not sent, and to refresh the credentials.
         self._on_unsent: Callable[[BaseException], object] | None = None
         self._on_refused: Callable[[], object] | None = None
-        #: Whether calls may go to this address as well, as its manager's topology says.
+        #: Whether the topology still wants calls at an address; set by the manager.
         self._is_wanted: Callable[[str], bool] = _never
         self._refusals: Refusals | None = None
-        #: Which credentials a call is made with.
+        #: The number of the current credentials: it grows with each refresh.
         self._credential = 0
-        #: Replaced generations, each with what cancels the timer of its grace.
+        #: Replaced generations, each with the function that cancels its grace timer.
         self._retiring: dict[LiveChannel, Callable[[], object]] = {}
         if live is not None:
             self._swap(live)
 
-    # -- what the two shells do ----------------------------------------------------------------
+    # -- implemented by the two shells ---------------------------------------------------------
 
     def _notify(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake all waiters for a change."""
         raise NotImplementedError
 
     def _after(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
-        """Do it later; returns what cancels that."""
+        """Call a function later; return a function that cancels it."""
         raise NotImplementedError
 
     def _close_soon(self, live: LiveChannel) -> None:
-        """Close a channel, without waiting for it."""
+        """Begin to close a channel."""
         raise NotImplementedError
 
     def _call_ended(self, live: LiveChannel) -> None:
-        """A call of a generation that is watched has ended."""
+        """Called when a call of a watched generation has ended."""
         raise NotImplementedError
 
     def _closing_handler(self) -> Self:
-        """A handler that closes the generation of this one."""
+        """Return a handler that takes over the generation of this one, to close it."""
         raise NotImplementedError
 
     def _put(self, live: LiveChannel) -> None:
-        """Make it the current generation."""
+        """Make this the current generation."""
         self._live = live
 
     def _follow(self, old: LiveChannel | None, new: LiveChannel | None) -> None:
         """Move the connectivity callbacks from one channel to the other."""
 
     def _credential_changed(self) -> None:
-        """The next call is made with other credentials."""
+        """Called when the credentials for the next call have changed."""
 
     def _start_pending(self) -> None:
-        """Begin the calls that wait, if there is a generation for them."""
+        """Start the pending futures and streams, if there is a generation."""
 
     def _fail_pending(self, verdict: BaseException) -> None:
-        """Fail the calls that wait without holding a thread."""
+        """Fail the pending futures and streams."""
 
-    # -- what users see ------------------------------------------------------------------------
+    # -- for users -----------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
@@ -147,19 +144,19 @@ class Generations:
 
     @property
     def address(self) -> str:
-        """Where the calls go."""
+        """The address of the current, or else of the last, connection."""
         return self._address
 
     @property
     def calls(self) -> int:
-        """How many calls are under way, over all generations."""
+        """The number of calls in flight, over all generations."""
         with self._lock:
             return sum(len(live.calls) for live in self._lives())
 
-    # -- what the manager does -----------------------------------------------------------------
+    # -- for the manager -----------------------------------------------------------------------
 
     def _swap(self, live: LiveChannel) -> None:
-        """Make this the current generation; the one before ends its calls, and is closed."""
+        """Make this the current generation, and retire the one before."""
         with self._lock:
             if self._closed:
                 self._retire(live, 0.0)
@@ -175,7 +172,7 @@ class Generations:
         self._start_pending()
 
     def _lose(self, cause: BaseException | None = None) -> None:
-        """There is no generation until the next swap: calls wait for it."""
+        """Retire the current generation; calls wait until the next `_swap`."""
         with self._lock:
             self._last_error = cause
             if (old := self._take()) is not None:
@@ -192,7 +189,7 @@ class Generations:
         self._fail_pending(verdict)
 
     def _detach(self, generation: int) -> Self | None:
-        """Fall asleep; return a handler that has what is open, or None if calls are under way."""
+        """Fall asleep; return a handler with the open channel, or None if calls are in flight."""
         closing = self._closing_handler()
         closing._sent = self._sent
         with self._lock:
@@ -212,12 +209,12 @@ class Generations:
         return not self._closed and self._asleep is None
 
     def _open_soon(self) -> None:
-        """Have a connection opened, without waiting for it."""
+        """Make the manager open a connection, without waiting for it."""
         self._waiting(+1)
         self._waiting(-1)
 
     def _shut(self, grace: float | None = None) -> None:
-        """Refuse calls from now on; those under way may take as long as the grace."""
+        """Refuse new calls; calls in flight may take as long as the grace."""
         with self._lock:
             # Only once: a second close does not shorten the time of the calls.
             ending = [] if self._closed else [each for each in self._lives() if not each.closed]
@@ -230,8 +227,8 @@ class Generations:
         self._start_pending()
 
     def reset(self) -> None:
-        """Start anew in a forked child: what it has inherited is neither used nor closed."""
-        _INHERITED.extend(self._lives())
+        """Start anew in a forked child: inherited channels are neither used nor closed."""
+        keep(self._lives())
         self._take()
         self._retiring = {}
         if self._refusals is not None:
@@ -242,10 +239,10 @@ class Generations:
     def _unsent_reason(
         self, verdicts: int, began: float, deadline: float, now: float, own: bool
     ) -> Exception | None:
-        """Why a call cannot wait any longer for a connection; None if it can.
+        """Return the error of a call that cannot wait any longer; None if it can.
 
-        :param verdicts: how many there were when it began to wait.
-        :param own: whether the deadline is that of the call.
+        :param verdicts: the value of `_verdicts` when the call began to wait.
+        :param own: whether the deadline is the call's own timeout.
         """
         if self._closed:
             return self._closed_error()
@@ -270,13 +267,13 @@ class Generations:
         self._tell(self._on_unsent, error)
 
     def _report(self, error: grpc.RpcError, live: LiveChannel, credential: int) -> None:
-        """A call failed."""
+        """Report a failed call to the manager."""
         if self._refusals is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED:
             self._refused(credential)
         self._tell(self._on_rpc_error, error, live.number)
 
     def _refused_elsewhere(self) -> None:
-        """The credentials were refused, but not by a call."""
+        """Report that the credentials were refused by the topology server, not in a call."""
         if self._refusals is not None:
             self._refused(self._credential)
 
@@ -288,7 +285,7 @@ class Generations:
             self._tell(self._on_refused)
 
     def _renewed(self, error: BaseException | None) -> None:
-        """The credentials were refreshed, or could not be."""
+        """Note the outcome of a refresh of the credentials."""
         assert self._refusals is not None
         with self._lock:
             self._refusals.refreshed(error, self._now())
@@ -297,14 +294,17 @@ class Generations:
             self._notify()
 
     def _tell(self, callback: Callable[..., object] | None, *given: Any) -> None:
-        """Call a callback, whose defects must not change what the caller of an RPC sees."""
+        """Call a callback; its exception is logged, and never reaches the caller of an RPC."""
         if callback is None:
             return
         try:
             callback(*given)
         except Exception as error:
-            # Not with the call's own error, while which is handled: it may repeat the token.
-            log.error("telling of a call\n%s", trace(error, secrets_of("", *self._sent.lately)))
+            # Without the exception's context, the error of the call, which may repeat the token.
+            log.error(
+                "reporting a call to its manager failed\n%s",
+                trace(error, secrets_of("", *self._sent.lately)),
+            )
 
     # -- generations, under the lock -----------------------------------------------------------
 
@@ -324,17 +324,17 @@ class Generations:
     def _retire(self, live: LiveChannel, grace: float) -> None:
         live.retired = True
         live.watcher = self._call_ended
-        self._retiring.get(live, _nothing)()
+        self._retiring.get(live, nothing)()
         waits = live.calls and grace > 0
         over = partial(self._grace_over, live)
-        self._retiring[live] = self._after(grace, over) if waits else _nothing
+        self._retiring[live] = self._after(grace, over) if waits else nothing
         if not waits:
             self._close_live(live)
 
     def _grace_over(self, live: LiveChannel) -> None:
-        """Cut the calls of a replaced generation; one that lives, and leads where it should, waits.
+        """Close a replaced generation, and abort its calls, unless `_may_stay` holds.
 
-        It was replaced for its age, say: that is no reason to cut a stream.
+        A generation that was only replaced because of its age keeps its streams.
         """
         with self._lock:
             if not live.closed and self._may_stay(live):
@@ -371,8 +371,8 @@ class Generations:
         return f"<{type(self).__name__} to {self._address}: {state}, {self.calls} calls>"
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing."""
 
 
 def _never(address: str) -> bool:

@@ -1,14 +1,14 @@
-"""The channel that users hold: it stays valid while the real one in it is replaced.
+"""The `grpc.Channel` that users hold: it stays valid while the connection below it is replaced.
 
-It is a `grpc.Channel`: generated stubs and `grpc.intercept_channel` take it. Behind it is one
-generation at a time (see `_generations`). What holds:
+Generated stubs and `grpc.intercept_channel` accept it. It has one current generation at a time (see
+`_generations`). Invariants:
 
-- where there is no generation, a call waits for one; its own timeout is the limit, and what is
-  left of it goes to the real call;
-- a call that failed is raised to its caller, never repeated; the manager is told.
+- without a generation, a call waits for one within its own timeout, and passes the rest of that
+  timeout to the real call;
+- a failed call raises in its caller, is reported to the manager, and is never retried.
 
-While it waits, a unary call holds its thread. `future()` and the calls with streams return at once,
-and begin when there is a generation (see `_pending_sync`).
+A unary call waits in its thread. `future()` and calls with streams return at once, and begin when
+there is a generation (see `_pending_sync`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import grpc  # type: ignore[import-untyped]
 
 from moored.kernel import LoopThread, start_thread
 
+from ._channel_pool import Connectivity
 from ._errors import ConfigError
 from ._fork import ENDLESS, WATCHED, inside, is_busy, refuse_broken
-from ._generations import Generations
+from ._generations import Generations, nothing
 from ._grpc_internals import cut
 from ._live_channel import LiveChannel
 from .calls._kinds import FourKinds
@@ -40,20 +41,20 @@ __all__ = ["Handler", "call_later"]
 
 log = logging.getLogger("moored.rpc")
 
-Connectivity = Callable[[grpc.ChannelConnectivity], None]
 Later = Callable[[float, Callable[[], None]], Callable[[], object]]
 
 
 def call_later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
-    """Do it in a while, on the loop thread, or at once, in a thread of its own, where it may block.
+    """Call a function after a delay on the loop thread, or at once in a thread of its own.
 
-    Returns what calls it off. While the interpreter ends, nothing is done: no thread can start.
+    Return a function that cancels it. During interpreter shutdown nothing is called: no thread can
+    be started.
     """
     if sys.is_finalizing():
-        return _nothing
+        return nothing
     if delay <= 0:
         start_thread(act, name="moored-rpc-close")
-        return _nothing
+        return nothing
 
     async def wait() -> None:
         await asyncio.sleep(delay)
@@ -63,18 +64,18 @@ def call_later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
 
 
 class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
-    """A channel over whichever connection is the current one.
+    """A channel over the current connection of a manager.
 
     :param live: the first generation; without it, calls wait.
     :param credentials: adds to the metadata of each call.
     :param wait_limit: how long a call without a timeout waits for a connection.
     :param grace: how long the calls of a replaced generation may still take, unless its connection
-        lives and leads to a server that is still wanted.
-    :param on_rpc_error: told each failed call and its generation; it must not block.
-    :param on_waiting: told +1 and -1 as calls begin and stop to wait; it must not block.
-    :param on_close: called instead of closing: the handler may be shared.
-    :param later: does something in a while, off this thread.
-    :param now: the time, as its manager has it; how long a call waits is by the system's.
+        is alive and leads to a server that is still wanted.
+    :param on_rpc_error: called with the error of a call and its generation; it must not block.
+    :param on_waiting: called with +1 and -1 as calls begin and stop to wait; it must not block.
+    :param on_close: called by `close()`, in place of closing: the handler may be shared.
+    :param later: calls a function after a delay, in another thread.
+    :param now: the manager's clock; timeouts of calls use the system's.
     """
 
     _unsent_error = CallUnsent
@@ -89,21 +90,21 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         # Reentrant: the garbage collector may end a call anywhere.
         self._lock = self._changed = threading.Condition(threading.RLock())
         self._later = later
-        # Whether no connection can come while this thread waits: it has a lock that is needed.
+        # Whether this thread must not wait: it holds a lock that a new connection needs.
         self._forbids_waiting: Callable[[], bool] | None = None
         self._gated = False
         self._subscribers: list[Connectivity] = []
-        #: Futures and streams that wait for a generation.
+        #: Futures and streams without a generation yet.
         self._pending: list[PendingCall] = []
         super().__init__(live, **options)
 
-    # -- what users see ------------------------------------------------------------------------
+    # -- for users -----------------------------------------------------------------------------
 
     def _method(self, kind: str, *given: Any, **named: Any) -> Any:
         return thread_method(self, kind, *given, **named)
 
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
-        """Add a connectivity callback for the current connection and each that replaces it."""
+        """Add a connectivity callback, for the current connection and for those that follow it."""
         if try_to_connect and self._current is None:
             self._open_soon()
         with self._changed:
@@ -133,7 +134,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what its manager does -----------------------------------------------------------------
+    # -- for the manager -----------------------------------------------------------------------
 
     def _open_soon(self) -> None:
         refuse_broken()
@@ -145,14 +146,14 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         super()._shut(grace)
 
     def _wait_closed(self, timeout: float | None = None) -> bool:
-        """Wait until every replaced generation is closed; return whether they are."""
+        """Wait until every replaced generation is closed; return whether all are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._retiring, timeout)
 
     # -- around a fork -------------------------------------------------------------------------
 
     def shut_gate(self) -> None:
-        """Hold up new calls."""
+        """Delay new calls."""
         with self._changed:
             self._gated = True
             if self._live is not None:
@@ -162,9 +163,9 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                 live.watcher = self._call_ended
 
     def drain(self, timeout: float) -> bool:
-        """Hold up new calls, and wait for those in flight; return whether all have ended.
+        """Delay new calls, and wait for those in flight; return whether all have ended.
 
-        Calls that did not end before an earlier fork are hardly waited for again.
+        The wait is shorter for calls that did not end before an earlier fork.
         """
         with self._changed:
             self.shut_gate()
@@ -177,7 +178,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                     for live in calling:
                         live.endless = True
                     return False
-                # A call that the garbage collector has ended tells nobody.
+                # Poll: a call that the garbage collector ends notifies no one.
                 self._changed.wait(min(left, 0.05))
             return True
 
@@ -194,7 +195,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         start_pending(self)
 
     def reset(self) -> None:
-        """Start anew in a forked child: what it has inherited is neither used nor closed."""
+        """Start anew in a forked child: inherited channels are neither used nor closed."""
         super().reset()
         self._gated = False
         self._pending = []
@@ -204,12 +205,12 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     # -- a call --------------------------------------------------------------------------------
 
     def _enter(self, timeout: float | None) -> tuple[LiveChannel, float | None]:
-        """Count a call; returns where it goes, and the time that it has left."""
+        """Count a new call; return its generation, and the rest of its timeout."""
         live = self._enter_now()
         return (live, timeout) if live is not None else self._wait(timeout)
 
     def _enter_now(self) -> LiveChannel | None:
-        """Count a call over the current generation; None if there is none."""
+        """Count a new call over the current generation; return None if there is none."""
         self._used_at = self._now()
         live = self._live
         if live is not None:
@@ -225,7 +226,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         verdicts = self._verdicts
         if self._must_not_wait():
             raise CallUnsent(*from_finalizer(self._address))
-        refuse_broken()  # first: a connection that is opened for this call would serve the next
+        refuse_broken()  # first: otherwise the manager would open a connection for the call
         self._waiting(+1)
         try:
             while True:
@@ -258,9 +259,6 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                 timeout,
             )
 
-    def _failed(self, error: grpc.RpcError, live: LiveChannel, credential: int) -> None:
-        self._report(error, live, credential)
-
     def _await_credentials(self, timeout: float | None) -> bool:
         """Wait for a refresh in progress; return whether a refused call may be retried."""
         if self._must_not_wait():
@@ -272,7 +270,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
             return refusals.mended and not self._closed
 
     def _signed(self, metadata: Any) -> Any:
-        """The call's metadata, with that of the credentials."""
+        """Return the call's metadata and those of the credentials."""
         if self._credentials is None:
             return metadata
         added = self._credentials.metadata()
@@ -312,8 +310,8 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
             if old is not None:
                 old.channel.unsubscribe(callback)
             if new is not None and not self._gated:
-                # It is connected. To ask for that, and to close it soon after, is more than
-                # gRPC's thread that watches it can bear: it ends with a traceback.
+                # Without try_to_connect: it is connected, and gRPC's watcher thread would fail with
+                # a traceback if the channel was closed soon after.
                 new.channel.subscribe(callback, False)
 
     def _call_ended(self, live: LiveChannel) -> None:
@@ -325,7 +323,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
             self._close_live(live)
 
     def _close_soon(self, live: LiveChannel) -> None:
-        # Closing may take a while, and the thread may be one that the channel itself needs.
+        # In another thread: closing may block, and this thread may be one that the channel needs.
         self._later(0.0, partial(self._close_channel, live))
 
     def _close_channel(self, live: LiveChannel) -> None:
@@ -333,10 +331,6 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
             with inside():
                 cut(live.channel, cut_off(live.address, self._closed))
         except Exception:
-            log.exception("closing generation %d to %s", live.number, live.address)
+            log.exception("closing generation %d to %s failed", live.number, live.address)
         finally:
             self._channel_closed(live)
-
-
-def _nothing() -> None:
-    pass

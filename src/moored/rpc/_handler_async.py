@@ -1,7 +1,7 @@
-"""The channel that users of asyncio hold: the same as `Handler`, over channels of `grpc.aio`.
+"""The `grpc.aio.Channel` that users hold: see `_handler`, which is the same for threads.
 
-A call that can begin at once is gRPC's own; one that cannot is a pending one (see `_pending`). All
-of it belongs to one loop.
+A call that can begin at once is gRPC's own object; one that must wait is a pending call (see
+`_pending`). A handler belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ log = logging.getLogger("moored.rpc")
 
 
 class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[misc]
-    """A channel over whichever connection is the current one.
+    """A channel over the current connection of a manager.
 
     :param live: the first generation; without it, calls wait.
-    :param credentials: adds to the metadata of each call; it may be awaitable.
+    :param credentials: adds to the metadata of each call; its `metadata` may be async.
     :param wait_limit: how long a call without a timeout waits for a connection.
     :param grace: how long the calls of a replaced generation may still take, unless its connection
-        lives and leads to a server that is still wanted.
-    :param on_rpc_error: told each failed call and its generation.
-    :param on_waiting: told +1 and -1 as calls begin and stop to wait.
-    :param on_close: awaited instead of closing: the handler may be shared.
-    :param now: the time, as its manager has it; how long a call waits is by the loop's.
+        is alive and leads to a server that is still wanted.
+    :param on_rpc_error: called with the error of a call and its generation.
+    :param on_waiting: called with +1 and -1 as calls begin and stop to wait.
+    :param on_close: awaited by `close()`, in place of closing: the handler may be shared.
+    :param now: the manager's clock; timeouts of calls use the loop's.
     """
 
     _unsent_error = AsyncCallUnsent
@@ -56,18 +56,18 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._closing = Tasks()
-        # Replaced with each change, so that a wait for the next one needs no look at the last.
+        # Done at the next change, and then replaced.
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._deferred = _is_deferred(credentials)
         super().__init__(live, credentials=credentials, now=now or self._loop.time, **options)
 
-    # -- what users see ------------------------------------------------------------------------
+    # -- for users -----------------------------------------------------------------------------
 
     def _method(self, kind: str, *given: Any, **named: Any) -> Any:
         return async_method(self, kind, *given, **named)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The state of the current connection; CONNECTING while there is none, IDLE if asleep."""
+        """Return the state of the connection: CONNECTING while there is none, IDLE if asleep."""
         if self._closed:
             return grpc.ChannelConnectivity.SHUTDOWN
         if self._asleep is not None:
@@ -79,7 +79,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         return self._live.channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait for another state, of this connection or of one that follows it."""
+        """Wait until `get_state` differs, also because the connection was replaced."""
         while self.get_state() is last_observed_state:
             waits: set[asyncio.Future[Any]] = {self._changed}
             inner: asyncio.Task[None] | None = None
@@ -118,21 +118,21 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- what its manager does -----------------------------------------------------------------
+    # -- for the manager -----------------------------------------------------------------------
 
     async def _wait_closed(self) -> None:
         """Wait until every replaced generation is closed."""
         await self._until(lambda: not self._retiring, None)
 
     def reset(self) -> None:
-        """Start anew in a forked child: what it has inherited is neither used nor closed."""
+        """Start anew in a forked child: inherited channels are neither used nor closed."""
         super().reset()
         self._closing = Tasks()
 
     # -- a call --------------------------------------------------------------------------------
 
     async def _next(self, timeout: float | None) -> tuple[LiveChannel, float | None]:
-        """Wait for a generation; returns it, and the time that the call has left."""
+        """Wait for a generation; return it, and the rest of the call's timeout."""
         if (live := self._live) is not None:
             return live, timeout
         began = self._loop.time()
@@ -156,7 +156,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         )
 
     async def _until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until it holds; returns whether it does."""
+        """Wait until a condition holds; return whether it does."""
         deadline = Deadline.after(timeout)
         while not holds():
             if deadline.expired:
@@ -165,7 +165,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         return True
 
     async def _sign_later(self, metadata: Any, timeout: float | None) -> Any:
-        """The call's metadata, with that of credentials that must be awaited."""
+        """Return the call's metadata and those of credentials that must be awaited."""
         assert self._credentials is not None
         try:
             async with asyncio.timeout(timeout):
@@ -173,7 +173,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
                 self._sent.add(added)
                 return _joined(metadata, added)
         except TimeoutError:
-            text = "not sent: its time was over before the credentials were there"
+            text = "not sent: the timeout expired before the credentials were available"
             error = AsyncCallUnsent(grpc.StatusCode.DEADLINE_EXCEEDED, text)
             self._unsent(error)
             raise error from None
@@ -186,9 +186,9 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         return _joined(metadata, added)
 
     def _counts_out(self, live: LiveChannel, credential: int) -> Callable[[Any], None]:
-        """What is called when a call of this generation, made with these credentials, is over.
+        """Return the done callback for calls of this generation with these credentials.
 
-        It is called for each, so it is short.
+        It is short because every call runs it.
         """
         calls, fine = live.calls, grpc.StatusCode.OK
 
@@ -201,7 +201,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
             except StopIteration as known:
                 if known.value is not fine:
                     self._failed(call, live, credential)
-            except Exception:  # an interceptor's own, which its caller gets as well
+            except Exception:  # from an interceptor; the caller gets it as well
                 pass
 
         return ended
@@ -242,7 +242,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     def _call_ended(self, live: LiveChannel) -> None:
         if live.calls:
             return
-        try:  # the garbage collector may end a call, and in any thread
+        try:  # the garbage collector may end a call in any thread
             self._loop.call_soon_threadsafe(self._close_live, live)
         except RuntimeError:  # the loop is closed, and the channel with it
             pass
@@ -254,7 +254,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         try:
             await cut_async(live.channel, cut_off(live.address, self._closed))
         except Exception:
-            log.exception("closing generation %d to %s", live.number, live.address)
+            log.exception("closing generation %d to %s failed", live.number, live.address)
         finally:
             self._channel_closed(live)
 
@@ -268,7 +268,7 @@ def _joined(metadata: Any, added: Any) -> Any:
 
 
 def _error_of(call: Any) -> grpc.aio.AioRpcError:
-    """The error of a call that has ended."""
+    """Return the error of a failed call."""
     return grpc.aio.AioRpcError(
         _now(call.code()),
         _now(call.initial_metadata()),
@@ -279,7 +279,7 @@ def _error_of(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _now(asked: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has nothing to wait for; None if it has."""
+    """Return the result of a coroutine that does not suspend; None if it does."""
     try:
         asked.send(None)
     except StopIteration as known:

@@ -1,9 +1,9 @@
-"""One generation: a channel that is connected, and the calls that are under way over it.
+"""One generation: a connected channel, and the number of its calls in flight.
 
-A call is counted before it begins and after it has ended, without a lock: appending to a list and
-popping from it are atomic. Whoever replaces the generation does so first and looks at the count
-afterwards; whoever calls counts first, and looks afterwards whether it is still the current one.
-So one of the two always sees the other, and a channel is never closed under a call that began.
+Calls are counted without a lock: appending to a list and popping from it are atomic. A thread that
+replaces the generation does so first and reads the count afterwards; a caller counts its call
+first, and checks afterwards that the generation is still current. So one of the two always sees the
+other, and a channel is never closed under a call that has begun.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class LiveChannel:
         #: The inner channel: of grpc, or of grpc.aio.
         self.channel = channel
         self.address = address
-        #: Its length is the number of calls under way.
+        #: Its length is the number of calls in flight.
         self.calls: list[None] = []
-        #: No call begins over it any more; when the last one has ended, the channel is closed.
+        #: Whether no new call begins over it; the channel is closed after its last call.
         self.retired = False
-        #: The channel is closed, or is being closed.
+        #: Whether the channel is closed, or is being closed.
         self.closed = False
-        #: A fork has waited for its calls in vain.
+        #: Whether its calls did not end before an earlier fork.
         self.endless = False
-        #: Told after each call that ends, while somebody waits for the last one.
+        #: Called after each call that ends, while the last one is awaited.
         self.watcher: Callable[[LiveChannel], None] | None = None
-        #: What a call of grpc.aio tells when it is over.
+        #: The done callback of its `grpc.aio` calls.
         self.ended: Callable[[Any], None] | None = None
 
     def leave(self) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.calls.pop()
         self.tell_watcher()
 

@@ -1,4 +1,4 @@
-"""One shared connection as users see it: its handler, where it leads, and who uses it."""
+"""One connection of a manager: its handler, its address, and its clients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _USABLE = (CHART.find("ready/serving"), CHART.find("ready/renewing"))
 
 
 class ManagedConnection(Generic[H]):
-    """A connection in the manager's book.
+    """A connection in the table of a manager.
 
-    The handler stays the same for the whole life of this; the channel in it is replaced.
+    The handler stays the same for the whole life of the connection; the channel in it is replaced.
     """
 
     def __init__(
@@ -40,62 +40,62 @@ class ManagedConnection(Generic[H]):
         self.config = config
         self.strategy = strategy
         self.core = core
-        #: Under which it stands in the book; a dedicated one has a number in it.
+        #: The key in the table; that of a dedicated connection has a number in it.
         self.key = key
         self.dedicated = dedicated
-        #: When it was made, and below, when it was last used: by the manager's monotonic clock.
+        #: When it was made, by the manager's monotonic clock.
         self.created_at = created_at
         self.connect_timeout = connect_timeout
-        #: Where the current channel leads.
+        #: The address of the current channel.
         self.address = config.address
-        #: Those who said who they are, each as itself; they are forgotten when they are gone.
+        #: The clients that were named with `client=`, held weakly.
         self.clients: Clients[object] = Clients()
-        #: Those who did not, and have not released it. Who gives it back too often is taken for
-        #: another of them: see `part`.
+        #: The number of unnamed clients. A surplus `release()` by one of them is counted for
+        #: another one, whose next call then reopens the connection: see `detach`.
         self.anonymous = 0
-        #: Leaves the handler to whoever may still hold it, before this is closed because nobody
-        #: seems to have it: a call over it opens a connection again. Says whether it has; calls may
-        #: have begun. Set by its manager, called under its lock.
+        #: Puts the handler to sleep before a connection that seems unused is closed: a call over
+        #: it opens a connection again. Returns False if calls have begun. Set by the manager, and
+        #: called under its lock.
         self.detach: Callable[[], bool] = lambda: True
-        #: Since when nobody has it.
+        #: Since when it has no clients.
         self.unused_since: float | None = None
         self.waiters: list[asyncio.Future[None]] = []
-        #: The attempt that is under way, or was the last.
+        #: The current, or the last, attempt to connect.
         self.dial: asyncio.Task[None] | None = None
-        #: How many times rarer than configured pings are sent, as the server has received too many.
+        #: Multiplies the interval between pings after the server has received too many.
         self.ping_factor = 1
-        #: During which generation calls were not sent: that is told once.
+        #: The generation in which unsent calls were last recorded: once for each outage.
         self.unsent_in = -1
 
     @property
     def generation(self) -> int:
-        """Which channel is the current one; it grows with each that replaces another."""
+        """The number of the current channel; it grows with each replacement."""
         return self.core.generation
 
     @property
     def trouble(self) -> str:
-        """What keeps an attempt that goes on from going further; "" if nobody knows."""
+        """Why the current attempt makes no progress; "" if that is not known."""
         return str(getattr(self.strategy, "trouble", ""))
 
     @property
     def last_used_at(self) -> float:
-        """When it was last handed out, or a call made over it."""
+        """When the connection was last handed out, or last used for a call."""
         return max(self.core.last_used_at, self.called_at)
 
     @property
     def called_at(self) -> float:
-        """When a call was last made over it."""
+        """When the last call was made."""
         return getattr(self.handler, "_used_at", 0.0)
 
     def hand_out(self, client: object | None, now: float) -> bool:
-        """Hand it out, if that can be done as it is: it is connected, and was used lately.
+        """Hand the connection out, if it is connected and was used recently; return whether.
 
-        Written out, with each thing looked up once: this is what nearly every caller meets.
+        Nearly every checkout takes this path, so it is written out, with each lookup made once.
         """
         core = self.core
         if core.machine.state not in _USABLE:
             return False
-        # What is cheap to look at first: calls are noted by the handler, and not here.
+        # The cheap comparison first: the times of calls are read from the handler.
         if now - core.last_used_at > core.idle and now - self.last_used_at > core.idle:
             return False
         if client is None:
@@ -107,12 +107,12 @@ class ManagedConnection(Generic[H]):
         return True
 
     def requested(self, now: float) -> Actions:
-        """A caller wants it."""
+        """A caller requests the connection: see `ConnectionCore.requested`."""
         self.core.used(self.last_used_at)
         return self.core.requested(now)
 
     def taken(self, client: object | None) -> None:
-        """Count a client that has the connection."""
+        """Add a client."""
         self.unused_since = None
         if client is None:
             self.anonymous += 1
@@ -120,7 +120,7 @@ class ManagedConnection(Generic[H]):
             self.clients.add(client)
 
     def given_back(self, client: object | None) -> None:
-        """Forget a client; calling it twice is harmless."""
+        """Remove a client; a surplus call is harmless."""
         if client is not None:
             self.clients.discard(client)
         elif self.anonymous:
@@ -128,20 +128,20 @@ class ManagedConnection(Generic[H]):
 
     @property
     def has_no_clients(self) -> bool:
-        """Whether no client has the connection, and no caller waits for it."""
+        """Whether the connection has no clients and no waiting callers."""
         return not self.anonymous and not self.clients and not self.waiters
 
     @property
     def seems_unused(self) -> bool:
-        """Whether nobody is known to have it.
+        """Whether the connection has no clients that are known to exist.
 
-        Whoever took a dedicated one without saying who it is may have forgotten it. If not, its
-        next call opens a connection again.
+        An unnamed client of a dedicated connection may have dropped it without a `release()`. If
+        not, its next call opens a connection again.
         """
         return self.has_no_clients or (self.dedicated and not self.clients and not self.waiters)
 
     def statistics(self, now: float) -> dict[str, Any]:
-        """The line of `get_stats()`."""
+        """Return the entry of this connection in `get_stats()`."""
         return {
             "key": self.key,
             "address": self.address,

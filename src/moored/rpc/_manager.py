@@ -1,10 +1,10 @@
-"""The manager for threads: one connection for each endpoint and identity, recovered once.
+"""The manager for threads: one shared connection for each endpoint and identity.
 
-Its lock is held for moments only: what takes time is done on the private loop thread, or by the
-caller without the lock.
+Its lock is never held for long: slow work runs on the private loop thread, or in the caller without
+the lock.
 
-Clients may give their channel back, and make calls, in `__del__`, which the garbage collector calls
-anywhere: all that these change is changed with `ManagerChanges`.
+Clients may release their channel, and make calls, in `__del__`, which the garbage collector may
+call anywhere: so state is changed through `ManagerChanges`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["ConnectionManager"]
 
 Managed = ManagedConnection[Handler]
 
-#: How long `close` waits for what must be closed.
+#: Seconds that `close` waits for connections to close.
 CLOSE_TIMEOUT = 30.0
 
 
 class ConnectionManager(ManagerBase[Handler]):
-    """Shares channels between clients, and keeps them alive.
+    """Shares channels between clients, and reconnects them.
 
-    `get_instance()` is the one of the process; one of your own, `ConnectionManager(…)` in a
-    `with`, is better for libraries and tests. For its options see `ManagerOptions`.
+    `get_instance()` returns the manager of the process. Libraries and tests should create their
+    own, with `with ConnectionManager(…) as manager:`. Options: see `ManagerOptions`.
     """
 
     _handler_type = Handler
@@ -56,7 +56,7 @@ class ConnectionManager(ManagerBase[Handler]):
     def __init__(self, **options: Any) -> None:
         policy = ManagerOptions.of(options)
         super().__init__(policy, policy.clock or Clock.system())
-        # Also those that are closed, and still end their calls.
+        # Also the closed ones, whose calls may still be in flight.
         self._handlers: Clients[Handler] = Clients()
         self._begin()
         _fork.register(self)
@@ -76,7 +76,7 @@ class ConnectionManager(ManagerBase[Handler]):
 
     @classmethod
     def get_instance(cls) -> ConnectionManager:
-        """The manager of this process."""
+        """Return the manager of this process."""
         with cls._making:
             if cls._instance is None or cls._instance._closed:
                 made = cls()
@@ -95,15 +95,15 @@ class ConnectionManager(ManagerBase[Handler]):
     ) -> Handler:
         """Return a connected channel to the endpoint, shared by all callers with the same key.
 
-        :param dedicated: a channel that is not shared; it is closed when it is released.
-        :param client: who uses it, held weakly: when all of them are gone, it is closed after a
-            while.
-        :param timeout: how long to wait for it.
+        :param dedicated: return a channel that is not shared, and is closed when it is released.
+        :param client: the object that uses the channel, held weakly: when all clients of a channel
+            are gone, it is closed after `linger` seconds.
+        :param timeout: how long to wait for the connection, in seconds.
         """
         if not isinstance(config, ConnectionConfig):
             raise no_config(config)
         if not dedicated:
-            # The common case, first: it is there, and was used lately.
+            # The common case first: a connection that exists and was used recently.
             found: Managed | None = self._table.entries.get(config.key)
             if found is not None:
                 with self._lock:
@@ -112,13 +112,13 @@ class ConnectionManager(ManagerBase[Handler]):
         if client is not None:
             refuse_unreferable(client)
         if self._changes.under_way():
-            # What opens a connection would wait for this change to end.
+            # Opening a connection would wait for the end of this change.
             raise ConfigError(
-                "get_or_create was called in the middle of a change of its own manager: what the "
-                "options credentials and strategy name must not use it, nor may a finalizer"
+                "get_or_create was called again from a credentials or strategy factory of its own "
+                "manager, or from a finalizer: create the channel outside of it"
             )
         if sys.is_finalizing():
-            raise ManagerClosed("the interpreter ends: no connection can be opened any more")
+            raise ManagerClosed("the interpreter is shutting down: no connection can be opened")
         deadline = self._deadline(timeout, self._policy.connect_timeout)
         self._changes.posted = True
         return LoopThread.shared().run(self._obtain(config, dedicated, client, timeout, deadline))
@@ -126,8 +126,8 @@ class ConnectionManager(ManagerBase[Handler]):
     def release(self, handler: Handler, client: object | None = None) -> None:
         """Return a channel; its other clients are not affected.
 
-        It may be called in `__del__`: it does not wait. A dedicated connection takes no more calls,
-        and is closed when those that are under way have ended.
+        It does not wait, so it may be called in `__del__`. A dedicated connection refuses new
+        calls, and is closed when its calls in flight have ended.
         """
         self._change(partial(self._give_back, handler, client))
 
@@ -138,15 +138,17 @@ class ConnectionManager(ManagerBase[Handler]):
         timeout: float | None = None,
         generation: int | None = None,
     ) -> bool:
-        """Report a failed call: open a new connection, if that may help, and wait for it.
+        """Report a failed call: open a new connection if that may help, and wait for it.
 
-        :param generation: the handler's, from before the call, for an error that is not gRPC's own:
-            one of an old generation changes nothing. Without it, one that comes within 5 s of a new
-            generation is taken for late.
+        :param generation: the handler's `generation` before the call, for an error that is not
+            gRPC's own: an error of an old generation changes nothing. Without it, an error within
+            5 s of a new generation counts as one of the generation before.
 
-        Returns whether the caller may try again, which is so until its own time is over. If the
-        server has refused the credentials, they are refreshed, once for all callers, and the
-        connection is kept: then it may try again unless the new ones were refused as well.
+        Return whether the caller may retry, within its own timeout. After UNAVAILABLE over a
+        connection that still seems alive, it returns True at once, while the manager checks for a
+        few milliseconds whether the connection was lost. If the server has refused the credentials,
+        they are refreshed, once for all callers, and the connection is kept: the caller may retry
+        unless the new credentials were refused as well.
         """
         managed = self._known(handler, error)
         if isinstance(managed, bool):
@@ -167,10 +169,10 @@ class ConnectionManager(ManagerBase[Handler]):
         return LoopThread.shared().run(self._recovered(managed, deadline))
 
     def close_all(self) -> None:
-        """Close all connections, when the calls over them have ended, and wait for that.
+        """Close all connections when their calls have ended, and wait for that.
 
-        Not in `__del__`, though, if the garbage collector has called it in the middle of a change,
-        or while the interpreter ends.
+        It does not wait when a finalizer calls it during a change of the manager, or during
+        interpreter shutdown.
         """
         self._change(self._end_all)
         if sys.is_finalizing():
@@ -181,8 +183,8 @@ class ConnectionManager(ManagerBase[Handler]):
                 loop.run(self._background.all_closed(), CLOSE_TIMEOUT)
 
     def close(self) -> None:
-        """Close all connections, and take no more."""
-        self._closed = True  # whoever opens one at the moment is in the book before it is read
+        """Close all connections, and refuse new ones."""
+        self._closed = True  # first: a connection that is opened meanwhile is closed below
         self.close_all()
 
     def __enter__(self) -> Self:
@@ -215,7 +217,7 @@ class ConnectionManager(ManagerBase[Handler]):
             handler.shut_gate()
 
     def _before_fork(self, patience: float) -> bool:
-        """Wait until no call is in flight; return whether that is so."""
+        """Wait until no call is in flight; return whether none is."""
         ends, quiet = monotonic() + patience, True
         for handler in self._handlers:
             quiet = handler.drain(ends - monotonic()) and quiet
@@ -234,16 +236,16 @@ class ConnectionManager(ManagerBase[Handler]):
             handler.resume()
 
     def _after_fork_in_child(self) -> None:
-        """Drop what was open, which belongs to the parent: the next call connects anew."""
+        """Drop all channels, which belong to the parent: the next call connects anew."""
         lock, held, works = self._lock, self._held, self._background
         self._begin()
         _fork.keep(works)
-        # Somebody may have been in the middle of it, who is not here.
+        # A thread of the parent may have held it.
         ConnectionManager._making = threading.RLock()
         for handler in self._handlers:
             handler.reset()
         if held:
-            # A finalizer may have left a change to the loop thread of this process: it waits here.
+            # A finalizer may have posted a change to this process's loop thread: it waits here.
             lock.release()
         for managed in self._table:
             self._inherit(managed)
@@ -260,6 +262,6 @@ class ConnectionManager(ManagerBase[Handler]):
             managed.config, self._clock, self.recorder, managed.core.counters
         )
         managed.core.inherited(generation)
-        # One that follows a topology does so on a loop that is not here.
+        # A strategy that follows a topology has a task on a loop of the parent.
         _fork.keep(managed.strategy)
         self._give_strategy(managed)

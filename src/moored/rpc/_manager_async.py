@@ -1,4 +1,4 @@
-"""The manager for asyncio: one connection for each endpoint and identity, recovered once."""
+"""The manager for asyncio: one shared connection for each endpoint and identity."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ Managed = ManagedConnection[AsyncHandler]
 
 
 class AsyncConnectionManager(ManagerBase[AsyncHandler]):
-    """Shares channels between clients, and keeps them alive.
+    """Shares channels between clients, and reconnects them.
 
-    `get_instance()` is the one of the running loop; one of your own, `AsyncConnectionManager(…)`
-    in an `async with`, is better for libraries and tests. For its options see `ManagerOptions`.
+    `get_instance()` returns the manager of the running loop. Libraries and tests should create
+    their own, with `async with AsyncConnectionManager(…) as manager:`. Options: see
+    `ManagerOptions`.
     """
 
     _handler_type = AsyncHandler
@@ -62,7 +63,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
 
     @classmethod
     def get_instance(cls) -> AsyncConnectionManager:
-        """The manager of the running loop; held weakly by the loop."""
+        """Return the manager of the running loop; it is held weakly."""
         loop = asyncio.get_running_loop()
         found = cls._instances.get(id(loop))
         # Another loop may have had the same id before.
@@ -81,10 +82,10 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
     ) -> AsyncHandler:
         """Return a connected channel to the endpoint, shared by all callers with the same key.
 
-        :param dedicated: a channel that is not shared; it is closed when it is released.
-        :param client: who uses it, held weakly: when all of them are gone, it is closed after a
-            while.
-        :param timeout: how long to wait for it.
+        :param dedicated: return a channel that is not shared, and is closed when it is released.
+        :param client: the object that uses the channel, held weakly: when all clients of a channel
+            are gone, it is closed after `linger` seconds.
+        :param timeout: how long to wait for the connection, in seconds.
         """
         if self._loop() is not asyncio.get_running_loop():
             refuse_broken()
@@ -95,7 +96,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         if not isinstance(config, ConnectionConfig):
             raise no_config(config)
         if not dedicated:
-            # The common case, first: it is there, and was used lately.
+            # The common case first: a connection that exists and was used recently.
             found: Managed | None = self._table.entries.get(config.key)
             if found is not None and found.hand_out(client, self._clock.monotonic()):
                 return found.handler
@@ -118,15 +119,17 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         timeout: float | None = None,
         generation: int | None = None,
     ) -> bool:
-        """Report a failed call: open a new connection, if that may help, and wait for it.
+        """Report a failed call: open a new connection if that may help, and wait for it.
 
-        :param generation: the handler's, from before the call, for an error that is not gRPC's own:
-            one of an old generation changes nothing. Without it, one that comes within 5 s of a new
-            generation is taken for late.
+        :param generation: the handler's `generation` before the call, for an error that is not
+            gRPC's own: an error of an old generation changes nothing. Without it, an error within
+            5 s of a new generation counts as one of the generation before.
 
-        Returns whether the caller may try again, which is so until its own time is over. If the
-        server has refused the credentials, they are refreshed, once for all callers, and the
-        connection is kept: then it may try again unless the new ones were refused as well.
+        Return whether the caller may retry, within its own timeout. After UNAVAILABLE over a
+        connection that still seems alive, it returns True at once, while the manager checks for a
+        few milliseconds whether the connection was lost. If the server has refused the credentials,
+        they are refreshed, once for all callers, and the connection is kept: the caller may retry
+        unless the new credentials were refused as well.
         """
         managed = self._known(handler, error)
         if isinstance(managed, bool):
@@ -139,12 +142,12 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         return await self._recovered(managed, self._deadline(timeout, managed.connect_timeout))
 
     async def close_all(self) -> None:
-        """Close all connections, when the calls over them have ended."""
+        """Close all connections when their calls have ended, and wait for that."""
         self._change(self._end_all)
         await self._background.drained()
 
     async def close(self) -> None:
-        """Close all connections, and take no more."""
+        """Close all connections, and refuse new ones."""
         self._closed = True
         await self.close_all()
 

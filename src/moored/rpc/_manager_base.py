@@ -1,7 +1,7 @@
-"""What the two managers share: their connections, and what follows from each event.
+"""The base of both managers: their connections, and the events that change these.
 
-An event is a function that changes the state of a manager and returns the work that follows from
-it. How it is run, and how callers wait, is up to the two managers.
+An event is a function that changes the state of a manager and returns the actions to carry out. How
+events run, and how callers wait, differs between the two managers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ H = TypeVar("H", bound=Any)
 
 
 class ManagerBase(Generic[H]):
-    """The part of a manager that does not wait."""
+    """The common part of both managers."""
 
     _handler_type: ClassVar[type]
-    #: Makes the strategy of a connection to one server, and of one to a server that moves.
+    #: The strategy classes: for a fixed server, and for a primary that may move.
     _regular: ClassVar[Callable[..., Any]]
     _moving: ClassVar[Callable[..., Any]]
 
@@ -57,11 +57,11 @@ class ManagerBase(Generic[H]):
             return self._table.statistics(self._clock.monotonic())
 
     def _change(self, change: Callable[[], Work]) -> None:
-        """Run an event, and have done what follows from it."""
+        """Run an event, and carry out the actions that follow from it."""
         raise NotImplementedError
 
     def _carry_out(self, work: Work) -> None:
-        """Do what follows from an event; on the loop."""
+        """Carry out the actions that follow from an event; on the loop."""
         for managed, actions in work:
             self._background.carry_out(managed, actions)
         self._background.watch()
@@ -79,12 +79,12 @@ class ManagerBase(Generic[H]):
         timeout: float | None,
         deadline: Deadline,
     ) -> H:
-        """Find or open a connection, and wait until it can be used."""
+        """Find or open a connection, and wait until it is usable."""
         managed: ManagedConnection[H] | None = None
         while True:
             with self._lock:
                 if self._closed:
-                    raise ManagerClosed("the manager is closed: make a new one")
+                    raise ManagerClosed("the manager is closed: create a new one")
                 refuse_broken()
                 actions: Actions = []
                 if managed is None or managed.core.closed:
@@ -97,7 +97,7 @@ class ManagerBase(Generic[H]):
             await self._wait(managed, deadline)
 
     async def _recovered(self, managed: ManagedConnection[H], deadline: Deadline) -> bool:
-        """Wait for a new connection; returns whether the caller may try again."""
+        """Wait for a new connection; return whether the caller may retry."""
         while not managed.core.usable and not managed.core.closed:
             try:
                 await self._wait(managed, deadline)
@@ -136,11 +136,11 @@ class ManagerBase(Generic[H]):
         if found is not None and not found.core.closed:
             return found, []
         key = self._table.dedicated_key(config.key) if dedicated else config.key
-        # A short timeout of one caller must not shorten the attempts for later ones.
+        # The short timeout of one caller must not shorten the attempts for later callers.
         limit = max(timeout or 0.0, self._policy.connect_timeout)
         handler = self._table.asleep.get(key) or self._new_handler(config)
         managed = self._manage(handler, config, key, dedicated, limit)
-        # A connection that had a channel before opens one as soon as a caller waits.
+        # A connection that was asleep starts its attempt when a caller waits.
         fresh = not managed.generation
         return managed, managed.core.open(self._clock.monotonic()) if fresh else []
 
@@ -218,7 +218,7 @@ class ManagerBase(Generic[H]):
         return [self._end(managed, "it was released")] if over else []
 
     def _end_all(self) -> Work:
-        # All first: while the calls over one end, so do those over the others.
+        # All at once, so that their calls end at the same time.
         work = [self._end(managed, "everything is closed") for managed in self._table]
         for handler in list(self._table.asleep.values()):
             handler._shut()
@@ -227,30 +227,30 @@ class ManagerBase(Generic[H]):
 
     def _end(self, managed: ManagedConnection[H], why: str) -> tuple[ManagedConnection[H], Actions]:
         actions = managed.core.close(why)
-        # Whoever closes it at the same time finds it closed.
+        # At once, so that a concurrent close finds the handler closed.
         self._background.shut(managed)
         self._table.remove(managed)
         return managed, actions
 
     def _known(self, handler: H, error: BaseException) -> ManagedConnection[H] | bool:
-        """The connection of a handler; if it has none, whether another call may open one."""
+        """Return the connection of a handler; without one, whether a retry may open one."""
         managed = self._table.of(handler)
         if managed is not None:
             return managed
         if not isinstance(handler, self._handler_type):
             raise no_channel(handler)
-        # A call over one that is asleep opens a connection.
+        # A call over a handler that is asleep opens a connection.
         asleep: bool = handler._asleep is not None  # type: ignore[attr-defined]
         return asleep and self._policy.classify(error)
 
     def _may_recover(
         self, managed: ManagedConnection[H], error: BaseException, generation: int | None
     ) -> bool:
-        """Report an error; returns whether a new connection may help against it."""
+        """Report an error to the core; return whether a new connection may help."""
         if not self._policy.classify(error):
             return False
         if generation is not None or not isinstance(error, grpc.RpcError):
-            # Those of gRPC were reported by the handler, with the generation that they came from.
+            # The handler has reported errors of gRPC already, with their generation.
             self._broken(managed, error, generation)
         return True
 
@@ -266,7 +266,7 @@ class ManagerBase(Generic[H]):
         return [(managed, core.call_waits(now) if change > 0 else core.leave(now))]
 
     def _wake(self, handler: H, known: ManagedConnection[H]) -> ManagedConnection[H]:
-        """Open a connection for one that was closed because no client seemed to have it."""
+        """Create a connection for a handler that is asleep."""
         limit = known.connect_timeout
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
@@ -274,7 +274,7 @@ class ManagerBase(Generic[H]):
             told = self._background.without_secrets(known, error).with_traceback(
                 error.__traceback__
             )
-        # Not in the handler: the error that it handles may repeat the token.
+        # Outside of the except clause: the error's context may repeat the token.
         handler._fail_waiting(told)
         raise told
 
@@ -305,7 +305,7 @@ class ManagerBase(Generic[H]):
 
 
 def _unreached(managed: ManagedConnection[Any]) -> ConnectFailed:
-    """What to raise for a caller whose timeout has expired."""
+    """Return the error for a caller whose timeout has expired."""
     last = managed.core.last_error
     why = describe(last) if last is not None else managed.trouble or "it does not answer"
     return ConnectFailed(f"no connection to {managed.config.address} in time: {why}")

@@ -1,4 +1,4 @@
-"""How a manager behaves: every number in one place, checked once."""
+"""The options of a manager, checked at its construction."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["ManagerOptions", "refused", "unavailable"]
 
 
 def unavailable(error: BaseException) -> bool:
-    """Whether a new connection may help: when the server cannot be reached, and only then.
+    """Whether the error is UNAVAILABLE: a new connection may help.
 
-    A server that lives may answer so, too: a connection that lives is kept all the same.
+    A live server may answer UNAVAILABLE, too; a live connection is kept in any case.
     """
     code = getattr(error, "code", None)
     return callable(code) and code() is grpc.StatusCode.UNAVAILABLE
 
 
 def refused(error: BaseException) -> bool:
-    """Whether the server does not take the credentials."""
+    """Whether the error is UNAUTHENTICATED: the server refuses the credentials."""
     code = getattr(error, "code", None)
     return callable(code) and code() is grpc.StatusCode.UNAUTHENTICATED
 
@@ -45,44 +45,44 @@ def _tokens(config: ConnectionConfig) -> CredentialProvider | None:
 class ManagerOptions:
     """The options of both managers."""
 
-    #: Makes the strategy of a connection; regular or global, as its URI says, if it is not given.
-    #: It must not wait, nor use the manager: it is asked in the middle of a change of that.
+    #: Makes the strategy of a connection; by default a regular or a global one, by its URI. It must
+    #: neither wait nor use the manager, whose lock is held.
     strategy: Callable[[ConnectionConfig], Any] | None = None
-    #: Makes a channel; gRPC's own, if it is not given. With more `channels` than one, it is called
-    #: for each: gRPC's own with equal arguments would share a connection.
+    #: Makes a channel; by default gRPC's own. With more than one of `channels` it is called for
+    #: each: gRPC channels with equal arguments would share a connection.
     handler_factory: Callable[[ConnectionConfig], Any] | None = None
-    #: How many channels a connection has, each with a connection of its own to the server: more
-    #: than one where the server limits how many calls each may have under way (the setting
-    #: `max_concurrent_streams`), so that calls need not wait for each other.
+    #: The number of channels of a connection, each with its own TCP connection. Use more than one
+    #: if the server limits the concurrent calls of each (the setting `max_concurrent_streams`), so
+    #: that calls do not queue.
     channels: int = 1
-    #: Where the topology of a global connection comes from.
+    #: The source of the topology of a global connection.
     fetch_topology: Any = None
-    #: Asks over a channel whether the server answers; `grpc.health.v1`, if it is not given.
+    #: Checks over a channel whether the server answers; by default with `grpc.health.v1`.
     probe: Callable[[Any], Any] | None = None
-    #: Whether a new connection may help against an error. Against UNAVAILABLE it never does while
-    #: the connection lives: then the server itself has answered so.
+    #: Whether a new connection may help against an error. A live connection is never replaced
+    #: because of UNAVAILABLE, which is then the server's own answer.
     classify: Callable[[BaseException], bool] = unavailable
-    #: As whom calls are made; with the token of the configuration, if it is not given. Credentials
-    #: that know how to `refresh` are refreshed when the server refuses them. This must not wait,
-    #: nor use the manager, either: what is slow belongs into the provider's own methods.
+    #: Makes the credentials of a connection; by default from the configuration's token. Credentials
+    #: with a `refresh` method are refreshed when the server refuses them. This function must
+    #: neither wait nor use the manager: slow work belongs into the provider's own methods.
     credentials: Callable[[ConnectionConfig], CredentialProvider | None] = _tokens
-    #: For so long a shared connection stays open after the last client has gone.
+    #: Seconds that a shared connection stays open after its last client has gone.
     linger: float = 60.0
-    #: A connection that was not used for so long is looked at before it is handed out.
+    #: A connection that was idle for this many seconds is probed before it is handed out.
     idle: float = 30.0
-    #: How long an attempt may take, and who waits for one without a time of its own.
+    #: The timeout of an attempt to connect, and of callers that give none.
     connect_timeout: float = 10.0
-    #: After so long a channel is replaced, in time; None for never.
+    #: A channel of this age in seconds is replaced, without an interruption; None for never.
     max_age: float | None = None
-    #: For so long calls may go on over a channel that was replaced because it led to another server
-    #: or has lost its connection; then they end with UNAVAILABLE. More, where streams last longer.
+    #: Seconds that calls may continue over a replaced channel that leads to another server or has
+    #: lost its connection; then they end with UNAVAILABLE. Increase it for longer streams.
     grace: float = 30.0
     clock: Clock | None = None
     recorder: Recorder | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ManagerOptions:
-        """From what a manager was given."""
+        """Return the options of a manager; raise `TypeError` for an unknown one."""
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
@@ -119,7 +119,7 @@ class ManagerOptions:
         recorder: Recorder,
         counters: Counters | None = None,
     ) -> ConnectionCore:
-        """The core of a new connection: while a caller waits, no pause is longer than 250 ms."""
+        """Return the core of a new connection: while a caller waits, pauses are up to 250 ms."""
         return ConnectionCore(
             Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=recorder),
             eager=Backoff(0.02, 0.2, jitter=0.25, clock=clock),
@@ -134,7 +134,7 @@ class ManagerOptions:
         return None if self.fetch_topology is None else source_of(self.fetch_topology)
 
     def refusals(self, credentials: CredentialProvider | None, clock: Clock) -> Refusals | None:
-        """What decides about refreshes; None, if these credentials know none."""
+        """Return the refresh state of credentials; None if they cannot be refreshed."""
         if getattr(credentials, "refresh", None) is None:
             return None
         return Refusals(Backoff(1.0, 60.0, jitter=0.25, clock=clock))
@@ -147,7 +147,7 @@ class ManagerOptions:
         clock: Clock,
         recorder: Recorder,
     ) -> Any:
-        """The strategy of a connection: of these two kinds, unless one is given."""
+        """Return the strategy of a connection: the option's, or one of these two kinds."""
         if self.strategy is not None:
             return self.strategy(config)
         if not config.is_global and self.fetch_topology is None:

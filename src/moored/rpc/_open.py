@@ -1,4 +1,4 @@
-"""The simple way in: a channel by its address, from the manager of the process."""
+"""`channel()`: a channel by its address, from the manager of the process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def channel(
     timeout: float | None = None,
     **options: Any,
 ) -> Handler:
-    """A channel to this server for threads, connected; the same for all who may share it.
+    """Return a connected channel to a server, for threads; equal arguments share one channel.
 
-    :param target: "host:port", or a URI as `ConnectionConfig.from_uri` takes it.
-    :param tls: True for TLS with the authorities that gRPC trusts, or credentials of your own.
-    :param client: who uses it, held weakly: when all of them are gone, it is closed after a while.
-    :param timeout: how long to wait for the server.
+    :param target: "host:port", or a URI for `ConnectionConfig.from_uri`.
+    :param tls: True for TLS with the authorities that gRPC trusts, or your own credentials.
+    :param client: the object that uses the channel, held weakly: when all clients of a channel are
+        gone, it is closed after a while.
+    :param timeout: how long to wait for the connection, in seconds.
     :param options: `token`, `ca`, `channel_options` and the others of `ConnectionConfig.from_uri`.
     """
     config = config_of(target, tls, options)
@@ -37,7 +38,7 @@ def channel(
 def config_of(
     target: str, tls: bool | grpc.ChannelCredentials, options: dict[str, Any]
 ) -> ConnectionConfig:
-    """What `channel` is given, as a configuration."""
+    """Return a configuration from the arguments of `channel`."""
     if isinstance(tls, grpc.ChannelCredentials):
         options = {**options, "channel_credentials": tls}
     elif not isinstance(tls, bool):

@@ -1,11 +1,11 @@
-"""Whether a credential that a server has refused is worth a refresh: no I/O, no clock.
+"""When to refresh credentials that a server has refused: no I/O, no clock.
 
-What holds:
+Invariants:
 
-- a credential is refreshed once, however many calls were refused with it;
-- a call that began before a refresh says nothing about the new credential;
-- one that is refused soon after its refresh is wrong, and not old: it is refreshed again only after
-  a pause, which grows while that goes on. Nobody asks for a wrong token for ever.
+- credentials are refreshed once, however many calls were refused with them;
+- the refusal of a call that began before a refresh does not affect the new credentials;
+- credentials that are refused soon after a refresh are wrong, not expired: they are refreshed again
+  only after a pause, which grows with each such refusal.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ __all__ = ["Refusals", "explained"]
 
 
 class Refusals:
-    """The credentials of one connection, in the order in which they were refreshed.
+    """The refresh state of the credentials of one connection.
 
     :param backoff: the pauses between refreshes that do not help.
     """
 
     def __init__(self, backoff: Backoff) -> None:
-        #: Of the credential in use; it grows with each refresh.
+        #: The number of the current credentials; it grows with each refresh.
         self.number = 0
-        #: A refresh is under way.
+        #: Whether a refresh is in progress.
         self.refreshing = False
-        #: The one in use was refused, and is not refreshed for now.
+        #: Whether the current credentials were refused, and are not refreshed for now.
         self.refused = False
         self._backoff = backoff
         self._wrong = False
         self._not_before = float("-inf")
 
     def refuse(self, number: int, now: float) -> bool:
-        """A call that was made with this credential was refused; whether to refresh it now."""
+        """Note a refused call with these credentials; return whether to refresh them now."""
         if number != self.number or self.refreshing:
             return False
         if now < self._not_before:
@@ -51,7 +51,7 @@ class Refusals:
         return True
 
     def refreshed(self, error: BaseException | None, now: float) -> None:
-        """The refresh is over."""
+        """Note the outcome of a refresh."""
         self.refreshing = False
         self.refused = self._wrong = error is not None
         if error is None:
@@ -64,7 +64,7 @@ class Refusals:
 
     @property
     def mended(self) -> bool:
-        """Whether a call that was refused may be made again: with another credential."""
+        """Whether a refused call may be retried, with newer credentials."""
         return self.number > 0 and not self.refreshing and not self.refused
 
     def __repr__(self) -> str:
@@ -73,9 +73,9 @@ class Refusals:
 
 
 def explained(error: BaseException, credentials: Any, token: str, *sent: Any) -> str:
-    """Why a refresh failed, without the secrets that are known; what it raises may repeat them.
+    """Return why a refresh failed, without the known secrets.
 
-    :param sent: what calls were made with before.
+    :param sent: the metadata of earlier calls.
     """
     try:
         known = credentials.metadata()
@@ -83,7 +83,7 @@ def explained(error: BaseException, credentials: Any, token: str, *sent: Any) ->
         known = None
     if not isinstance(known, (tuple, list)):
         with suppress(Exception):
-            if hasattr(known, "close"):  # a coroutine, which nobody awaits
+            if hasattr(known, "close"):  # a coroutine, which is not awaited here
                 known.close()
         return type(error).__name__
     return safe_text(error, secrets_of(token, known, *sent))

@@ -1,7 +1,7 @@
-"""Texts and errors without the secrets that are known: a server may repeat what it was sent.
+"""Remove secrets from texts and errors: a server may repeat the metadata that it was sent.
 
-An error of gRPC's goes to its caller as it came. What is kept of it here, in logs, records and the
-errors that this package raises later, goes through this.
+The caller of an RPC gets gRPC's error unchanged. Errors that are kept, in logs, records and later
+errors of this package, are redacted here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ._errors import ChannelError, ConfigError, ConnectFailed, TopologyError, To
 
 __all__ = ["Sent", "hidden", "safe_text", "same_kind", "secrets_of", "trace", "without_secrets"]
 
-#: Shorter words are no secrets, and stand in many texts.
+#: Shorter words are not treated as secrets: they occur in many texts.
 SHORTEST = 4
-#: So many sets of credentials are remembered: a call may have begun before they were replaced, and
-#: some have new ones for each call.
+#: The number of sets of credentials to remember: a call may have begun before the credentials were
+#: replaced, and some providers have new ones for each call.
 KEPT = 256
-#: What is decided by the kind of an error; the nearest first.
+#: The classes of errors that are handled differently; subclasses first.
 KINDS = (ConfigError, TopologyRefused, TopologyError)
 
 
 class Sent:
-    """What calls were lately made with."""
+    """The metadata of the credentials of recent calls."""
 
     __slots__ = ("_last", "_sets")
 
@@ -39,32 +39,32 @@ class Sent:
         self._sets: deque[Any] = deque(maxlen=KEPT)
 
     def add(self, metadata: Any) -> None:
-        """A call is made with this; it is called for each, in any thread, so it is short."""
+        """Remember the metadata of a call; every call runs this, in any thread, so it is short."""
         if metadata == self._last:
             return
         if isinstance(metadata, list):
-            metadata = tuple(metadata)  # theirs may change
+            metadata = tuple(metadata)  # the provider may change its list
         if metadata not in self.lately:
             self._sets.append(metadata)
         self._last = metadata
 
     @property
     def lately(self) -> tuple[Any, ...]:
-        """All that are remembered, each once."""
+        """The remembered metadata, without duplicates."""
         return tuple(self._sets)
 
 
 def secrets_of(token: str, *sent: Any) -> list[str]:
-    """The words that must not be shown, in the forms in which they may come back.
+    """Return the secrets in a token and in metadata, in all encodings that may be repeated.
 
-    :param sent: metadata, as somebody's program has given it: what is none is passed over.
+    :param sent: metadata from users' credential providers; invalid entries are ignored.
     """
     found = {token, *token.split(":")}
     for metadata in sent:
         for text in _values(metadata):
             found.update((text, *text.split()))
     forms = {form for word in found if len(word) >= SHORTEST for form in _forms(word)}
-    # A secret may be a part of another.
+    # The longest first: a secret may be a part of another.
     return sorted(forms, key=len, reverse=True)
 
 
@@ -90,7 +90,7 @@ def _forms(word: str) -> Iterator[str]:
 
 
 def hidden(text: str, secrets: Iterable[str]) -> str:
-    """The string without the secrets."""
+    """Return the string with the secrets hidden."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return text
@@ -101,7 +101,7 @@ def without_secrets(error: BaseException, secrets: list[str]) -> BaseException:
     try:
         if not any(secret in text for text in _told(error) for secret in secrets):
             return error
-    except Exception:  # it cannot even be shown
+    except Exception:  # the error cannot be printed
         return same_kind(error, safe_text(error, secrets))
     if isinstance(error, KINDS):
         return same_kind(error, hidden(str(error), secrets))
@@ -109,12 +109,12 @@ def without_secrets(error: BaseException, secrets: list[str]) -> BaseException:
 
 
 def same_kind(error: BaseException, text: str) -> ChannelError:
-    """An error with this text that is handled the same way."""
+    """Return an error with this text that is handled like the given one."""
     return next((kind for kind in KINDS if isinstance(error, kind)), ConnectFailed)(text)
 
 
 def safe_text(error: BaseException, secrets: Iterable[str]) -> str:
-    """The error in one line, without the secrets; its kind, if it fails to tell more."""
+    """Return the error in one line, without the secrets; its class if it cannot be printed."""
     try:
         return hidden(describe(error), secrets)
     except Exception:
@@ -122,7 +122,7 @@ def safe_text(error: BaseException, secrets: Iterable[str]) -> str:
 
 
 def trace(error: BaseException, secrets: Iterable[str]) -> str:
-    """Where the error comes from, without the secrets, and without those that it came from."""
+    """Return the error's traceback without the secrets, and without its causes."""
     try:
         return hidden("".join(traceback.format_exception(error, chain=False)), secrets)
     except Exception:
@@ -130,10 +130,7 @@ def trace(error: BaseException, secrets: Iterable[str]) -> str:
 
 
 def _told(error: BaseException) -> Iterator[str]:
-    """All that can be read of an error, and of those that it came from.
-
-    It raises what their own texts raise.
-    """
+    """Yield all texts of an error and of its causes; raise if one cannot be printed."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -144,7 +141,7 @@ def _told(error: BaseException) -> Iterator[str]:
         yield f"{found} {found!r} {found.args!r} {getattr(found, '__notes__', '')}"
         for name in ("details", "debug_error_string"):
             told = ""
-            with suppress(Exception):  # others may mean something else by these names
+            with suppress(Exception):  # other classes may use these names differently
                 if callable(tell := getattr(found, name, None)):
                     told = str(tell())
             yield told

@@ -1,11 +1,11 @@
-"""How a channel is made, and what an outage means: for one server, and for one that moves.
+"""Strategies: how channels are made, for one server, and for a primary that may move.
 
 A strategy belongs to one connection. It makes the channel of each generation (`create_handler`),
-is asked when calls fail whether a new one may help (`on_unavailable`), and lets go of what it has
-at the end. It never holds a lock while it waits.
+decides in an outage whether a new channel may help (`on_unavailable`), and is closed with the
+connection (`close`). It never holds a lock while it waits.
 
-The two global ones follow a topology, which is written once, async (`Follower`): it runs on the
-user's own loop, or on the private one of users of threads.
+The global strategies follow a topology. The async `Follower` serves both: it runs on the user's own
+loop, or on the private loop thread.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moored.kernel import LoopThread, awaited
 
 from ._channel_pool import pooled, pooled_async
 from ._config import ConnectionConfig
+from ._dial import make_aio_channel, make_channel
 from ._fork import inside
 from .topology._follower import Follower, HandlerFactory, Managed
 
@@ -31,40 +32,41 @@ __all__ = [
     "RegularStrategy",
 ]
 
-# A number for each channel of the process, so that no two share a connection.
+# A unique number for each channel of the process, so that no two share a connection.
 _numbers = itertools.count(1)
 
 
 class ConnectionStrategy(ABC):
-    """How one connection is made, and made again; its methods may be plain or async."""
+    """Makes the channels of one connection; its methods may be plain or async."""
 
-    #: Where the channel that was made last leads; None, if the configuration says it.
+    #: The address of the last channel; None if it is the configuration's.
     address: str | None = None
-    #: Whether `on_unavailable` always says yes, so that calls need not fail until it is asked.
+    #: Whether `on_unavailable` always returns True: calls then wait for a new channel at once.
     always_recovers = False
 
     @abstractmethod
     def create_handler(self, config: ConnectionConfig) -> Any:
-        """A channel for a new generation."""
+        """Return a channel for a new generation."""
 
     @abstractmethod
     def on_unavailable(self, managed: Managed) -> bool | Awaitable[bool]:
-        """The server cannot be reached: whether a new channel may help."""
+        """Return whether a new channel may help, when the server is unreachable."""
 
     @abstractmethod
     def close(self, managed: Managed) -> None:
-        """Let go of everything, the handler too."""
+        """Close the handler and everything else."""
 
     async def close_async(self, managed: Managed) -> None:
-        """Let go of everything, from a loop."""
+        """Close the handler and everything else, on an event loop."""
         self.close(managed)
 
 
 class RegularStrategy(ConnectionStrategy):
-    """One server, which may restart.
+    """For one server, which may restart.
 
-    :param handler_factory: makes a channel; gRPC's own, if it is not given.
-    :param channels: how many of them are used as one, for a server that limits the calls of each.
+    :param handler_factory: makes a channel; by default gRPC's own.
+    :param channels: the number of channels to use as one, for a server that limits the calls of
+        each.
     """
 
     always_recovers = True
@@ -87,7 +89,7 @@ class RegularStrategy(ConnectionStrategy):
 
 
 class AsyncRegularStrategy(ConnectionStrategy):
-    """One server, which may restart; for asyncio. Parameters: see `RegularStrategy`."""
+    """For one server, which may restart, with asyncio. Parameters: see `RegularStrategy`."""
 
     always_recovers = True
 
@@ -103,7 +105,7 @@ class AsyncRegularStrategy(ConnectionStrategy):
         return True
 
     def close(self, managed: Managed) -> None:
-        """Nothing: the handler can only be closed with `close_async`."""
+        """Do nothing: the handler can only be closed with `close_async`."""
 
     async def close_async(self, managed: Managed) -> None:
         """Close the handler."""
@@ -111,7 +113,7 @@ class AsyncRegularStrategy(ConnectionStrategy):
 
 
 class GlobalStrategy(Follower, ConnectionStrategy):
-    __doc__ = f"A server that moves, for threads.\n{Follower.__doc__}"
+    __doc__ = f"For a primary that may move, with threads.\n{Follower.__doc__}"
 
     def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the member that is wanted; the first time, the topology is fetched."""
@@ -130,7 +132,7 @@ class GlobalStrategy(Follower, ConnectionStrategy):
 
 
 class AsyncGlobalStrategy(Follower, ConnectionStrategy):
-    __doc__ = f"A server that moves, for asyncio.\n{Follower.__doc__}"
+    __doc__ = f"For a primary that may move, with asyncio.\n{Follower.__doc__}"
 
     async def create_handler(self, config: ConnectionConfig) -> Any:
         """A channel to the member that is wanted; the first time, the topology is fetched."""
@@ -155,12 +157,8 @@ class AsyncGlobalStrategy(Follower, ConnectionStrategy):
 
 
 def _channel(config: ConnectionConfig) -> Any:
-    from ._dial import make_channel
-
     return make_channel(config, next(_numbers))
 
 
 def _aio_channel(config: ConnectionConfig) -> Any:
-    from ._dial import make_aio_channel
-
     return make_aio_channel(config, next(_numbers))

@@ -1,8 +1,8 @@
-"""What may be behind a failure of TLS that gRPC does not explain, and what to do about it.
+"""Hints for TLS failures that gRPC does not explain.
 
-A server that wants a certificate of its clients hangs up on one that has none, when that one takes
-the handshake for done: all that gRPC tells is "Socket closed". And of certificates and keys that
-cannot be used it tells the reason to its own log only.
+A server that requires client certificates closes the connection of a client without one after the
+client has finished its handshake: gRPC only reports "Socket closed". And why a certificate or a key
+cannot be used, gRPC writes to its own log only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["unusable", "with_hint"]
 _HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
 _AUTHORITY = "give the authority of its certificate with the option ca"
 _OTHER_AUTHORITY = "the option ca does not hold its authority"
-#: What BoringSSL and gRPC say, and what is to be done; the first that fits.
+#: Parts of the errors of BoringSSL and gRPC, and what to do; the first match counts.
 _HINTS = {
     "WRONG_VERSION_NUMBER": "perhaps the server speaks no TLS: then write http:// for https://",
     "CERTIFICATE_VERIFY_FAILED: certificate has expired": "its certificate has expired",
@@ -34,17 +34,16 @@ _UNUSABLE = "Failed to create security handshaker"
 
 
 def with_hint(config: ConnectionConfig, error: Exception, *, known: bool = False) -> Exception:
-    """The same error; if what may be behind it is known, one that says so.
+    """Return the error of an attempt to connect, or one with a hint about its likely cause.
 
-    :param error: of an attempt to connect.
-    :param known: whether there was a connection before.
+    :param known: whether the server was connected before.
     """
     if isinstance(error, (ConfigError, TopologyError)):
-        return error  # of another connection, or of none
+        return error  # it is not an error of this connection
     told = _details(error)
     if (hint := _hint(config, told, known)) is None:
         return error
-    # The hint first: what gRPC says is long, and may be cut.
+    # The hint first: gRPC's text is long, and may be truncated.
     return ConnectFailed(f"{hint} ({told})")
 
 
@@ -52,7 +51,7 @@ def _hint(config: ConnectionConfig, told: str, known: bool) -> str | None:
     hung_up = any(words in told for words in _HUNG_UP)
     if not config.secure:
         if known:
-            return None  # it goes, or restarts
+            return None  # the server stops or restarts
         return "perhaps the server wants TLS: then write https:// for http://" if hung_up else None
     if not hung_up:
         hint = next((hint for words, hint in _HINTS.items() if words in told), None)
@@ -63,7 +62,7 @@ def _hint(config: ConnectionConfig, told: str, known: bool) -> str | None:
 
 
 def unusable(details: str) -> ConfigError | None:
-    """What to raise, if gRPC could not even begin with the certificates that it was given."""
+    """Return an error if gRPC could not use the given certificates; otherwise None."""
     if _UNUSABLE not in details:
         return None
     return ConfigError(
@@ -73,7 +72,7 @@ def unusable(details: str) -> ConfigError | None:
 
 
 def _details(error: Any) -> str:
-    """gRPC's own words; those of its errors are long otherwise."""
+    """Return gRPC's details of an error, whose `str` is much longer."""
     found = error
     with suppress(Exception):  # others may mean something else by this name
         found = error.details() if callable(getattr(error, "details", None)) else error

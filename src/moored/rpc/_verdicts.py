@@ -1,7 +1,7 @@
-"""What a failed attempt to connect says about the next one, and what those who wait are told.
+"""Whether a failed attempt to connect is worth a retry, and the error for waiting callers.
 
-Most failures are worth another attempt. Some are not: of those everybody is told at once, instead
-of when the time is over.
+Most failures are retried. Where no retry can help, waiting callers fail at once, not when their
+timeout expires.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ._secrets import same_kind
 
 __all__ = ["Verdict", "judge", "raised", "where"]
 
-#: What Python raises for a program that is wrong. Others (ValueError, KeyError, RuntimeError, and
-#: those of libraries) may well come from the state of the world, and are tried again.
+#: Errors of a wrong program. Others (ValueError, KeyError, RuntimeError, and those of libraries)
+#: may depend on external state, and are retried.
 MISTAKES = (
     AttributeError,
     ImportError,
@@ -38,9 +38,9 @@ class Verdict(Enum):
 
 
 def judge(error: BaseException, *, made: bool) -> Verdict:
-    """Whether another attempt may help.
+    """Return whether another attempt may help.
 
-    :param made: whether there was a channel by then: what fails before is the user's own program.
+    :param made: whether a channel had been made; an error before that is the user's program's.
     """
     if isinstance(error, ConfigError) or (not made and isinstance(error, MISTAKES)):
         return Verdict.MISTAKE
@@ -59,7 +59,7 @@ def raised(verdict: BaseException, address: str) -> ChannelError:
 
 
 def _another(verdict: ChannelError) -> ChannelError:
-    """The same once more; one of a user's own may not be made from its arguments."""
+    """Return a copy of an error; a user's own class may not support copying."""
     text = str(verdict)
     try:
         told = copy.copy(verdict)
@@ -71,7 +71,7 @@ def _another(verdict: ChannelError) -> ChannelError:
 
 
 def where(error: BaseException, verdict: Verdict) -> str:
-    """The traceback of a mistake in the user's program; "" for other errors."""
+    """Return the traceback of a mistake in the user's program; "" for other errors."""
     if verdict is not Verdict.MISTAKE or isinstance(error, ConfigError):
         return ""
     return f"no channel can be made\n{''.join(traceback.format_exception(error))}"

@@ -1,4 +1,4 @@
-"""The simple way in for asyncio: a channel by its address, from the manager of the running loop."""
+"""`channel()` for asyncio: a channel by its address, from the manager of the running loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def channel(
     timeout: float | None = None,
     **options: Any,
 ) -> AsyncHandler:
-    """A channel to this server for asyncio, connected; the same for all tasks of the loop.
+    """Return a connected channel to a server; tasks of one loop share it.
 
     Parameters: see `moored.rpc.channel`.
     """

@@ -5,9 +5,9 @@
     collector = RpcCollector(manager)
     prometheus_client.REGISTRY.register(collector)
 
-It costs a call nothing: all metrics are made from what the managers count anyway. They bear the
-address that was asked for, never a key or a token. It needs prometheus-client, which
-`moored[service]` brings.
+Calls are not slowed down: all metrics are read from counters that the managers keep anyway. They
+are labelled with the configured address, never with a key or a token. It needs prometheus-client,
+which `moored[service]` installs.
 """
 
 from __future__ import annotations

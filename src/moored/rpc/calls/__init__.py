@@ -1,4 +1,4 @@
-"""Calls over a channel that is replaced: their four kinds, those that wait, and those not sent."""
+"""Calls over a handler: the four kinds of methods, pending calls, retries, and unsent calls."""
 
 from ._call_count import counted
 from ._kinds import KINDS, FourKinds, arguments

@@ -1,4 +1,4 @@
-"""When a call of threads is over: it is counted out, once, whatever becomes of it."""
+"""Count a call over a `grpc.Channel` until it ends, or is garbage."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def counted(
     failed: Callable[[Any], object] | None = None,
     left: Callable[[], object] | None = None,
 ) -> Any:
-    """Count a call, which goes on, until it ends.
+    """Return the call, and remove it from the count when it ends.
 
-    :param calls: its length is the number of calls; this one is in it.
-    :param failed: called first with the error of one that failed.
-    :param left: called after its end, unless the garbage collector has ended it.
+    :param calls: its length is the number of calls in flight; this call is included.
+    :param failed: called first, with the error of a failed call.
+    :param left: called after the call has ended, unless the garbage collector has ended it.
     """
     count = _Count(calls, failed, left)
     if not hasattr(call, "add_callback"):
         return _CountedStream(call, count)
-    # Weakly: a call that is forgotten would never be collected, and go on.
+    # Weakly: otherwise an unreferenced call would never be collected, and continue.
     reference = weakref.ref(call, count.forgotten)
     ended = partial(_call_ended, reference, count)
     if not call.add_callback(ended):
@@ -36,7 +36,7 @@ def counted(
 
 
 class _Count:
-    """Counts a call out once: when it has ended, or is garbage."""
+    """Removes a call from the count once: when it has ended, or is garbage."""
 
     __slots__ = ("_calls", "_failed", "_left", "_once")
 
@@ -54,7 +54,7 @@ class _Count:
             self._left()
 
     def forgotten(self, _: object = None) -> None:
-        # In the garbage collector: no lock and no thread, only the count.
+        # This may run in the garbage collector: it takes no lock and starts no thread.
         try:
             self._once.pop()
         except IndexError:
@@ -80,9 +80,9 @@ def _has_failed(call: Any) -> bool:
 
 
 class _CountedStream:
-    """A stream that is no call of gRPC's: some interceptors return a generator (OpenTelemetry's).
+    """A stream that is not a gRPC call: OpenTelemetry's interceptors return a generator.
 
-    It has ended when it was read to its end, or is garbage.
+    The call has ended when the stream was read to its end, or is garbage.
     """
 
     def __init__(self, stream: Any, count: _Count) -> None:

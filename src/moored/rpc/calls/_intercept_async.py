@@ -1,8 +1,7 @@
-"""Interceptors on top of a channel of asyncio.
+"""Interceptors above an `AsyncHandler`.
 
-gRPC gives them to a channel as it is made, which is too deep here: they would stay with one
-generation. These stand above the handler, so that a call that one of them repeats goes to the
-generation that is then the current one.
+`grpc.aio` takes interceptors when a channel is created: they would belong to one generation. These
+are above the handler, so that a call that an interceptor retries goes to the current generation.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ __all__ = ["intercept_aio_channel"]
 def intercept_aio_channel(
     channel: grpc.aio.Channel, *interceptors: grpc.aio.ClientInterceptor
 ) -> grpc.aio.Channel:
-    """What `grpc.intercept_channel` is for threads: the first one is given control first.
+    """Return a channel with interceptors, the first outermost, as `grpc.intercept_channel` does.
 
-    An interceptor returns the call; that of a unary call may return an answer instead. It may
-    change all but the method.
+    An interceptor returns the call; for a unary call, it may return a response instead. It may
+    change everything but the method.
     """
     kinds = tuple(kind.interceptor for kind in KINDS.values())
     for each in interceptors:
         if not isinstance(each, kinds):
-            raise ConfigError(f"{each!r} is no interceptor of grpc.aio")
+            raise ConfigError(f"{each!r} is not a grpc.aio.ClientInterceptor")
     return _Intercepted(channel, interceptors) if interceptors else channel
 
 
@@ -65,7 +64,7 @@ grpc.aio.Channel.register(_Intercepted)
 
 
 class _Chain:
-    """The interceptors of one method, and the method."""
+    """One method behind its interceptors."""
 
     def __init__(self, inner: Any, chain: list[Any], pending: Any, method: bytes) -> None:
         self._inner = inner
@@ -106,7 +105,7 @@ class _Chain:
         if isinstance(outcome, grpc.aio.Call):
             return outcome
         call = made[-1] if made else _Answer(outcome)
-        # OpenTelemetry's interceptors of streams return generators that read the call.
+        # OpenTelemetry's stream interceptors return generators that read the call.
         return _Stream(outcome, call) if hasattr(outcome, "__aiter__") else _Answer(outcome)
 
 
@@ -115,7 +114,7 @@ for _kind in ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"):
 
 
 class _Stream:
-    """What an interceptor reads for its caller from a call, which has the rest."""
+    """A call whose messages come from an interceptor's generator."""
 
     def __init__(self, messages: Any, call: Any) -> None:
         self._messages = aiter(messages)
@@ -139,7 +138,7 @@ grpc.aio.StreamStreamCall.register(_Stream)
 
 
 class _Answer(grpc.aio.UnaryUnaryCall):  # type: ignore[misc]
-    """An answer that an interceptor had without a call."""
+    """A call that returns an interceptor's own response."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

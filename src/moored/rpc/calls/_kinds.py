@@ -1,4 +1,4 @@
-"""The four kinds of gRPC methods as one table, and the parameters of a call as one tuple."""
+"""The four kinds of gRPC methods, and the arguments of a call as one tuple."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["KINDS", "FourKinds", "arguments"]
 
 
 class MethodKind(NamedTuple):
-    """What differs between the kinds."""
+    """One kind of method."""
 
-    #: Whether the server answers with a stream.
+    #: Whether the response is a stream.
     streams: bool
-    #: The interceptors of `grpc.aio` for it, and a call of it that cannot begin at once.
+    #: The base class of its `grpc.aio` interceptors, and the class of its pending calls.
     interceptor: type
     pending: type
 
@@ -35,7 +35,7 @@ KINDS = {
 
 
 class FourKinds:
-    """The methods of a channel, for threads or for asyncio, made by `_method`."""
+    """The four factories of a channel, implemented by `_method`."""
 
     def unary_unary(self, *given: Any, **named: Any) -> Any:
         """See `grpc.Channel`."""
@@ -67,6 +67,6 @@ def arguments(
     *,
     request_iterator: Any = None,
 ) -> tuple[Any, ...]:
-    """Return what a call of any kind was given, in gRPC's order."""
+    """Return the arguments of a call of any kind, in gRPC's order."""
     request = request_iterator if request is None else request
     return request, timeout, metadata, credentials, wait_for_ready, compression

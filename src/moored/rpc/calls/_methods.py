@@ -1,4 +1,4 @@
-"""The methods of both handlers: each call goes to the channel that is the current one."""
+"""The methods of both handlers: each call goes to the current generation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ H = TypeVar("H")
 
 
 class _BoundMethod(Generic[H]):
-    """One method of a service, bound to the channel of the generation that was last used."""
+    """One method of a service; it caches the method of the last used channel."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class _BoundMethod(Generic[H]):
 
 class _ThreadMethod(_BoundMethod["Handler"]):
     def _finish(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
-        """Make a call that is over when it returns."""
+        """Make a call, and wait for its response."""
         handler = self._handler
         live, timeout = handler._enter(timeout)
         credential = handler._credential
         try:
             return self._start(how, live, request, timeout, *rest)
         except grpc.RpcError as error:
-            handler._failed(error, live, credential)
+            handler._report(error, live, credential)
             raise
         finally:
             live.leave()
 
     def _begin(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
-        """Make a call that goes on after this has returned, or that waits for a connection."""
+        """Start a future or a stream; without a generation, return a pending call."""
         start = partial(self._go_on, how, request, rest)
         if (live := self._handler._enter_now()) is None:
             return start_later(self._handler, start, timeout)
@@ -87,10 +87,10 @@ class _ThreadMethod(_BoundMethod["Handler"]):
             call = self._start(how, live, request, timeout, *rest)
         except BaseException as error:
             if isinstance(error, grpc.RpcError):
-                handler._failed(error, live, credential)
+                handler._report(error, live, credential)
             live.leave()
             raise
-        failed = partial(handler._failed, live=live, credential=credential)
+        failed = partial(handler._report, live=live, credential=credential)
         return counted(call, live.calls, failed, live.tell_watcher)
 
     def _start(
@@ -107,7 +107,7 @@ class _ThreadMethod(_BoundMethod["Handler"]):
 
 
 class _AnswerMethod(_ThreadMethod):
-    """A method with one answer."""
+    """A method with one response."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._finish("__call__", *arguments(*given, **named))
@@ -120,7 +120,7 @@ class _AnswerMethod(_ThreadMethod):
 
 
 class _UnaryMethod(_AnswerMethod):
-    """A method with one request and one answer."""
+    """A method with one request and one response."""
 
     def __call__(
         self,
@@ -131,7 +131,7 @@ class _UnaryMethod(_AnswerMethod):
         wait_for_ready: bool | None = None,
         compression: Any = None,
     ) -> Any:
-        # Written out: this is what nearly every call is.
+        # Written out, because nearly every call is of this kind.
         handler = self._handler
         live, timeout = handler._enter(timeout)
         credential = handler._credential
@@ -145,14 +145,14 @@ class _UnaryMethod(_AnswerMethod):
                 compression,
             )
         except grpc.RpcError as error:
-            handler._failed(error, live, credential)
+            handler._report(error, live, credential)
             raise
         finally:
             live.leave()
 
 
 class _StreamMethod(_ThreadMethod):
-    """A method that answers with a stream."""
+    """A method with a stream of responses."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._begin("__call__", *arguments(*given, **named))
@@ -165,7 +165,7 @@ grpc.StreamStreamMultiCallable.register(_StreamMethod)
 
 
 def thread_method(handler: Handler, kind: str, *given: Any, **named: Any) -> _ThreadMethod:
-    """A method of a handler of threads."""
+    """Return a method of a `Handler`."""
     made: type[_ThreadMethod] = _StreamMethod if KINDS[kind].streams else _AnswerMethod
     return (_UnaryMethod if kind == "unary_unary" else made)(handler, kind, *given, **named)
 
@@ -195,7 +195,7 @@ class _AsyncMethod(_BoundMethod["AsyncHandler"]):
         left = None if timeout is None else timeout - (handler._loop.time() - began)
         live, left = await handler._next(left)
         ended = None
-        if credential != handler._credential:  # refreshed since: the call says nothing about that
+        if credential != handler._credential:  # refreshed meanwhile: report it for the old ones
             ended = handler._counts_out(live, credential)
         return self._call(live, request, left, metadata, *rest, ended=ended)
 
@@ -227,10 +227,10 @@ class _AsyncMethod(_BoundMethod["AsyncHandler"]):
 
 
 def _end_unstarted(call: Any) -> None:
-    """See to it that a call that gRPC does not even start is over.
+    """Cancel a call that gRPC fails to start, so that its done callbacks run.
 
-    It does not start one whose metadata are not what HTTP allows. Who awaits it is told; but those
-    who wait for its end, and we count it until then, would be only when it is garbage.
+    gRPC does not start a call with invalid metadata. It raises in the task that awaits the call,
+    but runs the done callbacks, one of which counts the call, only when the call is garbage.
     """
     if (invocation := getattr(call, "_invocation_task", None)) is not None:
         invocation.add_done_callback(lambda _: None if call.done() else call.cancel())
@@ -247,7 +247,7 @@ class _AsyncUnaryMethod(_AsyncMethod):
         wait_for_ready: bool | None = None,
         compression: Any = None,
     ) -> Any:
-        # Looked at first: this is what nearly every call is.
+        # The common case first: the generation is the same as for the last call.
         handler = self._handler
         live = self._bound[0]
         if handler._live is not live or live is None or handler._deferred:
@@ -267,6 +267,6 @@ for _kind in ("UnaryStream", "StreamUnary", "StreamStream"):
 
 
 def async_method(handler: AsyncHandler, kind: str, *given: Any, **named: Any) -> _AsyncMethod:
-    """A method of a handler of asyncio."""
+    """Return a method of an `AsyncHandler`."""
     made = _AsyncUnaryMethod if kind == "unary_unary" else _AsyncMethod
     return made(handler, kind, *given, **named)

@@ -1,8 +1,8 @@
-"""Calls of asyncio that cannot begin at once: they look like any other call of `grpc.aio`.
+"""Pending calls for asyncio: `grpc.aio` calls that wait for a connection.
 
-A task makes the real call when it can; whatever is asked of this one before that, waits for it.
-As with gRPC's own: whoever awaits the answer, reads or writes, and is cancelled, cancels the call;
-whoever asks for its code or its metadata does not.
+A task makes the real call when it can; the methods of the pending call wait for that. As with
+gRPC's own calls, a task that is cancelled while it awaits the response, reads or writes cancels the
+call; one that is cancelled while it awaits the code or the metadata does not.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 __all__ = [
+    "CANCELLED",
     "PendingStreamStream",
     "PendingStreamUnary",
     "PendingUnaryStream",
     "PendingUnaryUnary",
 ]
 
-_CANCELLED = "Locally cancelled by application!"
+CANCELLED = "Locally cancelled by application!"
 
 
 class _Pending:
-    """A call that is made by a task."""
+    """A call that a task will make."""
 
     def __init__(self, making: Coroutine[Any, Any, Any], timeout: float | None) -> None:
         self._deadline = None if timeout is None else monotonic() + timeout
         self._callbacks: list[Callable[[Any], None]] = []
         self._given_up = False
         self._task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(making)
-        # First of all who wait for it: they find everything in its place.
+        # The first callback of the task: those that follow find the real call in place.
         self._task.add_done_callback(self._made)
 
     def _made(self, task: asyncio.Task[Any]) -> None:
@@ -50,14 +51,14 @@ class _Pending:
 
     @property
     def _call(self) -> Any | None:
-        """The real call; None before it is made, and if it was not."""
+        """The real call; None before it is made, and if that failed."""
         task = self._task
         if not task.done() or task.cancelled() or task.exception() is not None:
             return None
         return task.result()
 
     async def _asked(self, name: str, own: Callable[[], Any]) -> Any:
-        """Query the real call, once it is made; `own` answers if it could not be made."""
+        """Await a method of the real call once it is made; `own` stands in if that failed."""
         if not self._task.done():
             await asyncio.wait([self._task])
         call = self._call
@@ -71,11 +72,11 @@ class _Pending:
 
     def _own_details(self) -> Any:
         if self._task.cancelled():
-            return _CANCELLED
+            return CANCELLED
         error = self._task.exception()
         return error.details() if isinstance(error, grpc.RpcError) else str(error)
 
-    # -- what every call has -------------------------------------------------------------------
+    # -- the interface of grpc.aio.Call --------------------------------------------------------
 
     def cancel(self) -> bool:
         """See `grpc.aio.Call`."""
@@ -177,16 +178,16 @@ class _Written(_Pending):
 
 
 class PendingUnaryUnary(_Answered, grpc.aio.UnaryUnaryCall):  # type: ignore[misc]
-    """One request, one answer."""
+    """One request, one response."""
 
 
 class PendingUnaryStream(_Read, grpc.aio.UnaryStreamCall):  # type: ignore[misc]
-    """One request, many answers."""
+    """One request, a stream of responses."""
 
 
 class PendingStreamUnary(_Written, _Answered, grpc.aio.StreamUnaryCall):  # type: ignore[misc]
-    """Many requests, one answer."""
+    """A stream of requests, one response."""
 
 
 class PendingStreamStream(_Written, _Read, grpc.aio.StreamStreamCall):  # type: ignore[misc]
-    """Many requests, many answers."""
+    """A stream of requests, a stream of responses."""

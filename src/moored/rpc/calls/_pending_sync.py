@@ -1,7 +1,7 @@
-"""Calls of threads that wait for a connection, and begin when there is one.
+"""Pending calls for threads: futures and streams that wait for a connection.
 
-A future or a stream is returned at once, as gRPC's own is; what fails, fails in it. The thread that
-has brought a connection starts those that wait for one.
+Like gRPC's own, they are returned at once, and failures are raised when they are read. A thread of
+their own starts them when there is a connection.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import grpc  # type: ignore[import-untyped]
 
 from .._errors import closed
 from .._fork import refuse_broken
+from ._pending import CANCELLED
 from ._unsent import CallUnsent, cannot_connect, from_finalizer, unsent
 
 if TYPE_CHECKING:
@@ -23,13 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PendingCall", "fail_pending", "start_later", "start_pending"]
 
-_CANCELLED = "Locally cancelled by application!"
-
 Start = Callable[["LiveChannel", float | None], Any]
 
 
 def start_later(handler: Handler, start: Start, timeout: float | None) -> PendingCall:
-    """A call that begins when there is a generation; its own time is the limit."""
+    """Return a call that begins when there is a generation, within its own timeout."""
     refuse_broken()
     if handler._closed:
         raise closed(handler.address)
@@ -51,7 +50,7 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
     off = handler._later(max(limit, 0.001), expired)
     with handler._changed:
         handler._pending.append(call)
-    # What came before it was listed has told it nothing.
+    # `_fail_waiting` may have run before the call was in the list.
     if handler._verdicts != verdicts and handler._verdict is not None:
         _fail(handler, call, *cannot_connect(handler.address, handler._verdict))
     start_pending(handler)
@@ -59,13 +58,13 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
 
 
 def start_pending(handler: Handler) -> None:
-    """Begin the calls that wait, in a thread of their own, if there is a generation for them."""
+    """Start all pending calls in a thread of their own, if there is a generation."""
     if handler._pending and (handler._live is not None or handler._closed):
         handler._later(0.0, lambda: _start_all(handler))
 
 
 def fail_pending(handler: Handler, verdict: BaseException) -> None:
-    """Fail all that wait: no connection can be made."""
+    """Fail all pending calls: no connection can be made."""
     for call in list(handler._pending):
         _fail(handler, call, *cannot_connect(handler.address, verdict))
 
@@ -97,10 +96,10 @@ def _fail(handler: Handler, call: PendingCall, code: grpc.StatusCode, text: str)
 
 
 class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
-    """A call that begins when there is a connection, or fails when its time has ended.
+    """A call that begins when there is a connection, or fails when its timeout expires.
 
-    :param start: makes the real call over a generation, with the time that is left.
-    :param settled: told once that it does not wait any longer.
+    :param start: makes the real call over a generation, with the rest of the timeout.
+    :param settled: called once, when the call stops waiting for a connection.
     """
 
     def __init__(self, start: Start, timeout: float | None, settled: Callable[[], object]) -> None:
@@ -115,25 +114,25 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
     @property
     def settled(self) -> bool:
-        """Whether it does not wait for a connection any longer."""
+        """Whether the call has stopped waiting for a connection."""
         return self._over.is_set()
 
-    # -- what becomes of it --------------------------------------------------------------------
+    # -- for the handler -----------------------------------------------------------------------
 
     def begin(self, live: LiveChannel) -> None:
-        """Make the real call; the generation was entered for it."""
+        """Make the real call, which the generation counts already."""
         with self._lock:
             if self._over.is_set():
                 live.leave()
                 return
             try:
                 real = self._start(live, self.time_remaining())
-            except BaseException as error:  # a caller gets it where it waits
+            except BaseException as error:  # raised when the caller reads the call
                 real = error if isinstance(error, grpc.Future) else _Failure(error)
             self._settle(real)
 
     def fail(self, error: CallUnsent) -> None:
-        """Give it up."""
+        """Fail the call."""
         with self._lock:
             if not self._over.is_set():
                 self._settle(error)
@@ -148,19 +147,19 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
                 callback()
 
     def _known(self, timeout: float | None = None) -> Any:
-        """The real call, or what stands for it."""
+        """Return the real call, or its stand-in; wait until there is one."""
         if not self._over.wait(timeout):
             raise grpc.FutureTimeoutError
         return self._real
 
-    # -- what every call has -------------------------------------------------------------------
+    # -- the interface of grpc.Call and grpc.Future --------------------------------------------
 
     def cancel(self) -> bool:
         """See `grpc.Future`."""
         with self._lock:
             if self._over.is_set():
                 return bool(self._real.cancel())
-            self._settle(_Cancelled(grpc.StatusCode.CANCELLED, _CANCELLED))
+            self._settle(_Cancelled(grpc.StatusCode.CANCELLED, CANCELLED))
             return True
 
     def cancelled(self) -> bool:
@@ -244,7 +243,7 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
 
 class _Cancelled(CallUnsent):
-    """What stands for a call that was cancelled before it began."""
+    """Stands in for a call that was cancelled before it began."""
 
     def cancelled(self) -> bool:
         return True
@@ -257,7 +256,7 @@ class _Cancelled(CallUnsent):
 
 
 class _Failure(CallUnsent):
-    """What stands for a call that could not even be made: its credentials raised, say."""
+    """Stands in for a call that could not be made, because its credentials raised, for instance."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(grpc.StatusCode.UNKNOWN, f"not sent: {type(error).__name__}")

@@ -1,11 +1,11 @@
-"""Repeat a call that failed, for as long as its caller's time allows.
+"""Retry a failed call within its caller's timeout.
 
-The caller's own deadline is the only bound: a recovery that failed does not end a retry. Without
-one, a number of tries is. Between two tries it waits, at first for 10 ms, and no longer than until
-there is a new connection; where there is none at all, the next try itself waits for one. A call
-whose credentials were refused is repeated once they are refreshed, if they can be.
+The caller's deadline is the only limit: a failed recovery does not end the retries. Without a
+deadline, the number of tries is limited. The pause between two tries is 10 ms at first, and ends
+early when there is a new connection; without a connection, the next try itself waits for one. A
+call with refused credentials is retried after they are refreshed, if they can be.
 
-Repeating is only right for what may be done twice: a call that failed may have been carried out.
+Retry only calls that may be executed twice: a failed call may have been executed by the server.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 Channel = Handler | AsyncHandler
 
-#: The server could not be reached, or says that another try may help. Other codes may come from a
-#: defect of its own, which a repeated call only repeats.
+#: The server was unreachable, or asks for a retry. Other codes may come from a defect of the
+#: server, which a retry would meet again.
 RETRIED_CODES = frozenset({grpc.StatusCode.UNAVAILABLE})
 
-#: Tries of a call that has no deadline.
+#: The number of tries of a call without a deadline.
 TRIES = 75
 
 
@@ -67,38 +67,38 @@ class _Attempts:
         self._seen: LiveChannel | None = None
 
     def begin(self) -> float | None:
-        """Another try; returns the time that it has."""
+        """Begin another try; return its timeout."""
         if self.handler is not None:
             self._seen = self.handler._live
         self._tries -= 1
         return self.left()
 
     def left(self) -> float | None:
-        """The seconds left; None without a deadline."""
+        """Return the seconds left; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def pause(self, error: BaseException) -> float | None:
-        """How long to wait before the next try; None if there is none."""
-        code = getattr(error, "code", None)  # a bare RpcError, of somebody's own, has none
+        """Return the pause before the next try; None if there is no next try."""
+        code = getattr(error, "code", None)  # a user's bare RpcError has none
         if not isinstance(error, grpc.RpcError) or not callable(code) or code() not in self._codes:
             return None
         left = self.left()
         if left is None:
             return self._backoff.fail() if self._tries > 0 else None
         pause = self._backoff.fail()
-        # The last try may be late rather than not made, but not past the deadline.
+        # Shorten the pause rather than skip the last try before the deadline.
         return min(pause, left / 2) if left > 0.001 else None
 
     def again(self, error: BaseException) -> bool:
         """Wait before the next try; return whether there is one."""
         handler = self.handler
         if isinstance(handler, Handler) and handler._must_not_wait():
-            return False  # a finalizer, which holds up all others
+            return False  # in a finalizer, where waiting would block all other threads
         if isinstance(handler, Handler) and self._refused(error):
             return handler._await_credentials(self.left())
         if (pause := self.pause(error)) is None:
             return False
-        # Not longer than until there is another connection.
+        # The pause ends early when there is another connection.
         if not isinstance(handler, Handler):
             time.sleep(pause)
         elif handler._await_change(self._seen, pause):
@@ -106,7 +106,7 @@ class _Attempts:
         return True
 
     async def again_async(self, error: BaseException) -> bool:
-        """The same for asyncio."""
+        """Wait before the next try, on a loop; return whether there is one."""
         handler = self.handler
         if isinstance(handler, AsyncHandler) and self._refused(error):
             return await handler._await_credentials(self.left())
@@ -119,7 +119,7 @@ class _Attempts:
         return True
 
     def _refused(self, error: BaseException) -> bool:
-        """Whether the server does not take the credentials, and they can be refreshed."""
+        """Whether the server refused the credentials, and they can be refreshed."""
         handler = self.handler
         return (
             handler is not None
@@ -131,7 +131,7 @@ class _Attempts:
 
 
 class _RetryPolicy:
-    """How calls are repeated."""
+    """The parameters of retries."""
 
     def __init__(
         self,
@@ -151,12 +151,12 @@ class _RetryPolicy:
         self._backoff = Backoff(start, longest, factor=factor, jitter=0.25, clock=clock)
 
     def tries(self, timeout: float | None, given: tuple[Any, ...] = ()) -> _Attempts:
-        """For one call."""
+        """Return the attempts of one call."""
         handler = self._find(given)
         return _Attempts(handler, timeout, self._tries, self._codes, self._backoff.fresh())
 
     def _find(self, given: tuple[Any, ...]) -> Channel | None:
-        """The handler that was named, or that the first argument is or has."""
+        """Return the given handler, or the one that the first argument is or has."""
         named = self._handler
         if isinstance(named, (Handler, AsyncHandler)):
             return named
@@ -201,17 +201,18 @@ def retry_on_rpc_failure(
     max_backoff: float = 3.0,
     clock: Clock | None = None,
 ) -> Any:
-    """Repeat a function or a method, plain or `async`, when a call in it fails.
+    """Decorate a function or a method, plain or `async`, to retry it when an RPC in it fails.
 
-    Its caller's keyword `timeout` is the bound, and each try is passed what is left of it; without
-    one, there are `retry_times` tries. The handler whose connections are watched is the first
-    argument, or its attribute `handler` or `_handler`, unless it is named here.
+    The keyword argument `timeout` of a call is the limit for all tries, and each try is passed the
+    rest of it; without one, there are `retry_times` tries. The pause between tries ends early when
+    the handler has a new connection. The handler is the first argument of the call, or its
+    attribute `handler` or `_handler`, unless it is given here.
 
-    :param codes: which errors are repeated: UNAVAILABLE, unless others are named. So is
-        UNAUTHENTICATED where the credentials know how to `refresh`: then there is another try with
-        the new ones, unless they are refused too.
+    :param codes: the status codes to retry; by default UNAVAILABLE. UNAUTHENTICATED is retried as
+        well if the credentials have a `refresh` method, with the new credentials, unless these are
+        refused too.
     :param initial_backoff: the first pause; each is `backoff_multiplier` times the one before, up
-        to `max_backoff`, give or take a quarter, so that many callers do not come at once.
+        to `max_backoff`, with a jitter of a quarter, so that callers do not retry all at once.
     """
     policy = _RetryPolicy(
         handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
@@ -268,11 +269,11 @@ _Details = namedtuple(
 
 
 class _CallDetails(_Details, grpc.ClientCallDetails):  # type: ignore[misc]
-    """What a call is made with."""
+    """The details of a call, as interceptors change them."""
 
 
 class _RetryInterceptorBase:
-    """What both interceptors are made with."""
+    """The constructor of both interceptors."""
 
     def __init__(
         self,
@@ -291,10 +292,10 @@ class _RetryInterceptorBase:
 
 
 class RetryInterceptor(_RetryInterceptorBase, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Repeats unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
+    """Retries unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
 
-    The call's timeout is the bound. What was begun with `future()` is not repeated: nobody waits
-    for it here. Parameters: see `retry_on_rpc_failure`.
+    The call's timeout is the limit. Calls that were begun with `future()` are not retried: no
+    thread waits for them here. Parameters: see `retry_on_rpc_failure`.
     """
 
     def intercept_unary_unary(
@@ -315,15 +316,16 @@ class RetryInterceptor(_RetryInterceptorBase, grpc.UnaryUnaryClientInterceptor):
 
 
 def with_details(details: Any, **changes: Any) -> _CallDetails:
-    """What a call is made with, changed."""
+    """Return the details of a call with some of them changed."""
     given = {name: getattr(details, name, None) for name in _Details._fields}
     return _CallDetails(**{**given, **changes})
 
 
 class AsyncRetryInterceptor(_RetryInterceptorBase, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """The same for asyncio: `intercept_aio_channel(handler, AsyncRetryInterceptor(handler))`.
+    """Retries unary calls: `intercept_aio_channel(handler, AsyncRetryInterceptor(handler))`.
 
-    Given to gRPC's own channel, it would repeat calls over a connection that is gone.
+    As an interceptor of gRPC's own channel it would retry calls over a lost connection. Parameters:
+    see `retry_on_rpc_failure`.
     """
 
     async def intercept_unary_unary(

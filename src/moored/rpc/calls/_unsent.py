@@ -1,9 +1,8 @@
-"""A call that was never sent, as an error that users of gRPC know what to do with.
+"""The errors of calls that were never sent: gRPC errors that are `ConnectFailed` as well.
 
-It is what gRPC raises for a call (`code()` and `details()` are there), and a `ConnectFailed` as
-well. DEADLINE_EXCEEDED says that the call's own time was over; UNAVAILABLE, that it had no limit
-and has waited for as long as a call without one may; FAILED_PRECONDITION, that to wait does not
-help, as what the connection is made from is wrong, or as nothing can come while it waits.
+Their `code()` is DEADLINE_EXCEEDED if the call's own timeout expired; UNAVAILABLE if the call had
+no timeout, and the limit for such calls expired; FAILED_PRECONDITION if waiting cannot help,
+because the configuration is wrong, or because the call was made in a finalizer.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ __all__ = [
 def unsent(
     address: str, waited: float, own: bool, cause: BaseException | None
 ) -> tuple[grpc.StatusCode, str]:
-    """The code and the text for a call that found no connection.
+    """Return code and details for a call that got no connection in time.
 
-    :param own: whether the limit was that of the call.
+    :param own: whether the limit was the call's own timeout.
     """
     code = grpc.StatusCode.DEADLINE_EXCEEDED if own else grpc.StatusCode.UNAVAILABLE
     text = f"not sent: waited {duration(waited)} for a connection to {address or 'the server'}"
@@ -50,21 +49,21 @@ def cannot_connect(address: str, verdict: BaseException) -> tuple[grpc.StatusCod
 def from_finalizer(address: str) -> tuple[grpc.StatusCode, str]:
     """Return code and details for a call from a finalizer, which must not wait."""
     where = (
-        "it was made by a finalizer in the middle of a change of the manager, or at the end of the "
-        "interpreter: none can come while it waits"
+        "it was made by a finalizer in the middle of a change of the manager, or during "
+        "interpreter shutdown: no connection can be opened while it waits"
     )
-    # Not UNAVAILABLE: who repeats the call would do so in vain, too, while all others wait for it.
+    # Not UNAVAILABLE, which would be retried, without success, while other threads are blocked.
     return grpc.StatusCode.FAILED_PRECONDITION, f"not sent: no connection to {address}, and {where}"
 
 
 def cut_off(address: str, closed: bool) -> str:
     """Return the details for a call that was sent and is aborted with UNAVAILABLE."""
     why = "its channel was closed" if closed else "its connection was replaced"
-    return f"cut off from {address or 'the server'}: {why}; it may have been carried out"
+    return f"cut off from {address or 'the server'}: {why}; it may have been executed"
 
 
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
-    """There was no connection within the call's time; nothing was sent."""
+    """A call got no connection in time; nothing was sent."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(f"{code.name}: {details}")
@@ -72,26 +71,26 @@ class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type:
         self._details = details
 
     def code(self) -> grpc.StatusCode:
-        """DEADLINE_EXCEEDED, UNAVAILABLE or FAILED_PRECONDITION."""
+        """Return DEADLINE_EXCEEDED, UNAVAILABLE or FAILED_PRECONDITION."""
         return self._code
 
     def details(self) -> str:
-        """How long it has waited, and why in vain."""
+        """Return how long the call waited, and why there was no connection."""
         return self._details
 
     def initial_metadata(self) -> tuple[()]:
-        """There is none: nothing was sent."""
+        """Return nothing: the call was not sent."""
         return ()
 
     def trailing_metadata(self) -> tuple[()]:
-        """There is none: nothing was sent."""
+        """Return nothing: the call was not sent."""
         return ()
 
     def debug_error_string(self) -> str:
-        """The same as the details."""
+        """Return the details."""
         return self._details
 
-    # An interceptor gets a failed call as its outcome, which is a future that is done.
+    # An interceptor gets this error as the outcome of the call, which is a completed future.
 
     def cancelled(self) -> bool:
         """Return False."""
@@ -115,20 +114,20 @@ class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type:
         fn(self)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Raise it."""
+        """Raise this error."""
         raise self
 
     def exception(self, timeout: float | None = None) -> CallUnsent:
-        """This very error."""
+        """Return this error."""
         return self
 
     def traceback(self, timeout: float | None = None) -> types.TracebackType | None:
-        """Where it was raised."""
+        """Return the traceback of this error."""
         return self.__traceback__
 
 
 class AsyncCallUnsent(ConnectFailed, grpc.aio.AioRpcError):  # type: ignore[misc]
-    """There was no connection within the call's time; nothing was sent."""
+    """A call got no connection in time; nothing was sent."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         grpc.aio.AioRpcError.__init__(

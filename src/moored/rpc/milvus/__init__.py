@@ -8,14 +8,14 @@
     client = MilvusClient("https://user:pass@vectors:19530/mydb")
     client.search("articles", [vector], limit=5, timeout=30)    # also while the server restarts
 
-They *are* PyMilvus's own clients, with all of their methods; what they call goes over a channel
-that all clients of one server and one identity share, and that outlives the server's restarts.
+They are subclasses of PyMilvus's clients, with all of their methods. Their calls go over a channel
+that all clients of one server and one identity share, and that survives restarts of the server.
 
-What always holds, besides what holds for every channel (`moored.rpc`):
+Invariants, besides those of every channel (`moored.rpc`):
 
-- a client that is closed, or forgotten, takes nothing from another one;
-- a call with a `timeout` fails for want of a connection only when that time is over;
-- the name of the database belongs to a client, not to the channel.
+- closing or dropping a client does not affect other clients;
+- a call without a connection fails only when its `timeout` expires;
+- the database name belongs to a client, not to the channel.
 """
 
 from moored.kernel import extra
@@ -38,11 +38,11 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Clients
     "AsyncMilvusClient",
     "MilvusClient",
-    # What they share
+    # Managers and configuration
     "AsyncMilvusManager",
     "MilvusManager",
     "milvus_config",
-    # How a manager speaks with Milvus
+    # Options for a manager that connects to Milvus
     "milvus_credentials",
     "milvus_probe",
     "milvus_unavailable",

@@ -47,21 +47,21 @@ __all__ = [
 
 
 class MilvusUnreachable(ConnectFailed, MilvusException):  # type: ignore[misc]
-    """There was no connection in time: the error of both packages."""
+    """There was no connection in time: an error of both packages."""
 
     def __init__(self, message: str = "") -> None:
         MilvusException.__init__(self, Status.CONNECT_FAILED, message)
 
 
 class MilvusRefused(ConfigError, MilvusException):  # type: ignore[misc]
-    """The server does not let this identity in: the error of both packages."""
+    """The server refused the credentials: an error of both packages."""
 
     def __init__(self, message: str = "") -> None:
         MilvusException.__init__(self, Status.CONNECT_FAILED, message)
 
 
 class _MilvusManager:
-    """What both managers of Milvus add."""
+    """The common part of both Milvus managers."""
 
     _grpc_handler: ClassVar[Callable[..., Any]]
 
@@ -76,7 +76,7 @@ class _MilvusManager:
         self._pymilvus: dict[Any, Any] = {}
 
     def grpc_handler(self, channel: Any) -> Any:
-        """PyMilvus's own handler over a channel of this manager; one for all who share it."""
+        """Return PyMilvus's handler over a channel of this manager; clients share it."""
         found = self._pymilvus.get(channel)
         if found is None:
             alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
@@ -105,14 +105,14 @@ class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
 
     @property
     def server_address(self) -> str:
-        """Where the calls go now."""
+        """The address of the current connection."""
         return str(self._channel.address)
 
     def close(self) -> None:
-        """Nothing: the channel is its manager's."""
+        """Do nothing: the channel belongs to the manager."""
 
     def _on_rpc_error(self, error: Exception) -> bool:
-        """PyMilvus asks this before it repeats a call."""
+        """Return whether PyMilvus may retry a call."""
         if isinstance(error, CallUnsent):
             raise MilvusUnreachable(error.details()) from error
         if told := refused_write(error):
@@ -120,14 +120,14 @@ class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
             if managed is not None and LoopThread.shared().run(may_be_repeated(managed, told)):
                 return True
             raise MilvusException(message=told) from error
-        # An error of gRPC has been told by the channel, with the generation that it came from.
+        # The channel has reported errors of gRPC already, with their generation.
         return isinstance(error, MilvusException) and self._manager.handle_error(
             self._channel, error
         )
 
 
 class MilvusManager(_MilvusManager, ConnectionManager):
-    """A `ConnectionManager` that speaks with Milvus; it takes the same options."""
+    """A `ConnectionManager` for Milvus, with the same options."""
 
     _grpc_handler = _GrpcHandler
     _instance: ClassVar[ConnectionManager | None] = None
@@ -137,17 +137,17 @@ class MilvusManager(_MilvusManager, ConnectionManager):
 
     @classmethod
     def get_instance(cls) -> MilvusManager:
-        """The manager of this process for Milvus."""
+        """Return the Milvus manager of this process."""
         return cast(MilvusManager, super().get_instance())
 
 
 class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
     """PyMilvus's `MilvusClient` over a shared channel.
 
-    :param uri: see `milvus_config`; so for `user`, `password`, `db_name`, `token` and `options`.
-    :param timeout: how long to wait for the connection.
-    :param manager: who has the channels; the one of this process, if it is not given.
-    :param dedicated: a channel that no other client gets.
+    :param uri: as for `milvus_config`; so are `user`, `password`, `db_name`, `token` and `options`.
+    :param timeout: how long to wait for the connection, in seconds.
+    :param manager: the manager of the channel; by default that of this process.
+    :param dedicated: use a channel that is not shared.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
         dedicated: bool = False,
         **options: Any,
     ) -> None:
-        # Not PyMilvus's own: that one would take a connection of its own manager.
+        # PyMilvus's constructor is not called: it would connect with PyMilvus's own manager.
         self._handler: GrpcHandler | None = None
         config = milvus_config(
             uri, user=user, password=password, db_name=db_name, token=token, **options
@@ -181,7 +181,7 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
         self.is_self_hosted = self.get_server_type() == "milvus"
 
     def close(self) -> None:
-        """Give the channel back; other clients keep it."""
+        """Release the channel; other clients are not affected."""
         if self._handler is not None:
             self._handler = None
             self._manager.release(self._channel, client=self)
@@ -207,14 +207,14 @@ class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
 
     @property
     def server_address(self) -> str:
-        """Where the calls go now."""
+        """The address of the current connection."""
         return str(self._async_channel.address)
 
     async def close(self) -> None:
-        """Nothing: the channel is its manager's."""
+        """Do nothing: the channel belongs to the manager."""
 
     async def _on_rpc_error(self, error: Exception) -> bool:
-        """PyMilvus asks this before it repeats a call."""
+        """Return whether PyMilvus may retry a call."""
         if isinstance(error, AsyncCallUnsent):
             raise MilvusUnreachable(str(error.details())) from error
         if told := refused_write(error):
@@ -228,7 +228,7 @@ class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
 
 
 class AsyncMilvusManager(_MilvusManager, AsyncConnectionManager):
-    """An `AsyncConnectionManager` that speaks with Milvus; it takes the same options."""
+    """An `AsyncConnectionManager` for Milvus, with the same options."""
 
     _grpc_handler = _AsyncGrpcHandler
     _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
@@ -240,15 +240,14 @@ class AsyncMilvusManager(_MilvusManager, AsyncConnectionManager):
 
     @classmethod
     def get_instance(cls) -> AsyncMilvusManager:
-        """The manager of the running loop for Milvus."""
+        """Return the Milvus manager of the running loop."""
         return cast(AsyncMilvusManager, super().get_instance())
 
 
 class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
     """PyMilvus's `AsyncMilvusClient` over a shared channel; it connects at its first use.
 
-    Its parameters are those of `MilvusClient`; the manager is that of the running loop, if it is
-    not given.
+    Its parameters are those of `MilvusClient`; the default manager is that of the running loop.
     """
 
     def __init__(
@@ -282,7 +281,7 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
         self._using: str | None = None
         self.is_self_hosted: bool | None = None
         self._closed = False
-        # A database of Milvus Lite is started later: that takes a while.
+        # Milvus Lite is started at the first use, in a thread: that takes a while.
         lite = str(uri).endswith(".db")
         self._parsed: ConnectionConfig | None = None if lite else self._given()
         self._config = _ChosenDatabase(self._parsed, db_name)
@@ -308,7 +307,7 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
             self.is_self_hosted = self.get_server_type() == "milvus"
 
     async def close(self) -> None:
-        """Give the channel back; other clients keep it."""
+        """Release the channel; other clients are not affected."""
         self._closed = True
         if self._handler is not None and self._manager is not None:
             assert self._channel is not None
@@ -324,7 +323,7 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
 
 
 class _ChosenDatabase:
-    """Which database a client uses; PyMilvus reads and changes it here."""
+    """The database of a client; PyMilvus reads and changes it here."""
 
     def __init__(self, config: ConnectionConfig | None, db_name: str = "") -> None:
         self.db_name = db_name if config is None else config.db_name

@@ -1,13 +1,13 @@
-"""What PyMilvus's clients are given, as a configuration of ours.
+"""A `ConnectionConfig` from the arguments of PyMilvus's clients.
 
-Whoever changes the import changes nothing else: each keyword means what it means to PyMilvus.
+Each keyword argument means what it means to PyMilvus, so that only the import need be changed:
 
-- what has another name here is renamed; the paths for TLS are combined as PyMilvus combines them;
-- what PyMilvus accepts and does nothing with is accepted, and logged once by its name;
-- what PyMilvus refuses is refused, with an error of both packages.
+- PyMilvus's names are translated; the TLS paths are combined as PyMilvus combines them;
+- arguments that PyMilvus ignores are ignored, and logged once;
+- arguments that PyMilvus refuses are refused, with an error of both packages.
 
-`host` and `port` are the exception. PyMilvus's clients accept them and go to their URI all the
-same, which without a URI is localhost: here they are used where there is no URI.
+`host` and `port` are the exception: PyMilvus's clients ignore them and connect to the URI, or to
+localhost. Here they are used if no URI is given.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ log = logging.getLogger(__name__)
 
 URI = "http://localhost:19530"
 
-#: PyMilvus's names that need nothing of us: its clients have no aliases, a cluster is chosen for
-#: each call, the manager is given the time, and every connection is kept alive.
+#: PyMilvus's names that are ignored without a log line: its clients have no aliases, the cluster is
+#: chosen for each call, the manager gets the timeout, and every connection has keepalive.
 NEEDLESS = frozenset({"alias", "cluster_id", "keep_alive", "timeout"})
-#: Those that mean something, and what is to be done instead.
+#: PyMilvus's names that are refused, and what to do instead.
 REFUSED = {
     "address": "give it in the URI",
     "channel": "here the manager makes the channels; see handler_factory",
 }
-#: For TLS: the authorities to trust, or the three that go together.
+#: For TLS: the trusted authorities, or the three that go together.
 TRUSTED, AUTHORITY = "server_pem_path", "ca_pem_path"
 CERTIFICATE, KEY = "client_pem_path", "client_key_path"
 _PATHS = (TRUSTED, AUTHORITY, CERTIFICATE, KEY)
 
-#: What was logged; once is enough.
+#: The messages that were logged, so that each is logged once.
 _mentioned: set[str] = set()
 
 
 class MilvusConfigError(ConfigError, ConnectionConfigException, ParamError):  # type: ignore[misc]
-    """A URI or an option is wrong: the error of both packages, of each kind that PyMilvus has."""
+    """A URI or an option is wrong: an error of both packages, of all kinds that PyMilvus has."""
 
     def __init__(self, message: str = "") -> None:
         MilvusException.__init__(self, message=message)
@@ -73,7 +73,7 @@ class MilvusConfig(ConnectionConfig):
 
     @cached_property
     def key(self) -> str:
-        """The key by which connections are shared; their client information is equal."""
+        """The key by which connections are shared; it covers the client information."""
         key = super().key
         if not self.client_info:
             return key
@@ -81,7 +81,7 @@ class MilvusConfig(ConnectionConfig):
         return f"{key}|{hashlib.blake2b(text, key=SALT, digest_size=8).hexdigest()}"
 
     def at(self, address: str) -> ConnectionConfig:
-        """The same for another address: where the primary is now."""
+        """Return this configuration with another address, that of the current primary."""
         return replace(self, address=address)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,10 +98,10 @@ def milvus_config(
     db_name: str = "",
     **options: Any,
 ) -> ConnectionConfig:
-    """A configuration from what PyMilvus's clients are given, with its names or with ours.
+    """Return a configuration from the arguments of PyMilvus's clients, or from Moored's options.
 
-    The path of a file `….db` is a database of Milvus Lite, which is started in this process.
-    Raises `MilvusConfigError`, which is a `ConfigError` and a `MilvusException`.
+    A file path `….db` is a database of Milvus Lite, which is started in this process. Raises
+    `MilvusConfigError`, which is a `ConfigError` and a `MilvusException`.
     """
     if not token and user and password:
         token = f"{user}:{password}"
@@ -116,7 +116,7 @@ def _config(uri: Any, token: str, db_name: str, options: Mapping[str, Any]) -> M
         raise ConfigError(f"secure must be True or False, not {type(options['secure']).__name__}")
     given = {name: each for name, each in options.items() if each is not None and each != ""}
     for name in given.keys() & REFUSED.keys():
-        raise ConfigError(f"{name} is of no use here: {REFUSED[name]}")
+        raise ConfigError(f"{name} is not supported: {REFUSED[name]}")
     where = _where(uri, given.pop("host", None), given.pop("port", None))
     info = _client_info(given.pop("option", {}))
     ours = _renamed(given)
@@ -128,7 +128,7 @@ def _config(uri: Any, token: str, db_name: str, options: Mapping[str, Any]) -> M
     assert isinstance(made, MilvusConfig)
     if not made.secure and ours.keys() & {"ca", "certificate"}:
         why = "the connection is not encrypted; write https:// or secure=True"
-        _mention(logging.WARNING, f"what is given for TLS is not used: {why}")
+        _mention(logging.WARNING, f"the TLS options are not used: {why}")
     return replace(made, client_info=info)
 
 
@@ -138,7 +138,7 @@ def _where(uri: Any, host: Any, port: Any) -> str:
     if host is None and port is None:
         return uri  # type: ignore[no-any-return]
     if uri and uri != URI:
-        _mention(logging.INFO, "host and port are not used: the URI goes before them")
+        _mention(logging.INFO, "host and port are not used: the URI overrides them")
         return uri  # type: ignore[no-any-return]
     host = "localhost" if host is None else host
     if not isinstance(host, str) or set(host) & set("/@?#"):
@@ -150,7 +150,7 @@ def _where(uri: Any, host: Any, port: Any) -> str:
 
 
 def _client_info(option: Any) -> dict[str, str]:
-    """The client information for the `Connect` call."""
+    """Return the client information for the `Connect` call."""
     try:
         Prepare.register_request("", "", **option)
     except (TypeError, ValueError) as error:
@@ -160,7 +160,7 @@ def _client_info(option: Any) -> dict[str, str]:
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """Take out of it what has another name here."""
+    """Remove PyMilvus's names from the options; return them by Moored's names."""
     theirs = {name: given.pop(name) for name in _PATHS if name in given}
     used = _used(theirs.keys())
     if options := given.pop("grpc_options", None):
@@ -168,12 +168,12 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
         used["grpc_options"] = "channel_options"
     for name, ours in used.items():
         if ours in given:
-            raise ConfigError(f"the option {ours} says the same as {name}: give one of them")
+            raise ConfigError(f"the option {ours} means the same as {name}: give one of them")
     return {ours: theirs[name] for name, ours in used.items()}
 
 
 def _used(paths: Set[str]) -> dict[str, str]:
-    """Which of these paths PyMilvus uses, and what they are called here."""
+    """Return the paths that PyMilvus uses, with Moored's names for them."""
     used = {}
     if TRUSTED in paths:
         used = {TRUSTED: "ca"}
@@ -207,7 +207,7 @@ def _mention(level: int, text: str) -> None:
 
 def _start_lite(path: Path) -> str:
     if not path.parent.is_dir():
-        raise ConfigError(f"the folder of {str(path)!r} does not exist: make it first")
+        raise ConfigError(f"the folder of {str(path)!r} does not exist: create it first")
     try:
         from milvus_lite.server_manager import (  # type: ignore[import-untyped]
             server_manager_instance,

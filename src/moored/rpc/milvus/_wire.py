@@ -1,13 +1,13 @@
-"""How one speaks with Milvus: as whom, who greets whom, and what its errors mean.
+"""Milvus's protocol: credentials, the `Connect` call, and the meaning of its errors.
 
-A connection to Milvus begins with a greeting, the call `Connect`: the server answers with a number,
-by which it lists its clients, and which each later call carries. So every generation greets anew,
-before it is used. A server that does not know the token is connected all the same: whoever calls
-is told so, and nobody reconnects for it.
+A connection to Milvus begins with the call `Connect`: the server returns an identifier, by which it
+lists its clients, and which each later call carries as metadata. So each generation makes this call
+before it is used. If the server refuses the token, the channel counts as connected: calls over it
+fail, and no reconnect is tried.
 
-A server that is no longer the primary answers a write with an error in the answer, which gRPC
-takes for a success. Here it becomes UNAVAILABLE, and names who has answered. The topology is then
-fetched: if there is another primary, the call is made again there; if not, its caller is told.
+A server that is no longer the primary answers a write with an error status inside a successful
+response. This is turned into UNAVAILABLE, with the address of the server. The topology is then
+fetched: if there is another primary, the call is retried there; if not, it fails.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ __all__ = [
     "refused_write",
 ]
 
-#: In the answer of a member that is not, or no longer, the primary.
+#: Part of the answer of a member that is not, or no longer, the primary.
 NOT_PRIMARY = "STREAMING_CODE_REPLICATE_VIOLATION"
 _ANSWERED_BY = ", answered by "
 
 _SERVICE = "/milvus.proto.milvus.MilvusService"
-#: The server is there, but does not want this client: another connection would not help.
+#: Codes of a server that refuses this client: another connection would not help.
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-#: What it may say to a probe without a token and be well.
+#: Codes with which a healthy server may answer a probe, which has no token.
 _WELL = (*_REFUSED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 Credentials = Callable[[ConnectionConfig], CredentialProvider | None]
@@ -76,11 +76,11 @@ Credentials = Callable[[ConnectionConfig], CredentialProvider | None]
 _refusals: weakref.WeakKeyDictionary[Any, grpc.RpcError] = weakref.WeakKeyDictionary()
 
 
-# -- as whom ---------------------------------------------------------------------------------------
+# -- credentials -----------------------------------------------------------------------------------
 
 
 def milvus_credentials(config: ConnectionConfig) -> CredentialProvider | None:
-    """The token of the configuration, as Milvus wants it: in base64."""
+    """Return credentials that send the configuration's token in base64, as Milvus expects it."""
     return TokenCredentials(config.token, encode=_encoded) if config.token else None
 
 
@@ -88,7 +88,7 @@ def _encoded(token: str) -> str:
     return base64.b64encode(token.encode()).decode()
 
 
-# -- what an error means ---------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def milvus_unavailable(error: BaseException) -> bool:
@@ -113,7 +113,7 @@ class _NotPrimary(grpc.RpcError):  # type: ignore[misc]
 
 
 def _not_primary(answer: Any, address: str) -> str:
-    """The reason in an answer of a server that is not the primary, with its address; or ""."""
+    """Return the reason and the address if a server answers that it is not the primary; or ""."""
     reason = getattr(getattr(answer, "status", answer), "reason", "")
     if not isinstance(reason, str) or NOT_PRIMARY not in reason:
         return ""
@@ -121,7 +121,7 @@ def _not_primary(answer: Any, address: str) -> str:
 
 
 def refused_write(error: BaseException) -> str:
-    """What a server that is not the primary has said, if that is what the error is."""
+    """Return the reason if the error comes from a server that is not the primary; or ""."""
     told = error.message if isinstance(error, MilvusException) else ""
     if isinstance(error, grpc.RpcError) and callable(getattr(error, "details", None)):
         told = error.details()
@@ -129,10 +129,10 @@ def refused_write(error: BaseException) -> str:
 
 
 async def may_be_repeated(managed: Any, told: str) -> bool:
-    """Whether a write that was refused so may be made again: there is another primary."""
+    """Whether a write that was refused with this reason may be retried: the primary has moved."""
     _, _, address = told.rpartition(_ANSWERED_BY)
     if _ANSWERED_BY in told and address != managed.address:
-        return True  # an earlier one has answered
+        return True  # the connection has moved since
     return isinstance(managed.strategy, Follower) and await managed.strategy.has_left(
         managed.address
     )
@@ -142,7 +142,7 @@ async def may_be_repeated(managed: Any, told: str) -> bool:
 
 
 async def open_channel(config: ConnectionConfig, credentials: Credentials) -> grpc.Channel:
-    """A channel for threads whose server was greeted."""
+    """Return a `grpc.Channel` over which `Connect` was called."""
     with inside():
         channel = make_channel(config, next(_numbers))
     identity = _Identity(config.address)
@@ -154,7 +154,7 @@ async def open_channel(config: ConnectionConfig, credentials: Credentials) -> gr
 
 
 async def open_aio_channel(config: ConnectionConfig, credentials: Credentials) -> grpc.aio.Channel:
-    """The same for asyncio."""
+    """Return a `grpc.aio.Channel` over which `Connect` was called."""
     identity = _AsyncIdentity(config.address)
     channel = make_aio_channel(config, next(_numbers), interceptors=[identity])
     await _introduce(identity, channel, config, credentials(config))
@@ -164,7 +164,7 @@ async def open_aio_channel(config: ConnectionConfig, credentials: Credentials) -
 
 
 def refusal(channel: Any) -> grpc.RpcError | None:
-    """Why the server did not return our greeting, if it did not."""
+    """Return the error with which the server refused `Connect`, or None."""
     return next((_refusals[lane] for lane in lanes_of(channel) if lane in _refusals), None)
 
 
@@ -180,7 +180,7 @@ async def _introduce(
         answer = await _known(channel, request, credentials)
     except grpc.RpcError as error:
         if error.code() in _REFUSED:
-            # Without its frames: they have the channel, and would keep it for ever.
+            # Without its frames, which reference the channel.
             identity.refusal = error.with_traceback(None)
         elif error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             await close_channel(channel)
@@ -196,7 +196,7 @@ async def _introduce(
 
 
 async def _known(channel: Any, request: Any, credentials: CredentialProvider | None) -> Any:
-    """Greet; with credentials that were refused and know how to refresh, a second time."""
+    """Call `Connect`, and again if the credentials were refused and can be refreshed."""
     try:
         return await _greet(channel, request, await _signed(credentials))
     except grpc.RpcError as error:
@@ -233,7 +233,7 @@ async def _greet(channel: Any, request: Any, metadata: Metadata) -> Any:
 
 
 class _Greeting(NamedTuple):
-    """A call that is the same each time that it is made."""
+    """A `Connect` call with its arguments, in the form that `AwaitableCall` makes calls."""
 
     ask: Any
     request: Any
@@ -244,18 +244,18 @@ class _Greeting(NamedTuple):
 
 
 class _IdentifierInterceptor:
-    """What a channel adds to each call: the number that the server has given us."""
+    """Adds the identifier from `Connect` to the metadata of each call."""
 
     added: Metadata = ()
     refusal: grpc.RpcError | None = None
 
     def __init__(self, address: str) -> None:
         self.address = address
-        #: The channel that was greeted over, once it was; weakly, as errors keep their frames.
+        #: The channel over which `Connect` was called; weakly, because errors keep their frames.
         self.greeted: Callable[[], Any] = lambda: None
 
     def check_connected(self) -> None:
-        """Raise if the connection was lost: gRPC would make another, which has not greeted."""
+        """Raise if the connection was lost: gRPC would open another, without a `Connect` call."""
         if (channel := self.greeted()) is not None and not is_connected(channel):
             del channel
             raise self.lost(f"not sent: the connection to {self.address} was lost")
@@ -272,7 +272,7 @@ class _Identity(_IdentifierInterceptor, grpc.UnaryUnaryClientInterceptor):  # ty
         metadata = (*(client_call_details.metadata or ()), *self.added)
         details = with_details(client_call_details, metadata=metadata)
         outcome = continuation(details, request)
-        # One that goes on (PyMilvus's `_async=True`) tells whoever asks for its result.
+        # The answer of a call in progress (PyMilvus's `_async=True`) is read by its caller.
         over = outcome.done() and outcome.exception() is None
         if over and (reason := _not_primary(outcome.result(), self.address)):
             raise _NotPrimary(reason)
@@ -296,14 +296,14 @@ class _AsyncIdentity(_IdentifierInterceptor, grpc.aio.UnaryUnaryClientIntercepto
             error = self.lost(reason)
         except grpc.aio.AioRpcError as failure:
             error = _without_call(failure)
-        # Not the call: whoever kept the error would keep it with the frames, and a closed channel
-        # goes on dialling as long as somebody has a call that was made over it.
+        # Drop the call: the error's frames would keep it, and a closed channel goes on connecting
+        # while a call over it is referenced.
         del call
         raise error
 
 
 def _without_call(error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """The same error, that did not come through the frames of a call."""
+    """Return a copy of the error without the frames of a call."""
     return grpc.aio.AioRpcError(
         error.code(),
         error.initial_metadata(),
@@ -313,7 +313,7 @@ def _without_call(error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
     )
 
 
-# -- is it well? -----------------------------------------------------------------------------------
+# -- probes ----------------------------------------------------------------------------------------
 
 
 def milvus_probe(channel: Any) -> bool | Awaitable[bool]:

@@ -1,4 +1,4 @@
-"""Which server is the primary: sources of topologies, and what follows them."""
+"""Topologies: which server is the primary, where to fetch that, and how to follow it."""
 
 from ._follower import Follower, source_of
 from ._sources import (

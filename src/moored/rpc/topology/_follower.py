@@ -1,7 +1,6 @@
-"""What follows a topology: where a channel should lead, and when to ask anew.
+"""Follow a topology: choose the member that a channel leads to, and refresh the topology.
 
-What is learned is kept here, the asking is done by a source. It is written once, async: it runs on
-the user's own loop, or on the private one of users of threads.
+It is async: it runs on the user's own loop, or on the private loop thread of managers for threads.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = ["FetchTopology", "Follower", "HandlerFactory", "Managed", "source_of"
 
 log = logging.getLogger("moored.rpc")
 
-#: How long a recovery waits for a fresh topology before it goes on with what is known.
+#: Seconds that a recovery waits for a fresh topology before it uses the known one.
 PATIENCE = 1.0
-#: For how long it is remembered which replicas were tried.
+#: Seconds for which members that were tried are remembered.
 MEMORY = 60.0
 
 HandlerFactory: TypeAlias = Callable[[ConnectionConfig], Any]
@@ -39,33 +38,33 @@ FetchTopology: TypeAlias = TopologySource | Callable[[], Found | Awaitable[Found
 
 
 class Managed(Protocol):
-    """What a strategy looks at in a managed connection."""
+    """What a strategy reads of a managed connection."""
 
     @property
     def handler(self) -> Any:
-        """What is closed at the end."""
+        """The handler, which the strategy closes at the end."""
 
     @property
     def config(self) -> ConnectionConfig:
-        """As the user gave it."""
+        """The user's configuration."""
 
     @property
     def address(self) -> str:
-        """Where the channel in use leads."""
+        """The address of the current channel."""
 
 
 class Follower(TopologyMixin):
-    """What follows a topology; all of it runs on one loop.
+    """Follows a topology, on one event loop.
 
-    :param role: "primary" is the first member that takes writes, "any" the nearest readable one.
-    :param handler_factory: makes a channel; gRPC's own, if it is not given.
-    :param channels: how many of them are used as one, for a server that limits the calls of each.
-    :param fetch_topology: a source, or a function of yours; Milvus's REST interface at the URI,
-        if it is not given.
-    :param latencies: seconds by address, as you have measured them, for "any".
-    :param refresh_every: seconds between two looks at the topology.
-    :param patience: how long a recovery waits for a fresh topology before it goes on with what is
-        known: whoever has the topology must not hold up a primary that has merely restarted.
+    :param role: "primary" is the first writable member, "any" the nearest readable one.
+    :param handler_factory: makes a channel; by default gRPC's own.
+    :param channels: the number of channels to use as one, for a server that limits the calls of
+        each.
+    :param fetch_topology: a source, or a function; by default Milvus's REST interface at the URI.
+    :param latencies: returns measured latencies in seconds, by address, for "any".
+    :param refresh_every: seconds between two regular fetches of the topology.
+    :param patience: how long a recovery waits for a fresh topology before it uses the known one: a
+        slow topology server must not delay the recovery of a primary that has merely restarted.
     """
 
     always_recovers = True
@@ -89,17 +88,17 @@ class Follower(TopologyMixin):
             mistakes.append(f"refresh_every={refresh_every!r} must be more than 0 seconds")
         refuse(type(self).__name__, mistakes)
         self.address: str | None = None
-        #: Called, on the loop, when a newer topology replaces another: `advise` with the address
-        #: in use says whether to move.
+        #: Called on the loop when a newer topology replaces another: `advise` with the address in
+        #: use returns whether to move.
         self.on_change: Callable[[Topology], object] | None = None
-        #: As whom calls are made, and who is told that the topology was refused; a manager gives
-        #: its own. They mean nothing to a source that was given.
+        #: The credentials of calls, and the callback for a topology server that refuses them; set
+        #: by a manager. They are not used with a given source.
         self.credentials: CredentialProvider | None = None
         self.on_refused: Callable[[], object] | None = None
         self._factory = handler_factory
         self._channels = channels
         self._source = None if fetch_topology is None else source_of(fetch_topology)
-        # Whether the source is asked with the token of the credentials.
+        # Whether the source uses the token of the credentials.
         self._follows_token = False
         self._latencies = latencies
         self._refresh_every = refresh_every
@@ -107,7 +106,7 @@ class Follower(TopologyMixin):
         self._clock = clock
         self._recorder = recorder
         self._pacing: SourcePacing | None = None
-        # Who looks at the topology more often than that has said so.
+        # A shorter `refresh_every` also raises the rate limit of fetches.
         self._pace = min(PACE, refresh_every)
         self._tokens: tuple[Callable[[], str], ...] = ()
         self._name = "rpc.topology"
@@ -115,28 +114,28 @@ class Follower(TopologyMixin):
         self._tried_at = float("-inf")
         self._refresher: Refresher | None = None
         self._following: asyncio.Task[None] | None = None
-        # Counted up at the end, so that what began before it does not start anything after it.
+        # Incremented by `_stop`: a fetch that began before it must not start the refresher.
         self._closings = 0
 
     @property
     def trouble(self) -> str:
-        """Why there is no topology so far; "" if nothing is known to be wrong."""
+        """Why there is no topology yet; "" if no failure is known."""
         if self.topology is not None or self._source is None or not self._source.trouble:
             return ""
-        return f"the topology could not be had so far: {self._source.trouble}"
+        return f"the topology could not be fetched so far: {self._source.trouble}"
 
     @property
     def choices(self) -> int:
-        """How many members a connection may lead to."""
+        """The number of members that a connection may lead to."""
         known = self.topology
         if known is None or (self.role == "primary" and not known.equal):
             return 1
         return len(known.primaries if self.role == "primary" else known.readable)
 
-    # -- where to ------------------------------------------------------------------------------
+    # -- the choice of a member ----------------------------------------------------------------
 
     async def _locate(self, config: ConnectionConfig) -> ConnectionConfig:
-        """Where a channel that is made now should lead."""
+        """Return the configuration for a new channel, with the address of the chosen member."""
         closings = self._closings
         token = partial(_token, self.credentials, config)
         if self._source is None:
@@ -162,31 +161,31 @@ class Follower(TopologyMixin):
         chosen = pick(known, self.role, latencies, avoid=self._tried, chance=chance)
         address = address_of(chosen)
         if address in self._tried:
-            # All have been tried: begin again.
+            # All members have been tried: begin again.
             self._tried.clear()
         self._tried.add(address)
         return chosen
 
     def arrived(self, address: str) -> None:
-        """The channel to this member is connected: it need not be avoided, unless it fails."""
+        """Note that the channel to this member is connected: it is not avoided any longer."""
         self._tried.discard(address)
 
     def _forget(self) -> None:
-        """What was tried long ago may well work by now."""
+        """Forget members that were tried long ago: they may work by now."""
         now = self._now()
         if now - self._tried_at > MEMORY:
             self._tried.clear()
         self._tried_at = now
 
     async def _reconsider(self, managed: Managed) -> bool:
-        """The member in use is unreachable: fetch the topology, if that does not take long."""
+        """The member in use is unreachable: fetch the topology, if that is possible soon."""
         self._forget()
         self._tried.add(managed.address)
         if self._source is not None:
             await self._hurry(self._source, managed.address)
         advice = self.advise(managed.address)
         self._record(f"{managed.address} is unavailable: {advice.value}", "info")
-        # The primary that is unchanged may have restarted, and gRPC alone would take seconds.
+        # An unchanged primary may have restarted, and gRPC alone would take seconds to reconnect.
         return True
 
     async def _hurry(self, source: TopologySource, in_use: str) -> None:
@@ -195,7 +194,7 @@ class Follower(TopologyMixin):
         if pacing.last is not None and now - pacing.answered_at < self._pace:
             self._take_quietly(pacing.last)
             if self.advise(in_use) is Advice.MOVE:
-                return  # these are the news that brought us here
+                return  # this topology is what started the recovery
         if pacing.refused(now) and not source.renewed:
             return
         if pacing.distrusted(now) or pacing.rest(self._pace, now) > 0:
@@ -214,7 +213,7 @@ class Follower(TopologyMixin):
             self.hurry()
 
     async def has_left(self, in_use: str) -> bool:
-        """Whether the member at this address is not wanted any more, by a fresh topology."""
+        """Whether a fresh topology no longer wants the member at this address."""
         if self._source is not None:
             await self._hurry(self._source, in_use)
         return self.advise(in_use) is Advice.MOVE
@@ -224,7 +223,7 @@ class Follower(TopologyMixin):
         if self._refresher is not None:
             self._refresher.trigger()
 
-    # -- what is known -------------------------------------------------------------------------
+    # -- fetching the topology -----------------------------------------------------------------
 
     def _pacing_of(self, source: TopologySource) -> SourcePacing:
         if self._pacing is None:
@@ -232,7 +231,7 @@ class Follower(TopologyMixin):
         return self._pacing
 
     async def _learn(self, source: TopologySource) -> None:
-        """Fetch the topology, unless it was fetched a moment ago."""
+        """Fetch the topology, or use the last one if the rate limit allows no fetch now."""
         pacing = self._pacing_of(source)
         if pacing.last is not None and pacing.rest(self._pace, self._now()) > 0:
             self._take(pacing.last)
@@ -251,20 +250,17 @@ class Follower(TopologyMixin):
             pacing.failed(error, self._now())
             failure = self._failure(source, error)
             if isinstance(error, TopologyRefused) and self._follows_token and not source.renewed:
-                self._tell_refused()
+                if self.on_refused is not None:
+                    self.on_refused()
         else:
             self.counters.topology_fetches += 1
             pacing.answered(found, self._pace, self._now())
             return found
-        # Not in the handler: the error that it handles may repeat the token.
+        # Outside of the except clause: the error's context may repeat the token.
         raise failure
 
-    def _tell_refused(self) -> None:
-        if self.on_refused is not None:
-            self.on_refused()
-
     def _failure(self, source: TopologySource, error: Exception) -> Exception:
-        """The error to raise, without the token."""
+        """Return the error to raise, without the token."""
         kept = without_secrets(
             error, [form for tell in self._tokens for form in secrets_of(tell())]
         )
@@ -300,7 +296,7 @@ class Follower(TopologyMixin):
         """Start the task that fetches the topology regularly."""
         if not source.changes or (self._following is not None and not self._following.done()):
             return
-        # Only weakly: a strategy that everybody has forgotten must be able to go.
+        # Weakly, so that an unreferenced strategy can be collected.
         method = weakref.WeakMethod(self._refresh)
 
         async def refresh() -> None:
@@ -340,7 +336,8 @@ class Follower(TopologyMixin):
     def __repr__(self) -> str:
         known = self.topology
         state = "no topology yet" if known is None else f"version {known.version}"
-        return f"<{type(self).__name__} to {self.role}: {state}, at {self.address or 'nobody'}>"
+        where = self.address or "no member"
+        return f"<{type(self).__name__} to {self.role}: {state}, at {where}>"
 
 
 def _token(credentials: CredentialProvider | None, config: ConnectionConfig) -> str:
@@ -354,7 +351,7 @@ def _stands_for(credentials: CredentialProvider | None, config: ConnectionConfig
 
 
 def source_of(given: FetchTopology) -> TopologySource:
-    """A source for a function or a source of the user."""
+    """Return a source for the option `fetch_topology`: a source, or a function."""
     if not isinstance(given, TopologySource) and not callable(given):
         raise ConfigError(
             "fetch_topology must be a function or a source, as HttpTopology is, not "

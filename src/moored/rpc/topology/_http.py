@@ -1,8 +1,9 @@
-"""One GET over HTTP, in a thread of its own, that can be given up at any time.
+"""One HTTP GET in a thread of its own, which can be aborted at any time.
 
-The standard library's client bounds each step (a connect, a read), not the whole: a server that
-sends one byte at a time, or a name server that is silent, would hold it up for as long as they
-like. So whoever waits has the limit, and ends the request by shutting its socket.
+The timeout of the standard library's client applies to each step (a connect, a read), not to the
+whole request: a server that sends one byte at a time, or a name server that does not answer, could
+delay it without limit. So the waiting task has the timeout, and aborts the request by shutting down
+its socket.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ __all__ = ["Answer", "Get", "HttpLocation", "NoHttpAnswer", "place_of"]
 
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
-#: A topology has a few lines; more than this is something else.
+#: The limit for a response, in bytes: a topology has a few lines.
 MAX_BODY = 1 << 20
 MAX_HOPS = 5
-# What may stand in a path as it is; the rest is percent-encoded.
+# The characters of a path that are not percent-encoded.
 _SAFE = "/%:@!$&'()*+,;=~-._"
 
 
@@ -37,7 +38,7 @@ class NoHttpAnswer(Exception):
 
 
 class HttpLocation(NamedTuple):
-    """Where to ask."""
+    """A parsed URL."""
 
     scheme: str
     host: str
@@ -50,7 +51,7 @@ class HttpLocation(NamedTuple):
         return f"{self.scheme}://{host}{port}{self.path}"
 
     def trusts(self, other: HttpLocation) -> bool:
-        """Whether what is meant for this one may go to the other: it is the same server."""
+        """Whether the token for this location may be sent to the other: it is the same server."""
         if other.host != self.host:
             return False
         upgraded = (self.scheme, other.scheme) == ("http", "https") and (
@@ -60,22 +61,22 @@ class HttpLocation(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """An HTTP response."""
 
     status: int
     body: bytes
-    #: Who has answered, after redirects.
+    #: The location that answered, after redirects.
     place: HttpLocation
 
 
 def place_of(url: str) -> HttpLocation:
-    """Take a URL apart; raises `ConfigError`."""
+    """Parse a URL; raise `ConfigError` if it is wrong."""
     wrong = ""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        # Not the error's own text: it may quote a password.
+        # The error's own text is not shown: it may quote a password.
         wrong, host, port = "its host or its port is wrong", None, None
     if not wrong and (parts.scheme not in PORTS or not host):
         wrong = "it must begin with http:// or https:// and name a host"
@@ -87,7 +88,7 @@ def place_of(url: str) -> HttpLocation:
 
 
 class Get:
-    """A request, which begins at once."""
+    """A GET request, which starts at once; its outcome is in `future`."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Get:
 
     def _shut(self) -> None:
         if (connected := self._socket) is not None:
-            # Not the TLS layer's shutdown, which is not for two threads at once.
+            # Not the shutdown of the TLS layer, which is not thread-safe.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
@@ -136,13 +137,13 @@ class Get:
             if self._given_up:
                 raise NoHttpAnswer("the request was aborted")
             connection.request("GET", place.path, headers=self._headers)
-            # Closed by itself: an answer without an end owns the socket, and not the connection.
+            # The response is closed, too: without a length, it owns the socket.
             with contextlib.closing(connection.getresponse()) as answer:
                 body = answer.read(MAX_BODY + 1)
                 target = answer.getheader("location", "")
             if len(body) > MAX_BODY:
                 raise TopologyError(
-                    f"{place} has sent more than {MAX_BODY} bytes: that is not a topology"
+                    f"{place} sent more than {MAX_BODY} bytes: that is not a topology"
                 )
             return answer.status, target, body
         finally:
@@ -158,14 +159,14 @@ class Get:
 
 
 def _redirected(place: HttpLocation, target: str) -> HttpLocation:
-    """Where a redirect leads; elsewhere than to the same server, the token would not be safe."""
+    """Return the target of a redirect; raise if the token must not be sent there."""
     try:
         found = place_of(urljoin(str(place), target))
     except (ConfigError, ValueError):
-        raise TopologyError(f"{place} redirects to nowhere that makes sense") from None
+        raise TopologyError(f"{place} redirects to an invalid URL") from None
     if not place.trusts(found):
         raise TopologyError(
-            f"{place} redirects to {found.scheme}://{found.host}:{found.port}, which is not sent "
-            "the token: if it is right, use its URI"
+            f"refused a redirect from {place} to {found.scheme}://{found.host}:{found.port}, which "
+            "would leak the token: configure that host's URI directly"
         )
     return found

@@ -1,4 +1,4 @@
-"""A function that is called regularly, and sooner when a caller triggers it."""
+"""Call a function regularly, and sooner when a caller triggers it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moored.kernel import Clock, Recorder
 __all__ = ["Refresher"]
 
 EVERY = 300.0
-#: The part of that which is random, so that a fleet does not fetch at once.
+#: The random part of the interval, so that the clients of a fleet do not fetch at the same time.
 JITTER = 0.1
 
 
 class Refresher:
-    """Calls a function again and again; it runs on any loop, and ends when it is told to.
+    """Calls a function regularly, until it is stopped.
 
-    - What the function raises is recorded, and ends nothing.
-    - Any number of triggers while one is waiting are one; after a refresh there is a pause.
+    - An exception of the function is recorded, and the next call is made as usual.
+    - Triggers that come before the next refresh count as one.
     - `trigger` and `stop` may be called from any thread, before, during and after `run`.
 
-    :param refresh: what to do.
-    :param every: seconds between two refreshes, without a trigger.
-    :param pause: seconds from the beginning of a refresh to that of the next that is asked for.
+    :param refresh: the function.
+    :param every: seconds between two refreshes without a trigger.
+    :param pause: seconds from the beginning of a refresh to a refresh that is triggered.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Refresher:
         self._task: asyncio.Task[None] | None = None
         self._wanted = False
         self._stopped = False
-        #: How often it has asked, and how often in vain.
+        #: The number of refreshes, and of failed ones.
         self.refreshes = 0
         self.failures = 0
 
@@ -77,7 +77,7 @@ class Refresher:
         self._tell()
 
     def stop(self) -> None:
-        """End, and give up a refresh that is under way; returns at once."""
+        """End `run`, and cancel a refresh in progress; return at once."""
         self._stopped = True
         self._tell()
 

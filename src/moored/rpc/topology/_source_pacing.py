@@ -1,10 +1,10 @@
-"""When a source of topologies is asked: once at a time for all, and not too often.
+"""Rate-limit the queries to a topology source: one at a time for all connections.
 
-During an outage each attempt to connect gives reason to ask, several times a second, for each
-connection. A source answers about once a second at most; the first failure after a quiet time asks
-at once all the same, so that a primary that has moved is found without delay.
+During an outage each attempt to connect would query the source, several times a second, for each
+connection. A source is queried about once a second at most. After a quiet period the first failure
+queries it without a delay, so that a primary that has moved is found at once.
 
-It is for one source and one loop, however many connections follow it.
+There is one `SourcePacing` for each source and loop, however many connections follow the source.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ._topology import Topology
 
 __all__ = ["PACE", "SourcePacing"]
 
-#: Seconds for each answer in the long run, and how many may come at once after a quiet time.
+#: Seconds between queries in the long run, and the number of queries at once after a quiet period.
 PACE, BURST = 1.0, 2.0
-#: How early a timer may fire, as uvloop's do, and more.
+#: A tolerance for timers that fire early, as uvloop's do, in seconds.
 EARLY = 0.002
-#: For how long after a failure nobody waits for an answer.
+#: Seconds after a failure during which recoveries do not wait for the source.
 DISTRUST = 10.0
-#: The same after the token was refused, which also keeps others from asking: it grows to this.
+#: The longest period after a refused token during which the source is not queried at all.
 REFUSED = 300.0
 
 _Loops = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "SourcePacing"]
@@ -50,51 +50,51 @@ class SourcePacing:
 
     @classmethod
     def of(cls, source: TopologySource, clock: Clock | None = None) -> SourcePacing:
-        """That of a source, on the running loop."""
+        """Return the one for a source, on the running loop."""
         try:
-            # Without a lock, which a fork could copy: each of these is one step.
+            # Without a lock, which a fork could copy: each `setdefault` is atomic.
             loops = cls._all.setdefault(source, weakref.WeakKeyDictionary())
             return loops.setdefault(asyncio.get_running_loop(), cls(clock))
-        except TypeError:  # one of the user's that cannot be told from others
+        except TypeError:  # a user's source that is not hashable or not weakly referable
             return cls(clock)
 
     async def ask(self, fetch: Callable[[], Awaitable[Topology]]) -> Topology:
         """Query the source, once for all concurrent callers."""
         return await self._flight.do("topology", fetch)
 
-    # -- what came of it -----------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------
 
     def answered(self, found: Topology, pace: float, now: float) -> None:
-        """The source has returned a topology."""
+        """Note that the source has returned a topology."""
         self._left = self._tokens(pace, now) - 1.0
         self.last, self.answered_at = found, now
         self._failed_at = self._distrusted_until = self._refused_until = float("-inf")
         self._refusals.succeed()
 
     def failed(self, error: Exception | None, now: float) -> None:
-        """The source has failed; without an error, it was too slow."""
+        """Note that the source has failed; without an error, that it was too slow."""
         self._failed_at = now
         self._distrusted_until = now + DISTRUST
         if isinstance(error, TopologyRefused):
             self._refused_until = self._distrusted_until = now + self._refusals.fail()
 
-    # -- whether to ask again ------------------------------------------------------------------
+    # -- when to query again -------------------------------------------------------------------
 
     def rest(self, pace: float, now: float) -> float:
-        """Seconds until the next query; a timer that fires a little early counts as due."""
+        """Return the seconds until the next query; 0 also if a timer fired a little early."""
         rest = (1.0 - self._tokens(pace, now)) * pace
         return rest if rest > EARLY else 0.0
 
     def pause(self, pace: float, now: float) -> float:
-        """Seconds until a source that has just failed may be queried again."""
+        """Return the seconds until a source that has just failed may be queried again."""
         return max(0.0, self._failed_at + pace - now)
 
     def distrusted(self, now: float) -> bool:
-        """Whether the source has failed lately: callers do not wait for it."""
+        """Whether the source has failed recently: recoveries do not wait for it."""
         return now < self._distrusted_until
 
     def refused(self, now: float) -> bool:
-        """Whether the source has refused the token lately: it is not queried."""
+        """Whether the source has refused the token recently: it is not queried."""
         return now < self._refused_until
 
     def _tokens(self, pace: float, now: float) -> float:

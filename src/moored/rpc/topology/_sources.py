@@ -1,7 +1,7 @@
-"""Where a topology comes from: Milvus's REST interface, a fixed list, DNS, or a function of yours.
+"""Topology sources: Milvus's REST interface, a fixed list, DNS, or a function.
 
-`fetch` never blocks the loop, and ends within its timeout whatever the other side does. It raises
-`TopologyError`, or a `ConfigError` where no retry can help.
+`fetch` never blocks the loop, and always ends within its timeout. It raises `TopologyError`, or
+`ConfigError` where no retry can help.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ T = TypeVar("T")
 PATH = "/global-cluster/topology"
 TIMEOUT = 10.0
 ATTEMPTS = 3
-#: So many tokens are remembered, to be hidden where a server repeats them.
+#: The number of tokens to remember, to hide them where a server repeats them.
 KEPT = 8
 
-#: What a function of the user's may return: a topology, or who is there now.
+#: What a user's function may return: a topology, or the current members.
 Found: TypeAlias = Topology | Iterable[Member | str]
 
 
 class TopologySource(ABC):
     """A source of topologies."""
 
-    #: Whether it is worth asking again.
+    #: Whether the topology may change, so that it is fetched regularly.
     changes = True
-    #: Whether it has another token by now than the one that was refused last.
+    #: Whether the token has changed since it was refused.
     renewed = False
-    #: Why it could not be had so far, while it is being asked for.
+    #: Why the fetch in progress has not succeeded yet.
     trouble = ""
 
     @abstractmethod
@@ -80,16 +80,17 @@ class TopologySource(ABC):
 class HttpTopology(TopologySource):
     """Milvus's REST interface: `GET {uri}/global-cluster/topology`.
 
-    What fails on the way is tried again, three times in all; what the server refuses (a code
-    other than 0, the token) is not. A redirect is followed only to the same server: the token goes
-    to no other.
+    A failed request is retried, up to three attempts in all; an answer that refuses (a code other
+    than 0, or a refused token) is not. A redirect is followed only to the same server: the token is
+    sent to no other.
 
-    :param uri: of the service; https, if it does not say. A name and password in it are not used.
-    :param token: sent as `Authorization: Bearer`; none is sent if it is empty. One that changes is
-        given as a function, which is called for each request and must not wait.
-    :param timeout: how long one attempt may take.
-    :param ca: the authorities to trust, as PEM or the path of a file, if not the system's.
-    :param sleep: how to wait between attempts, for tests.
+    :param uri: the URI of the service; https if it has no scheme. A user name and password in it
+        are not used.
+    :param token: sent as `Authorization: Bearer`, unless it is empty. A function, for a token that
+        changes, is called for each request and must not wait.
+    :param timeout: the timeout of one attempt, in seconds.
+    :param ca: the trusted authorities, as PEM or a file path; by default the system's.
+    :param sleep: waits between attempts; for tests.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class HttpTopology(TopologySource):
         if not callable(token):
             _sendable(token)
         self._place = place_of(_url(uri))
-        # What was sent lately, and what was refused.
+        # The recently sent tokens, and the refused one.
         self._sent: deque[str] = deque(maxlen=KEPT)
         self._refused: str | None = None
         self._timeout = timeout
@@ -118,10 +119,10 @@ class HttpTopology(TopologySource):
 
     @classmethod
     def of(cls, config: ConnectionConfig, **options: Any) -> HttpTopology:
-        """The one that a configuration means.
+        """Return the source for a configuration.
 
-        It is asked at the root, as a path names a database; if `global-cluster` is a part of the
-        path, under what stands before that.
+        The request goes to the root, because a path names a database; if the path has a part
+        `global-cluster`, it goes below the parts before that.
         """
         parts = split_uri(config.uri)
         origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -130,12 +131,12 @@ class HttpTopology(TopologySource):
 
     @property
     def renewed(self) -> bool:  # type: ignore[override]
-        """Whether it has another token by now than the one that was refused last."""
+        """Whether the token has changed since it was refused."""
         if self._refused is None:
             return False
         try:
             return self._token_now() != self._refused
-        except Exception:  # who asks is told
+        except Exception:  # the next `fetch` raises it
             return False
 
     async def fetch(self, timeout: float | None = None) -> Topology:
@@ -171,7 +172,7 @@ class HttpTopology(TopologySource):
         )
 
     def _token(self) -> str:
-        """What to send now."""
+        """Return the token to send, and remember it."""
         token = _sendable(self._token_now())
         if token and token not in self._sent:
             self._sent.append(token)
@@ -181,7 +182,7 @@ class HttpTopology(TopologySource):
         headers = {"Accept": b"application/json"}
         if token:
             headers["Authorization"] = b"Bearer " + token.encode()
-        # Made in the thread: to load the authorities takes a while.
+        # The TLS context is made in the thread: loading the authorities takes a while.
         return Get(self._place, headers, timeout=self._timeout, context=lambda: self._context)
 
     @cached_property
@@ -212,11 +213,11 @@ class HttpTopology(TopologySource):
             return parse_topology(body)
         except TopologyError as error:
             wrong = str(error)
-        # Not in the handler: the error that it handles may repeat the token.
+        # Outside of the except clause: the error's context may repeat the token.
         raise TopologyError(f"{answer.place}: {self._hidden(wrong)}")
 
     def _hidden(self, text: str) -> str:
-        """A server may repeat what it was sent."""
+        """Return the text without tokens: a server may repeat them."""
         return hidden(text, tuple(self._sent))
 
     def __repr__(self) -> str:
@@ -242,7 +243,7 @@ def _url(uri: str) -> str:
 
 
 class StaticTopology(TopologySource):
-    """A list that does not change.
+    """A fixed list of members.
 
     :param members: endpoints, the primary first, or members with their capabilities.
     """
@@ -261,10 +262,10 @@ class StaticTopology(TopologySource):
 
 
 class _VersionCounter:
-    """Numbers for those who have no versions: one more whenever the members are others.
+    """Numbers the topologies of a source without versions: one more whenever the members change.
 
-    Who was there keeps its place, and newcomers go to the end: a primary is left only if it is
-    gone, not because the list was written in another order.
+    Known members keep their places, and new ones go to the end: the primary changes only if it has
+    gone, not because the source lists its members in another order.
     """
 
     def __init__(self) -> None:
@@ -276,7 +277,7 @@ class _VersionCounter:
 
     def of(self, members: tuple[Member, ...]) -> Topology:
         if self._pid != os.getpid():
-            self._begin()  # somebody may have held it when this process was forked
+            self._begin()  # a thread may have held the lock when this process was forked
         with self._lock:
             if set(members) != set(self._last.members):
                 staying = [each for each in self._last.members if each in members]
@@ -286,12 +287,12 @@ class _VersionCounter:
 
 
 class DnsTopology(TopologySource):
-    """All addresses that a name has now; each may be written to, and all are as good.
+    """The addresses of a DNS name; all are writable and equivalent.
 
-    A connection goes to any of them, and to another one when that fails.
+    A connection goes to a random one, and to another one when that fails.
 
-    :param resolve: how to look a name up, for tests and other name services: gets the host and
-        the port, returns addresses.
+    :param resolve: returns the addresses for a host and a port, for tests and for other name
+        services; by default `socket.getaddrinfo`.
     """
 
     def __init__(
@@ -338,11 +339,11 @@ def _look_up(host: str, port: int) -> list[str]:
 
 
 class CallableTopology(TopologySource):
-    """A function of yours, plain (it is called in a thread, so it may block) or async.
+    """A user's function, plain (it is called in a thread, so it may block) or async.
 
-    It returns a `Topology`, or just the members or endpoints that there are now: those are
-    numbered here, with a new version whenever they change. Their order is no change: who is the
-    primary is said by the capabilities of members, or by naming nobody else.
+    It returns a `Topology`, or the current members or endpoints, which get a new version whenever
+    they change. Another order is no change: mark the primary by the capabilities of the members, or
+    return the primary alone.
     """
 
     def __init__(

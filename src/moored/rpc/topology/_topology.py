@@ -1,11 +1,11 @@
-"""Who is in a cluster of clusters, and which member calls go to.
+"""The members of a global cluster, and the choice of the one that calls go to.
 
-It does no I/O: `_sources` asks, this decides. Invariants:
+It does no I/O: `_sources` fetches topologies. Invariants:
 
-- only a newer version replaces what is known;
-- a topology that cannot be used (nobody is writable, an address makes no sense) replaces nothing;
-- whether to move is decided by the address *in use*, not by what was known before: a refresh may
-  have learned of the new primary long before the old one fails.
+- only a newer version replaces the known topology;
+- an unusable topology (no writable member, an invalid address) replaces nothing;
+- whether to move depends on the address *in use*, not on the previous topology: a refresh may have
+  reported the new primary long before the old one fails.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
     "pick",
 ]
 
-#: Which member is wanted: the one that takes writes, or the nearest that can be read.
+#: The wanted member: the writable one, or the nearest readable one.
 Role = Literal["primary", "any"]
 
-#: Where a member is if Milvus's answer does not say it.
+#: The port of members without a port in Milvus's answer.
 MILVUS_PORT = 19530
-#: How much of a server's own words is repeated.
+#: The number of characters of a server's message that an error quotes.
 MAX_WORDS = 200
 
 
@@ -61,49 +61,49 @@ class Member:
     endpoint: str
     #: Bits of `Capability`; unknown ones are kept.
     capability: int = Capability.PRIMARY
-    #: The name in its certificate, where the endpoint is a bare address.
+    #: The name in its certificate, if the endpoint is an IP address.
     server_name: str = ""
 
     @property
     def readable(self) -> bool:
-        """Whether it answers reads."""
+        """Whether the member accepts reads."""
         return bool(self.capability & Capability.READABLE)
 
     @property
     def writable(self) -> bool:
-        """Whether it takes writes."""
+        """Whether the member accepts writes."""
         return bool(self.capability & Capability.WRITABLE)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The members at one time; a higher version is a later time."""
+    """The members at one time; a higher version is newer."""
 
     version: int
     members: tuple[Member, ...]
-    #: Whether the members that take writes are all as good (the addresses of one name, say): then
-    #: each of them may stand for the primary.
+    #: Whether all writable members are equivalent (the addresses of one DNS name, for instance), so
+    #: that each may serve as the primary.
     equal: bool = False
 
     @property
     def primary(self) -> Member:
-        """The first member that takes writes; raises `TopologyError` if there is none."""
+        """The first writable member; raises `TopologyError` if there is none."""
         for member in self.members:
             if member.writable:
                 return member
         raise TopologyError(
             f"version {self.version} of the topology has no primary: {self._listed()}; "
-            "what was known before is kept until one is chosen"
+            "the previous topology is kept until there is one"
         )
 
     @property
     def primaries(self) -> tuple[Member, ...]:
-        """The members that take writes; more than one mean something only if they are equal."""
+        """The writable members; those after the first are used only if `equal` is set."""
         return tuple(member for member in self.members if member.writable)
 
     @property
     def readable(self) -> tuple[Member, ...]:
-        """The members that answer reads."""
+        """The readable members."""
         return tuple(member for member in self.members if member.readable)
 
     def _listed(self) -> str:
@@ -113,7 +113,7 @@ class Topology:
 
 
 class Advice(Enum):
-    """What to do with a connection, given where it leads."""
+    """What to do with a connection, given its address."""
 
     MOVE = "the member in use is not the one that is wanted"
     RECONNECT = "the member in use is the one that is wanted: only a new connection may help"
@@ -121,12 +121,12 @@ class Advice(Enum):
 
 
 def parse_topology(answer: Any) -> Topology:
-    """Read Milvus's answer; raises `TopologyError` that names what is wrong with it."""
+    """Parse Milvus's answer; raise a `TopologyError` that names the wrong field."""
     body = _field(answer, "the answer", dict)
     code = body.get("code", 0)
     if code != 0:
         words = str(body.get("message") or "no reason was given")[:MAX_WORDS]
-        raise TopologyError(f"the server refused to tell the topology: {words} (code {code!r})")
+        raise TopologyError(f"the server did not return the topology: {words} (code {code!r})")
     data = _field(body.get("data"), "data", dict)
     clusters = _field(data.get("clusters"), "data.clusters", list)
     members = tuple(_member(each, f"data.clusters[{n}]") for n, each in enumerate(clusters))
@@ -143,7 +143,7 @@ def _member(entry: Any, where: str) -> Member:
 
 
 def _with_port(endpoint: str) -> str:
-    """Milvus's own port, if it names none; one that is wrong is left to who uses it."""
+    """Add Milvus's port to an endpoint without one; an invalid endpoint is left as it is."""
     parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
     place = parts.netloc.rpartition("@")[2].rpartition("]")[2]
     if parts.scheme == "https" or ":" in place or not parts.netloc or parts.path.strip("/"):
@@ -162,7 +162,7 @@ def _field(value: Any, where: str, kind: type) -> Any:
 
 
 def _number(value: Any, where: str) -> int:
-    # Milvus writes its version as text.
+    # Milvus sends its version as a string.
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -177,7 +177,7 @@ def _number(value: Any, where: str) -> int:
 
 
 def address_of(member: Member) -> str:
-    """Where a member is, as "host:port": 443 for https, 80 otherwise, if no port is given."""
+    """Return "host:port" of a member; without a port, it is 443 for https, and 80 otherwise."""
     return _config_of(member).address
 
 
@@ -192,10 +192,10 @@ def _config_of(member: Member) -> ConnectionConfig:
 
 
 def config_for(config: ConnectionConfig, member: Member) -> ConnectionConfig:
-    """The configuration with which to connect to a member.
+    """Return the configuration with which to connect to a member.
 
-    It is encrypted if the endpoint says https, or if the configuration is: an answer never turns
-    TLS off. What the user chose with `secure` goes before both.
+    TLS is used if the endpoint is https, or if the configuration uses TLS: a topology never turns
+    TLS off. The user's option `secure` overrides both.
     """
     found = _config_of(member)
     options = dict(config.options)
@@ -217,16 +217,16 @@ def pick(
     avoid: Collection[str] = (),
     chance: Random | None = None,
 ) -> Member:
-    """The member that calls go to; raises `TopologyError` if there is none.
+    """Return the member that calls go to; raise `TopologyError` if there is none.
 
-    For "any", it is the readable one with the lowest latency; those that were not measured come
-    after those that were, in the order of the topology. Of several primaries that are equal it is
-    any, so that not everybody goes to the same.
+    For "any", it is the readable member with the lowest latency; members without a measurement come
+    last, in the order of the topology. Of several equal primaries it is a random one, so that
+    clients spread over them.
 
     :param latencies: seconds, by address.
-    :param avoid: addresses that were tried without success; they are taken only if there is no
-        other. It means nothing for the primary, unless there are several that are equal.
-    :param chance: chooses among those that are equal; without it, it is the first.
+    :param avoid: addresses that were tried without success; they are chosen only if there is no
+        other. A single primary is always chosen.
+    :param chance: chooses among equal primaries; without it, the first is chosen.
     """
     if role == "primary" and not topology.equal:
         return topology.primary
@@ -243,26 +243,26 @@ def pick(
 
 
 class TopologyMixin:
-    """What a strategy knows of the topology; without I/O, and safe to use from several threads."""
+    """The known topology of a strategy: no I/O, thread-safe."""
 
     def __init__(self, role: Role = "primary") -> None:
         if role not in ("primary", "any"):
             raise ConfigError(f"role={role!r} is not known: use 'primary' or 'any'")
         self.role: Role = role
-        #: Where it is counted how often the topology was asked for; a manager gives its own.
+        #: The counters of topology fetches; a manager sets its own.
         self.counters = Counters()
         self._accepting = threading.Lock()
         self._known: Topology | None = None
 
     @property
     def topology(self) -> Topology | None:
-        """The newest that could be used."""
+        """The newest usable topology."""
         return self._known
 
     def accept(self, topology: Topology) -> bool:
-        """Take a topology in; returns whether it was newer than what is known.
+        """Replace the known topology by a newer one; return whether it was newer.
 
-        One that is newer, but cannot be used, raises `TopologyError` and changes nothing.
+        A newer topology that is unusable raises `TopologyError` and changes nothing.
         """
         with self._accepting:
             known = self._known
@@ -274,7 +274,7 @@ class TopologyMixin:
             return True
 
     def advise(self, in_use: str) -> Advice:
-        """What to do with a connection that leads to this address."""
+        """Return what to do with a connection to this address."""
         known = self._known
         if known is None:
             return Advice.UNKNOWN
