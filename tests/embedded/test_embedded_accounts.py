@@ -19,7 +19,7 @@ import pytest
 from tests.embedded.support import as_root, sql
 
 import moored
-from moored.embedded import BinariesNotFound, EmbeddedError, SyncEmbeddedPostgres, _reach
+from moored.embedded import BinariesNotFound, EmbeddedError, SyncEmbeddedPostgres, _binaries_copy
 from moored.embedded._account import Account
 from moored.embedded._binaries import Binaries
 from moored.embedded._directory import Directory
@@ -41,7 +41,7 @@ def outside() -> Iterator[Path]:
 def caches(outside: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Two places for copies of binaries, instead of the machine's own."""
     places = (outside / "first", outside / "second")
-    monkeypatch.setattr(_reach, "CACHES", places)
+    monkeypatch.setattr(_binaries_copy, "CACHES", places)
     return places
 
 
@@ -89,7 +89,8 @@ def test_root_may_name_the_user(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize(
-    ("name", "text"), [("no such user", "there is no user"), ("root", "refuses to run as root")]
+    ("name", "text"),
+    [("no such user", "this machine has no user"), ("root", "refuses to run as root")],
 )
 def test_run_as_root_or_an_unknown_user_is_refused(name: str, text: str) -> None:
     with pytest.raises(EmbeddedError, match=text):
@@ -129,7 +130,7 @@ def test_binaries_below_a_closed_directory(closed: Path, caches: tuple[Path, Pat
     told.clear()
     with SyncEmbeddedPostgres(bin_dir=bin_dir(closed), on_progress=told.append) as pg:
         assert pg.running
-    assert told[0].startswith("making")
+    assert told[0].startswith("creating")
 
 
 @as_root
@@ -137,11 +138,11 @@ def test_an_environment_below_a_closed_directory(closed: Path, outside: Path) ->
     shutil.copytree(Path(moored.__file__).parent, closed / "moored")
     program = """
 import sys
-from moored.embedded import SyncEmbeddedPostgres, _reach
+from moored.embedded import SyncEmbeddedPostgres, _binaries_copy
 from pathlib import Path
-_reach.CACHES = (Path(sys.argv[1]),)
+_binaries_copy.CACHES = (Path(sys.argv[1]),)
 with SyncEmbeddedPostgres() as pg:
-    print(_reach.__file__, pg.bin_dir, pg.version)
+    print(_binaries_copy.__file__, pg.bin_dir, pg.version)
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(outside / "cache")],
@@ -166,7 +167,7 @@ def test_makers_of_a_copy_do_not_disturb_each_other(
     copies: list[Binaries] = []
 
     def make() -> None:
-        copies.append(_reach.reachable(binaries, nobody))
+        copies.append(_binaries_copy.accessible_binaries(binaries, nobody))
 
     threads = [threading.Thread(target=make) for _ in range(3)]
     for thread in threads:
@@ -185,11 +186,11 @@ def test_a_cache_that_others_can_write_is_not_used(closed: Path, caches: tuple[P
     nobody = Account("nobody", NOBODY, NOBODY)
     caches[0].mkdir()
     os.chown(caches[0], NOBODY, NOBODY)
-    copy = _reach.reachable(binaries, nobody)
+    copy = _binaries_copy.accessible_binaries(binaries, nobody)
     assert copy.bin_dir.is_relative_to(caches[1])
     os.chown(caches[1], NOBODY, NOBODY)
-    with pytest.raises(BinariesNotFound, match="there is no place for a copy"):
-        _reach.reachable(binaries, nobody)
+    with pytest.raises(BinariesNotFound, match="no directory for a copy can be used"):
+        _binaries_copy.accessible_binaries(binaries, nobody)
 
 
 @as_root
@@ -199,7 +200,9 @@ def test_a_link_in_the_place_of_the_cache_is_not_followed(
     victim = outside / "victim"
     victim.mkdir(mode=0o700)
     caches[0].symlink_to(victim)
-    copy = _reach.reachable(Binaries.at(bin_dir(closed)), Account("nobody", NOBODY, NOBODY))
+    copy = _binaries_copy.accessible_binaries(
+        Binaries.at(bin_dir(closed)), Account("nobody", NOBODY, NOBODY)
+    )
     assert copy.bin_dir.is_relative_to(caches[1])
     assert stat.S_IMODE(victim.stat().st_mode) == 0o700
 
@@ -237,7 +240,7 @@ def test_only_root_may_choose_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_data_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EmbeddedError, match="cannot be made: Not a directory"):
+    with pytest.raises(EmbeddedError, match="cannot be created: Not a directory"):
         SyncEmbeddedPostgres(tmp_path / "file" / "pg").start()
 
 
@@ -282,7 +285,9 @@ def test_an_unprivileged_user_needs_nothing(outside: Path) -> None:
     home = outside / "home"
     home.mkdir()
     os.chown(home, NOBODY, NOBODY)
-    binaries = _reach.reachable(Binaries.from_wheel(), Account("nobody", NOBODY, NOBODY))
+    binaries = _binaries_copy.accessible_binaries(
+        Binaries.from_wheel(), Account("nobody", NOBODY, NOBODY)
+    )
     done = subprocess.run(
         [python, "-W", "error", "-c", AS_NOBODY, str(binaries.bin_dir), str(home)],
         env={"PYTHONPATH": str(outside / "source"), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -297,7 +302,7 @@ def test_an_unprivileged_user_needs_nothing(outside: Path) -> None:
     assert done.stderr == ""
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["uid"] == NOBODY
-    assert "/moored-nobody cannot be made: Permission denied" in report["not writable"]
+    assert "/moored-nobody cannot be created: Permission denied" in report["not writable"]
     assert "/readonly cannot be written to: Permission denied" in report["read-only"]
     place = f"{home}/state/moored/postgres"
     assert report["run 1"] == report["run 2"] == [NOBODY, place]

@@ -121,7 +121,7 @@ def test_a_data_directory_of_postgres_itself_is_pointed_out(place: Path) -> None
 def test_a_directory_with_other_files_is_refused_and_left_alone(place: Path) -> None:
     (place / "data").mkdir(parents=True)
     (place / "data" / "letters").write_text("dear")
-    with pytest.raises(EmbeddedError, match="is not empty, and holds no data of PostgreSQL"):
+    with pytest.raises(EmbeddedError, match="is not empty, and has no data of PostgreSQL"):
         Kept(place).start()
     assert (place / "data" / "letters").read_text() == "dear"
 
@@ -317,7 +317,7 @@ def test_a_pid_that_another_program_has_by_now_is_no_server(place: Path) -> None
             stale.write_text("\n".join([str(other.pid), *lines[1:]]) + "\n")
             pg.start()
             assert sql(pg.url, "select 1") == [(1,)]
-            assert any(f"pid {other.pid} of the last server belongs" in text for text in told)
+            assert any(f"pid {other.pid} of the last server now belongs" in text for text in told)
         finally:
             other.kill()
             other.wait()
@@ -367,7 +367,7 @@ def test_a_broken_data_directory_shows_the_log(place: Path) -> None:
     with Kept(place):
         pass
     (place / "data" / "global" / "pg_control").unlink()
-    with pytest.raises(EmbeddedError, match=r"(?s)as it started.*pg_control") as caught:
+    with pytest.raises(EmbeddedError, match=r"(?s)during its start.*pg_control") as caught:
         Kept(place).start()
     assert "pg_control" in caught.value.log
 

@@ -92,7 +92,7 @@ SyncEmbeddedPostgres(sys.argv[1], on_progress=told).start()
 """
     with owner(program, str(tmp_path / "pg")) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("making the data directory")
+        assert process.stdout.readline().startswith("creating the data directory")
         until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 3, "initdb")
         everything = family(process.pid)
         process.kill()

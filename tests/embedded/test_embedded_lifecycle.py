@@ -154,7 +154,7 @@ async def test_waiting_for_the_end_can_be_given_up() -> None:
         waiting = asyncio.create_task(pg.wait_ended())
         await asyncio.sleep(0)
         await pg.stop()
-        assert str(await waiting) == "the server ended as asked, with status 0"
+        assert str(await waiting) == "the server ended as requested, with status 0"
         assert await pg.wait_ended() == await waiting
 
 
@@ -216,7 +216,7 @@ async def test_on_progress_is_called_on_the_loop(tmp_path: Path) -> None:
     async with pg:
         pass
     first = list(told)
-    assert [text.split()[0] for text in first] == ["making", "starting", "ready", "stopping"]
+    assert [text.split()[0] for text in first] == ["creating", "starting", "ready", "stopping"]
     assert f"PostgreSQL {pg.version} on 127.0.0.1:{pg.port}" in first[1]
     told.clear()
     async with pg:
@@ -232,7 +232,7 @@ async def test_on_progress_is_called_on_the_loop(tmp_path: Path) -> None:
 
 
 async def test_a_slow_start_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "_NEWS", 0.05)
+    monkeypatch.setattr(_launch, "_PROGRESS_INTERVAL", 0.05)
     told: list[str] = []
     async with EmbeddedPostgres(on_progress=told.append):
         pass

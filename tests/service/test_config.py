@@ -33,7 +33,7 @@ def test_the_default_config_is_local_and_embedded() -> None:
     assert config.is_local
     assert config.is_embedded
     assert config.admin_token is None
-    assert repr(config) == "<Config as by default>"
+    assert repr(config) == "<Config defaults>"
 
 
 def test_the_command_line_goes_before_the_environment_and_that_before_the_file() -> None:
@@ -68,10 +68,10 @@ def test_all_mistakes_of_all_sources_are_told_at_once_with_their_names() -> None
         "data_dri in moored.toml: there is no such setting; did you mean data_dir?",
         "MOORED_PROT: there is no such variable; did you mean MOORED_PORT?",
         "--port: 'abc' is not a port: give a number from 0 to 65535",
-        "database_wait in moored.toml: -1 must be more than 0 seconds and have an end",
+        "database_wait in moored.toml: -1 must be more than 0 seconds, and finite",
         "MOORED_LOG_LEVEL: 'loud' is not known: choose debug, info, warning or error",
-        "host in moored.toml: other machines can reach 0.0.0.0, and there is no admin token to "
-        "keep them out: set MOORED_ADMIN_TOKEN, or listen on 127.0.0.1",
+        "host in moored.toml: other machines can reach 0.0.0.0, which requires an admin "
+        "token: set MOORED_ADMIN_TOKEN, or listen on 127.0.0.1",
     ]
 
 
@@ -112,9 +112,7 @@ def test_an_address_that_is_not_loopback_needs_a_token(host: str) -> None:
 def test_a_replication_url_belongs_to_a_database_url() -> None:
     url = "postgresql://app@db/orders"
     (found,) = mistakes({"replication_url": url})
-    assert found == (
-        "--replication-url: there is no database URL that it belongs to: set DATABASE_URL"
-    )
+    assert found == ("--replication-url: it requires a database URL: set DATABASE_URL")
     both = load({"replication_url": url}, {"DATABASE_URL": url})
     assert both.replication_url == url
 
@@ -130,9 +128,9 @@ def test_a_replication_url_belongs_to_a_database_url() -> None:
         ("port", True, "True is not a port"),
         ("postgres_port", "-1", "-1 is not a port"),
         ("database_wait", "0", "more than 0 seconds"),
-        ("database_wait", "inf", "have an end"),
+        ("database_wait", "inf", "and finite"),
         ("database_wait", "soon", "not a number of seconds"),
-        ("stream_id", "Orders", "use 1 to 40 small letters"),
+        ("stream_id", "Orders", "use 1 to 40 lower-case letters"),
         ("pool_size", "0", "0 is too few"),
         ("pool_size", "many", "'many' is not a number"),
         ("pool_size", 2.5, "2.5 is not a number"),

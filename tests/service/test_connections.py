@@ -107,7 +107,7 @@ async def test_a_websocket_over_which_nothing_is_sent_is_not_closed(
 async def test_idle_connections_make_room_for_those_who_ask(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_connections, "MOST", 5)
+    monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 5)
     async with house() as it, AsyncExitStack() as stack:
         lines = [await stack.enter_async_context(line(it, b"GET ")) for _ in range(20)]
         for _ in range(3):
@@ -116,13 +116,13 @@ async def test_idle_connections_make_room_for_those_who_ask(
             assert await rest_of(reader) == b""
         told = [each for each in caplog.records if each.name == "moored.http"]
         assert len(told) == 1
-        assert "5 HTTP connections are open" in told[0].getMessage()
+        assert "the limit of 5 HTTP connections is reached" in told[0].getMessage()
 
 
 async def test_the_newest_is_refused_if_all_others_are_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_connections, "MOST", 2)
+    monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 2)
     async with house() as it, AsyncExitStack() as stack:
         request = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
         for _ in range(2):
@@ -135,7 +135,7 @@ async def test_the_newest_is_refused_if_all_others_are_busy(
 async def test_half_sent_forms_make_room_for_those_who_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_connections, "MOST", 5)
+    monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 5)
     async with house(Config(port=0, admin_token="correct-horse")) as it, AsyncExitStack() as stack:
         lines = [await stack.enter_async_context(line(it, FORM)) for _ in range(20)]
         assert (await it.client.get("/v1/health")).status_code == 202

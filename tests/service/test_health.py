@@ -12,7 +12,7 @@ import pytest
 from moored.kernel import Condition
 from moored.postgres import Health
 from moored.service import HTTP, Status
-from moored.service._health import Board, worst
+from moored.service._health import PartHealth, worst
 
 pytestmark = pytest.mark.pure
 
@@ -43,18 +43,18 @@ def test_the_worst_one_counts_and_its_code_is_never_better() -> None:
 
 
 def test_the_health_of_a_part_that_reports_none_follows_its_conditions() -> None:
-    board = Board({"lamp": ("lit", "warm"), "http": ("ready",)})
+    health = PartHealth({"lamp": ("lit", "warm"), "http": ("ready",)})
     some = conditions(lit=True, warm=False, ready=True)
-    assert board.words(some) == {"lamp": "starting", "http": "active"}
-    assert board.status(some) == "starting"
-    assert board.status(conditions(lit=True, warm=True, ready=True)) == "active"
+    assert health.states(some) == {"lamp": "starting", "http": "active"}
+    assert health.status(some) == "starting"
+    assert health.status(conditions(lit=True, warm=True, ready=True)) == "active"
 
 
 def test_the_health_that_a_part_reports_overrides_its_conditions() -> None:
-    board = Board({"lamp": ("lit",), "http": ("ready",)})
-    assert board.say("lamp", "waiting") == ("lit",)
-    assert board.status(conditions(lit=False, ready=True)) == "waiting"
-    assert board.status(conditions(lit=False, ready=False)) == "starting"
-    board.say("lamp", "failed")
-    assert board.status(conditions(lit=False, ready=False)) == "failed"
-    assert repr(board) == "<Board: lamp failed, http by its conditions>"
+    health = PartHealth({"lamp": ("lit",), "http": ("ready",)})
+    assert health.report("lamp", "waiting") == ("lit",)
+    assert health.status(conditions(lit=False, ready=True)) == "waiting"
+    assert health.status(conditions(lit=False, ready=False)) == "starting"
+    health.report("lamp", "failed")
+    assert health.status(conditions(lit=False, ready=False)) == "failed"
+    assert repr(health) == "<PartHealth: lamp failed, http by its conditions>"

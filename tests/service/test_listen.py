@@ -55,12 +55,12 @@ def test_a_port_that_is_bound_and_not_listened_on_is_in_use_by_nobody_known() ->
 
 
 def test_an_address_of_another_machine_cannot_be_had() -> None:
-    with pytest.raises(CannotListen, match="this machine has no such address"):
+    with pytest.raises(CannotListen, match="this machine does not have this address"):
         listen("192.0.2.1", 0)
 
 
 def test_a_name_that_nobody_knows_cannot_be_had() -> None:
-    with pytest.raises(CannotListen, match="the name is not known"):
+    with pytest.raises(CannotListen, match="the name cannot be resolved"):
         listen("nobody.invalid", 0)
 
 

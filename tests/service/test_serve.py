@@ -43,7 +43,7 @@ def test_a_signal_stops_everything_in_order_with_exit_code_0(
 
 def test_a_stop_before_it_is_ready_is_a_stop_too(tmp_path: Path) -> None:
     with running("--data-dir", str(tmp_path / "data")) as service:
-        service.wait_for("PostgreSQL: making the data")
+        service.wait_for("PostgreSQL: creating the data")
         family = service.family()
         assert service.stop() == 0
         gone(family)
@@ -252,7 +252,7 @@ def test_a_silent_database_is_unreachable_too() -> None:
         ended = moored("serve", "--port", "0", "--database-url", url, "--database-wait", "0.5")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "no answer in time. Start it, or correct --database-url" in line
+    assert "timed out. Start it, or correct --database-url" in line
 
 
 def test_a_taken_port_is_one_line_that_names_who_has_it(service: Running) -> None:
@@ -283,7 +283,7 @@ def test_other_machines_are_refused_without_a_token() -> None:
     ended = moored("serve", "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "there is no admin token to keep them out: set MOORED_ADMIN_TOKEN" in line
+    assert "requires an admin token: set MOORED_ADMIN_TOKEN" in line
 
 
 def test_with_a_token_everything_but_health_asks_for_it(postgres_url: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import moored
 from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
-from moored.service._health import Board
+from moored.service._health import PartHealth
 from moored.service._view import RECENT, View, find_component, grafted
 
 pytestmark = pytest.mark.pure
@@ -34,17 +34,17 @@ def test_the_end_of_a_path_is_enough(wanted: str, found: list[str]) -> None:
 
 async def test_the_whole_state_is_plain_data() -> None:
     recorder = Recorder()
-    board = Board({"lamp": ("up",)})
-    monitor = StatusMonitor(["up"], board.status, recorder=recorder)
+    health = PartHealth({"lamp": ("up",)})
+    monitor = StatusMonitor(["up"], health.status, recorder=recorder)
     machine = Machine(
         "door", phases={"shut": ["shut"], "open": ["open"]}, moves={"shut": "open"}, initial="shut"
     )
     async with Supervisor("root", recorder=recorder) as root:
         view = View(
-            root.tree, monitor, board, recorder, Clock.current(), [machine], address="http://x"
+            root.tree, monitor, health, recorder, Clock.current(), [machine], address="http://x"
         )
         recorder.record("db", "lost", kind="failure", cause=ValueError("no route"), thing=object())
-        state = json.loads(json.dumps(view.whole()))
+        state = json.loads(json.dumps(view.as_dict()))
     assert state["status"] == "starting"
     assert state["parts"] == {"lamp": "starting"}
     assert state["version"] == moored.__version__
@@ -58,13 +58,13 @@ async def test_the_whole_state_is_plain_data() -> None:
 
 async def test_a_state_holds_the_newest_events_and_not_all() -> None:
     recorder = Recorder(size=RECENT * 2)
-    board = Board({"lamp": ("up",)})
-    monitor = StatusMonitor(["up"], board.status)
+    health = PartHealth({"lamp": ("up",)})
+    monitor = StatusMonitor(["up"], health.status)
     async with Supervisor("root") as root:
-        view = View(root.tree, monitor, board, recorder, Clock.current())
+        view = View(root.tree, monitor, health, recorder, Clock.current())
         for number in range(RECENT * 2):
             recorder.record("db", f"event {number}")
-        events = view.whole()["events"]
+        events = view.as_dict()["events"]
         assert len(events) == RECENT
         assert events[-1]["text"] == f"event {RECENT * 2 - 1}"
         assert view.components() == ("db", "root")

@@ -1,4 +1,4 @@
-"""The `moored` command: thin, over `moored.service`."""
+"""The `moored` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-#: What the extra `service` brings; the base install is without it.
+#: The packages of the extra `service` that the command needs.
 _EXTRA = frozenset({"prometheus_client", "rich", "starlette", "structlog", "typer", "uvicorn"})
 
 

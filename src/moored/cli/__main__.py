@@ -1,4 +1,4 @@
-"""`python -m moored.cli`, for where the script is not on the path."""
+"""`python -m moored.cli` runs the `moored` command."""
 
 import sys
 

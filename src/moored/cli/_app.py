@@ -1,4 +1,4 @@
-"""The commands. Each reads its options, calls the service or a client of it, and prints."""
+"""The commands. Each parses its options, runs the service or queries one, and prints."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ._options import ConfigFile, Json, configurable, load_config
 __all__ = ["app", "run"]
 
 READY, NOT_READY, REFUSED = 0, 1, 2
-# Some versions of Typer bring a copy of click and others import it: this is its error either way.
+# click's UsageError: some versions of Typer contain a copy of click, others import it.
 UsageProblem: type[Any] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="moored",
-    help="The connection layer for Python services: run it, and ask what it is doing.",
+    help="The connection layer for Python services: run the service, and show its state.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -45,7 +45,7 @@ app.add_typer(_leases.app)
 
 
 def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The paths of the running service's tree, for the shell; nothing when none answers."""
+    """Return the paths of the running service's tree, for shell completion."""
     url = ctx.params.get("url") or os.environ.get("MOORED_URL") or None
     token = ctx.params.get("admin_token") or os.environ.get("MOORED_ADMIN_TOKEN")
     try:
@@ -61,20 +61,21 @@ Url = Annotated[
     typer.Option(
         "--url",
         envvar="MOORED_URL",
-        help="The service to ask; unless given, the one that the configuration here would start.",
+        help="The URL of the service; the default is the one that the configuration here would "
+        "start.",
     ),
 ]
 Token = Annotated[
     str | None,
     typer.Option(
-        "--admin-token", envvar="MOORED_ADMIN_TOKEN", help="Its admin token, if it has one."
+        "--admin-token", envvar="MOORED_ADMIN_TOKEN", help="The service's admin token, if any."
     ),
 ]
 Component = Annotated[
     str,
     typer.Argument(
         metavar="COMPONENT",
-        help="Its path in the tree, or the end of it: `postgres` stands for `moored/postgres`.",
+        help="The path of a component, or the end of it: `postgres` for `moored/postgres`.",
         autocompletion=_complete_component,
     ),
 ]
@@ -98,7 +99,8 @@ def serve(config: ConfigFile = None, **given: Any) -> int:
 
     Ctrl-C or SIGTERM stops everything in order; a second Ctrl-C forces it. Each option can also
     be set by the environment variable in brackets, or in moored.toml by its name with
-    underscores; the command line goes before the environment, and that before the file.
+    underscores. The command line has priority over the environment, and the environment over the
+    file.
     """
     return run_service(load_config(config, given, dict(os.environ)))
 
@@ -107,8 +109,8 @@ def serve(config: ConfigFile = None, **given: Any) -> int:
 def status(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
     """Show a running service: its conditions, its parts and its tree.
 
-    Exits with 0 when it is active, sleeping or degraded, 1 while it is waiting or starting or when
-    it has failed, and 2 when none answers.
+    Exits with 0 if the service is active, sleeping or degraded, with 1 if it is waiting, starting
+    or failed, and with 2 if no service responds.
     """
     client = _client(url, admin_token)
     state = client.status()
@@ -137,9 +139,9 @@ def explain(
 @app.command()
 @configurable
 def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> int:
-    """Show the configuration that `serve` would run with, and where each value comes from.
+    """Show the configuration that `serve` would use, and the source of each value.
 
-    It takes the options of `serve`. Secrets are hidden.
+    It accepts the options of `serve`. Secrets are hidden.
     """
     effective = load_config(config, given, dict(os.environ))
     found: dict[str, Any] = {"state_dir": state_dir_of(effective)}
@@ -153,10 +155,10 @@ def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> in
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; what a person did wrong is one line on stderr and exit code 2."""
+    """Run a command; a usage or configuration error is one line on stderr and exit code 2."""
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        for each in given:  # a connection string in the wrong place is quoted by the error
+        for each in given:  # an error may quote a connection string from any argument
             SECRETS.add_from(each)
         code = app(given, prog_name="moored", standalone_mode=False)
     except UsageProblem as problem:
@@ -165,7 +167,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(*error.mistakes)
     except UnknownComponent as error:
-        return _refuse(f"{error}; there is: {', '.join(error.known) or 'nothing yet'}")
+        return _refuse(f"{error}; known: {', '.join(error.known) or 'nothing yet'}")
     except CommandFailed as error:
         return _refuse(str(error))
     return code if isinstance(code, int) else 0
@@ -183,14 +185,14 @@ def _client(url: str | None, token: str | None, **options: float) -> Client:
         both = (FILE_NAME, "the environment")
         owner, other = both if token_in_file else reversed(both)
         raise CommandFailed(
-            f"the admin token of {owner} is not sent to {address}, which {other} names: "
-            "use --url and --admin-token to say that it may be, or put both into the same file"
+            f"the admin token from {owner} is not sent to {address}, which {other} names: "
+            "use --url and --admin-token to allow it, or put both into the same file"
         )
     return Client(address, known, **options)
 
 
 def _address(config: Config) -> str:
-    """How a service with this configuration is reached from this machine."""
+    """Return the URL of a service with this configuration, from this machine."""
     host = _host_of(config)
     return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
 

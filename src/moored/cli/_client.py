@@ -1,4 +1,4 @@
-"""An HTTP client for a running service, with the standard library alone."""
+"""An HTTP client for a running service, with the standard library only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moored.kernel import SECRETS, MooredError, redacted
 
 __all__ = ["Client", "CommandFailed", "UnknownComponent"]
 
-#: A service that is up answers within milliseconds.
+#: Seconds; a running service responds within milliseconds.
 TIMEOUT = 10.0
 
 
 class CommandFailed(MooredError):
-    """A command failed; the text is one line for stderr."""
+    """A command failed; the message is one line for stderr."""
 
 
 class UnknownComponent(CommandFailed):
@@ -28,7 +28,7 @@ class UnknownComponent(CommandFailed):
 
 
 class Client:
-    """One service, by its address and token."""
+    """A client of one service, by its URL and token."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
         SECRETS.add_from(url)
@@ -39,18 +39,18 @@ class Client:
                 f"{redacted(url)!r} is not an address of a service: write http://127.0.0.1:8089"
             )
         place = parts.netloc.rpartition("@")[2]
-        #: For people, without a user and password, which are not sent either.
+        #: The URL for messages, without a user and password, which are not sent either.
         self.url = f"{parts.scheme}://{place}{parts.path.rstrip('/')}"
         self._parts = parts
         self._token = token
         self._timeout = timeout
 
     def status(self) -> dict[str, Any]:
-        """The whole state."""
+        """Return the whole state."""
         return self._get("/v1/status")
 
     def explain(self, component: str) -> dict[str, Any]:
-        """Why a component is in its present state; raises `UnknownComponent`."""
+        """Return why a component is in its present state; raises `UnknownComponent`."""
         return self._get(f"/v1/explain/{quote(component)}")
 
     def _get(self, path: str) -> dict[str, Any]:
@@ -58,17 +58,17 @@ class Client:
         answer = _parsed(body)
         if code == 200 and answer is not None:
             return answer
-        detail = (answer or {}).get("detail", "it is not JSON")
+        detail = (answer or {}).get("detail", "the response is not the JSON of a Moored service")
         if code == 404 and answer is not None and "known" in answer:
             raise UnknownComponent(detail, answer["known"])
         if code == 401:
             raise CommandFailed(
-                f"{self.url} asks for the admin token: set MOORED_ADMIN_TOKEN, or use --admin-token"
+                f"{self.url} requires the admin token: set MOORED_ADMIN_TOKEN, or use --admin-token"
             )
-        raise CommandFailed(f"{self.url} answered {path} with {code}: {detail}")
+        raise CommandFailed(f"{self.url} responded to {path} with {code}: {detail}")
 
     def _request(self, path: str) -> tuple[int, bytes]:
-        # Neither proxies nor redirects: the token goes where the person said, and nowhere else.
+        # Without proxies and redirects: the token is sent to the given host only.
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         headers = {"Accept": "application/json"}
@@ -84,8 +84,8 @@ class Client:
                 connection.close()
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise CommandFailed(
-                f"no service answers at {self.url} ({_reason(error)}). "
-                "Start one with `moored serve`, or name another with --url."
+                f"no service responds at {self.url} ({_reason(error)}). "
+                "Start one with `moored serve`, or choose another with --url."
             ) from error
 
 

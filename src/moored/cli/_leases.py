@@ -97,7 +97,7 @@ def _with_client(store: str, work: Callable[[Leases], Awaitable[T]]) -> T:
         raise CommandFailed(
             "the leases of memory:// exist only in the process that holds them, not in this command"
         )
-    # An error is printed once, as a line on stderr, and not logged besides.
+    # An error is printed as one line on stderr, and not logged as well.
     logging.getLogger("moored").addHandler(logging.NullHandler())
 
     async def run() -> T:

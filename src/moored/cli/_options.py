@@ -1,4 +1,4 @@
-"""The knobs of the service as options of a command, so that each is written down once."""
+"""The settings of the service as options of a command, from their declaration in `Config`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ConfigFile = Annotated[
         "--config",
         envvar="MOORED_CONFIG",
         metavar="FILE",
-        help=f"The file to read; unless given, {FILE_NAME} in the working directory, if any.",
+        help=f"The file to read; the default is {FILE_NAME} in the working directory, if any.",
     ),
 ]
 
@@ -31,9 +31,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def configurable(command: F) -> F:
-    """Give a command an option for each knob; they reach it as `**given`, None where not used.
+    """Add an option for each setting to a command, which gets them as `**given`, None if not used.
 
-    They are taken as text, so that all mistakes are found together, whatever their source.
+    They are passed as strings, so that the mistakes of all sources are reported together.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -44,7 +44,7 @@ def configurable(command: F) -> F:
 
 
 def load_config(file: Path | None, given: dict[str, Any], environ: dict[str, str]) -> Config:
-    """The effective configuration; raises `ConfigError`, also when a named file cannot be read."""
+    """Return the configuration; raises `ConfigError`, also if a named file cannot be read."""
     path = file or Path(FILE_NAME)
     try:
         text = _read(path)
@@ -58,21 +58,21 @@ def load_config(file: Path | None, given: dict[str, Any], environ: dict[str, str
 
 
 def _read(path: Path) -> str:
-    """Read a configuration file, if no other user can have written what is in it.
+    """Read a configuration file, unless another user may have written to it.
 
-    The file says where the admin token is sent and which programs `serve` runs, and one that is
-    not named on the command line is found by the working directory alone.
+    The file decides where the admin token is sent and which programs `serve` runs, and by default
+    it is read from the working directory, which another user may have prepared.
     """
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
         status = os.fstat(file.fileno())
-        # A group with the number of its owner is that user's own group, on most systems.
+        # A group with the same number as the owner is that user's private group on most systems.
         others = stat.S_IWOTH | (0 if status.st_gid == status.st_uid else stat.S_IWGRP)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{path}: it is not a file")
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
                 f"{path}: it belongs to user {status.st_uid}, so it is not trusted: "
-                f"chown it to {os.geteuid()} or root, or name another file with --config"
+                f"chown it to {os.geteuid()} or root, or choose another file with --config"
             )
         if status.st_mode & others:
             raise ConfigError(
@@ -86,7 +86,7 @@ def _parameter(knob: Knob) -> inspect.Parameter:
     option = typer.Option(
         knob.option,
         metavar=knob.name.rpartition("_")[2].upper(),
-        # The variable is named, not given to Typer: a mistake in it is found with all the others.
+        # In the help only: Typer would report a mistake in a variable alone, before the others.
         help=f"{knob.help} [env: {knob.variable}{default}]",
     )
     return inspect.Parameter(

@@ -1,4 +1,4 @@
-"""What the commands print for people."""
+"""The text output of the commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STYLES = {
 
 
 def show(data: Any, as_json: bool, for_people: Callable[[Console], None]) -> None:
-    """Print data as JSON, or as `for_people` does."""
+    """Print data as JSON, or as text by calling `for_people`."""
     if as_json:
         typer.echo(json.dumps(data, indent=2, default=str))
     else:
@@ -40,7 +40,7 @@ def show(data: Any, as_json: bool, for_people: Callable[[Console], None]) -> Non
 
 
 def table(*titles: str) -> Table:
-    """An empty table without lines."""
+    """Return an empty table without lines."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         made.add_column(title, overflow="fold", justify="right" if title == "fence" else "left")
@@ -48,7 +48,7 @@ def table(*titles: str) -> Table:
 
 
 def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
-    """The status in one line, then the conditions, the machines and the tree."""
+    """Print the status in one line, then the conditions, the machines and the tree."""
     head = Text(f"moored {state['version']} at {url} is ")
     head.append(state["status"], _STYLES.get(state["status"], ""))
     head.append(f", up {duration(state['uptime'])}, pid {state['pid']}")
@@ -66,7 +66,7 @@ def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
 
 
 def show_tree(console: Console, tree: Mapping[str, Any]) -> None:
-    """The supervision tree as text, the states in colour where there is colour."""
+    """Print the supervision tree, with the states in colour on a terminal."""
     for line in str(tree_of(tree)).splitlines():
         text = Text(line)
         for state, style in _STYLES.items():
@@ -75,7 +75,7 @@ def show_tree(console: Console, tree: Mapping[str, Any]) -> None:
 
 
 def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
-    """One component and the chain of causes."""
+    """Print a component and the chain of causes."""
     console.print(Text(explanation["component"], "bold"))
     for line in str(explanation["explanation"]).splitlines():
         text = Text(line)
@@ -84,7 +84,7 @@ def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
 
 
 def show_config(console: Console, settings: list[Setting]) -> None:
-    """Every setting with its value and where that came from."""
+    """Print every setting with its value and the source of the value."""
     rows = table("setting", "value", "from")
     for setting in settings:
         style = "dim" if setting.source == "default" else ""
@@ -93,7 +93,7 @@ def show_config(console: Console, settings: list[Setting]) -> None:
 
 
 def tree_of(data: Mapping[str, Any]) -> Tree:
-    """A tree out of JSON; what a newer service says more about a node is left out."""
+    """Return a tree from JSON; fields that only a newer service knows are ignored."""
     known = {field.name: data[field.name] for field in fields(Tree) if field.name in data}
     children = tuple(tree_of(child) for child in data.get("children", ()))
     return Tree(**{**known, "children": children})
@@ -106,7 +106,7 @@ def _shown(value: object) -> str:
 
 
 def _stream(now: Mapping[str, Any]) -> Table:
-    """A stream: how far it is, what the server keeps for it, its pools and its consumers."""
+    """Return a table of a stream: its positions, lag, slot, pools and consumers."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
 
     def row(name: str, text: str) -> None:
@@ -148,7 +148,7 @@ def _stream(now: Mapping[str, Any]) -> Table:
 
 
 def size(number: int) -> str:
-    """A number of bytes as people say it."""
+    """Return a number of bytes as text: "56 bytes", "1.5 MB"."""
     value, unit = float(number), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1024:

@@ -1,25 +1,25 @@
-"""A real PostgreSQL from a wheel, with no system packages: for the default, and for tests.
+"""A real PostgreSQL from a wheel, without system packages: the default database, and for tests.
 
-What holds:
+Invariants:
 
-- Nothing of a server outlives its owner, however the owner, the guard or the server ends.
-- Half-made data never look like data, and data are made once.
-- One process at a time has a data directory; another is told who that is.
-- The server is reached from this machine alone, and by its password alone.
-- A start that fails or is cancelled leaves nothing running.
-- What the server said is in the error.
+- No process of a server outlives its owner, however the owner, the guard or the server ends.
+- A data directory appears only when it is complete, and is created once.
+- One process at a time uses a data directory; the error of a second one names the first.
+- The server accepts connections only from this machine, and only with its password.
+- A start that fails or is cancelled leaves no process behind.
+- An error contains the last lines of the server's log.
 """
 
-from moored.embedded._directory import default_data_dir
-from moored.embedded._embedded import EmbeddedPostgres, SyncEmbeddedPostgres
-from moored.embedded._errors import (
+from ._directory import default_data_dir
+from ._embedded import EmbeddedPostgres, SyncEmbeddedPostgres
+from ._errors import (
     BinariesNotFound,
     DataDirectoryInUse,
     EmbeddedError,
     PortInUse,
     VersionMismatch,
 )
-from moored.embedded._server import Ended
+from ._server import Ended
 
 __all__ = [
     "BinariesNotFound",

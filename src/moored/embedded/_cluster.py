@@ -1,4 +1,4 @@
-"""The data directory of one server: made once, then configured at each start."""
+"""The data directory of one server: created once, then configured at each start."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from moored.embedded import _guard
-from moored.embedded._account import Account
-from moored.embedded._binaries import Binaries
-from moored.embedded._descriptors import OwnedDescriptor
-from moored.embedded._directory import Directory
-from moored.embedded._errors import EmbeddedError, VersionMismatch
-from moored.embedded._files import read_file, sync_directory, write_file
-from moored.embedded._guarded import Guarded
-from moored.embedded._options import ServerOptions, environment
-from moored.embedded._pgpass import pgpass_line, pgpass_passwords
+from . import _guard
+from ._account import Account
+from ._binaries import Binaries
+from ._descriptors import OwnedDescriptor
+from ._directory import Directory
+from ._errors import EmbeddedError, VersionMismatch
+from ._files import read_file, sync_directory, write_file
+from ._guarded import Guarded
+from ._options import ServerOptions, environment
+from ._pgpass import pgpass_line, pgpass_passwords
 
 __all__ = ["Cluster"]
 
-#: The line with which initdb, or the server that it runs, says what is wrong.
+#: Matches the line of initdb's output, or of the server that it runs, with the error.
 _ERROR = re.compile(r"\b(error|FATAL|PANIC):")
 _INCLUDE = "\n# The settings of the embedded server.\ninclude_if_exists = 'moored.conf'\n"
 
 
 class Cluster:
-    """The data of one server, with the binaries and the user that it is run with."""
+    """The data of one server, with its binaries and the user that it runs as."""
 
     def __init__(
         self, directory: Directory, options: ServerOptions, account: Account, binaries: Binaries
@@ -40,33 +40,34 @@ class Cluster:
         self.binaries = binaries
 
     def initdb(self, data: Path) -> list[str]:
-        """The command that makes the data."""
+        """Return the command that creates the data."""
         place = self._place(data, _guard.DATA_FD)
         return self.options.initdb(self.binaries, place, temporary=self.directory.temporary)
 
     def postgres(self, port: int) -> list[str]:
-        """The command that runs the server."""
+        """Return the command that runs the server."""
         data = self._place(self.directory.data, _guard.DATA_FD)
         socket_dir = self.options.socket_dir
         place = self._place(socket_dir, _guard.SOCKET_FD) if socket_dir else None
         return self.options.postgres(self.binaries, data, port, place)
 
     def _place(self, directory: Path, descriptor: int) -> str:
-        """The path by which the server reaches a directory.
+        """Return the path by which the server opens a directory.
 
-        A user who may not enter one above it still gets in by a descriptor that root opened.
+        If the server's user may not enter a directory above it, the path is that of a descriptor
+        that root has opened.
         """
         if self.account.may_enter(directory):
             return str(directory)
         if sys.platform != "linux":
             raise EmbeddedError(
-                f"the user {self.account}, who runs the server, may not enter {directory}: "
-                "open the directories above it to others, or name another"
+                f"the server's user {self.account} may not enter {directory}: "
+                "make the directories above it accessible to others, or choose another"
             )
         return f"/proc/self/fd/{descriptor}"
 
     def create(self, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
-        """Make the data directory under guard; `check` waits for the end and may raise."""
+        """Create the data directory under guard; `check` waits for the end of initdb."""
         stage = self.directory.stage()
         try:
             self._fill(stage, lock, check)
@@ -77,13 +78,13 @@ class Cluster:
             sync_directory(self.directory.path)
 
     def _fill(self, stage: Path, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
-        self.let_through(stage)
+        self.allow_traversal(stage)
         self.account.own(stage / "data")
         password = self.options.password or secrets.token_urlsafe(24)
         line = pgpass_line(self.options.user, password)
         write_file(stage / "pgpass", line, sync=self._durable)
         write_file(stage / "password", password, owner=self.account)
-        self._offer_socket_dir()
+        self._make_socket_dir()
         since = self.directory.log_size()
         initdb = self.guarded(self.initdb(stage / "data"), stage / "data", lock)
         check(initdb)
@@ -97,8 +98,8 @@ class Cluster:
         if self._durable:
             sync_directory(stage)
 
-    def let_through(self, directory: Path) -> None:
-        """Let the server's user through a directory of ours, to what is its own in there."""
+    def allow_traversal(self, directory: Path) -> None:
+        """Let the server's user pass through a directory of this process to its own files."""
         if self.account.foreign:
             directory.chmod(0o711)
 
@@ -114,7 +115,7 @@ class Cluster:
         on_stopping: Callable[[str], None] = lambda signal: None,
         settle: Callable[[], object] = lambda: None,
     ) -> Guarded:
-        """Run one of PostgreSQL's programs on `data`, as its user, under guard."""
+        """Run one of PostgreSQL's programs on `data`, as the server's user, under guard."""
         log = self.directory.open_log()
         try:
             return Guarded(
@@ -134,17 +135,17 @@ class Cluster:
             os.close(log)
 
     def check_version(self) -> None:
-        """Refuse data of another major version: PostgreSQL would, with less to go by."""
+        """Raise `VersionMismatch` if the data were created by another major version."""
         made, runs = self.directory.major, self.binaries.major
         if made != runs:
             raise VersionMismatch(
-                f"{self.directory.path} holds data of PostgreSQL {made}, and this is "
+                f"{self.directory.path} has data of PostgreSQL {made}, and this is "
                 f"{self.binaries}: start it with version={made} (or the bin_dir of a PostgreSQL "
-                f"{made}) and move the data by pg_dump, or name another data_dir"
+                f"{made}) and move the data by pg_dump, or choose another data_dir"
             )
 
     def password(self) -> str:
-        """The password of the user, as given or as written down when the data was made."""
+        """Return the password of the user, as given or as stored when the data were created."""
         if self.options.password is not None:
             return self.options.password
         file = self.directory.pgpass
@@ -153,27 +154,27 @@ class Cluster:
             who = ", ".join(map(repr, known)) or "nobody"
             raise EmbeddedError(
                 f"{file} has the password of {who}, not of {self.options.user!r}: "
-                "give that user, or the password"
+                "pass another user, or pass the password"
             )
         return known[self.options.user]
 
     def adopt(self, notify: Callable[[str], None]) -> None:
-        """Give the server its data, when root has put them there (a restored copy, for example)."""
+        """Make the server's user the owner of data that root created, such as a restored copy."""
         if self.account.foreign and self.directory.data.stat().st_uid == 0:
             notify(f"giving {self.directory.data} to the user {self.account}")
             self.account.own_all(self.directory.data)
 
     def configure(self) -> None:
-        """Write the settings, and have the server read them."""
+        """Write the settings, and include them in postgresql.conf."""
         data = self.directory.data
         text = self.options.settings(temporary=self.directory.temporary)
         write_file(data / "moored.conf", text, owner=self.account)
         main = read_file(data / "postgresql.conf")
         if "moored.conf" not in main:
             write_file(data / "postgresql.conf", main + _INCLUDE, owner=self.account)
-        self._offer_socket_dir()
+        self._make_socket_dir()
 
-    def _offer_socket_dir(self) -> None:
+    def _make_socket_dir(self) -> None:
         place = self.options.socket_dir
         if place is not None and not place.exists():
             place.mkdir(mode=0o700, parents=True)

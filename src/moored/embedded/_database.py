@@ -1,4 +1,4 @@
-"""The database that the caller named, made when it is missing."""
+"""The database of the server's URL, created if it is missing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["ensure_database"]
 
 
 def ensure_database(url: str, name: str) -> None:
-    """Make the database `name`, unless the server has it; `url` leads to another one."""
+    """Create the database `name`, unless it exists; `url` is that of another database."""
     if name == "postgres":
         return
-    import psycopg  # here, because most servers need no other database, and it takes its time
+    import psycopg  # only if needed, because the import is slow
     from psycopg import sql
 
     with psycopg.connect(url, autocommit=True) as connection:

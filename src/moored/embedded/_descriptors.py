@@ -1,4 +1,4 @@
-"""File descriptors that a fork of this process closes at once."""
+"""File descriptors that are closed in a forked child process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _open: set[int] = set()
 
 
 class OwnedDescriptor:
-    """An open descriptor that a fork of this process gives up at once.
+    """An open descriptor that is closed in a forked child process.
 
-    A fork without exec (multiprocessing, a pre-forking server) has a copy of every descriptor: of
-    the pipe that tells a guard that we live, and of the lock that says that the server does.
+    A fork without exec (multiprocessing, a pre-forking server) copies every descriptor. A copy of
+    the pipe to a guard would hide the death of this process from the guard, and a copy of the lock
+    would hide the end of the server.
     """
 
     __slots__ = ("_number",)
@@ -26,12 +27,12 @@ class OwnedDescriptor:
 
     @property
     def descriptor(self) -> int:
-        """Its number."""
+        """The number of the descriptor, or -1 once it is closed."""
         return self._number
 
     @property
     def open(self) -> bool:
-        """Whether it is still open, and in this process."""
+        """Whether the descriptor is open, in this process."""
         return self._number in _open
 
     def close(self) -> None:
@@ -42,10 +43,10 @@ class OwnedDescriptor:
             self._number = -1
 
 
-def _give_up() -> None:
+def _close_in_child() -> None:
     for descriptor in _open:
         os.close(descriptor)
     _open.clear()
 
 
-at_fork(after_in_child=_give_up)
+at_fork(after_in_child=_close_in_child)

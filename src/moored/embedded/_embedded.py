@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from moored.embedded._server import Ended, Server
 from moored.kernel import in_thread, patiently
+
+from ._server import Ended, Server
 
 __all__ = ["EmbeddedPostgres", "SyncEmbeddedPostgres"]
 
@@ -50,26 +51,25 @@ class SyncEmbeddedPostgres(Server):
 class EmbeddedPostgres(Server):
     """A real PostgreSQL under this process, for asyncio.
 
-    - `data_dir` holds the data, the password and the log from one start to the next. Without one
-      the server is temporary: its directory is removed when it is stopped, and it does not sync to
-      disk.
-    - `version` is the major version of the wheel's PostgreSQL to run. Without one the data decide,
-      and new data are made by the newest.
-    - `bin_dir` names the programs of an installed PostgreSQL, to run that instead of the wheel's.
-    - `host` is the loopback address to listen on, and `port` the port there; 0 takes a free one at
-      the first start and keeps it, so that clients find the server again after a restart.
+    - `data_dir` is the directory of the data, the password and the log. Without one the server is
+      temporary: its directory is removed when it is stopped, and it does not sync to disk.
+    - `version` is the major version of the wheel's PostgreSQL to run. The default is the version of
+      the data, and for new data the newest.
+    - `bin_dir` is the bin directory of an installed PostgreSQL, to run that instead of the wheel's.
+    - `host` is the loopback address to listen on, and `port` the port; 0 chooses a free one at the
+      first start and keeps it, so that clients find the server again after a restart.
     - `socket_dir` is the directory of a Unix socket, to listen there instead of on a port.
-    - `database` is where `url` leads; it is made when it is missing.
-    - `user` is the superuser that the data are made with, and `password` that user's password. A
-      random one is made without it and kept in `data_dir`, in the file `pgpass`; give it for data
-      that were made elsewhere.
-    - `options` are settings of PostgreSQL. They count for more than Moored's defaults
-      (`wal_level = logical`, among others) and for less than `ALTER SYSTEM`.
-    - `run_as` is the user that root runs the server as, because PostgreSQL refuses root. Without
-      one it is the owner of the data, and for new data `nobody`, who exists everywhere.
-    - `start_timeout` is how long a start may take, with the recovery after a crash.
-    - `stop_timeout` is how long a fast shutdown may take before an immediate one follows, and
-      `kill_timeout` how long that may take before SIGKILL follows.
+    - `database` is the database of `url`; it is created if it is missing.
+    - `user` is the superuser that the data are created with, and `password` that user's password.
+      The default is a random one, stored in the file `pgpass` in `data_dir`; pass it for data that
+      were created elsewhere.
+    - `options` are settings of PostgreSQL. They override Moored's defaults (`wal_level = logical`,
+      among others), and `ALTER SYSTEM` overrides them.
+    - `run_as` is the user that the server runs as if this process is root, because PostgreSQL
+      refuses to run as root. The default is the owner of the data, and for new data `nobody`.
+    - `start_timeout` limits a start, including the recovery after a crash.
+    - `stop_timeout` limits a fast shutdown, after which an immediate one follows; `kill_timeout`
+      limits that one, after which SIGKILL follows.
     - `on_progress` is called on the loop with a sentence about each step of a start or a stop.
     """
 
@@ -78,20 +78,20 @@ class EmbeddedPostgres(Server):
     async def start(self) -> None:
         """Start the server, creating missing data; return when it accepts connections.
 
-        When it is cancelled, it leaves nothing running.
+        If it is cancelled, it stops the server before it raises.
         """
-        await self._or_nothing(self._start)
+        await self._start_or_stop(self._start)
 
     async def stop(self) -> None:
         """Stop the server: fast shutdown, immediate shutdown, SIGKILL; remove temporary data.
 
-        When it is cancelled, it still returns only when the server has ended.
+        If it is cancelled, it raises when the server has ended.
         """
         await self._call(self._stop)
 
     async def restart(self) -> None:
         """Stop the server and start it again, on the same port and with the same data."""
-        await self._or_nothing(self._restart)
+        await self._start_or_stop(self._restart)
 
     async def kill(self) -> None:
         """End the server by SIGKILL; return when none of its processes is left. The data stay."""
@@ -107,7 +107,7 @@ class EmbeddedPostgres(Server):
             forget()
         return self._ended(run)
 
-    async def _or_nothing(self, start: Callable[[], None]) -> None:
+    async def _start_or_stop(self, start: Callable[[], None]) -> None:
         try:
             await self._call(start, self._interrupted.set)
         except asyncio.CancelledError:
@@ -118,13 +118,13 @@ class EmbeddedPostgres(Server):
     async def _call(
         self, work: Callable[[], None], interrupt: Callable[[], None] = lambda: None
     ) -> None:
-        # A thread of its own: the loop's shared ones may all be busy just when the server must end.
+        # A thread of its own: the loop's executor may be busy when the server must end.
         self._loop = asyncio.get_running_loop()
         future = in_thread(work, name="moored-embedded-call")
         try:
             await patiently(future, interrupt)
         finally:
-            future.exception()  # retrieved, also when the caller was cancelled
+            future.exception()  # marks the error as retrieved, also if the caller was cancelled
         future.result()
 
     def _notify(self, text: str) -> None:

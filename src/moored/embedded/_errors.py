@@ -3,10 +3,10 @@
 ::
 
     MooredError
-    └── EmbeddedError            the server cannot start, run or stop; carries the end of its log
+    └── EmbeddedError            the server cannot start, run or stop; has the end of its log
         ├── BinariesNotFound     no PostgreSQL to run: no wheel, or a wrong path
-        ├── DataDirectoryInUse   another process has this data directory; carries its pid
-        ├── VersionMismatch      the data was made by another major version of PostgreSQL
+        ├── DataDirectoryInUse   another process uses this data directory; has its pid
+        ├── VersionMismatch      the data were created by another major version of PostgreSQL
         └── PortInUse            another program listens on the chosen port
 """
 
@@ -32,11 +32,11 @@ class EmbeddedError(MooredError):
 
 
 class BinariesNotFound(EmbeddedError):
-    """There is no PostgreSQL to run."""
+    """The PostgreSQL programs are not installed, or not at the given path."""
 
 
 class DataDirectoryInUse(EmbeddedError):
-    """Another process has this data directory; `pid` is its number, where it is known."""
+    """Another process uses this data directory; `pid` is its pid, or None if unknown."""
 
     def __init__(self, message: str, *, pid: int | None) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class DataDirectoryInUse(EmbeddedError):
 
 
 class VersionMismatch(EmbeddedError):
-    """The data directory was made by another major version of PostgreSQL."""
+    """The data directory was created by another major version of PostgreSQL."""
 
 
 class PortInUse(EmbeddedError):

@@ -1,7 +1,7 @@
-"""Small files in a directory that may belong to somebody else.
+"""Small files in a directory that may belong to another user.
 
 Root reads and writes in the directory of an unprivileged server. An attacker in that server could
-leave a FIFO or a link to another user's file there: nothing here waits for one or opens the other.
+leave a FIFO or a link to another user's file there: these functions open neither.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moored.embedded._account import Account
+    from ._account import Account
 
 __all__ = ["open_file", "read_file", "sync_directory", "write_file"]
 
@@ -22,7 +22,7 @@ _LARGEST = 10_000_000
 
 
 def write_file(path: Path, text: str, *, owner: Account | None = None, sync: bool = False) -> None:
-    """Write a file that its owner alone may read, whole or not at all."""
+    """Write a file atomically; only its owner may read it."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with open(descriptor, "w") as file:
@@ -39,7 +39,7 @@ def write_file(path: Path, text: str, *, owner: Account | None = None, sync: boo
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file, if it is one: neither a FIFO nor a link to a file of another user."""
+    """Open a regular file; raises `OSError` for a FIFO or a link to a file of another user."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     status = os.fstat(descriptor)
@@ -54,13 +54,13 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path) -> str:
-    """Read a small file, if it is one."""
+    """Read a small regular file."""
     with open(open_file(path), errors="replace") as file:
         return file.read(_LARGEST)
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory written to disk."""
+    """Sync a directory to disk, so that the names in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,20 +1,20 @@
-"""The guard: a small process between its owner and PostgreSQL, so that nothing outlives the owner.
+"""The guard: a small process between its owner and PostgreSQL, which ends with the owner.
 
-It is run by its path (`python -I -S _guard.py …`) and imports the standard library alone, so that
-it is up within some 30 ms. It is single-threaded on purpose: the signal that a child gets at the
-death of its parent is bound to the parent's *thread*.
+It is run by its path (`python -I -S _guard.py …`) and imports only the standard library, so that
+it starts within about 30 ms. It must be single-threaded: the signal that a child gets at the death
+of its parent (PR_SET_PDEATHSIG) is bound to the parent's *thread*.
 
 =======  ==================================================================================
-stdin    commands: `stop FAST IMMEDIATE` (seconds), `kill`; its end means: the owner is gone
+stdin    commands: `stop FAST IMMEDIATE` (seconds), `kill`; end of file: the owner has died
 stdout   reports: `started PID`, `stopping SIGNAL`, `ended STATUS` (negative: a signal)
 stderr   the log of the server, and of this process if it fails
 =======  ==================================================================================
 
-What holds:
+Invariants:
 
 - the owner dies: the guard stops the server, with deadlines;
-- the guard dies: the kernel sends SIGQUIT to the server, which then ends without its clients;
-- the server dies: its orphans become children of the guard, which ends them before it reports.
+- the guard dies: the kernel sends SIGQUIT to the server, which is an immediate shutdown;
+- the server dies: its orphans become children of the guard, which kills them before it reports.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-#: The directories of the server's data and of its socket, held open: so they can be reached even
-#: where a directory above them is closed to the server's user.
+#: Descriptors of the directories of the server's data and socket: through them the server can use
+#: the directories even if its user may not enter a directory above.
 DATA_FD, SOCKET_FD = 100, 101
 
 _PR_SET_PDEATHSIG = 1
@@ -36,19 +36,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 _IPC_RMID = 0
 _NEVER = float("inf")
 
-# A service manager's SIGTERM reaches every process: it is for the owner to stop the server in its
-# own order, and if the owner dies of the signal, stdin ends.
+# A service manager sends SIGTERM to every process. The owner stops the server in its own order; if
+# the signal kills the owner, stdin ends.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def prctl(option: int, value: int) -> None:
-    """Ask the kernel for what Python has no name for; elsewhere than on Linux, do nothing."""
+    """Call prctl, which Python does not provide; do nothing on other systems than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 class Guard:
-    """One server process, its orphans, and the plan by which it is being ended, if it is."""
+    """One server process, its orphans, and the plan by which it is ended, if any."""
 
     def __init__(
         self, user: str, directories: Sequence[str], grace: str, command: Sequence[str]
@@ -59,13 +59,13 @@ class Guard:
         self.command = list(command)
         self.pid = 0
         self.status: int | None = None
-        self.childless = False
+        self.all_ended = False
         self.plan: list[tuple[signal.Signals, float]] = []
         self.due = _NEVER
         self.orphaned = False
 
     def run(self) -> None:
-        """Start the server and stay until everything of it is gone."""
+        """Start the server, and return when all its processes have ended."""
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         wake, waker = os.pipe()
         os.set_blocking(waker, False)
@@ -76,18 +76,18 @@ class Guard:
         self.spawn()
         report(f"started {self.pid}")
         sources = [0, wake]
-        while not self.childless:
-            readable, _, _ = select.select(sources, [], [], self.patience())
+        while not self.all_ended:
+            readable, _, _ = select.select(sources, [], [], self.wait_time())
             if wake in readable:
                 os.read(wake, 4096)
-            if 0 in readable and not self.listen():
+            if 0 in readable and not self.read_commands():
                 sources.remove(0)
             self.reap()
             self.escalate()
         report(f"ended {self.status}")
 
     def spawn(self) -> None:
-        """Start the server as its user, tied to the life of this process."""
+        """Start the server as its user; it ends with this process."""
         guard = os.getpid()
         self.pid = os.fork()
         if self.pid:
@@ -100,7 +100,7 @@ class Guard:
             os._exit(127)
 
     def become_server(self, guard: int) -> None:
-        """In the child: drop what the server must not have, then become it."""
+        """In the forked child: drop privileges and descriptors, then execute the server."""
         signal.set_wakeup_fd(-1)
         for number in (*_IGNORED, signal.SIGPIPE, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -115,15 +115,15 @@ class Guard:
             os.setgroups([])
             os.setgid(gid)
             os.setuid(uid)
-        # After the change of user, which clears it. SIGQUIT, because there will be nobody left
-        # to lose patience with a slow shutdown.
+        # After the change of user, which clears it. SIGQUIT, because without the guard nothing
+        # limits the duration of a shutdown.
         prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
         if os.getppid() != guard:
             return
         os.execv(self.command[0], self.command)
 
-    def listen(self) -> bool:
-        """Obey what the owner sent; False when there is no owner any more."""
+    def read_commands(self) -> bool:
+        """Execute the owner's commands; return False if the owner has died."""
         words = os.read(0, 4096).decode().split()
         if not words:
             self.orphaned = True
@@ -136,40 +136,40 @@ class Guard:
         return True
 
     def stop(self, fast: float, immediate: float) -> None:
-        """Plan a fast shutdown, then one that does not wait, then none at all."""
+        """Plan a fast shutdown, then an immediate one, then SIGKILL."""
         self.begin(
             [(signal.SIGINT, fast), (signal.SIGQUIT, immediate), (signal.SIGKILL, _NEVER)],
         )
 
     def begin(self, plan: list[tuple[signal.Signals, float]]) -> None:
-        """Take this plan instead of the present one, and its first step at once."""
+        """Replace the plan; its first step is due at once."""
         self.plan = plan
         self.due = time.monotonic()
 
     def escalate(self) -> None:
-        """Take the next step of the plan when its time has come."""
+        """Take the next step of the plan if it is due; kill the orphans of an ended server."""
         if self.status is not None:
             for pid in orphans():
                 os.kill(pid, signal.SIGKILL)
         elif time.monotonic() >= self.due:
-            number, patience = self.plan.pop(0)
-            self.due = time.monotonic() + patience
+            number, seconds = self.plan.pop(0)
+            self.due = time.monotonic() + seconds
             report(f"stopping {number.name}")
             os.kill(self.pid, number)
 
-    def patience(self) -> float | None:
-        """How long to wait for news; None: until there are some."""
+    def wait_time(self) -> float | None:
+        """Return the seconds until the next step is due; None: wait for a command or signal."""
         if self.status is not None:
             return 0.02
         return None if self.due == _NEVER else max(0.0, self.due - time.monotonic())
 
     def reap(self) -> None:
-        """Collect those that have ended; until then their numbers are theirs, safe to signal."""
-        while not self.childless:
+        """Reap ended children; until then their pids are not reused, and are safe to signal."""
+        while not self.all_ended:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                self.childless = True
+                self.all_ended = True
                 return
             if pid == 0:
                 return
@@ -178,14 +178,14 @@ class Guard:
 
 
 def orphans() -> list[int]:
-    """The children of this process: what a dead server left behind."""
+    """Return the pids of this process's children: the orphans of a dead server."""
     found = []
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                # The second field is the program's name and may hold anything but its last ")".
+                # The second field, the program's name in brackets, may contain any character.
                 parent = int(file.read().rpartition(b")")[2].split()[1])
         except OSError:
             continue
@@ -195,7 +195,7 @@ def orphans() -> list[int]:
 
 
 def report(line: str) -> None:
-    """Tell the owner, if there is one."""
+    """Send a line to the owner, if it is alive."""
     try:
         os.write(1, f"{line}\n".encode())
     except OSError:
@@ -203,29 +203,29 @@ def report(line: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove the directory of a server that is gone, and what it left in the kernel."""
-    import shutil  # here, because it would be a third of the guard's start, and is seldom needed
+    """Remove the directory of an ended server, and its shared memory."""
+    import shutil  # only if needed: it would be a third of the guard's start
 
     release_memory(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def release_memory(path: str) -> None:
-    """Give back the shared memory of a killed server that no next start will clean up after."""
+    """Free the shared memory of a killed server, which otherwise only its next start would free."""
     try:
-        # Neither a link nor a FIFO that a stranger in the server has left there.
+        # An attacker in the server may have put a link or a FIFO there.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(f"{path}/data/postmaster.pid", flags)) as file:
             key, number = (int(word) for word in file.read().splitlines()[6].split())
     except (OSError, IndexError, ValueError):
         return
     libc = ctypes.CDLL(None)
-    if libc.shmget(key, 0, 0) == number:  # else the number is somebody else's by now
+    if libc.shmget(key, 0, 0) == number:  # otherwise another program has the number now
         libc.shmctl(number, _IPC_RMID, None)
 
 
 def main(user: str, data: str, socket: str, grace: str, temporary: str, *command: str) -> None:
-    """Guard one server; `temporary` is the directory that nobody needs once the owner is dead."""
+    """Guard one server; `temporary` is a directory to remove if the owner has died."""
     guard = Guard(user, (data, socket), grace, command)
     guard.run()
     if temporary and guard.orphaned:

@@ -1,4 +1,4 @@
-"""A process that cannot outlive this one: the owner's side of the guard."""
+"""A program that cannot outlive this process: the owner's side of the guard."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moored.embedded import _guard
-from moored.embedded._account import Account
-from moored.embedded._descriptors import OwnedDescriptor
+from . import _guard
+from ._account import Account
+from ._descriptors import OwnedDescriptor
 
 __all__ = ["Grace", "Guarded"]
 
@@ -21,11 +21,11 @@ _GUARD = str(Path(_guard.__file__).resolve())
 
 @dataclass(frozen=True)
 class Grace:
-    """How long a server may take to end before the next, harder signal."""
+    """How long a server may take to end before the next signal."""
 
-    #: Seconds for a fast shutdown: transactions are rolled back, and the data is written out.
+    #: Seconds for a fast shutdown: transactions are rolled back, and the data are written out.
     fast: float
-    #: Seconds for an immediate shutdown, which leaves the rest to recovery; then SIGKILL.
+    #: Seconds for an immediate shutdown, which the next start recovers from; then SIGKILL.
     immediate: float
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Grace:
 
 
 class Guarded:
-    """A program that runs under the guard: it ends with its owner, with all that it started.
+    """A program that runs under the guard: it and its children end with the owner.
 
     `on_stopping` is called with the name of each signal that the guard sends, and `settle` between
     the end of the guard and the callbacks of `when_ended`; both from another thread.
@@ -62,17 +62,17 @@ class Guarded:
         self._ended = threading.Event()
         self._watchers: list[Callable[[], None]] = []
         self._guard_lock = threading.Lock()
-        control, leash = os.pipe()
-        # Whoever holds this end keeps the guard waiting, so a fork of this process must not.
-        self._leash = OwnedDescriptor(leash)
+        commands, control = os.pipe()
+        # The guard runs until this end is closed, so a fork of this process must not keep a copy.
+        self._control = OwnedDescriptor(control)
         self._reports, reports = os.pipe()
         places = [str(data), str(socket_dir or "")]
         arguments = [account.drop, *places, str(grace), str(temporary or ""), *command]
         try:
-            # In a session of its own, so that a terminal's Ctrl-C does not reach it.
+            # In a session of its own, so that Ctrl-C in a terminal does not reach it.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", _GUARD, *arguments],
-                stdin=control,
+                stdin=commands,
                 stdout=reports,
                 stderr=log,
                 pass_fds=[lock.descriptor],
@@ -80,23 +80,23 @@ class Guarded:
                 env=dict(environment),
             )
         except BaseException:
-            self._leash.close()
+            self._control.close()
             os.close(self._reports)
             raise
         finally:
-            os.close(control)
+            os.close(commands)
             os.close(reports)
         thread = threading.Thread(target=self._watch, name="moored-embedded", daemon=True)
         thread.start()
 
     @property
     def guard_pid(self) -> int:
-        """The number of the guard's own process."""
+        """The pid of the guard."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of the program runs any more."""
+        """Whether all processes of the program have ended."""
         return self._ended.is_set()
 
     def wait_ended(self, timeout: float | None = None) -> bool:
@@ -104,7 +104,7 @@ class Guarded:
         return self._ended.wait(timeout)
 
     def when_ended(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call back once at the end, from any thread; return a function that cancels this."""
+        """Call `call` once at the end, from any thread; return a function that cancels this."""
         with self._guard_lock:
             if not self._ended.is_set():
                 self._watchers.append(call)
@@ -117,31 +117,31 @@ class Guarded:
         self._send(f"stop {grace.fast} {grace.immediate}")
 
     def kill(self) -> None:
-        """End it by SIGKILL, now."""
+        """Begin to end the program with SIGKILL."""
         self._send("kill")
 
     def _send(self, command: str) -> None:
         with self._guard_lock:
-            if self._leash.open:
+            if self._control.open:
                 try:
-                    os.write(self._leash.descriptor, f"{command}\n".encode())
+                    os.write(self._control.descriptor, f"{command}\n".encode())
                 except BrokenPipeError:
-                    pass  # it has ended meanwhile, which is what was asked for
+                    pass  # the guard has ended already
 
     def _watch(self) -> None:
         with open(self._reports, "rb") as reports:
             for line in reports:
-                self._hear(line.decode().split())
+                self._on_report(line.decode().split())
         self._process.wait()
         self._settle()
         with self._guard_lock:
-            self._leash.close()
+            self._control.close()
             self._ended.set()
             watchers, self._watchers = self._watchers, []
         for call in watchers:
             call()
 
-    def _hear(self, words: list[str]) -> None:
+    def _on_report(self, words: list[str]) -> None:
         match words:
             case ["started", pid]:
                 self.pid = int(pid)

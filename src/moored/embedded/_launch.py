@@ -1,4 +1,4 @@
-"""One start of the server: from whatever the directory holds to a server that takes connections."""
+"""One start of the server, from any state of its directory until it accepts connections."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moored.embedded import _guard
-from moored.embedded._account import Account
-from moored.embedded._binaries import Binaries
-from moored.embedded._cluster import Cluster
-from moored.embedded._descriptors import OwnedDescriptor
-from moored.embedded._directory import Directory
-from moored.embedded._errors import DataDirectoryInUse, EmbeddedError, PortInUse
-from moored.embedded._files import read_file
-from moored.embedded._guarded import Guarded
-from moored.embedded._lock import take, wait_free
-from moored.embedded._options import ServerOptions
-from moored.embedded._ports import choose_port
-from moored.embedded._reach import reachable
+from . import _guard
+from ._account import Account
+from ._binaries import Binaries
+from ._binaries_copy import accessible_binaries
+from ._cluster import Cluster
+from ._descriptors import OwnedDescriptor
+from ._directory import Directory
+from ._errors import DataDirectoryInUse, EmbeddedError, PortInUse
+from ._files import read_file
+from ._guarded import Guarded
+from ._lock import take, wait_free
+from ._options import ServerOptions
+from ._ports import choose_port
 
 __all__ = ["SETTLE", "Launch", "Launched"]
 
-#: Seconds that the last of a server may need to vanish once it has been told to.
+#: Seconds that the processes of a server may take to disappear after SIGKILL.
 SETTLE = 15.0
 
 _TICK = 0.01
-_NEWS = 5.0
+_PROGRESS_INTERVAL = 5.0
 _PORT_ATTEMPTS = 5
 _PORT_TAKEN = "Address already in use"
 _OTHER_SERVER = re.compile(r"\(PID (\d+)\) running in data directory")
@@ -38,7 +38,7 @@ _OTHER_SERVER = re.compile(r"\(PID (\d+)\) running in data directory")
 
 @dataclass(frozen=True)
 class Launched:
-    """A server that takes connections."""
+    """A server that accepts connections."""
 
     run: Guarded
     binaries: Binaries
@@ -47,7 +47,7 @@ class Launched:
 
 
 class Launch:
-    """One start; it either returns a running server or leaves nothing running."""
+    """One start; it either returns a running server or leaves no process behind."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Launch:
         self._notify = notify
         self._interrupted = interrupted
         self._began = time.monotonic()
-        self._news_due = self._began + _NEWS
+        self._progress_due = self._began + _PROGRESS_INTERVAL
         self._log_since = 0
 
     def start(self, port: int) -> Launched:
-        """Start on that port, or on a free one where it is 0."""
+        """Start on that port, or on a free one if it is 0."""
         try:
             return self._start(port)
         except OSError as error:
@@ -80,18 +80,18 @@ class Launch:
             self._log_since = self._directory.log_size()
             run, port = self._listen(cluster, lock, port)
         finally:
-            # From here on the server's own copy is what holds the directory.
+            # From here on, the server's copy of the descriptor keeps the lock.
             lock.close()
         return Launched(run, cluster.binaries, port, cluster.password())
 
     def _cluster(self, lock: OwnedDescriptor, *, new: bool) -> Cluster:
         account = Account.choose(self._directory, self._options.run_as)
-        binaries = reachable(self._binaries(), account, self._notify)
+        binaries = accessible_binaries(self._binaries(), account, self._notify)
         cluster = Cluster(self._directory, self._options, account, binaries)
         if new:
-            cluster.let_through(self._directory.path)
+            cluster.allow_traversal(self._directory.path)
         if self._directory.major is None:
-            self._notify(f"making the data directory {self._directory.data} ({binaries})")
+            self._notify(f"creating the data directory {self._directory.data} ({binaries})")
             cluster.create(lock, self._await_end)
         cluster.check_version()
         cluster.password()
@@ -122,7 +122,7 @@ class Launch:
     def _run(self, cluster: Cluster, lock: OwnedDescriptor, port: int) -> Guarded:
         where = self._options.where(port)
         crashed = os.path.lexists(self._directory.data / "postmaster.pid")
-        self._forget_reused_pid()
+        self._remove_reused_pid_file()
         recovering = ", recovering after a crash" if crashed else ""
         self._notify(f"starting {cluster.binaries} on {where}{recovering}")
         run = cluster.guarded(
@@ -140,11 +140,11 @@ class Launch:
             raise
         return run
 
-    def _forget_reused_pid(self) -> None:
-        """Remove the pid file of a dead server if its number belongs to another process by now.
+    def _remove_reused_pid_file(self) -> None:
+        """Remove the pid file of a dead server if its pid now belongs to another process.
 
-        PostgreSQL would refuse to start. Nothing of the old server can be left: everything that it
-        started inherits the lock of the directory, which is ours. A server that another program has
+        PostgreSQL would refuse to start. No process of the old server can be left: all of them
+        inherit the lock of the directory, which this process has. A server that another program has
         started there has the data directory as its working directory.
         """
         file = self._directory.data / "postmaster.pid"
@@ -156,8 +156,8 @@ class Launch:
             return
         if not serves:
             self._notify(
-                f"the pid {pid} of the last server belongs to another process now ({program}): "
-                "its pid file is removed"
+                f"the pid {pid} of the last server now belongs to another process ({program}): "
+                "removing its pid file"
             )
             _guard.release_memory(str(self._directory.path))
             file.unlink()
@@ -165,35 +165,35 @@ class Launch:
     def _await_ready(self, run: Guarded, where: str) -> None:
         while not self._ready(run):
             if run.wait_ended(_TICK):
-                raise self._why(run, where)
-            self._check_patience()
+                raise self._start_error(run, where)
+            self._check_timeout()
 
     def _await_end(self, run: Guarded) -> None:
         try:
             while not run.wait_ended(_TICK):
-                self._check_patience()
+                self._check_timeout()
         except BaseException:
             run.kill()
             run.wait_ended(SETTLE)
             raise
 
-    def _check_patience(self) -> None:
+    def _check_timeout(self) -> None:
         waited = time.monotonic() - self._began
         if self._interrupted.is_set():
             raise EmbeddedError("the start was interrupted")
         if waited >= self._options.start_timeout:
             raise EmbeddedError(
-                f"the server was not ready within start_timeout={self._options.start_timeout} s "
-                "(the recovery of much data may need longer)",
+                f"the server was not ready within start_timeout={self._options.start_timeout} s; "
+                "raise it if the recovery after a crash takes longer",
                 log=self._log(),
             )
-        if time.monotonic() >= self._news_due:
-            self._news_due += _NEWS
-            last = (self._log().splitlines() or ["nothing in its log"])[-1]
+        if time.monotonic() >= self._progress_due:
+            self._progress_due += _PROGRESS_INTERVAL
+            last = (self._log().splitlines() or ["its log is empty"])[-1]
             self._notify(f"still starting after {waited:.0f} s: {last}")
 
     def _ready(self, run: Guarded) -> bool:
-        # The server's own word for it. A file left by a crash has another pid on its first line.
+        # The server writes its state to this file. One left by a crash has another pid.
         try:
             lines = read_file(self._directory.data / "postmaster.pid").splitlines()
         except OSError:
@@ -201,7 +201,7 @@ class Launch:
         pid, status = (lines[0], lines[7]) if len(lines) >= 8 else ("", "")
         return pid.strip() == str(run.pid) and status.strip() in ("ready", "standby")
 
-    def _why(self, run: Guarded, where: str) -> EmbeddedError:
+    def _start_error(self, run: Guarded, where: str) -> EmbeddedError:
         log = self._log()
         if _PORT_TAKEN in log:
             return PortInUse(
@@ -213,10 +213,10 @@ class Launch:
             pid = int(other[1])
             return DataDirectoryInUse(
                 f"the data directory {self._directory.data} is in use by another PostgreSQL, "
-                f"process {pid}: stop that one, or name another data_dir",
+                f"process {pid}: stop that one, or choose another data_dir",
                 pid=pid,
             )
-        return EmbeddedError(f"the server ended with status {run.status} as it started", log=log)
+        return EmbeddedError(f"the server ended with status {run.status} during its start", log=log)
 
     def _log(self) -> str:
         return self._directory.log_tail(since=self._log_since)
@@ -224,7 +224,7 @@ class Launch:
     def _stopping(self, name: str) -> None:
         words = {
             "SIGINT": "stopping the server (fast shutdown)",
-            "SIGQUIT": "the server has not ended: stopping it at once; the next start recovers",
+            "SIGQUIT": "the server has not ended: immediate shutdown; the next start recovers",
             "SIGKILL": "killing the server; the next start recovers",
         }
         self._notify(words[name])

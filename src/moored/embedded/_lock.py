@@ -1,7 +1,7 @@
-"""One process at a time has a directory: a lock that lives as long as anything of the server.
+"""The lock of a server's directory, held while any process of the server runs.
 
 The lock belongs to an open file, which the guard and the server inherit. So the directory is free
-exactly when nothing of the server runs, however its owner, its guard or the server itself died.
+exactly when no process of the server runs, however its owner, its guard or the server itself died.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moored.embedded._descriptors import OwnedDescriptor
-from moored.embedded._errors import DataDirectoryInUse, EmbeddedError
-from moored.embedded._files import open_file
 from moored.kernel import program_of
+
+from ._descriptors import OwnedDescriptor
+from ._errors import DataDirectoryInUse, EmbeddedError
+from ._files import open_file
 
 __all__ = ["take", "wait_free"]
 
@@ -23,10 +24,10 @@ _NAME = "lock"
 _TICK = 0.01
 
 
-def take(directory: Path, patience: float) -> OwnedDescriptor:
-    """Take the directory for this process and all that inherit the descriptor.
+def take(directory: Path, timeout: float) -> OwnedDescriptor:
+    """Lock the directory for this process and all that inherit the descriptor.
 
-    `patience` is for the server of a dead owner, which is still stopping.
+    `timeout` is the time to wait for the server of a dead owner, which may still be stopping.
     """
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -34,10 +35,10 @@ def take(directory: Path, patience: float) -> OwnedDescriptor:
     except OSError as error:
         raise EmbeddedError(
             f"the data directory {directory} cannot be written to: {error.strerror}; "
-            "give it to this user, or name another with data_dir"
+            "make it writable for this user, or choose another with data_dir"
         ) from error
     try:
-        _await(lock.descriptor, directory, time.monotonic() + patience)
+        _await(lock.descriptor, directory, time.monotonic() + timeout)
         os.ftruncate(lock.descriptor, 0)
         os.pwrite(lock.descriptor, f"{os.getpid()} {_birth(os.getpid())}\n".encode(), 0)
     except BaseException:
@@ -93,7 +94,7 @@ class _LockHolder:
 
     @property
     def alive(self) -> bool:
-        """Whether it lives: a process with its number that was born at another time is another."""
+        """Whether the process is alive; one with another start time has reused its pid."""
         if self.pid is None or _birth(self.pid) != self.birth:
             return False
         try:
@@ -112,12 +113,12 @@ class _LockHolder:
             )
         return (
             f"process {self.pid}{_command(self.pid)}: stop that one, use its server, "
-            "or name another data_dir"
+            "or choose another data_dir"
         )
 
 
 def _birth(pid: int) -> str:
-    """When a process was started, in the kernel's own measure; empty where it cannot be known."""
+    """Return the start time of a process in clock ticks; empty if unknown."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from moored.embedded._binaries import Binaries, minimal_environment
-from moored.embedded._errors import EmbeddedError
-from moored.embedded._guarded import Grace
+from ._binaries import Binaries, minimal_environment
+from ._errors import EmbeddedError
+from ._guarded import Grace
 
 __all__ = ["ServerOptions", "environment"]
 
@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options of the caller; raises one `EmbeddedError` with all the mistakes."""
+    """The options of an embedded server; raises one `EmbeddedError` with all mistakes."""
 
     version: int | None
     bin_dir: Path | None
@@ -54,16 +54,16 @@ class ServerOptions:
     def _mistakes(self) -> list[str]:
         checks = {
             f"host={self.host!r} is not a loopback address, and an embedded server is for this "
-            f"machine alone: use one of {', '.join(_LOOPBACK)}": self.host in _LOOPBACK,
-            f"port={self.port} is not within 0 and 65535": 0 <= self.port < 65536,
+            f"machine only: use one of {', '.join(_LOOPBACK)}": self.host in _LOOPBACK,
+            f"port={self.port} is not between 0 and 65535": 0 <= self.port < 65536,
             f"start_timeout={self.start_timeout} is not positive": self.start_timeout > 0,
             f"stop_timeout={self.grace.fast} is negative": self.grace.fast >= 0,
             f"kill_timeout={self.grace.immediate} is negative": self.grace.immediate >= 0,
-            "version and bin_dir are both given, but a bin directory has the version that it has: "
+            "version and bin_dir are both given, but the programs in bin_dir have a fixed version: "
             "leave one out": self.version is None or self.bin_dir is None,
             "database is empty": bool(self.database),
             "user is empty": bool(self.user),
-            f"user={self.user!r} has one of \"'$\\ in it, which no superuser's name may have": (
+            f"user={self.user!r} contains one of \"'$\\, which initdb does not support": (
                 not set(self.user) & set("\"'$\\")
             ),
             "password is empty": self.password != "",
@@ -78,7 +78,7 @@ class ServerOptions:
             if name in _OURS:
                 mistakes.append(f"options may not set {name!r}: use {_OURS[name]}")
             elif not _NAME.fullmatch(name) or "\n" in str(value):
-                mistakes.append(f"the option {name!r}={value!r} is no setting of PostgreSQL")
+                mistakes.append(f"the option {name!r}={value!r} is not a PostgreSQL setting")
         return mistakes
 
     def _socket_path(self) -> bytes:
@@ -86,15 +86,15 @@ class ServerOptions:
 
     @property
     def first_port(self) -> int:
-        """The port to start with; 0: a free one. A socket's number is only part of its name."""
+        """The port of the first start; 0 for a free one. A Unix socket has it only in its name."""
         return self.port or (_UNIX_PORT if self.socket_dir else 0)
 
     def where(self, port: int) -> str:
-        """The address that the server listens on, for messages."""
+        """Return the address that the server listens on, for messages."""
         return f"{self.socket_dir or self.host}:{port}"
 
     def url(self, port: int, password: str, database: str | None = None) -> str:
-        """The URL of a database of the server."""
+        """Return the URL of a database of the server."""
         login = f"{quote(self.user, safe='')}:{quote(password, safe='')}"
         name = quote(database or self.database, safe="")
         if self.socket_dir is not None:
@@ -106,7 +106,7 @@ class ServerOptions:
     def postgres(
         self, binaries: Binaries, data: str, port: int, socket_dir: str | None
     ) -> list[str]:
-        """The command that runs the server."""
+        """Return the command that runs the server."""
         reached = {
             "port": str(port),
             "listen_addresses": "" if socket_dir else self.host,
@@ -116,8 +116,8 @@ class ServerOptions:
         return [str(binaries.program("postgres")), "-D", data, *settings]
 
     def initdb(self, binaries: Binaries, data: str, *, temporary: bool) -> list[str]:
-        """The command that makes the data; the password waits in a file beside it."""
-        # The same order of text on every machine; beyond ASCII, letters are still known as letters.
+        """Return the command that creates the data; the password is in a file beside them."""
+        # The same sort order on every machine, and character classes beyond ASCII.
         locale = "C.UTF-8" if sys.platform == "linux" else "C"
         command = [
             str(binaries.program("initdb")),
@@ -132,8 +132,8 @@ class ServerOptions:
         if not self.durable(temporary=temporary):
             command.append("--no-sync")
         if temporary and binaries.major >= 16:
-            # Stretching makes up for weak passwords. A random one needs none of it, and tests that
-            # connect a thousand times get five seconds back.
+            # Iterations protect weak passwords. A random one needs none, and tests that connect a
+            # thousand times save five seconds.
             command.append("--set=scram_iterations=1")
         return command
 
@@ -142,18 +142,18 @@ class ServerOptions:
         return not temporary and self.options.get("fsync") != "off"
 
     def settings(self, *, temporary: bool) -> str:
-        """The lines of moored.conf: the defaults of an embedded server, then the options."""
+        """Return the text of moored.conf: the defaults of an embedded server, then the options."""
         chosen = {
             "cluster_name": "moored",
             "wal_level": "logical",
             "max_wal_senders": "20",
             "max_replication_slots": "20",
-            # Data that is thrown away with the server need not survive the machine, and must not
-            # leave anything in /dev/shm when the server is killed for good.
+            # Temporary data need not survive a crash of the machine, and a killed server must not
+            # leave files in /dev/shm.
             **({"fsync": "off", "dynamic_shared_memory_type": "mmap"} if temporary else {}),
             **self.options,
         }
-        head = "# Written at each start: change it by `options`, or use ALTER SYSTEM.\n"
+        head = "# Written at each start: change it with `options`, or use ALTER SYSTEM.\n"
         return head + "".join(f"{name} = {_quoted(str(chosen[name]))}\n" for name in chosen)
 
 
@@ -162,6 +162,6 @@ def _quoted(value: str) -> str:
 
 
 def environment(binaries: Binaries) -> dict[str, str]:
-    """What the server gets of this process's environment."""
+    """Return the environment of the server."""
     moved = {"LD_LIBRARY_PATH": str(binaries.prefix / "lib")} if binaries.moved else {}
     return {**minimal_environment(), **moved}

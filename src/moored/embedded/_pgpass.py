@@ -1,4 +1,4 @@
-"""The password file, in the form that libpq reads: anyone may use it with psql, as it is."""
+"""The password file, in libpq's format, so that psql can use it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["pgpass_line", "pgpass_passwords"]
 
 
 def pgpass_line(user: str, password: str) -> str:
-    """The line that holds the password of `user` on any host, port and database."""
+    """Return the line with the password of `user` for any host, port and database."""
     return ":".join(("*", "*", "*", _escaped(user), _escaped(password))) + "\n"
 
 
 def pgpass_passwords(text: str) -> dict[str, str]:
-    """The passwords by user."""
+    """Return the passwords by user."""
     fields = [
         re.findall(r"((?:\\.|[^\\:])*)(?::|$)", line)[:5]
         for line in text.splitlines()

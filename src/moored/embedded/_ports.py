@@ -1,4 +1,4 @@
-"""A free port of this machine."""
+"""The choice of a free port."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import socket
 
 __all__ = ["choose_port"]
 
-# Below the range from which kernels give ports to clients (Linux 32768, others 49152), so that the
-# port of a server that is restarting is not taken by somebody's outgoing connection.
+# Below the range of ephemeral ports (Linux from 32768, others from 49152), so that no outgoing
+# connection takes the port of a server that is restarting.
 _FIRST, _LAST = 15000, 32767
 _chance = random.SystemRandom()
 
 
 def choose_port(host: str) -> int:
-    """A port that nobody listens on just now; who binds it must be ready to lose a race."""
+    """Return a port that is free now; another program may bind it before the caller does."""
     while True:
         port = _chance.randint(_FIRST, _LAST)
         if _free(host, port):

@@ -1,11 +1,11 @@
-"""The server itself: started, watched and ended, in synchronous code that any thread may call.
+"""The server: started, watched and ended by synchronous code that any thread may call.
 
 ::
 
     stopped ──start──▶ starting ──ready──▶ running ──stop──▶ stopping ──▶ stopped
                           │                   │
                           │                   └─ it ended by itself, or was killed ─▶ ended
-                          └─ it could not ─▶ stopped
+                          └─ the start failed ─▶ stopped
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moored.embedded._database import ensure_database
-from moored.embedded._directory import Directory
-from moored.embedded._errors import EmbeddedError
-from moored.embedded._guarded import Grace, Guarded
-from moored.embedded._launch import SETTLE, Launch, Launched
-from moored.embedded._options import ServerOptions
+from ._database import ensure_database
+from ._directory import Directory
+from ._errors import EmbeddedError
+from ._guarded import Grace, Guarded
+from ._launch import SETTLE, Launch, Launched
+from ._options import ServerOptions
 
 __all__ = ["Ended", "Server", "State"]
 
@@ -36,22 +36,22 @@ State = Literal["stopped", "starting", "running", "stopping", "ended"]
 class Ended:
     """How a server ended."""
 
-    #: The exit status of its first process; negative: the signal; None: its guard was killed.
+    #: The exit status of the first process; negative: a signal; None: the guard was killed.
     status: int | None
-    #: Whether it was asked to end.
+    #: Whether the owner has stopped or killed it.
     expected: bool
 
     def __str__(self) -> str:
-        asked = "as asked" if self.expected else "by itself"
+        how = "as requested" if self.expected else "by itself"
         if self.status is None:
-            return f"the server ended {asked}, after its guard was killed"
+            return f"the server ended {how}, after its guard was killed"
         if self.status < 0:
-            return f"the server ended {asked}, by {signal.Signals(-self.status).name}"
-        return f"the server ended {asked}, with status {self.status}"
+            return f"the server ended {how}, by {signal.Signals(-self.status).name}"
+        return f"the server ended {how}, with status {self.status}"
 
 
 class Server:
-    """One server and its directory: everything that does not depend on asyncio or threads."""
+    """One server and its directory: the common base of the classes for asyncio and threads."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Server:
         )
         self._on_progress = on_progress
         self._directory = Directory(data_dir)
-        #: Stays the same once chosen, so that clients find the server again.
+        #: Kept once it is chosen, so that clients find the server again.
         self._port = self._options.first_port
         self._state: State = "stopped"
         self._launched: Launched | None = None
-        self._asked_to_end = False
+        self._end_requested = False
         self._busy = threading.RLock()
         self._interrupted = threading.Event()
         self._owner = os.getpid()
@@ -103,17 +103,17 @@ class Server:
         return self.url_of(self._options.database)
 
     def url_of(self, database: str) -> str:
-        """The URL of another database of this server, with the password: a secret."""
+        """Return the URL of another database of this server, with the password: a secret."""
         return self._options.url(self._port, self.password, database)
 
     @property
     def port(self) -> int:
-        """The port that it listens on; 0 before the first start, if a free one is to be taken."""
+        """The port of the server; 0 before the first start, if a free one is to be chosen."""
         return self._port
 
     @property
     def host(self) -> str:
-        """The address that it listens on, or the directory of its socket."""
+        """The address that the server listens on, or the directory of its socket."""
         return str(self._options.socket_dir or self._options.host)
 
     @property
@@ -130,17 +130,17 @@ class Server:
 
     @property
     def data_dir(self) -> Path:
-        """The directory that holds its data, its password and its log."""
+        """The directory of the data, the password and the log."""
         return self._directory.path
 
     @property
     def bin_dir(self) -> Path | None:
-        """The directory of its programs (psql, pg_dump …), once it has been started."""
+        """The directory of the server's programs (psql, pg_dump …); None before the first start."""
         return self._launched.binaries.bin_dir if self._launched else None
 
     @property
     def version(self) -> str | None:
-        """Its version, for example "18.4", once it has been started."""
+        """The version of the server, for example "18.4"; None before the first start."""
         return self._launched.binaries.version if self._launched else None
 
     @property
@@ -150,7 +150,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether it accepts connections."""
+        """Whether the server accepts connections."""
         return self.state == "running"
 
     @property
@@ -166,7 +166,7 @@ class Server:
         return run.guard_pid if run else None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         return self._directory.log_tail(lines)
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class Server:
     def _start(self) -> None:
         """Start the server, creating its data if there are none."""
         with self._busy:
-            self._must_be_mine()
+            self._check_process()
             if self._run is not None:
                 raise EmbeddedError(f"the server is {self.state} already (pid {self._run.pid})")
             self._interrupted.clear()
@@ -211,7 +211,7 @@ class Server:
         try:
             self._launched = launch.start(self._port)
             self._port = self._launched.port
-            self._asked_to_end = False
+            self._end_requested = False
             ensure_database(self.url_of("postgres"), self._options.database)
         except BaseException:
             self._end_now()
@@ -223,21 +223,21 @@ class Server:
     def _stop(self) -> None:
         """Stop the server, and remove a temporary directory."""
         if os.getpid() != self._owner:
-            return  # a fork's copy, for example at the end of a `with`: not its server to stop
+            return  # a copy in a forked process, for example at the end of a `with`
         with self._busy:
             self._shut_down()
             self._directory.remove()
 
     def _restart(self) -> None:
         """Stop the server and start it again, on the same port and with the same data."""
-        self._must_be_mine()
+        self._check_process()
         with self._busy:
             self._shut_down()
             self._start()
 
     def _kill(self) -> None:
         """End the server by SIGKILL; return when none of its processes is left."""
-        self._must_be_mine()
+        self._check_process()
         with self._busy:
             self._end_now()
 
@@ -247,33 +247,33 @@ class Server:
         return self._launched.run
 
     def _ended(self, run: Guarded) -> Ended:
-        return Ended(status=run.status, expected=self._asked_to_end)
+        return Ended(status=run.status, expected=self._end_requested)
 
-    def _must_be_mine(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._owner:
             raise EmbeddedError(
                 f"the server belongs to process {self._owner}, and this is process {os.getpid()}, "
-                "a fork of it: only that one can start or end it; connect to it by its url"
+                "a fork of it: only the former can start or end it; connect to it by its url"
             )
 
     def _shut_down(self) -> None:
         grace = self._options.grace
         if run := self._run:
-            self._state, self._asked_to_end = "stopping", True
+            self._state, self._end_requested = "stopping", True
             run.stop(grace)
             self._await_end(run, grace.fast + grace.immediate + SETTLE)
         self._state = "stopped"
 
     def _end_now(self) -> None:
         if run := self._run:
-            self._asked_to_end = True
+            self._end_requested = True
             run.kill()
             self._await_end(run, SETTLE)
 
-    def _await_end(self, run: Guarded, patience: float) -> None:
-        if not run.wait_ended(patience):
+    def _await_end(self, run: Guarded, timeout: float) -> None:
+        if not run.wait_ended(timeout):
             raise EmbeddedError(
-                f"the server (pid {run.pid}) has not ended within {patience:.0f} s, "
-                "though it was sent SIGKILL: it hangs in the kernel, perhaps on its disk",
+                f"the server (pid {run.pid}) has not ended within {timeout:.0f} s, "
+                "although it was sent SIGKILL: it hangs in the kernel, perhaps on its disk",
                 log=self._directory.log_tail(),
             )

@@ -1,11 +1,11 @@
-"""The service: an HTTP app, a live page and metrics over one supervised tree.
+"""The service: an HTTP app, a live page and metrics for one supervised tree.
 
-It mounts systems and wires them, and decides nothing itself. What holds:
+The service mounts and wires systems (parts), and makes no decisions for them. Invariants:
 
-- `/v1/health` is answered as soon as the process listens, and says "active" only while every
-  part is;
-- HTTP is stopped before what it shows, and nothing is left running at the end;
-- no token, and no password of a URL, is ever printed, logged or sent out.
+- `/v1/health` responds as soon as the process listens, and reports "active" only while every part
+  is active;
+- HTTP is stopped before the parts that it shows, and nothing is left running at the end;
+- no token, and no password of a URL, is ever printed, logged or sent.
 """
 
 from moored.kernel import extra
@@ -26,16 +26,16 @@ from ._serve import serve
 from ._service import Service
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
-    # running it
+    # Running the service
     "Service",
     "serve",
-    # what a system brings to it
+    # Parts
     "HTTP",
     "Part",
     "Status",
     "System",
     "Wiring",
-    # its configuration
+    # Configuration
     "FILE_NAME",
     "Config",
     "Knob",
@@ -45,7 +45,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "knobs",
     "load",
     "state_dir_of",
-    # what can go wrong
+    # Errors
     "CannotListen",
     "ConfigError",
     "DatabaseUnreachable",

@@ -1,4 +1,4 @@
-"""The HTTP routes. Each reads the view and responds; none changes anything.
+"""The HTTP routes. All but login and logout only read the view.
 
 ================================  =====================================================
 ``GET /v1/health``                the health of the service and its parts: 200, 202 or 503; no token
@@ -30,18 +30,18 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from . import _auth
+from ._access import LOCAL_NAMES, LOGIN, AccessControl, refusal
 from ._assets import asset, login_page, page
 from ._config import Config
-from ._door import LOCAL_NAMES, LOGIN, Door, refusal
 from ._feed import Feed
 from ._health import HTTP
 from ._view import View
 
 __all__ = ["make_app"]
 
-#: A comment on a quiet stream, well within the minute after which many proxies close it.
+#: Seconds between comments on an idle stream: many proxies close one that is silent for a minute.
 HEARTBEAT = 15.0
-#: A login form holds a token and nothing else.
+#: Bytes of a login form, which holds only a token.
 MAX_FORM = 8192
 #: Seconds within which the whole form must arrive.
 FORM_TIMEOUT = 10.0
@@ -55,7 +55,7 @@ def make_app(
     *,
     mounts: Mapping[str, ASGIApp] | None = None,
 ) -> ASGIApp:
-    """Return the HTTP app, behind the checks of `Door`."""
+    """Return the HTTP app, wrapped in `AccessControl`."""
     routes = _Routes(config, view, feed, registry)
     app = Starlette(
         routes=[
@@ -73,7 +73,7 @@ def make_app(
         exception_handlers={HTTPException: _http_error, Exception: _server_error},
     )
     names = {*LOCAL_NAMES, config.host.lower(), *config.allowed_hosts} if config.is_local else None
-    return Door(
+    return AccessControl(
         app, token=config.admin_token, names=names, wall=view.clock.wall, login_page=login_page
     )
 
@@ -87,13 +87,13 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         status = self._view.status
-        # States alone: their reasons are for callers with the token.
-        body = {"status": status, "parts": self._view.words()}
+        # Without reasons: only callers with the token may read those.
+        body = {"status": status, "parts": self._view.parts()}
         headers = {"Cache-Control": "no-store"}
         return JSONResponse(body, status_code=HTTP[status], headers=headers)
 
     async def status(self, request: Request) -> Response:
-        return _json(self._view.whole())
+        return _json(self._view.as_dict())
 
     async def explain(self, request: Request) -> Response:
         wanted = request.path_params["component"]
@@ -189,8 +189,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(code).phrase.lower()
     detail = {
         404: f"there is nothing at {request.url.path}",
-        405: f"{request.method} is not possible at {request.url.path}",
-        413: f"more than {MAX_FORM} bytes are not a login",
+        405: f"{request.method} is not supported at {request.url.path}",
+        413: f"the login form is larger than {MAX_FORM} bytes",
     }.get(code, phrase)
     answer = refusal(code, phrase, detail)
     if isinstance(error, HTTPException) and error.headers:
@@ -200,4 +200,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _server_error(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this, so that it is logged with its traceback.
-    return refusal(500, "internal server error", "the cause is in the log of the service")
+    return refusal(500, "internal server error", "see the log of the service for the cause")

@@ -1,4 +1,4 @@
-"""The files of the page, read once; all come with the package, none from elsewhere."""
+"""The files of the live page; all are part of the package, none is loaded from another host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PAGE_POLICY = (
 
 
 def page(*, logout: bool) -> Response:
-    """The live page, with a way to log out where there is a login."""
+    """Return the live page, with a logout button if there is a login."""
     return _html("page.html", _PAGE_POLICY, logout="" if logout else "hidden")
 
 
 def login_page(*, wrong: bool = False) -> Response:
-    """The form that asks for the token; it stands alone, because the rest needs the token."""
+    """Return the form for the token, with its style inside: all other files need the token."""
     text = _text("login.html")
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
     digest = hashlib.sha256((style[1] if style else "").encode()).digest()
@@ -38,10 +38,10 @@ def login_page(*, wrong: bool = False) -> Response:
 
 
 def asset(name: str) -> Response | None:
-    """A file that the page asks for, or None."""
+    """Return a file that the page loads, or None if the name is unknown."""
     if name not in _TYPES:
         return None
-    # Checked again at each load, so that an upgrade is seen at once; it costs a few kilobytes.
+    # The browser revalidates at each load, so that an upgrade is visible at once.
     return Response(_text(name), media_type=_TYPES[name], headers={"Cache-Control": "no-cache"})
 
 

@@ -1,7 +1,7 @@
-"""Who may come in: the admin token, the session that a browser gets for it, and the Host header.
+"""The admin token, the session cookie that a browser gets for it, and the Host header.
 
-A browser proves the token once, in a form, and then holds a cookie that says until when that is
-good, signed with the token: nothing is kept on the server, and a changed token ends every session.
+A browser sends the token once, in a form, and gets a cookie with an expiry time, signed with the
+token. The server stores no sessions, and a changed token ends all of them.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ __all__ = [
 ]
 
 COOKIE = "moored_session"
-#: A working day: long enough to watch a page, short enough for a machine that is left unlocked.
+#: Seconds until a session expires: a working day.
 LIFETIME = 12 * 3600.0
 
 _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::\d*)?")
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two secrets are equal, in a time that does not tell how much of them is."""
+    """Whether two secrets are equal, compared in constant time."""
     return hmac.compare_digest(one.encode(), other.encode())
 
 
 def bearer_of(authorization: str | None) -> str | None:
-    """The token in an Authorization header, if it holds one."""
+    """Return the bearer token of an Authorization header, or None."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
 def issue_session(token: str, *, now: float) -> str:
-    """What a browser's cookie holds after the token was given."""
+    """Return the value of the session cookie for this token."""
     until = str(int(now + LIFETIME))
     return f"{until}.{_signature(token, until)}"
 
 
 def session_holds(token: str, session: str | None, *, now: float) -> bool:
-    """Whether the cookie was issued for this token and is still good."""
+    """Whether the cookie was issued for this token and has not expired."""
     until, _, signature = (session or "").partition(".")
     if not until.isascii() or not until.isdigit():
         return False
@@ -54,10 +54,10 @@ def session_holds(token: str, session: str | None, *, now: float) -> bool:
 
 
 def session_of(cookies: str | None) -> str | None:
-    """Our cookie out of a Cookie header.
+    """Return the value of the session cookie in a Cookie header, or None.
 
-    Cookies of other services on this host come with it, in whatever syntax they have, so each is
-    looked at alone. The standard library's parser takes quadratic time for some.
+    The header also has the cookies of other services on this host, in any syntax, so each cookie is
+    parsed alone. The standard library's parser takes quadratic time for some.
     """
     for cookie in (cookies or "").split(";"):
         name, _, value = cookie.partition("=")
@@ -67,7 +67,7 @@ def session_of(cookies: str | None) -> str | None:
 
 
 def name_in_host(header: str | None) -> str:
-    """The name in a Host header, without port and brackets; all of it if it is malformed."""
+    """Return the name in a Host header, without port and brackets; all of it if malformed."""
     host = (header or "").strip().lower()
     found = _HOST.fullmatch(host)
     return host if found is None else found[1] or found[2] or ""

@@ -18,19 +18,19 @@ COMMENT = b": still here\n\n"
 
 
 def message(name: str, data: str, *, number: int | None = None) -> bytes:
-    """One server-sent event; `data` is JSON and so has no line breaks of its own."""
+    """Return one server-sent event; `data` is JSON, which contains no line breaks."""
     line = "" if number is None else f"id: {number}\n"
     return f"event: {name}\n{line}data: {data}\n\n".encode()
 
 
 class BrowserStatistics(NamedTuple):
-    """Open streams, and what was dropped or refused."""
+    """How many streams are open, and how many events and streams were dropped or refused."""
 
-    #: Streams that are open now.
+    #: Open streams.
     clients: int
-    #: Events that were dropped because a client read too slowly, over all clients so far.
+    #: Events dropped because a client read too slowly, of all clients so far.
     dropped: int
-    #: Streams that were refused because there were too many.
+    #: Streams refused because there were too many.
     refused: int
 
 
@@ -41,39 +41,39 @@ class BrowserStream:
         self._size = size
         self._state: bytes | None = None
         self._events: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        self._pending = asyncio.Event()
         self._closed = False
-        self._untold = 0
-        #: Events that this client lost so far.
+        self._unreported = 0
+        #: Events dropped so far because this client read too slowly.
         self.dropped = 0
 
     def give_state(self, state: bytes) -> None:
         """Send this state next, instead of an older one."""
         self._state = state
-        self._news.set()
+        self._pending.set()
 
     def give(self, event: bytes) -> None:
         """Queue an event; when the queue is full, drop and count the oldest one."""
         if len(self._events) >= self._size:
             self._events.popleft()
-            self._untold += 1
+            self._unreported += 1
             self.dropped += 1
         self._events.append(event)
-        self._news.set()
+        self._pending.set()
 
     def close(self) -> None:
         """End the stream when its queue is empty."""
         self._closed = True
-        self._news.set()
+        self._pending.set()
 
     def take(self) -> list[bytes]:
-        """Empty the queue: lost events first, then events, then the state."""
-        self._news.clear()
+        """Empty the queue: first the number of lost events, then events, then the state."""
+        self._pending.clear()
         found = list(self._events)
         self._events.clear()
-        if self._untold:
-            found.insert(0, message("dropped", f'{{"count":{self._untold}}}'))
-            self._untold = 0
+        if self._unreported:
+            found.insert(0, message("dropped", f'{{"count":{self._unreported}}}'))
+            self._unreported = 0
         if self._state is not None:
             found.append(self._state)
             self._state = None
@@ -89,16 +89,16 @@ class BrowserStream:
             else:
                 try:
                     async with asyncio.timeout(heartbeat):
-                        await self._news.wait()
+                        await self._pending.wait()
                 except TimeoutError:
                     yield COMMENT
 
 
 class BrowserStreams:
-    """The open streams. It lives on one event loop.
+    """The open streams of one service, used from one event loop.
 
-    `limit` bounds what a forgotten browser tab, times many, can cost. `size` is how many
-    events one client may fall behind.
+    `limit` is the number of streams that may be open, `size` the number of events that one client
+    may fall behind.
     """
 
     def __init__(self, *, limit: int = 100, size: int = 256) -> None:
@@ -110,7 +110,7 @@ class BrowserStreams:
         self._closed = False
 
     def join(self) -> BrowserStream | None:
-        """Open a stream; return None when there are too many."""
+        """Open a stream; return None if there are too many."""
         if len(self._clients) >= self._limit or self._closed:
             self._refused += 1
             return None
@@ -145,7 +145,7 @@ class BrowserStreams:
         self._closed = False
 
     def statistics(self) -> BrowserStatistics:
-        """How many streams there are, and what was lost."""
+        """Return how many streams are open, and what was dropped or refused."""
         dropped = self._dropped + sum(client.dropped for client in self._clients)
         return BrowserStatistics(len(self._clients), dropped, self._refused)
 

@@ -1,8 +1,8 @@
-"""The configuration: command line over environment over `moored.toml`, checked as a whole.
+"""The configuration: command line before environment before `moored.toml`, checked as a whole.
 
-Every knob is one field of `Config`, with its default, its reader and one sentence that says what it
-is for. The names elsewhere follow from the field's: `log_level` is `--log-level`,
-`MOORED_LOG_LEVEL` and `log_level = …`.
+Every setting is one field of `Config`, with its default, its parser and one sentence about its
+purpose. Its other names follow from the field's: `log_level` is `--log-level`, `MOORED_LOG_LEVEL`
+and `log_level = …`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._errors import ConfigError
 
 __all__ = ["FILE_NAME", "Config", "Knob", "Setting", "knobs", "load"]
 
-#: Read from the working directory when no other file is named.
+#: The file in the working directory that is read unless another one is named.
 FILE_NAME = "moored.toml"
 PREFIX = "MOORED_"
 DEFAULT = "default"
@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 
 class Knob(NamedTuple):
-    """One thing that can be configured, and its names."""
+    """One setting that can be configured, and its names."""
 
     name: str
     #: The environment variable.
     variable: str
     default: Any
-    #: From text or TOML to a value; raises ValueError with the fix.
+    #: Converts a str or a TOML value; raises ValueError with the fix.
     parse: Callable[[object], Any]
     #: One sentence for `--help` and the docs, with the reason.
     help: str
-    #: What may be shown of a value that is, or holds, a secret; None where all of it may.
+    #: Returns the value without its secrets; None if it has none.
     hide: Callable[[Any], str] | None
 
     @property
@@ -63,21 +63,21 @@ def _knob(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Config:
-    """What `moored serve` runs with; checked when it is made, and never changed after.
+    """The configuration of `moored serve`, validated when it is made, and immutable.
 
-    Raises `ConfigError`, which holds every mistake, each with the name of the knob and the fix.
+    Raises `ConfigError` with every mistake, each with the name of the setting and the fix.
     """
 
     host: str = _knob(
         "127.0.0.1",
         _parse.host,
-        "The address to listen on; other machines reach only an address that is not loopback, "
-        "and such a one needs an admin token.",
+        "The address to listen on; an address that other machines can reach (not loopback) "
+        "requires an admin token.",
     )
     port: int = _knob(
         8089,
         _parse.port,
-        "The port of the HTTP service; 0 takes a free one, and the start prints which.",
+        "The port of the HTTP service; 0 chooses a free one, which is printed at the start.",
     )
     database_url: str | None = _knob(
         None,
@@ -90,84 +90,84 @@ class Config:
     database_wait: float = _knob(
         5.0,
         _parse.seconds,
-        "How many seconds `serve` tries to reach the database URL at its start, so that a server "
-        "that is a little late is waited for and a wrong address is an error.",
+        "How many seconds `serve` tries to reach the database URL at its start before it exits "
+        "with an error; a server that starts a little later is waited for.",
     )
     replication_url: str | None = _knob(
         None,
         _parse.connection_string,
-        "The same server without a pooler before it, for the stream, the lock and administration; "
-        "the database URL unless given.",
+        "The URL of the same server without a pooler, for the stream, the lock and "
+        "administration; the default is the database URL.",
         variable=PREFIX + "REPLICATION_URL",
         hide=redacted,
     )
     stream_id: str = _knob(
         "default",
         _parse.stream_id,
-        "The name of the stream, and of its slot, publication and lock; services with the same "
-        "name on one server take turns, so give a second service another.",
+        "The name of the stream, and of its slot, publication and lock; of several services with "
+        "the same name on one server, one is active and the others stand by.",
     )
     pool_size: int = _knob(
         20,
         _parse.count,
-        "How many connections both pools have together: a quarter, at most 4, is for "
-        "administration, the rest for work; the server must have room for them and one more.",
+        "How many connections both pools have together: a quarter, at most 4, for "
+        "administration, the rest for work; the server must allow them and one more.",
     )
     state_dir: Path | None = _knob(  # noqa: RUF009 (it is a field)
         None,
         _parse.directory,
-        "Where this machine keeps how far the consumers of the stream are; the default is "
-        "`streams` in the data directory, or beside it where a database URL is given.",
+        "The directory for the positions of the stream's consumers; the default is "
+        "`streams` in the data directory, or beside it if a database URL is given.",
     )
     sleep_after: float | None = _knob(
         None,
         _parse.seconds,
-        "After how many seconds without use all connections to the database are closed, for a "
-        "server that can sleep itself; unless given, they stay.",
+        "After how many idle seconds all connections to the database are closed, for a server "
+        "that can sleep itself; by default they stay open.",
     )
     data_dir: Path | None = _knob(  # noqa: RUF009 (it is a field)
         None,
         _parse.directory,
-        "Where the embedded PostgreSQL keeps its data from one start to the next; "
-        "the default is a directory of the user who runs it.",
+        "The directory where the embedded PostgreSQL keeps its data; "
+        "the default depends on the user who runs the service.",
     )
     postgres_port: int = _knob(
         0,
         _parse.port,
-        "The loopback port of the embedded PostgreSQL, for those who connect to it with tools of "
-        "their own; 0 takes a free one.",
+        "The loopback port of the embedded PostgreSQL, for other clients such as psql; "
+        "0 chooses a free one.",
     )
     postgres_bin_dir: Path | None = _knob(  # noqa: RUF009 (it is a field)
         None,
         _parse.directory,
-        "The bin directory of an installed PostgreSQL to run as the embedded one, where the "
-        "version or the build from the wheel does not do.",
+        "The bin directory of an installed PostgreSQL to run as the embedded one, for another "
+        "version or build than the wheel's.",
     )
     admin_token: str | None = _knob(
         None,
         _parse.secret,
-        "The secret that everything but /v1/health asks for; give it by the environment or the "
-        "file, because a command line can be read by other users of the machine.",
+        "The secret that every request except /v1/health must present; set it in the environment "
+        "or the file, because other users of the machine can read a command line.",
         hide=lambda token: HIDDEN,
     )
     allowed_hosts: tuple[str, ...] = _knob(
         (),
         _parse.host_names,
-        "More names that a request's Host header may carry, for a proxy in front of a loopback "
-        "address; others are refused there, so that no web page can reach the service by a name "
-        "of its own that points to this machine.",
+        "Further names that the Host header of a request may contain, for a proxy in front of a "
+        "loopback address; other names are refused there, so that no web page can reach the "
+        "service through its own name that points to this machine.",
     )
     log_format: str = _knob(
         "text",
         _parse.choice("text", "json"),
-        "How log lines look: `text` for people, `json` for a log store, one object a line.",
+        "The format of log lines: `text` for people, `json` for a log store, one object per line.",
     )
     log_level: str = _knob(
         "info",
         _parse.choice("debug", "info", "warning", "error"),
-        "The least important lines to log; `debug` adds each HTTP request.",
+        "The lowest level to log; `debug` adds each HTTP request.",
     )
-    #: Where each value came from: an option, a variable, a file, or "default".
+    #: The source of each value: an option, a variable, a file, or "default".
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Config:
         return self.database_url is None
 
     def settings(self) -> Iterator[Setting]:
-        """Every knob with what may be shown of its value and where the value came from."""
+        """Yield every setting with its value, without secrets, and the source of the value."""
         for knob in knobs():
             value = getattr(self, knob.name)
             if value is not None and knob.hide is not None:
@@ -211,13 +211,13 @@ class Config:
         named = {knob.name: knob for knob in knobs()}
         if self.replication_url is not None and self.is_embedded:
             yield (
-                f"{self._label(named['replication_url'])}: there is no database URL that it "
-                f"belongs to: set {named['database_url'].variable}"
+                f"{self._label(named['replication_url'])}: it requires a database URL: "
+                f"set {named['database_url'].variable}"
             )
         if not self.is_local and self.admin_token is None:
             yield (
-                f"{self._label(named['host'])}: other machines can reach {self.host}, and there is "
-                f"no admin token to keep them out: set {PREFIX}ADMIN_TOKEN, or listen on 127.0.0.1"
+                f"{self._label(named['host'])}: other machines can reach {self.host}, which "
+                f"requires an admin token: set {PREFIX}ADMIN_TOKEN, or listen on 127.0.0.1"
             )
 
     def _label(self, knob: Knob) -> str:
@@ -230,11 +230,11 @@ class Config:
 
     def __repr__(self) -> str:
         given = (f"{s.name}={s.value}" for s in self.settings() if s.source != DEFAULT)
-        return f"<Config {' '.join(given) or 'as by default'}>"
+        return f"<Config {' '.join(given) or 'defaults'}>"
 
 
 class Setting(NamedTuple):
-    """One line of the effective configuration; secrets are hidden in it."""
+    """One setting of the effective configuration, with secrets hidden."""
 
     name: str
     value: Any
@@ -243,7 +243,7 @@ class Setting(NamedTuple):
 
 
 def knobs() -> Iterator[Knob]:
-    """Everything that can be configured, in the order of the docs."""
+    """Yield every setting, in the order of the docs."""
     for item in fields(Config):
         if "parse" in item.metadata:
             variable = item.metadata["variable"] or PREFIX + item.name.upper()
@@ -258,10 +258,10 @@ def load(
     *,
     file: str = FILE_NAME,
 ) -> Config:
-    """The effective configuration out of options, environment variables and the text of a file.
+    """Return the configuration from options, environment variables and the text of a file.
 
-    `cli` maps the names of knobs to what was given, None where nothing was. A variable that is set
-    to nothing counts as not set. Raises `ConfigError` with all the mistakes of all three.
+    `cli` maps the names of settings to the options' values, None for an option that was not used.
+    An empty variable counts as not set. Raises `ConfigError` with the mistakes of all three.
     """
     written, mistakes = _read(toml, file)
     mistakes += _misspelt(environ)
@@ -300,7 +300,7 @@ def _read(toml: str | None, file: str) -> tuple[dict[str, object], list[str]]:
 
 
 def _misspelt(environ: Mapping[str, str]) -> list[str]:
-    """Variables that are one slip away from ours; others with our prefix may be somebody else's."""
+    """Report variables with nearly the name of ours; other programs may use our prefix too."""
     known = [knob.variable for knob in knobs()]
     return [
         f"{name}: there is no such variable" + hint

@@ -1,10 +1,10 @@
-"""The HTTP connections of the service: how many there may be, and how long one may do nothing.
+"""Limits for the HTTP connections of the service: their number, and how long one may be idle.
 
 A connection is *idle* until the head of a request is complete, and again after the response. An
-idle connection is closed after a while; when there are too many connections, the one that has been
-idle for longest makes room for the new one, or else the oldest whose request has not arrived whole.
-So clients that connect and send nothing, or half a request, keep nobody else out, and the
-descriptors of the process suffice for the database.
+idle connection is closed after `HEAD_TIMEOUT`. If there are too many connections, the one that has
+been idle for longest is closed, or else the oldest whose request is incomplete. So clients that
+connect and send nothing, or half a request, cannot lock out other clients, and the process keeps
+enough file descriptors for the database.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ __all__ = ["BACKLOG", "MAX_HEAD", "ConnectionStatistics", "Connections", "protoc
 
 log = logging.getLogger("moored.http")
 
-#: Seconds until the head of a request is complete; a client on a slow line needs one or two.
+#: Seconds until the head of a request must be complete; a client on a slow line needs one or two.
 HEAD_TIMEOUT = 10.0
-#: Connections at most, and at most half of the descriptors that the process may have.
-MOST = 500
-#: Connections that are accepted at once, before any of them is counted.
+#: The maximum of connections, and at most half of the file descriptors of the process.
+MAX_CONNECTIONS = 500
+#: The backlog of the listening sockets.
 BACKLOG = 128
-#: Bytes of a request's head: what browsers send, with the cookies of other services on this host.
+#: Bytes of a request's head; browsers also send the cookies of other services on this host.
 MAX_HEAD = 32_768
-#: Seconds between two lines about connections that were closed.
-QUIET = 60.0
+#: Seconds between two log lines about connections that were closed.
+WARNING_INTERVAL = 60.0
 
 
 class ConnectionStatistics(NamedTuple):
-    """How many HTTP connections are idle or were closed."""
+    """How many HTTP connections are idle, and how many were closed."""
 
-    #: Idle connections now.
+    #: Idle connections.
     idle: int
-    #: Closed because no request came in time.
+    #: Connections closed because no request arrived in time.
     timed_out: int
-    #: Closed while idle, or refused, because there were too many.
+    #: Connections closed while idle, or refused, because there were too many.
     refused: int
 
 
 class Connections:
-    """The open connections of one service; it lives on one event loop."""
+    """The open connections of one service, used from one event loop."""
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = _most() if most is None else most
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = _max_connections() if limit is None else limit
         #: The longest idle first.
         self._idle: dict[_Connection, asyncio.TimerHandle] = {}
-        #: In use, with a request whose body has not arrived whole; the oldest first.
+        #: In use, with a request whose body is incomplete; the oldest first.
         self._receiving: dict[_Connection, None] = {}
         self._timed_out = 0
         self._refused = 0
-        self._untold = 0
-        self._told = -QUIET
+        self._unreported = 0
+        self._warned_at = -WARNING_INTERVAL
 
-    def wait(self, one: _Connection) -> None:
-        """Note that a connection is idle, and close it unless a request comes in time."""
-        self.attend(one)
+    def mark_idle(self, one: _Connection) -> None:
+        """Mark a connection as idle, and close it unless a request arrives in time."""
+        self.mark_in_use(one)
         self._idle[one] = one.loop.call_later(HEAD_TIMEOUT, self._time_out, one)
 
-    def attend(self, one: _Connection, *, receiving: bool = False) -> None:
-        """Note that a connection is in use or closed, and whether more of a request must come."""
+    def mark_in_use(self, one: _Connection, *, receiving: bool = False) -> None:
+        """Mark a connection as in use or closed; `receiving` if its request is incomplete."""
         if (timer := self._idle.pop(one, None)) is not None:
             timer.cancel()
         if receiving:
@@ -74,31 +74,31 @@ class Connections:
             self._receiving.pop(one, None)
 
     def make_room(self, newest: _Connection) -> None:
-        """Close a connection if there are too many; the newest if all others are being served."""
-        if len(newest.connections) <= self.most:
+        """Close a connection if there are too many: the newest if all others are in use."""
+        if len(newest.connections) <= self.limit:
             return
         self._refused += 1
-        self._tell(newest.loop.time())
+        self._warn(newest.loop.time())
         others = (one for one in chain(self._idle, self._receiving) if one is not newest)
         next(others, newest).end()
 
     def statistics(self) -> ConnectionStatistics:
-        """How many are idle, and what was closed."""
+        """Return how many connections are idle, and how many were closed."""
         return ConnectionStatistics(len(self._idle), self._timed_out, self._refused)
 
     def _time_out(self, one: _Connection) -> None:
         self._timed_out += 1
         one.end()
 
-    def _tell(self, now: float) -> None:
-        self._untold += 1
-        if now - self._told >= QUIET:
+    def _warn(self, now: float) -> None:
+        self._unreported += 1
+        if now - self._warned_at >= WARNING_INTERVAL:
             log.warning(
-                "%d HTTP connections are open: %d closed to make room for new ones",
-                self.most,
-                self._untold,
+                "the limit of %d HTTP connections is reached: closed %d to accept new ones",
+                self.limit,
+                self._unreported,
             )
-            self._told, self._untold = now, 0
+            self._warned_at, self._unreported = now, 0
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -106,36 +106,36 @@ class Connections:
 
 
 class _Connection(H11Protocol):
-    """Uvicorn's, which has no limit for the head of a request and none for connections."""
+    """Uvicorn's protocol, with a timeout for the head of a request and a limit of connections."""
 
-    book: ClassVar[Connections]
+    tracker: ClassVar[Connections]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.book.wait(self)
-        self.book.make_room(self)
+        self.tracker.mark_idle(self)
+        self.tracker.make_room(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.book.attend(self)
+        self.tracker.mark_in_use(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self._busy:
-            self.book.attend(self, receiving=self.cycle.more_body)
+            self.tracker.mark_in_use(self, receiving=self.cycle.more_body)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self.book.attend(self)
+        self.tracker.mark_in_use(self)
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._busy and not self.transport.is_closing():
-            self.book.wait(self)
+            self.tracker.mark_idle(self)
 
     def end(self) -> None:
         """Abort the connection without flushing its buffer."""
-        self.book.attend(self)
+        self.tracker.mark_in_use(self)
         self.transport.abort()
 
     @property
@@ -144,11 +144,15 @@ class _Connection(H11Protocol):
 
 
 def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
-    """The protocol that uvicorn makes for each connection."""
-    namespace: dict[str, Any] = {"book": connections}
+    """Return the protocol class that uvicorn instantiates for each connection."""
+    namespace: dict[str, Any] = {"tracker": connections}
     return type("Connection", (_Connection,), namespace)
 
 
-def _most() -> int:
+def _max_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft == resource.RLIM_INFINITY else min(MOST, max(16, soft // 2))
+    return (
+        MAX_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else min(MAX_CONNECTIONS, max(16, soft // 2))
+    )

@@ -3,12 +3,12 @@
 ::
 
     moored/postgres     one_for_one
-    ├─ server             when it is embedded: restarted for as long as it takes
+    ├─ server             if it is embedded: restarted without limit
     └─ manager            `moored.postgres.Postgres`, with a tree of its own
 
-Losing the database is never the end of the service: the server is restarted, and the manager finds
-it again by itself. An error is only a database that was never reached within its time at the start;
-and, at any time, one that must be changed before it can be followed.
+A lost database never ends the service: the server is restarted, and the manager reconnects. Only
+two things end it: a database that was not reached within `database_wait` at the start, and, at any
+time, a configuration of the database that an operator must change.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ READY = "postgres_ready"
 #: The child that runs the manager.
 MANAGER = f"moored/{NAME}/manager"
 
-#: Quick at first, because a crashed server is usually back at once; then kind to one that is not.
+#: Short at first, because a crashed server usually starts again at once.
 RETRY = Backoff(0.2, 5.0, jitter=0.25)
-#: How long the first attempt may take beyond its time to find out what is wrong.
+#: Seconds beyond `database_wait` for the first attempt to fail with its own error.
 CONNECT_TIMEOUT = 5.0
-#: A fast shutdown, an immediate one, and the end by force, each with its own limit, fit into this.
+#: Longer than the limits of a fast shutdown, an immediate one and SIGKILL together.
 STOP_TIMEOUT = 60.0
-#: The seven steps of the manager's end fit into this, with some seconds to spare.
+#: Longer than the seven steps of the manager's shutdown.
 MANAGER_STOP_TIMEOUT = 20.0
 
 
 def data_dir_of(config: Config) -> Path:
-    """Where the embedded server keeps its data."""
+    """Return the directory of the embedded server's data."""
     return config.data_dir or default_data_dir()
 
 
 def state_dir_of(config: Config) -> Path:
-    """Where this machine keeps how far the stream's consumers are: beside the data, if embedded."""
+    """Return the directory for the positions of the stream's consumers."""
     if config.state_dir is not None:
         return config.state_dir
     beside = data_dir_of(config) if config.is_embedded else default_data_dir().parent
@@ -62,8 +62,8 @@ def state_dir_of(config: Config) -> Path:
 
 
 def database_part(config: Config) -> Part:
-    """PostgreSQL, embedded or by its URL."""
-    # Without a limit of restarts: a database may be away for days, and then come back.
+    """Return PostgreSQL, embedded or by its URL, as a part."""
+    # Without a limit of restarts: an outage of the database may last for days.
     return Part(
         NAME,
         lambda wiring: Database(config, wiring).children(),
@@ -85,12 +85,12 @@ class Database:
         self._moved = asyncio.Event()
         self._began = wiring.clock.monotonic()
         self._collector = PostgresCollector()
-        self._told_holder: int | None = None
+        self._reported_holder: int | None = None
         wiring.collectors.append(self._collector)
         wiring.last_resorts.append(self.kill_server)
 
     def children(self) -> Sequence[Child]:
-        """The embedded server, if there is one, and the connection manager."""
+        """Return the embedded server, if there is one, and the connection manager."""
         server = Child("server", self.run_server, backoff=RETRY, shutdown=STOP_TIMEOUT)
         manager = Child("manager", self.run_manager, backoff=RETRY, shutdown=MANAGER_STOP_TIMEOUT)
         return [server, manager] if self._config.is_embedded else [manager]
@@ -104,7 +104,7 @@ class Database:
             data_dir_of(self._config),
             bin_dir=self._config.postgres_bin_dir,
             port=self._port,
-            on_progress=lambda text: self._tell(ctx, text),
+            on_progress=lambda text: self._notify(ctx, text),
         )
         self._server = server
         try:
@@ -121,7 +121,7 @@ class Database:
             raise
 
     def kill_server(self) -> None:
-        """End the server with SIGKILL; its guard ends the processes that it leaves behind."""
+        """Send SIGKILL to the server; its guard ends the remaining processes."""
         if self._server is not None and (pid := self._server.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -129,29 +129,29 @@ class Database:
     # -- the manager ---------------------------------------------------------------------------
 
     async def run_manager(self, ctx: Context) -> None:
-        """Run the connection manager; replace it only when the embedded server changes its port."""
+        """Run the connection manager; raise if the embedded server changes its port."""
         ctx.started()
         url = await self._url()
         self._moved.clear()
-        pg = self._made(url)
+        pg = self._new_manager(url)
         try:
             await pg.open()
         except ConfigurationError as error:
             self._wiring.fail(ServiceError(str(error)))
             raise
-        forget = self._show(pg)
+        remove = self._show(pg)
         try:
             if not self._config.is_embedded:
                 await self._until_reached(pg)
             await self._moved.wait()
-            raise ServiceError("the embedded PostgreSQL has moved to another port")
+            raise ServiceError("the embedded PostgreSQL has changed its port")
         finally:
             try:
                 await pg.close()
             finally:
-                forget()
+                remove()
 
-    def _made(self, url: str) -> Postgres:
+    def _new_manager(self, url: str) -> Postgres:
         config = self._config
         return Postgres(
             url,
@@ -177,33 +177,33 @@ class Database:
         wiring.machines.append(pg.machine)
         wiring.systems[MANAGER] = pg
         self._collector.add(pg)
-        unsubscribe = pg.monitor.subscribe(lambda change: self._look(pg))
-        self._look(pg)
+        unsubscribe = pg.monitor.subscribe(lambda change: self._report_health(pg))
+        self._report_health(pg)
 
-        def forget() -> None:
+        def remove() -> None:
             unsubscribe()
             self._collector.remove(pg)
             del wiring.systems[MANAGER]
             wiring.machines.remove(pg.machine)
             wiring.health(NAME, "starting", "the connection manager has stopped")
 
-        return forget
+        return remove
 
-    def _look(self, pg: Postgres) -> None:
+    def _report_health(self, pg: Postgres) -> None:
         """Report the health of the manager; called after each change of a condition."""
         if not pg.is_open:
             return
         health = pg.health
-        self._wiring.health(NAME, health.value, self._why(pg, health))
+        self._wiring.health(NAME, health.value, self._reason(pg, health))
         if pg.fatal is not None:
             self._wiring.fail(ServiceError(pg.fatal))
-        self._tell_of_holder(pg)
+        self._report_lock_holder(pg)
 
-    def _why(self, pg: Postgres, health: Health) -> str:
+    def _reason(self, pg: Postgres, health: Health) -> str:
         if health is Health.FAILED:
             return pg.fatal or "the connection manager is closed"
         if health is Health.SLEEPING:
-            return "all connections were closed for lack of use"
+            return "all connections were closed after a time without use"
         if health is Health.ACTIVE:
             server = pg.statistics()["server"]
             version = server["version"] if server is not None else "of unknown version"
@@ -214,16 +214,16 @@ class Database:
         lines = (line for line in pg.explain().splitlines() if line.startswith(because))
         return next(lines, "").removeprefix(because)
 
-    def _tell_of_holder(self, pg: Postgres) -> None:
-        """Print a notice when another backend holds the lock, once for each holder."""
+    def _report_lock_holder(self, pg: Postgres) -> None:
+        """Print a notice if another backend holds the lock, once for each holder."""
         holder = pg.statistics()["lock"]["holder"]
         pid = None if holder is None else holder["pid"]
-        if pid is not None and pid != self._told_holder:
+        if pid is not None and pid != self._reported_holder:
             why = pg.monitor.conditions()["pg_lock_acquired"].detail
             self._wiring.say(f"PostgreSQL: standing by, because {why}")
-        self._told_holder = pid
+        self._reported_holder = pid
 
-    # -- what ends the start -------------------------------------------------------------------
+    # -- the first connection ------------------------------------------------------------------
 
     async def _until_reached(self, pg: Postgres) -> None:
         """Give up the start if the database is not reached in time; the manager keeps trying."""
@@ -242,7 +242,7 @@ class Database:
             return counted(*events)
 
         def on_move(move: object) -> None:
-            loop.call_soon(moved.set)  # the event of a move is counted right after the move
+            loop.call_soon(moved.set)  # later, because the event is counted after the move
 
         unsubscribe = pg.machine.observe(on_move)
         try:
@@ -251,7 +251,7 @@ class Database:
             # The first attempt may take longer, so that its own error is reported.
             await within(CONNECT_TIMEOUT, reached, failed)
             if not counted(reached):
-                self._wiring.give_up(self._never_reached(pg))
+                self._wiring.give_up(self._unreachable(pg))
         finally:
             unsubscribe()
 
@@ -259,7 +259,7 @@ class Database:
         """Seconds left of `database_wait`."""
         return self._began + self._config.database_wait - self._wiring.clock.monotonic()
 
-    # -- in words ------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------
 
     def _cannot_start(self, error: Exception) -> ServiceError:
         line = str(error).partition("\n")[0] or type(error).__name__
@@ -267,16 +267,16 @@ class Database:
             line += f" (its log: {data_dir_of(self._config) / 'postgres.log'})"
         return ServiceError(
             f"the embedded PostgreSQL cannot start: {line}. "
-            "Name other data with --data-dir, an installed PostgreSQL with --postgres-bin-dir, "
-            "or one that runs already with --database-url."
+            "Choose another data directory with --data-dir, an installed PostgreSQL with "
+            "--postgres-bin-dir, or a running server with --database-url."
         )
 
-    def _never_reached(self, pg: Postgres) -> DatabaseUnreachable:
+    def _unreachable(self, pg: Postgres) -> DatabaseUnreachable:
         knob = "replication_url" if self._config.replication_url is not None else "database_url"
         source = self._config.sources.get(knob, knob)
         tried = self._wiring.clock.monotonic() - self._began
         errors = [each.detail for each in pg.last_events if each.name == "connection_error"]
-        reason = errors[-1].partition("; next try")[0] if errors else "no answer in time"
+        reason = errors[-1].partition("; next try")[0] if errors else "timed out"
         return DatabaseUnreachable(
             f"cannot reach PostgreSQL at {place_of(pg.settings.replication_url)} within "
             f"{tried:.0f} s: {reason}. Start it, or correct {source}; without a database URL, "
@@ -284,13 +284,13 @@ class Database:
             reason=reason,
         )
 
-    def _tell(self, ctx: Context, text: str) -> None:
+    def _notify(self, ctx: Context, text: str) -> None:
         ctx.record(text)
         self._wiring.say(f"PostgreSQL: {text}")
 
 
 def place_of(url: str) -> str:
-    """The hosts, ports and database of a connection string, without secrets: "db:5432/orders"."""
+    """Return the hosts, ports and database of a connection string: "db:5432/orders"."""
     words = conninfo_to_dict(url)
     hosts = str(words.get("host") or words.get("hostaddr") or "localhost").split(",")
     ports = str(words.get("port") or "5432").split(",")

@@ -1,12 +1,12 @@
-"""The errors of the service; each text is a line for the person who started it.
+"""The errors of the service; each message is one line for the person who started it.
 
 ::
 
     MooredError
-    ├── ConfigError              mistakes in the configuration, all of them (the kernel's class)
-    └── ServiceError             the service cannot start, or cannot go on
-        ├── CannotListen         the address cannot be had; says who has it where that can be found
-        └── DatabaseUnreachable  PostgreSQL does not answer at its address
+    ├── ConfigError              all mistakes in the configuration (the kernel's class)
+    └── ServiceError             the service cannot start, or cannot continue
+        ├── CannotListen         the address cannot be bound; names its holder if that is known
+        └── DatabaseUnreachable  PostgreSQL cannot be reached at its address
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["CannotListen", "ConfigError", "DatabaseUnreachable", "ServiceError"]
 
 
 class ServiceError(MooredError):
-    """The service cannot start, or cannot go on."""
+    """The service cannot start, or cannot continue."""
 
 
 class CannotListen(ServiceError):
-    """The address to listen on cannot be had."""
+    """The address to listen on cannot be bound."""
 
 
 class DatabaseUnreachable(ServiceError):
-    """PostgreSQL does not answer at its address; `reason` is what the driver said, in one line."""
+    """PostgreSQL cannot be reached at its address; `reason` is the driver's error, in one line."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Sends the recorder's events to the open pages at once, and the newest state soon after."""
+"""Sends the recorder's events to the browser streams at once, and the newest state soon after."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ._view import View
 
 __all__ = ["Feed"]
 
-#: Changes come in bursts (a restart is a dozen events): one state after each burst is enough.
+#: Seconds from an event to the next state: a restart is a burst of a dozen events.
 SETTLE = 0.15
-#: Numbers (positions, pools) change without an event: an open page gets them so often.
+#: Seconds between two states without events: numbers such as positions change without an event.
 REFRESH = 5.0
 
 
 class Feed:
-    """A sink of the recorder that keeps every open stream up to date."""
+    """A sink of the recorder that updates every open stream."""
 
     def __init__(self, view: View, streams: BrowserStreams) -> None:
         self.streams = streams
@@ -28,8 +28,8 @@ class Feed:
         self._timers = Timers(view.clock)
 
     def join(self) -> BrowserStream | None:
-        """Open a stream that begins with the whole state; None when there are too many."""
-        state = self._state()  # before a place is taken, in case that fails
+        """Open a stream that begins with the whole state; return None if there are too many."""
+        state = self._state()  # before the stream is opened, in case this fails
         client = self.streams.join()
         if client is not None:
             client.give_state(state)
@@ -46,7 +46,7 @@ class Feed:
             pass  # the loop is closed, and with it every stream
 
     def close(self) -> None:
-        """Cancel the planned updates."""
+        """Cancel the scheduled updates."""
         self._timers.cancel_all()
 
     def _publish(self, event: Event) -> None:
@@ -65,4 +65,4 @@ class Feed:
             self.streams.publish_state(self._state())
 
     def _state(self) -> bytes:
-        return message("state", json.dumps(self._view.whole(), default=str))
+        return message("state", json.dumps(self._view.as_dict(), default=str))

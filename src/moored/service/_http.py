@@ -1,4 +1,4 @@
-"""The HTTP service as a supervised child: uvicorn on our loop, with our sockets and our signals."""
+"""The HTTP server as a supervised child: uvicorn on the service's loop, sockets and signals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["READY", "http_child"]
 
 NAME = "http"
 READY = "http_ready"
-#: Seconds that a request in flight may take to end when the service stops.
+#: Seconds that a request in flight may take while the service stops.
 GRACE = 2
 
 
@@ -69,7 +69,7 @@ def http_child(
 
         server = _UvicornServer(_settings(app, connections, access_log), started)
         streams.open()
-        # Uvicorn closes what it is given, so it is given copies.
+        # Copies, because uvicorn closes its sockets.
         copies = [one.dup() for one in sockets]
         serving = asyncio.create_task(server.serve(copies), name=f"{ctx.path}: uvicorn")
         try:
@@ -96,6 +96,6 @@ def _settings(app: ASGIApp, connections: Connections, access_log: bool) -> uvico
         access_log=access_log,
         server_header=False,
         timeout_graceful_shutdown=GRACE,
-        # A proxy is not trusted to name the address that a request comes from.
+        # The client address in a proxy's headers is not trusted.
         proxy_headers=False,
     )

@@ -1,4 +1,4 @@
-"""The sockets to listen on, taken before anything else starts, and who has them if we cannot."""
+"""The listening sockets, bound before anything else starts; errors name the holder of the port."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["holder_of", "listen", "listening_inodes"]
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address of the host, all on one port; raises `CannotListen`.
+    """Return a listening socket for each address of the host, on one port; raises `CannotListen`.
 
-    They stay open while the service runs, so that a restart of its HTTP part refuses nobody.
+    They stay open while the service runs, so that no client is refused while HTTP restarts.
     """
     taken: list[socket.socket] = []
     failures: list[OSError] = []
@@ -30,7 +30,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             taken.append(_bound(family, address, wanted))
         except OSError as error:
             failures.append(error)
-    # A name may stand for addresses of which the machine has only some (localhost without IPv6).
+    # A name may have addresses that this machine does not (localhost without IPv6).
     if failures and (not taken or any(e.errno != errno.EADDRNOTAVAIL for e in failures)):
         for one in taken:
             one.close()
@@ -43,7 +43,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise CannotListen(
-            f"cannot listen on {host}: the name is not known ({error.strerror}). "
+            f"cannot listen on {host}: the name cannot be resolved ({error.strerror}). "
             "Choose an address of this machine with --host."
         ) from error
     return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
@@ -52,7 +52,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
 def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     one = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Connections of the last run that still linger must not keep the port.
+        # Connections of the previous run in TIME_WAIT must not block the port.
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -71,14 +71,14 @@ def _why(host: str, port: int, error: OSError) -> str:
         by = f" by {holder}" if (holder := holder_of(port)) else ""
         return f"{what}: the port is in use{by}. Stop it, or choose another with --port."
     if error.errno == errno.EACCES:
-        return f"{what}: this user may not take port {port}. Choose one above 1023 with --port."
+        return f"{what}: this user may not bind port {port}. Choose one above 1023 with --port."
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{what}: this machine has no such address. Choose one of its own with --host."
+        return f"{what}: this machine does not have this address. Choose another with --host."
     return f"{what}: {error.strerror}. Choose another address with --host and --port."
 
 
 def holder_of(port: int) -> str | None:
-    """Who listens on a port, as in "pid 812 (moored serve)"; None where it cannot be found."""
+    """Return the process that listens on a port: "pid 812 (moored serve)"; None if unknown."""
     if sys.platform != "linux":
         return None
     inodes: set[str] = set()
@@ -89,7 +89,7 @@ def holder_of(port: int) -> str | None:
             pass  # a kernel without IPv6
     pid = _owner({f"socket:[{inode}]" for inode in inodes}) if inodes else None
     if pid is None:
-        return None  # another user's process, which only root can look into
+        return None  # a process of another user, which only root can inspect
     try:
         program = program_of(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
@@ -98,7 +98,7 @@ def holder_of(port: int) -> str | None:
 
 
 def listening_inodes(table: str, port: int) -> set[str]:
-    """The inodes of the sockets that listen on a port, out of the text of /proc/net/tcp."""
+    """Return the inodes of the sockets that listen on a port, from the text of /proc/net/tcp."""
     listening = "0A"
     found = set()
     for line in table.splitlines()[1:]:
@@ -110,12 +110,12 @@ def listening_inodes(table: str, port: int) -> set[str]:
 
 def _owner(links: Iterable[str]) -> int | None:
     wanted = set(links)
-    # The lowest number: a parent that has handed its socket to children comes before them.
+    # The lowest pid first: a parent is named before the children that share its socket.
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
             descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
         except OSError:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has ended, or belongs to another user
         for descriptor in descriptors:
             try:
                 if os.readlink(descriptor) in wanted:

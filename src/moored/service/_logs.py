@@ -20,14 +20,14 @@ from moored.kernel import SECRETS, Event, MooredError
 
 __all__ = ["Logs"]
 
-#: How important an event of the recorder is; what is not named here is for `debug`.
+#: The log level of the recorder's events by kind; DEBUG for all other kinds.
 LEVELS = {"failure": logging.WARNING, "abandoned": logging.ERROR, "restarting": logging.INFO}
-#: Below these, `moored.postgres` logs each outage itself, in one line, and its end in another.
+#: Prefixes of components whose outages `moored.postgres` logs itself, one line for each.
 LOGGED_BELOW = ("postgres.", "postgres/")
 
 
 class Logs:
-    """Routes everything to one stream, in one format; `close()` gives logging back as it was."""
+    """Routes all output to one stream, in one format; `close()` restores the logging settings."""
 
     def __init__(self, *, layout: str, level: str, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -35,14 +35,14 @@ class Logs:
         self._handler = _Handler(self._stream)
         self._handler.setFormatter(_formatter(self._as_json, colours=self._stream.isatty()))
         self._recorded: deque[str] = deque(maxlen=50)
-        self._handler.addFilter(_told_by_recorder)
-        self._handler.addFilter(self._is_new)
-        self._handler.addFilter(_is_news)
-        self._handler.addFilter(_Seldom())
+        self._handler.addFilter(_is_not_recorded)
+        self._handler.addFilter(self._is_not_recorded_failure)
+        self._handler.addFilter(_is_not_cancelled_request)
+        self._handler.addFilter(_OncePerMinute())
         self._previous = (list(logging.root.handlers), logging.root.level)
         logging.root.handlers[:] = [self._handler]
         logging.root.setLevel(level.upper())
-        # asyncio's debug lines and each request are for those who asked for every detail.
+        # Below WARNING, these log internals that are not useful even at `info`.
         for name in ("asyncio", "uvicorn.error"):
             logging.getLogger(name).setLevel(max(logging.root.level, logging.WARNING))
         self._log = structlog.wrap_logger(
@@ -52,14 +52,14 @@ class Logs:
         )
 
     def say(self, text: str) -> None:
-        """A notice for the person who started the service, whatever the log level."""
+        """Print a notice for the person who started the service, at any log level."""
         if self._as_json:
             self._handler.handle(_notice(text))
             return
         try:
             print(f"moored: {SECRETS.hide(text)}", file=self._stream, flush=True)
         except (OSError, ValueError):
-            pass  # the reader of stdout has gone, which must not end the service
+            pass  # stdout was closed by its reader, which must not end the service
 
     def sink(self, event: Event) -> None:
         """Log an event of the recorder."""
@@ -73,21 +73,21 @@ class Logs:
             known["because"] = "; ".join(event.because)
         self._log.log(level, event.text, **_not_reserved(known))
 
-    def _is_new(self, record: logging.LogRecord) -> bool:
-        """Drop lines that are recorded too: rooms also log them, for use without a service."""
+    def _is_not_recorded_failure(self, record: logging.LogRecord) -> bool:
+        """Drop failures that the recorder has too: packages log them for use without a service."""
         if not record.name.startswith("moored.") or record.exc_info:
             return True
         return not record.getMessage().startswith(tuple(self._recorded))
 
     def close(self) -> None:
-        """Give logging back as it was."""
+        """Restore the previous logging settings."""
         logging.root.handlers[:], level = self._previous
         logging.root.setLevel(level)
 
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Print no traceback for each line when the reader of the stream has gone."""
+        """Print no traceback for each line after the reader has closed the stream."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
 
@@ -96,14 +96,14 @@ def _notice(text: str) -> logging.LogRecord:
     return logging.LogRecord("moored", logging.INFO, "", 0, text, None, None)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drop the traceback that uvicorn logs for a request that the stop has cancelled."""
+def _is_not_cancelled_request(record: logging.LogRecord) -> bool:
+    """Drop the traceback that uvicorn logs for a request that was cancelled by the stop."""
     cut_off = bool(record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
     return not (cut_off and record.name == "uvicorn.error")
 
 
-class _Seldom:
-    """Lets lines that any client can provoke pass once a minute, without their traceback."""
+class _OncePerMinute:
+    """Passes lines that any client can provoke at most once a minute, without tracebacks."""
 
     _MESSAGES = ("Invalid HTTP request received.", "socket.accept() out of system resource")
     _EVERY = 60.0
@@ -123,7 +123,7 @@ class _Seldom:
         return True
 
 
-def _told_by_recorder(record: logging.LogRecord) -> bool:
+def _is_not_recorded(record: logging.LogRecord) -> bool:
     """Drop lines that the recorder has too, but keep tracebacks of unexpected failures."""
     if record.name != "moored.supervisor":
         return True
@@ -149,7 +149,7 @@ def _formatter(as_json: bool, *, colours: bool) -> logging.Formatter:
     if as_json:
         processors.append(structlog.processors.JSONRenderer(default=str))
     else:
-        # The plain traceback: a rich one would print local variables, and with them secrets.
+        # A plain traceback: a rich one would print local variables, which may hold secrets.
         plain = structlog.dev.plain_traceback
         processors += [
             _as_sentence,
@@ -163,7 +163,7 @@ def _formatter(as_json: bool, *, colours: bool) -> logging.Formatter:
 def _without_secrets(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Hide the known secrets in what a library, or the text of its error, says."""
+    """Hide the known secrets in all values, including tracebacks and texts of other libraries."""
     for name in event.keys() - {"component", "kind", "level", "timestamp"}:
         if not isinstance(event[name], bool | int | float | None):
             event[name] = SECRETS.hide(str(event[name]))

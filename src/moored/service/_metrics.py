@@ -25,7 +25,7 @@ __all__ = ["EventCounter", "registry_of"]
 
 log = logging.getLogger("moored.service")
 
-#: Components come and go without end (one for each account, say); a metric's series must not.
+#: The number of components may be unbounded (one for each account); that of time series must not.
 MAX_COMPONENTS = 200
 OTHERS = "others"
 
@@ -40,7 +40,7 @@ class EventCounter:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Count one event; beyond so many components, under one common name."""
+        """Count one event; beyond `max_components`, under the common name `others`."""
         with self._lock:
             component = event.component
             if component not in self._components:
@@ -51,7 +51,7 @@ class EventCounter:
             self._counts[component, event.kind] += 1
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """How many events there were of each (component, kind)."""
+        """Return the number of events by (component, kind)."""
         with self._lock:
             return dict(self._counts)
 
@@ -63,19 +63,19 @@ def registry_of(
     connections: Connections,
     more: Iterable[Collector] = (),
 ) -> CollectorRegistry:
-    """A registry of this service alone: another one in the same process has its own."""
+    """Return the registry of this service; each service in a process has its own."""
     registry = CollectorRegistry()
     registry.register(_Collector(view, events, streams, connections))
     errors = CollectorErrors()
     for collector in more:
-        registry.register(_Careful(collector, errors))
-    registry.register(errors)  # the last, because it tells of the others
+        registry.register(_SafeCollector(collector, errors))
+    registry.register(errors)  # last, because it counts the errors of the others
     ProcessCollector(registry=registry)
     return registry
 
 
 class CollectorErrors(Collector):
-    """Counts how often a part's own collector has failed."""
+    """Counts the errors of the parts' collectors."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -86,8 +86,8 @@ class CollectorErrors(Collector):
         yield counter("moored_collector_errors", text, (), _one(self.count))
 
 
-class _Careful(Collector):
-    """A part's collector: when it raises, only its own metrics are missing from the scrape."""
+class _SafeCollector(Collector):
+    """Wraps a part's collector: if it raises, only its metrics are missing from the scrape."""
 
     def __init__(self, collector: Collector, errors: CollectorErrors) -> None:
         self._collector = collector
@@ -98,7 +98,7 @@ class _Careful(Collector):
             return list(self._collector.collect())
         except Exception as error:
             self._errors.count += 1
-            log.warning("the metrics of a part cannot be read: %s", describe(error))
+            log.warning("the metrics collector of a part failed: %s", describe(error))
             return []
 
 
@@ -127,7 +127,7 @@ class _Collector(Collector):
             "moored_health",
             "1 for the part's current health state, 0 for the others.",
             ("part", "health"),
-            [((p, each), float(now == each)) for p, now in view.words().items() for each in HTTP],
+            [((p, each), float(now == each)) for p, now in view.parts().items() for each in HTTP],
         )
         text = "Seconds since the service began to start."
         yield gauge("moored_uptime_seconds", text, (), _one(view.uptime))
@@ -177,5 +177,5 @@ class _Collector(Collector):
 
 
 def _one(value: float) -> Samples:
-    """The only sample of a metric without labels."""
+    """Return the only sample of a metric without labels."""
     return [((), value)]

@@ -10,10 +10,10 @@ from moored.kernel import Clock, Recorder, duration
 
 __all__ = ["PartOutages"]
 
-#: The failure that led to an outage is recorded a little before the condition is lost.
+#: Seconds before an outage in which the failure that caused it may have been recorded.
 BEFORE = 1.0
-#: Failures shown for one outage: the first are the causes, the rest are their effects.
-TOLD = 3
+#: Failures shown for one outage: the first are the causes, the later ones their effects.
+MAX_FAILURES = 3
 
 
 @dataclass
@@ -26,26 +26,26 @@ class _Outage:
 
 
 class PartOutages:
-    """The last outage of each part; an outage begins and ends with `/v1/health`."""
+    """The last outage of each part: the time in which `/v1/health` did not return 200 for it."""
 
     def __init__(self, recorder: Recorder, clock: Clock) -> None:
         self._recorder = recorder
         self._clock = clock
         self._last: dict[str, _Outage] = {}
 
-    def lost(self, part: str, detail: str) -> None:
+    def begin(self, part: str, detail: str) -> None:
         """Begin an outage of a part."""
         self._last[part] = _Outage(self._clock.monotonic(), self._clock.wall(), detail)
 
-    def regained(self, part: str) -> None:
+    def end(self, part: str) -> None:
         """End the outage of a part, if there is one."""
         outage = self._last.get(part)
         if outage is not None and outage.lasted is None:
             outage.failures = tuple(self._failures(outage))
             outage.lasted = self._clock.monotonic() - outage.at
 
-    def words(self, part: str) -> Iterator[str]:
-        """The last outage of a part, as lines of an explanation."""
+    def lines(self, part: str) -> Iterator[str]:
+        """Yield the last outage of a part as lines of an explanation."""
         outage = self._last.get(part)
         if outage is None:
             return
@@ -62,10 +62,10 @@ class PartOutages:
             yield f"  because  {words}"
 
     def _failures(self, outage: _Outage) -> Iterator[str]:
-        told = 0
+        shown = 0
         for event in self._recorder.events():
-            if event.kind == "failure" and event.at >= outage.at - BEFORE and told < TOLD:
-                told += 1
+            if event.kind == "failure" and event.at >= outage.at - BEFORE and shown < MAX_FAILURES:
+                shown += 1
                 why = event.because[0] if event.because else event.text
                 yield f"{event.component}: {why}"
 

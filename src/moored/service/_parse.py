@@ -1,7 +1,7 @@
-"""From what people write to what the program uses: one small function for each kind of value.
+"""Parsers of settings: one function for each kind of value.
 
-Each takes text (from the command line or the environment) or a TOML value, returns the value,
-and raises ValueError with the fix. What it returned, it accepts again unchanged.
+Each takes a str (from the command line or the environment) or a TOML value, returns the parsed
+value, and raises ValueError with the fix. It accepts its own results again unchanged.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ _QUOTED = re.compile(r'"[^"]*"?')
 
 
 def text(value: object, *, secret: bool = False) -> str:
-    """A str that is not blank; the value of a secret is not part of the error."""
+    """Parse a str that is not blank; the value of a secret is not part of the error."""
     if not isinstance(value, str):
         what = f"a {type(value).__name__}" if secret else repr(value)
         raise ValueError(f"{what} is not a str: put it in quotes")
     if not value.strip():
-        raise ValueError("it is empty: give it a value, or leave it out")
+        raise ValueError("it is empty: set a value, or leave it out")
     return value.strip()
 
 
 def host(value: object) -> str:
-    """An address or a name to listen on."""
+    """Parse an address or a name to listen on."""
     name = text(value).removeprefix("[").removesuffix("]")
     if any(mark in name for mark in "/ []@") or (name.count(":") == 1):
         raise ValueError(
-            f"{name!r} is not an address: give it alone, as in 127.0.0.1, without a scheme or port"
+            f"{name!r} is not an address: write only the address, such as 127.0.0.1, without a "
+            "scheme or port"
         )
     return name
 
 
 def is_loopback(name: str) -> bool:
-    """Whether only this machine can reach it; a name other than localhost may be anything."""
+    """Whether only this machine can reach the address; False for names other than localhost."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -61,10 +62,10 @@ def is_loopback(name: str) -> bool:
 
 
 def port(value: object) -> int:
-    """A TCP port; 0 lets the system choose a free one."""
+    """Parse a TCP port; 0 lets the system choose a free one."""
     if isinstance(value, str) and value.startswith("tcp://"):
         raise ValueError(
-            f"{value!r} is what Kubernetes sets for a service that is named moored: "
+            f"{value!r} is set by Kubernetes for a service named moored: "
             "set enableServiceLinks: false for the pod, or use --port"
         )
     number = _integer(value)
@@ -75,7 +76,7 @@ def port(value: object) -> int:
 
 
 def seconds(value: object) -> float:
-    """A time in seconds, more than none."""
+    """Parse a positive, finite number of seconds."""
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -85,12 +86,12 @@ def seconds(value: object) -> float:
             f"{value!r} is not a number of seconds: give one such as 5 or 0.5"
         ) from None
     if not 0 < number < float("inf"):
-        raise ValueError(f"{value!r} must be more than 0 seconds and have an end")
+        raise ValueError(f"{value!r} must be more than 0 seconds, and finite")
     return number
 
 
 def count(value: object) -> int:
-    """How many of something, at least one."""
+    """Parse a number that is at least 1."""
     number = _integer(value)
     if number is None:
         raise ValueError(f"{value!r} is not a number: give one such as 20")
@@ -100,46 +101,46 @@ def count(value: object) -> int:
 
 
 def stream_id(value: object) -> str:
-    """A name that can be part of a replication slot's."""
+    """Parse a name that can be part of the name of a replication slot."""
     name = text(value)
     if not _STREAM_ID.fullmatch(name):
         raise ValueError(
-            f"{name!r} cannot be part of a slot's name: use 1 to 40 small letters, digits or "
+            f"{name!r} cannot be part of a slot's name: use 1 to 40 lower-case letters, digits or "
             "underscores"
         )
     return name
 
 
 def directory(value: object) -> Path:
-    """A directory, with `~` for the home."""
+    """Parse a directory, with `~` for the home directory."""
     if isinstance(value, Path):
         return value
     try:
         return Path(text(value)).expanduser()
-    except RuntimeError as error:  # there is no such user
+    except RuntimeError as error:  # the user does not exist
         raise ValueError(f"{value!r} has no home directory: {error}") from None
 
 
 def secret(value: object) -> str:
-    """A token that fits in an HTTP header as it is."""
+    """Parse a token that an HTTP header can contain without encoding."""
     token = text(value, secret=True)
     if not all("!" <= letter <= "~" for letter in token):
         # The token itself stays out of the message: messages end up in logs.
-        raise ValueError("it may hold only visible ASCII characters, and no spaces")
+        raise ValueError("it may contain only visible ASCII characters, and no spaces")
     return token
 
 
 def host_names(value: object) -> tuple[str, ...]:
-    """Names that a Host header may carry: a list, or names between commas."""
+    """Parse the names that a Host header may contain: a list, or a str with commas."""
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{value!r} is not a list of names: give them between commas")
+        raise ValueError(f"{value!r} is not a list of names: separate them by commas")
     return tuple(host(name).lower() for name in value)
 
 
 def connection_string(value: object) -> str:
-    """A PostgreSQL URL, or libpq's `key=value` words."""
+    """Parse a PostgreSQL URL, or a libpq `key=value` string."""
     url = text(value, secret=True)
     scheme, mark, rest = url.partition("://")
     if mark and f"{scheme}://" not in _URL_SCHEMES:
@@ -151,12 +152,12 @@ def connection_string(value: object) -> str:
         raise ValueError(f"{SECRETS.hide(scheme)}:// is not PostgreSQL's scheme: write {fix}")
     if unescaped_password(url):
         raise ValueError(
-            "its password holds a character that a URL must escape: write %40 for @, %2F for / "
+            "its password contains a character that a URL must escape: write %40 for @, %2F for / "
             "and %25 for %"
         )
     if not mark and "=" not in url:
         raise ValueError("it is not a connection string: write postgresql://user@host:5432/name")
-    # Imported when there is something to check: it takes longer than all the rest.
+    # Imported only if needed: it takes longer than everything else.
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
@@ -165,16 +166,14 @@ def connection_string(value: object) -> str:
     except psycopg.Error as error:
         reason = str(error).strip().partition("\n")[0]
         if redacted(url) != url:
-            # libpq quotes the part that it does not understand: perhaps a part of the password.
+            # libpq quotes the part that it cannot parse, which may be a part of the password.
             reason = _QUOTED.sub('"…"', reason)
-        raise ValueError(
-            f"it is not a connection string that libpq understands ({reason})"
-        ) from None
+        raise ValueError(f"libpq cannot parse this connection string ({reason})") from None
     return url
 
 
 def choice(*allowed: str) -> Callable[[object], str]:
-    """One of these words."""
+    """Return a parser that accepts one of these words."""
 
     def parse(value: object) -> str:
         word = text(value).lower()
@@ -188,7 +187,7 @@ def choice(*allowed: str) -> Callable[[object], str]:
 
 
 def _integer(value: object) -> int | None:
-    """An int, or the one that a str holds; None for everything else."""
+    """Return an int, or a str as an int; None for everything else."""
     try:
         return None if isinstance(value, bool | float) else int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError):
@@ -196,5 +195,5 @@ def _integer(value: object) -> int | None:
 
 
 def _after_user(rest: str) -> str:
-    """The part of a URL that holds no password."""
+    """Return the part of a URL after the user and password."""
     return "…@" + rest.rpartition("@")[2] if "@" in rest else rest

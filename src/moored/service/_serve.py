@@ -1,14 +1,14 @@
 """Running the service in a process of its own: signals, notices, and the exit code.
 
 =====  ============================================================================
-0      it was told to stop (Ctrl-C, SIGTERM), and everything has ended in order
-1      it gave up while it ran; the last line on stderr says why
-2      it could not start, or cannot go on before somebody changes something; one line on stderr
-       says what
-130    it was forced to end by a second Ctrl-C
+0      the service was stopped (Ctrl-C, SIGTERM, SIGHUP), and everything has ended in order
+1      the service failed while it ran; the last line on stderr has the reason
+2      the service could not start, or cannot continue until an operator changes something; one
+       line on stderr has the reason
+130    a second Ctrl-C forced the service to end
 =====  ============================================================================
 
-What it says while it runs goes to stdout; stderr has the reason of a failure, and nothing else.
+Notices and logs go to stdout; stderr has only the reason of a failure.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ._signals import FORCED, Signals
 __all__ = ["serve"]
 
 DONE, GAVE_UP, CANNOT_START = 0, 1, 2
-#: How long a forced end may take before the process leaves; guards clean up after it.
+#: Seconds until a forced process exits without waiting; guard processes clean up after it.
 FORCE_TIMEOUT = 3.0
 
 
 def serve(config: Config) -> int:
-    """Run the service until it is told to stop; returns the exit code for the process."""
+    """Run the service until a signal stops it; returns the exit code for the process."""
     signals = Signals()
     logs = Logs(layout=config.log_format, level=config.log_level)
     sockets: list[socket.socket] = []
@@ -44,9 +44,9 @@ def serve(config: Config) -> int:
         sockets = listen(config.host, config.port)
         return asyncio.run(_run(config, sockets, logs, signals))
     except ServiceError as error:
-        return _complain(error, CANNOT_START)
+        return _print_error(error, CANNOT_START)
     except MooredError as error:
-        return _complain(error, GAVE_UP)
+        return _print_error(error, GAVE_UP)
     finally:
         for one in sockets:
             one.close()
@@ -60,36 +60,38 @@ async def _run(
     loop = asyncio.get_running_loop()
     service = Service(config, sockets, say=logs.say)
     service.recorder.subscribe(logs.sink)
-    asked = asyncio.Event()
+    stop_requested = asyncio.Event()
 
     def force() -> None:
         logs.say("forced to end")
         service.force()
         loop.call_later(FORCE_TIMEOUT, os._exit, FORCED)
 
-    signals.attach(loop, on_stop=asked.set, on_force=force)
+    signals.attach(loop, on_stop=stop_requested.set, on_force=force)
     began = loop.time()
-    logs.say(_greeting(config, sockets))
+    logs.say(_address_notice(config, sockets))
     async with service:
-        if await _active(service, asked):
+        if await _active(service, stop_requested):
             logs.say(_ready(service, loop.time() - began))
-            await first_of(asked.wait(), service.root.wait(), asyncio.shield(service.failed))
-        if asked.is_set():
+            await first_of(
+                stop_requested.wait(), service.root.wait(), asyncio.shield(service.failed)
+            )
+        if stop_requested.is_set():
             logs.say("stopping (Ctrl-C again forces it)")
     logs.say("stopped")
     return FORCED if signals.forced else DONE
 
 
-async def _active(service: Service, asked: asyncio.Event) -> bool:
-    """Wait until the service is active; return False when it has to stop before."""
-    await first_of(asyncio.shield(service.first_active), asked.wait(), service.root.wait())
+async def _active(service: Service, stop_requested: asyncio.Event) -> bool:
+    """Wait until the service is active; return False if it has to stop before."""
+    await first_of(asyncio.shield(service.first_active), stop_requested.wait(), service.root.wait())
     return service.first_active.done()
 
 
-def _greeting(config: Config, sockets: Sequence[socket.socket]) -> str:
+def _address_notice(config: Config, sockets: Sequence[socket.socket]) -> str:
     who = "open to every user of this machine; set MOORED_ADMIN_TOKEN to change that"
     if config.admin_token is not None:
-        who = "everything but /v1/health asks for the admin token"
+        who = "everything but /v1/health requires the admin token"
     return f"{address_of(config, sockets)} ({who})"
 
 
@@ -98,8 +100,8 @@ def _ready(service: Service, took: float) -> str:
     return f"ready after {took:.1f} s" + (f": {', '.join(details)}" if details else "")
 
 
-def _complain(error: MooredError, code: int) -> int:
-    # The first line says it; what follows (a server's log) is in the log already.
+def _print_error(error: MooredError, code: int) -> int:
+    # Only the first line: the rest (the log of a server) has been logged already.
     line = SECRETS.hide(str(error).partition("\n")[0])
     print(f"moored: {line}", file=sys.stderr, flush=True)  # noqa: T201
     return code

@@ -1,10 +1,10 @@
-"""The service: its parts, the HTTP service behind them, and what shows them, wired into one tree.
+"""The service: its parts and HTTP in one supervision tree, with view, metrics and live page.
 
 ::
 
-    moored          rest_for_one, so that HTTP is stopped before what it shows
-    ├─ postgres       says started() as soon as it is under way: HTTP then tells what is missing
-    │  ├─ server      when it is embedded
+    moored          rest_for_one, so that HTTP is stopped before the parts that it shows
+    ├─ postgres       calls started() when its start has begun: HTTP then shows what is missing
+    │  ├─ server      if it is embedded
     │  └─ manager     with the tree of the connection manager below it
     └─ http
 """
@@ -25,7 +25,7 @@ from ._config import Config
 from ._connections import Connections
 from ._database import database_part
 from ._feed import Feed
-from ._health import HTTP, Board, Status
+from ._health import HTTP, PartHealth, Status
 from ._metrics import EventCounter, registry_of
 from ._outages import PartOutages
 from ._part import Part, Wiring
@@ -37,10 +37,10 @@ ROOT = "moored"
 
 
 class Service:
-    """One running Moored: made on the loop that runs it, with sockets that listen already.
+    """The whole service; made on the event loop that runs it, with listening sockets.
 
-    `parts` are the systems that it mounts; PostgreSQL alone unless given. Use it as an async
-    context manager: entering starts the tree, leaving stops it, HTTP first.
+    `parts` are the systems that it runs, by default only PostgreSQL. Use it as an async context
+    manager: entering starts the tree, leaving stops it, HTTP first.
     """
 
     def __init__(
@@ -54,15 +54,17 @@ class Service:
     ) -> None:
         clock = Clock.current()
         parts = [database_part(config)] if parts is None else parts
-        #: Done when the service is active for the first time; fails when a part gives up.
+        #: Done when the service is active for the first time; fails if a part aborts the start.
         self.first_active = _future()
-        #: Fails when a part says that the service cannot go on.
+        #: Fails if a part reports that the service cannot continue.
         self.failed = _future()
         self.recorder = recorder or Recorder(clock=clock)
-        self._board = Board({**{p.name: p.conditions for p in parts}, _http.NAME: (_http.READY,)})
+        self._part_health = PartHealth(
+            {**{p.name: p.conditions for p in parts}, _http.NAME: (_http.READY,)}
+        )
         self.monitor: StatusMonitor[Status] = StatusMonitor(
             [*(name for part in parts for name in part.conditions), _http.READY],
-            self._board.status,
+            self._part_health.status,
             name=f"{ROOT}/status",
             clock=clock,
             recorder=self.recorder,
@@ -85,12 +87,12 @@ class Service:
         self.view = View(
             lambda: self.root.tree(),
             self.monitor,
-            self._board,
+            self._part_health,
             self.recorder,
             clock,
             machines=self._wiring.machines,
             systems=self._wiring.systems,
-            outage_of=self._outages.words,
+            outage_of=self._outages.lines,
             address=address_of(config, sockets),
         )
         streams, connections = BrowserStreams(), Connections()
@@ -137,12 +139,12 @@ class Service:
         await self._stop()
 
     def force(self) -> None:
-        """End what would outlive this process, at once."""
+        """Kill the processes that would outlive this one, without waiting."""
         for last_resort in self._wiring.last_resorts:
             last_resort()
 
     async def _stop(self) -> None:
-        self._ignore_changes()  # what is lost from here on is lost on purpose
+        self._ignore_changes()  # conditions that the stop clears are not reported
         try:
             await self.root.stop()
         finally:
@@ -159,20 +161,20 @@ class Service:
         if not self.failed.done():
             self.failed.set_exception(error)
 
-    def _health(self, part: str, word: Status, detail: str) -> None:
-        before = self._board.words(self.monitor.conditions())[part]
-        conditions = self._board.say(part, word)
-        # The word is part of what is told: a condition that is told the same again is no news.
-        told = detail if word == "active" else f"{word}: {detail}"
+    def _health(self, part: str, state: Status, detail: str) -> None:
+        before = self._part_health.states(self.monitor.conditions())[part]
+        conditions = self._part_health.report(part, state)
+        # The detail contains the state: a condition with an unchanged detail notifies no one.
+        text = detail if state == "active" else f"{state}: {detail}"
         for name in conditions:
-            if HTTP[word] == 200:
-                self.monitor.set(name, owner="nobody", detail=told)
+            if HTTP[state] == 200:
+                self.monitor.set(name, owner="nobody", detail=text)
             else:
-                self.monitor.clear(name, told)
-        if HTTP[word] == 200:
-            self._outages.regained(part)
+                self.monitor.clear(name, text)
+        if HTTP[state] == 200:
+            self._outages.end(part)
         elif HTTP[before] == 200:
-            self._outages.lost(part, detail)
+            self._outages.begin(part, detail)
 
     def _on_change(self, change: StatusChange[Status]) -> None:
         now, detail = self._clock.monotonic(), change.condition.detail
@@ -194,13 +196,13 @@ class Service:
 
 def _future() -> asyncio.Future[None]:
     made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    # Marked as seen: when a stop comes first, nobody waits for it any more.
+    # Mark an error as retrieved: after a stop, no task waits for it.
     made.add_done_callback(lambda done: done.cancelled() or done.exception())
     return made
 
 
 def address_of(config: Config, sockets: Sequence[socket.socket]) -> str:
-    """Where the service is reached, as people type it."""
+    """Return the URL of the service."""
     port = sockets[0].getsockname()[1] if sockets else config.port
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{port}"

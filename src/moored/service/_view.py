@@ -13,19 +13,19 @@ from typing import Any
 import moored
 from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, describe
 
-from ._health import Board, Status
+from ._health import PartHealth, Status
 from ._part import System
 
 __all__ = ["View", "find_component", "grafted"]
 
 log = logging.getLogger("moored.service")
 
-#: Events in a full state: enough to see what led here, little enough to send at every change.
+#: Events in a full state, which is sent at every change.
 RECENT = 50
 
 
 def find_component(wanted: str, known: Iterable[str]) -> list[str]:
-    """The component with this path, or else those whose path ends with it."""
+    """Return the component with this path, or else those whose path ends with it."""
     names = sorted(set(known))
     wanted = wanted.strip("/")
     if wanted in names:
@@ -34,7 +34,7 @@ def find_component(wanted: str, known: Iterable[str]) -> list[str]:
 
 
 def grafted(tree: Tree, others: Mapping[str, Tree], path: str = "") -> Tree:
-    """A tree with others put in below the nodes with these paths."""
+    """Return a tree with other trees inserted below the nodes with these paths."""
     path = f"{path}/{tree.name}" if path else tree.name
     children = tuple(grafted(child, others, path) for child in tree.children)
     if path in others:
@@ -48,15 +48,15 @@ class View:
 
     root: Callable[[], Tree]
     monitor: StatusMonitor[Status]
-    board: Board
+    part_health: PartHealth
     recorder: Recorder
     clock: Clock
     machines: Sequence[Machine] = ()
-    #: What the parts show of themselves, by the path of the child that runs it.
+    #: The systems of the parts, by the path of the child that runs each.
     systems: Mapping[str, System] = field(default_factory=dict)
-    #: Where the service is reached, once that is known.
+    #: The URL of the service.
     address: str = ""
-    #: The last outage of a part, in lines of an explanation.
+    #: Returns the last outage of a part as lines of an explanation.
     outage_of: Callable[[str], Iterable[str]] = lambda part: ()
     _began: float = field(init=False)
     _began_wall: float = field(init=False)
@@ -70,24 +70,24 @@ class View:
         """The health of the service: the worst of its parts."""
         return self.monitor.status()
 
-    def words(self) -> dict[str, Status]:
-        """The health of each part."""
-        return self.board.words(self.monitor.conditions())
+    def parts(self) -> dict[str, Status]:
+        """Return the health of each part."""
+        return self.part_health.states(self.monitor.conditions())
 
     def tree(self) -> Tree:
-        """The supervision tree, with those that the parts have of their own."""
+        """Return the supervision tree, including the trees of the systems."""
         return grafted(self.root(), self._trees())
 
     def shown_tree(self) -> Tree:
-        """The same tree, with the health of a part instead of "running" where it is not active.
+        """Return the tree with the health of a part instead of "running" if it is not active.
 
-        A child may run and wait for a server that is away; so the root, each part and each child
-        that runs a system have the health of the part instead of "running".
+        A child may be running while it waits for a server that is down; so the root, each part and
+        each child that runs a system show the health of the part instead of "running".
         """
         tree = self.tree()
-        words = {f"{tree.name}/{part}": word for part, word in self.words().items()}
-        words |= {path: words[part] for path in self.systems if (part := _above(path)) in words}
-        return _with_health(tree, {tree.name: self.status, **words})
+        health = {f"{tree.name}/{part}": state for part, state in self.parts().items()}
+        health |= {path: health[part] for path in self.systems if (part := _above(path)) in health}
+        return _with_health(tree, {tree.name: self.status, **health})
 
     def _trees(self) -> dict[str, Tree]:
         return {path: tree for path, each in self.systems.items() if (tree := _tree_of(each))}
@@ -97,11 +97,11 @@ class View:
         """Seconds since the service began to start."""
         return self.clock.monotonic() - self._began
 
-    def whole(self) -> dict[str, Any]:
-        """The whole state as plain data."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain data for JSON."""
         return {
             "status": self.status,
-            "parts": self.words(),
+            "parts": self.parts(),
             "version": moored.__version__,
             "python": platform.python_version(),
             "pid": os.getpid(),
@@ -116,19 +116,20 @@ class View:
         }
 
     def components(self) -> tuple[str, ...]:
-        """Everything that can be explained: the paths of the tree, and what else is recorded."""
+        """Return the components that can be explained: all paths of the tree, and those that only
+        the recorder has."""
         paths = self._paths()
         others = {name for path, name in paths.items() if path != name}
         return tuple(sorted({*paths, *self.recorder.components()} - others))
 
     def find(self, wanted: str) -> list[str]:
-        """The component with this path or name, or else those whose path ends with it."""
+        """Return the component with this path or name, or else those whose path ends with it."""
         wanted = wanted.strip("/")
         exact = wanted in self.recorder.components() or wanted in map(_part_of, self.systems)
         return [wanted] if exact else find_component(wanted, self.components())
 
     def explain(self, component: str) -> dict[str, Any]:
-        """Why a component is in its present state, as text and as events."""
+        """Return why a component is in its present state, as text and as events."""
         recorded = self._paths().get(component, component)
         events = self.recorder.events(recorded, limit=RECENT)
         return {
@@ -141,16 +142,16 @@ class View:
         for path, system in self.systems.items():
             if component in (path, _above(path), _part_of(path)):
                 try:
-                    told = system.explain()
+                    text = system.explain()
                 except Exception as error:
-                    told = f"{_broken(error)}\n{self.recorder.explain(recorded)}"
-                if "\n  before " in told:
-                    return told  # the system knows more of it
-                return "\n".join([told, *self.outage_of(_part_of(path))])
+                    text = f"{_broken(error)}\n{self.recorder.explain(recorded)}"
+                if "\n  before " in text:
+                    return text  # the system explains its last outage itself
+                return "\n".join([text, *self.outage_of(_part_of(path))])
         return "\n".join([self.recorder.explain(recorded), *self._outages_around(component)])
 
     def _outages_around(self, component: str) -> Iterator[str]:
-        """The last outage of each part whose system is above or below this path of the tree."""
+        """Yield the last outage of each part whose system is above or below this path."""
         for part in {
             _part_of(path)
             for path in self.systems
@@ -159,7 +160,7 @@ class View:
             yield from self.outage_of(part)
 
     def _paths(self) -> dict[str, str]:
-        """The paths of the tree, each with the component that its events are recorded under."""
+        """Return the paths of the tree, each with the component of its events in the recorder."""
         paths = {path: path for path, _ in self.root().paths()}
         for path, tree in self._trees().items():
             for inner, _ in tree.paths():
@@ -169,7 +170,7 @@ class View:
         return paths
 
     def _label(self, path: str) -> str:
-        """The key of a system in the status: its part, or more of its path if that has several."""
+        """Return the key of a system in the status: its part, or its path if not unique."""
         part = _part_of(path)
         alone = [_part_of(each) for each in self.systems].count(part) == 1
         return part if alone else path.partition("/")[2]
@@ -188,7 +189,7 @@ def _tree_of(system: System) -> Tree | None:
     try:
         return system.tree()
     except Exception as error:
-        log.warning("the supervision tree of a part cannot be read: %s", describe(error))
+        log.warning("the tree() of a part failed: %s", describe(error))
         return None
 
 
@@ -196,19 +197,19 @@ def _broken(error: Exception) -> str:
     return f"the state of this part cannot be read: {describe(error)}"
 
 
-def _with_health(tree: Tree, words: Mapping[str, Status], path: str = "") -> Tree:
+def _with_health(tree: Tree, health: Mapping[str, Status], path: str = "") -> Tree:
     path = f"{path}/{tree.name}" if path else tree.name
-    word = words.get(path, "active")
-    state = word if tree.state == "running" and word != "active" else tree.state
-    children = tuple(_with_health(child, words, path) for child in tree.children)
+    own = health.get(path, "active")
+    state = own if tree.state == "running" and own != "active" else tree.state
+    children = tuple(_with_health(child, health, path) for child in tree.children)
     return replace(tree, state=state, children=children)
 
 
 def _above(path: str) -> str:
-    """The path of the part: "moored/postgres" for "moored/postgres/manager"."""
+    """Return the path of the part: "moored/postgres" for "moored/postgres/manager"."""
     return path.rpartition("/")[0]
 
 
 def _part_of(path: str) -> str:
-    """The part that a path belongs to: "postgres" for "moored/postgres/manager"."""
+    """Return the part that a path belongs to: "postgres" for "moored/postgres/manager"."""
     return path.split("/")[1]

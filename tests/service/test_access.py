@@ -14,7 +14,7 @@ from moored.service._app import make_app
 from moored.service._browser_streams import BrowserStreams
 from moored.service._connections import Connections
 from moored.service._feed import Feed
-from moored.service._health import Board
+from moored.service._health import PartHealth
 from moored.service._metrics import EventCounter, registry_of
 from moored.service._view import View
 
@@ -39,10 +39,10 @@ async def client(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The app itself, without a socket, over a tree without children."""
     recorder = Recorder()
-    board = Board({"lamp": ("up",)})
-    monitor = StatusMonitor(["up"], board.status, recorder=recorder)
+    health = PartHealth({"lamp": ("up",)})
+    monitor = StatusMonitor(["up"], health.status, recorder=recorder)
     async with Supervisor("moored", recorder=recorder) as root:
-        view = View(root.tree, monitor, board, recorder, Clock.current())
+        view = View(root.tree, monitor, health, recorder, Clock.current())
         streams = BrowserStreams()
         streams.close()  # a stream would never end here
         registry = registry_of(view, EventCounter(), streams, Connections())

@@ -1,8 +1,8 @@
-"""Binaries for a user who may not enter the directory that they are installed in.
+"""A copy of the binaries for a server's user who may not enter their directory.
 
-It happens to root alone: the server runs as another user, and the virtual environment lies below
-a closed directory such as /root. Then the binaries are copied, once per content, to where everybody
-may read them and only root may write.
+It is needed only by root: the server runs as another user, and the virtual environment may be below
+a directory such as /root. The binaries are then copied, once per content, to a directory that every
+user may read and only root may write.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from moored.embedded._account import Account
-from moored.embedded._binaries import Binaries
-from moored.embedded._errors import BinariesNotFound
+from ._account import Account
+from ._binaries import Binaries
+from ._errors import BinariesNotFound
 
-__all__ = ["reachable"]
+__all__ = ["accessible_binaries"]
 
-#: Where copies are kept; the second where the first cannot be written.
+#: The directories for copies; the second is used if the first cannot be written.
 CACHES = (Path("/var/cache/moored"), Path("/tmp/moored-cache"))
 
 _NEEDED = ("bin", "lib", "share")
 _USELESS = shutil.ignore_patterns("*.a", "pkgconfig", "pgxs", "include")
 
 
-def reachable(
+def accessible_binaries(
     binaries: Binaries, account: Account, notify: Callable[[str], None] = lambda text: None
 ) -> Binaries:
-    """The same binaries, where `account` can run them."""
+    """Return the binaries, or a copy of them, in a directory that `account` may enter."""
     if account.may_enter(binaries.bin_dir):
         return binaries
     name = f"postgres-{binaries.version}-{_digest(binaries)}"
@@ -44,14 +44,14 @@ def reachable(
                 _copy(binaries, cache, name)
             return replace(binaries, bin_dir=cache / name / _shape(binaries) / "bin", moved=True)
     raise BinariesNotFound(
-        f"the user {account}, who runs the server, may not enter {binaries.bin_dir}, and there is "
-        f"no place for a copy ({' or '.join(map(str, CACHES))} must be root's, writable "
-        "by root alone): install Moored where everybody may read it"
+        f"the server's user {account} may not enter {binaries.bin_dir}, and no directory for a "
+        f"copy can be used ({' or '.join(map(str, CACHES))} must be owned by root and writable "
+        "only by root): install Moored where every user may read it"
     )
 
 
 def _shape(binaries: Binaries) -> Path:
-    # The programs find their libraries by the way from one directory to the other.
+    # The programs find their libraries by relative paths, so the copy keeps the directory names.
     return Path(binaries.prefix.parent.name, binaries.prefix.name)
 
 
@@ -73,7 +73,7 @@ def _digest(binaries: Binaries) -> str:
 
 
 def _trusted(cache: Path) -> bool:
-    """Make the cache if need be, and see that nobody but root can put anything there."""
+    """Create the cache if it is missing; return whether only root can write to it."""
     try:
         with contextlib.suppress(FileExistsError):
             cache.mkdir(mode=0o755)
@@ -101,7 +101,7 @@ def _copy(binaries: Binaries, cache: Path, name: str) -> None:
             making.rename(cache / name)
         except OSError:
             if not (cache / name).exists():
-                raise  # else another process was faster, and its copy is as good
+                raise  # otherwise another process has made the same copy
     finally:
         shutil.rmtree(making, ignore_errors=True)
 

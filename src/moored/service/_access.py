@@ -1,4 +1,4 @@
-"""Checks of every HTTP request, before it reaches a route or a mounted app."""
+"""The access checks of every HTTP request, before it reaches a route or a mounted app."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from . import _auth
 from ._connections import MAX_HEAD
 
-__all__ = ["Door", "refusal"]
+__all__ = ["AccessControl", "refusal"]
 
-#: Served without a token and for any Host header: load balancers ask for it.
+#: Served without a token and for any Host header, for load balancers.
 OPEN = frozenset({"/v1/health"})
-#: Where a browser turns a token into a session; open, because that is how one gets in.
+#: Where a browser exchanges the token for a session; needs no token itself.
 LOGIN = "/login"
-#: What is checked as the method of a WebSocket, whose handshake is a GET.
+#: Stands for the method of a WebSocket handshake, which is a GET but not a safe one.
 WEBSOCKET = "WEBSOCKET"
-#: Methods that change nothing, and whose answers a page elsewhere cannot read.
+#: Methods that change nothing, and whose responses a page of another origin cannot read.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 _SAFE = {
     "X-Content-Type-Options": "nosniff",
-    # Not "no-referrer": browsers would call the origin of the page's own forms "null".
+    # Not "no-referrer": browsers would then send the Origin "null" with the page's own forms.
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -33,17 +33,17 @@ _SAFE = {
 
 
 def refusal(status: int, error: str, detail: str) -> JSONResponse:
-    """An error as JSON: a word for programs and a sentence for people."""
+    """Return an error response as JSON: a short name for programs and a sentence for people."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return JSONResponse({"error": error, "detail": detail}, status_code=status, headers=headers)
 
 
-class Door:
-    """Checks the Host header and the token, and puts safe headers on every answer.
+class AccessControl:
+    """Checks the Host header and the token, and adds security headers to every response.
 
-    `names` are the names by which the service may be called, None for any. They matter where there
-    is no token: a web page elsewhere can have a name of its own point to this machine, and so reach
-    a loopback address from a browser on it, but it cannot choose the Host header.
+    `names` are the allowed names in the Host header, None for any. They prevent DNS rebinding: a
+    web page can make its own host name point to 127.0.0.1 and so reach a loopback service from a
+    browser on this machine, but it cannot change the Host header.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Door:
             return refusal(
                 421,
                 "unknown host",
-                f"this service is not called {name!r}; if a proxy calls it so, add the name to "
-                "allowed_hosts (MOORED_ALLOWED_HOSTS)",
+                f"{name!r} is not an allowed name of this service; if it is the name of a proxy, "
+                "add it to allowed_hosts (MOORED_ALLOWED_HOSTS)",
             )
         if self._names is not None and _from_elsewhere(method, headers, self._names):
             return refusal(
                 403,
                 "foreign origin",
-                "a web page of another host may not do this; if it is a proxy's name, add it to "
-                "allowed_hosts (MOORED_ALLOWED_HOSTS)",
+                "the request comes from a web page of another host; if it is the name of a proxy, "
+                "add it to allowed_hosts (MOORED_ALLOWED_HOSTS)",
             )
         if self._token is None or path == LOGIN or self._knows_token(self._token, headers):
             return None
@@ -111,10 +111,10 @@ class Door:
 
 
 def _from_elsewhere(method: str, headers: Headers, names: frozenset[str]) -> bool:
-    """Whether a web page of another host sends this.
+    """Whether a web page of another host sent this request.
 
-    Any page may open a WebSocket to this machine and read it, and send forms to it; but browsers
-    say in the Origin header whose page it is.
+    Any page may open and read a WebSocket to this machine, and send forms to it, but the browser
+    puts the page's host into the Origin header.
     """
     origin = headers.get("origin")
     if origin is None or method in SAFE_METHODS:
