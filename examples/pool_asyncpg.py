@@ -6,7 +6,7 @@ token, a new one is fetched and tried once.
 Expected output:
 
     hello from app
-    orders: the server refused a token (password authentication failed for user "app"): trying …
+    orders: the server rejected a token (password authentication failed for user "app"): trying …
     hello from app
     <CachedTokens: good for 15 m 0 s, 2 fetched, 0 failed>
     refills: 2, failed: 0, discarded: {'drained': 1}

@@ -76,7 +76,7 @@ def server_cursor_left_open(side: Side, conn: Connection, value: int) -> None:
 
 
 def busy(side: Side, conn: Connection, value: int) -> None:
-    """In the middle of an operation.
+    """Leave a statement running.
 
     An unread `stream()` would be one too, but psycopg waits for its lock for ever.
     """

@@ -1,5 +1,5 @@
-"""What the tests of SQLAlchemy's engines share: engines of all kinds behind one face, a clock that
-can be put forward, and the server's own list of connections."""
+"""Helpers of the tests with SQLAlchemy: engines of all kinds behind one interface, a clock that can
+be advanced, and the server's own list of connections."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _threads = ThreadPoolExecutor(64, thread_name_prefix="caller")
 
 
 def unseen(**settings: Any) -> ReservoirConfig:
-    """Settings with which no scanner looks before a test is over."""
+    """Settings with which the scanner does not run during a test."""
     return ReservoirConfig(**{"lifetime_jitter": 0.0, "scan_every": 3600.0, **settings})
 
 
 class SteppedClock(Clock):
-    """The system's clock, which can be put forward."""
+    """The system's clock, which can be advanced."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -55,31 +55,31 @@ class SteppedClock(Clock):
 
 
 async def in_thread(call: Callable[..., T], *args: Any) -> T:
-    """Wait for what blocks, in threads that the loop does not need for itself."""
+    """Run a blocking function in a thread pool that is not the loop's own."""
     return await asyncio.get_running_loop().run_in_executor(_threads, call, *args)
 
 
 class Held:
-    """A connection of SQLAlchemy's in use."""
+    """A connection of SQLAlchemy in use."""
 
     def __init__(self, conn: Connection | AsyncConnection) -> None:
         self.conn = conn
 
     async def ask(self, query: str = PID) -> Any:
-        """One value."""
+        """Run a query and return its only value."""
         if isinstance(self.conn, AsyncConnection):
             return await self.conn.scalar(text(query))
         return await in_thread(self.conn.scalar, text(query))
 
     async def roll_back(self) -> None:
-        """Undo its transaction."""
+        """Roll back the transaction."""
         if isinstance(self.conn, AsyncConnection):
             await self.conn.rollback()
         else:
             await in_thread(self.conn.rollback)
 
     async def close(self) -> None:
-        """Give it back to SQLAlchemy."""
+        """Return the connection to SQLAlchemy."""
         if isinstance(self.conn, AsyncConnection):
             await self.conn.close()
         else:
@@ -104,7 +104,7 @@ class Desk:
         await self.dispose()
 
     async def dispose(self) -> None:
-        """End it, as users do."""
+        """Dispose of the engine."""
         if isinstance(self.engine, AsyncEngine):
             await self.engine.dispose()
         else:
@@ -118,17 +118,17 @@ class Desk:
             await in_thread(self.pool.open, True)
 
     async def take(self) -> Held:
-        """A connection, to be closed."""
+        """Check out a connection, to be closed by the test."""
         if isinstance(self.engine, AsyncEngine):
             return Held(await self.engine.connect())
         return Held(await in_thread(self.engine.connect))
 
     async def take_all(self, number: int) -> list[Held]:
-        """So many at once."""
+        """Check out several connections at once."""
         return [await self.take() for _ in range(number)]
 
     async def run(self, work: Callable[[Connection], T]) -> T:
-        """Do something with a connection, in a transaction that is committed."""
+        """Run a function with a connection, in a transaction that is committed."""
         if isinstance(self.engine, AsyncEngine):
             async with self.engine.begin() as conn:
                 return await conn.run_sync(work)
@@ -139,7 +139,7 @@ class Desk:
             return work(conn)
 
     async def ask(self, query: str = PID) -> Any:
-        """One value, on a connection taken for it and given back."""
+        """Check out a connection, run a query, and return its only value."""
         return await self.run(lambda conn: conn.scalar(text(query)))
 
     @property
@@ -149,24 +149,24 @@ class Desk:
 
     @property
     def pool(self) -> ConnectionPool[Any] | AsyncConnectionPool[Any]:
-        """The pool beneath SQLAlchemy's."""
+        """The reservoir's pool."""
         return reservoir_of(self.engine)
 
     @property
     def now(self) -> Statistics:
-        """It in numbers."""
+        """The statistics of the reservoir."""
         return self.pool.statistics()
 
     @property
     def full(self) -> bool:
-        """Whether nothing is missing, and nothing under way."""
+        """Whether all connections are open, and no connect is in progress."""
         now = self.now
         there = now.size + now.in_use
         return there == now.target and not (now.in_flight or now.closing)
 
 
 def backends(url: str) -> set[int]:
-    """The process ids of the server's connections to this database, but ours."""
+    """The process ids of the server's other connections to this database."""
     query = """select pid from pg_stat_activity
                where datname = current_database() and pid <> pg_backend_pid()"""
     with psycopg.connect(url, autocommit=True) as conn:
@@ -174,12 +174,12 @@ def backends(url: str) -> set[int]:
 
 
 async def left(url: str, *pids: int) -> None:
-    """Wait until these connections are the only ones; a backend goes a moment after its client."""
+    """Wait until these are the only connections; a backend ends a moment after its client."""
     await until(lambda: backends(url) == set(pids), f"only {pids} are left")
 
 
 def terminate(url: str, *pids: int) -> None:
-    """End connections from the server's side, and return when they are gone."""
+    """Terminate backends, and wait for their end."""
     with psycopg.connect(url, autocommit=True) as conn:
         for pid in pids:
             conn.execute("select pg_terminate_backend(%s, 5000)", [pid])

@@ -1,4 +1,4 @@
-"""Many processes at one server: some that use it, and one that counts them."""
+"""Many processes with pools to one server, and an observer that counts their connections."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Census:
 
     @contextmanager
     def running(self) -> Iterator[Self]:
-        """Count, as long as the block lasts."""
+        """Count until the end of the block."""
         thread = threading.Thread(target=self._count_on, name="census")
         thread.start()
         try:
@@ -75,7 +75,7 @@ class Census:
 
 
 class Fleet:
-    """Processes that each have a pool and use it; they are told apart by their names."""
+    """Processes that each use a pool, with different application names."""
 
     def __init__(self, orders: dict[str, dict[str, Any]]) -> None:
         self._orders = orders
@@ -83,7 +83,7 @@ class Fleet:
         self._pids: dict[str, int] = {}
 
     def kill(self, name: str) -> None:
-        """End one by SIGKILL; its number is its own until the fleet ends."""
+        """Kill a process by SIGKILL; its number is not used again."""
         os.kill(self._pids[name], signal.SIGKILL)
 
     def __enter__(self) -> Self:

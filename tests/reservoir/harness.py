@@ -1,5 +1,5 @@
-"""What the tests with real servers share: a pool of either kind behind one face, callers that never
-stop, and a proxy that notes who came when."""
+"""Helpers of the tests with real servers: both kinds of pool behind one interface, callers that run
+until they are stopped, and a proxy that records the time of each connect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMIT = 22.5
 
 
 async def until(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-    """Wait for a state of which nobody tells; at most three times what it takes."""
+    """Poll until a condition holds; fail after the limit."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
@@ -51,7 +51,7 @@ async def until(condition: Callable[[], object], what: str, limit: float = LIMIT
 
 
 class Gate(FaultProxy):
-    """A fault proxy that notes when each connection came, in nanoseconds."""
+    """A fault proxy that records the time of each connect, in nanoseconds."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port)
@@ -62,14 +62,14 @@ class Gate(FaultProxy):
         super()._accept_client(client)
 
     def url(self, server: str, *, login: str | None = None, **options: str) -> str:
-        """The URL of a server through this gate, for another user if one is named."""
+        """The URL of a server through this proxy, with another login if one is given."""
         parts = urlsplit(server)
         login = parts.netloc.rpartition("@")[0] if login is None else login
         query = urlencode(options, quote_via=quote)
         return urlunsplit(parts._replace(netloc=f"{login}@{self.host}:{self.port}", query=query))
 
     async def cut(self) -> None:
-        """Reset every connection, and return when that is done."""
+        """Reset every connection, and wait until they are closed."""
         self.reset()
         await until(lambda: self.statistics().open == 0, "all are reset")
 
@@ -111,7 +111,7 @@ class Rig:
     # -- use -----------------------------------------------------------------------------------
 
     async def ask(self, query: str = "select 1", timeout: float | None = None) -> Any:
-        """One value, on a connection taken for it and given back."""
+        """Check out a connection, run a query, and return its only value."""
         if isinstance(self.pool, AsyncConnectionPool):
             async with self.pool.connection(timeout) as conn:
                 return await self.execute(conn, query)
@@ -123,23 +123,23 @@ class Rig:
             return _only(conn.execute(query).fetchone())
 
     async def take(self, timeout: float | None = None) -> Any:
-        """A connection, to be given back with `give`."""
+        """Check out a connection, to be returned with `give`."""
         return await self._do(self.pool.getconn, timeout)
 
     async def give(self, *connections: Any) -> None:
-        """Give back what `take` gave."""
+        """Return a connection of `take`."""
         for conn in connections:
             await self._do(self.pool.putconn, conn)
 
     async def execute(self, conn: Any, query: str) -> Any:
-        """One value, on a connection that was taken."""
+        """Run a query on a connection of `take`, and return its only value."""
         if self.shell == "asyncpg":
             return await conn.fetchval(query)
         cursor = await self._do(conn.execute, query)
         return _only(await self._do(cursor.fetchone))
 
     def backend(self, conn: Any) -> int:
-        """The number of the server's process that serves a connection."""
+        """The process id of a connection's backend."""
         pid = conn.get_server_pid() if self.shell == "asyncpg" else conn.info.backend_pid
         return int(pid)
 
@@ -148,11 +148,11 @@ class Rig:
         await self._do(self.pool.drain)
 
     async def resize(self, size: int) -> None:
-        """Keep so many from now on."""
+        """Resize the pool."""
         await self._do(self.pool.resize, size, size)
 
     async def restart_refiller(self) -> None:
-        """End the refiller as a crash would, and let its supervisor start another."""
+        """Crash the refiller, and wait until its supervisor has restarted it."""
         supervisor = self.pool.reservoir.upkeep._supervisor
         assert supervisor is not None
         if self.shell != "threads":
@@ -164,7 +164,7 @@ class Rig:
 
     @property
     def now(self) -> Statistics:
-        """The pool in numbers."""
+        """The statistics of the pool."""
         return self.pool.statistics()
 
     @property
@@ -173,23 +173,23 @@ class Rig:
         return self.now.size + self.now.in_use
 
     async def full(self, births: int = 0) -> None:
-        """Wait until nothing is missing, and so many have been born."""
+        """Wait until the pool is full, and this many connections were opened in total."""
         await until(
             lambda: self.live == self.now.target and self.now.refills >= births,
             f"full, with {births} births",
         )
 
     async def born(self, number: int, limit: float = LIMIT) -> None:
-        """Wait until so many connections were opened, in all."""
+        """Wait until this many connections were opened in total."""
         await until(lambda: self.now.refills >= number, f"{number} births", limit)
 
     async def waiting(self, number: int) -> None:
-        """Wait until so many callers wait."""
+        """Wait until this many callers wait."""
         await until(lambda: self.now.waiting == number, f"{number} callers wait")
 
 
 class Load:
-    """Callers that take a connection, ask something and give it back, until they are stopped."""
+    """Callers that check out a connection, run a query and return it, until they are stopped."""
 
     def __init__(
         self,
@@ -227,12 +227,12 @@ class Load:
         await asyncio.gather(*self._work)
 
     async def served_more(self, number: int) -> None:
-        """Wait until so many more calls were served."""
+        """Wait until this many more calls were served."""
         wanted = len(self.served) + number
         await until(lambda: len(self.served) >= wanted, f"{number} more calls are served")
 
     def per_second(self) -> list[int]:
-        """How many calls were served in each whole second, but the first and the last."""
+        """The calls served in each whole second, without the first and the last second."""
         counts = Counter(int(at - self.served[0]) for at in sorted(self.served))
         return [counts[second] for second in range(1, max(counts))]
 
@@ -273,7 +273,7 @@ class Load:
 
 
 def lost(error: BaseException | None) -> bool:
-    """Whether it is what a driver says of a connection that was lost, and nothing of the pool's."""
+    """Whether an error is a driver's error for a lost connection, and not one of the pool."""
     psycopgs = (psycopg.OperationalError,)
     # The last one is how asyncpg puts it between the server's farewell and the end of the stream.
     asyncpgs = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, asyncpg.InternalClientError)

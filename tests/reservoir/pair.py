@@ -1,7 +1,7 @@
-"""Two pools that are told to do the same: psycopg_pool's, which is the oracle, and ours.
+"""Two pools that run the same operations: psycopg_pool's, which is the oracle, and ours.
 
-A `Side` is one of them with a table of its own and with the connections that it has handed out; a
-`Pair` does everything on both sides and demands that they agree.
+A `Side` is one pool with its own table and with the connections that it has handed out; a `Pair`
+runs each operation on both sides and asserts that the outcomes are equal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 Connection = psycopg.Connection[Any]
 Work = Callable[[Connection], object]
 
-#: Names of ours for what psycopg_pool calls otherwise.
+#: psycopg_pool's names of our errors, where they differ.
 _NAMES = {"PoolOverloaded": "TooManyRequests"}
-#: Where the two pools log.
+#: The loggers of the two pools.
 LOGGERS = ("psycopg.pool", "moored.reservoir")
-#: Long enough for anything that comes at all, and for what does not.
+#: Timeouts of checkouts that are expected to succeed, and to fail.
 PATIENCE = 10.0
 SHORT = 0.03
 
@@ -38,17 +38,17 @@ _numbers = itertools.count(1)
 
 
 class Interrupted(BaseException):
-    """What Ctrl-C would be: not an `Exception`."""
+    """Stands for Ctrl-C: a `BaseException` that is not an `Exception`."""
 
 
 def family(error: BaseException) -> str:
-    """What an error is, whichever pool raised it."""
+    """The name of an error's class in psycopg_pool."""
     name = type(error).__name__
     return _NAMES.get(name, name)
 
 
 def outcome(call: Callable[[], object]) -> object:
-    """What a call gave, or which error it raised."""
+    """The result of a call, or the error that it raised."""
     try:
         return call()
     except (Exception, Interrupted) as error:
@@ -56,13 +56,13 @@ def outcome(call: Callable[[], object]) -> object:
 
 
 class Moods:
-    """What the callbacks do the next time: nothing (`good`), `raise`, or leave a `transaction`."""
+    """What each callback does next: nothing (`good`), `raise`, or leave a `transaction` open."""
 
     def __init__(self) -> None:
         self.configure = self.reset = self.check = "good"
 
     def callback(self, which: str) -> Work:
-        """The callback of this name, in whatever mood it is when it is called."""
+        """Return the callback with this name."""
 
         def call(conn: Connection) -> None:
             mood = getattr(self, which)
@@ -76,7 +76,7 @@ class Moods:
 
 
 class Plan:
-    """How both pools are made."""
+    """The parameters of both pools."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Warnings(logging.Handler):
 class Side:
     """One pool, its table, and the connections that it has handed out."""
 
-    #: What a caller sees of a connection that it was handed.
+    #: The state of a connection that was just checked out.
     fresh = ("idle", "open")
 
     def __init__(self, pool: Any, table: str, moods: Moods, observer: Connection) -> None:
@@ -141,9 +141,9 @@ class Side:
         self.moods = moods
         self.observer = observer
         self.out: list[Connection] = []
-        #: What came of a wait in another thread.
+        #: The outcome of a checkout in another thread.
         self.found: object = None
-        #: Errors that were raised and are not in the pool's numbers.
+        #: Errors that were raised and are not in the pool's statistics.
         self.not_counted = 0
         self.warnings = Warnings()
         self._dead: set[int] = set()
@@ -153,21 +153,21 @@ class Side:
     # -- connections ---------------------------------------------------------------------------
 
     def take(self, timeout: float) -> object:
-        """`getconn`; returns in what state the connection is."""
+        """Call `getconn`; return the state of the connection."""
         conn = self.pool.getconn(timeout=timeout)
         self.out.append(conn)
         return self.welcome(conn)
 
     def wait_for_one(self, timeout: float) -> None:
-        """The same in a thread: what came of it is in `found`."""
+        """Call `take` in a thread, and store its outcome in `found`."""
         self.found = outcome(lambda: self.take(timeout))
 
     def put(self, which: int) -> None:
-        """`putconn`."""
+        """Call `putconn`."""
         self.pool.putconn(self.out.pop(which % len(self.out)))
 
     def welcome(self, conn: Connection) -> object:
-        """The state of a connection that was handed out; undoes what both pools leave as it is."""
+        """Return the state of a new checkout; undo what neither pool resets."""
         assert conn.info.backend_pid not in self._dead, f"{self.table}: a dead connection"
         state = self.state(conn)
         if conn in self._pipelines:
@@ -176,7 +176,7 @@ class Side:
         return state
 
     def state(self, conn: Connection) -> object:
-        """What a connection is in the middle of."""
+        """The transaction status of a connection, and whether it is open."""
         status = pq.TransactionStatus(conn.pgconn.transaction_status)
         return status.name.lower(), "closed" if conn.closed else "open"
 
@@ -186,7 +186,7 @@ class Side:
         conn.execute(query, [value])
 
     def rows(self) -> list[int]:
-        """What is committed."""
+        """The committed rows."""
         query = sql.SQL("select n from {} order by n").format(sql.Identifier(self.table))
         return [row[0] for row in self.observer.execute(query)]
 
@@ -196,7 +196,7 @@ class Side:
         self._pipelines[conn].__enter__()
 
     def keep(self, thing: T) -> T:
-        """Hold on to what a caller has left open: collecting it would close it."""
+        """Keep an object that a caller left open alive: its destructor would close it."""
         self._kept.append(thing)
         return thing
 
@@ -211,11 +211,11 @@ class Side:
     # -- the server ----------------------------------------------------------------------------
 
     def terminate(self, conn: Connection) -> None:
-        """End its backend, and wait until the server has forgotten it."""
+        """Terminate the backend of a connection, and wait for its end."""
         self._end(conn.info.backend_pid)
 
     def terminate_idle(self) -> None:
-        """End the backends that nobody uses."""
+        """Terminate the backends of idle connections."""
         used = {conn.info.backend_pid for conn in self.out if not conn.closed}
         query = "select pid from pg_stat_activity where application_name = %s"
         for (pid,) in self.observer.execute(query, [self.table]).fetchall():
@@ -229,7 +229,7 @@ class Side:
     # -- numbers -------------------------------------------------------------------------------
 
     def settle(self) -> dict[str, int]:
-        """Wait until nothing is under way in the background; returns the pool's numbers."""
+        """Wait until no background work is in progress; return the pool's statistics."""
         ends = time.monotonic() + PATIENCE
         while True:
             stats: dict[str, int] = self.pool.get_stats()
@@ -244,8 +244,11 @@ class Side:
         return stats
 
     def catch_up(self) -> None:
-        """Let psycopg_pool do now what it does later: it closes what is too many after `max_idle`,
-        and counts callers whose time is over as waiting until the next connection comes back."""
+        """Make psycopg_pool do now what it does later.
+
+        It closes surplus connections after `max_idle`, and counts callers whose timeout expired as
+        waiting until the next connection is returned.
+        """
         pool = self.pool
         while pool._nconns > pool._max_size and pool._pool:
             pool._nconns_min = len(pool._pool)
@@ -255,7 +258,7 @@ class Side:
 
 
 class Pair:
-    """Both sides, and what they have in common."""
+    """Both pools, with the operations that run on both."""
 
     def __init__(self, plan: Plan, observer: psycopg.Connection[Any]) -> None:
         self.plan = plan
@@ -283,7 +286,7 @@ class Pair:
         return Side(kind(conninfo, **options, **more), table, moods, self.observer)
 
     def both(self, call: Callable[[Side], object]) -> object:
-        """Do it on both sides; what they gave, or raised, must be the same."""
+        """Call a function on both sides; assert that the outcomes are equal, and return them."""
         self.theirs.catch_up()
         theirs = outcome(lambda: call(self.theirs))
         ours = outcome(lambda: call(self.ours))
@@ -291,12 +294,12 @@ class Pair:
         return ours
 
     def each(self, call: Callable[[Side], object]) -> None:
-        """Do it on both sides, whatever comes of it."""
+        """Call a function on both sides."""
         for side in self.sides:
             call(side)
 
     def in_threads(self, call: Callable[[Side], object]) -> list[threading.Thread]:
-        """Begin to wait on both sides, each in a thread of its own."""
+        """Call a function that waits in the queue on both sides, each in its own thread."""
         self.theirs.catch_up()
         threads = [threading.Thread(target=call, args=[side]) for side in self.sides]
         for thread, side in zip(threads, self.sides, strict=True):
@@ -306,11 +309,11 @@ class Pair:
         return threads
 
     def set_mood(self, callback: str, mood: str) -> None:
-        """What a callback does the next time, on both sides."""
+        """Set what a callback does at its next call, on both sides."""
         self.each(lambda side: setattr(side.moods, callback, mood))
 
     def close(self) -> None:
-        """Close both, and everything that they have handed out."""
+        """Close both pools, and all connections that they have handed out."""
         for logger, side in zip(LOGGERS, self.sides, strict=True):
             side.pool.close()
             side.clear()

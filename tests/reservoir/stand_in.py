@@ -1,4 +1,4 @@
-"""Stand-ins for what is outside: connections without a server, and one that does as it is told."""
+"""Scripted servers, connections, lease stores and token providers, for tests without real ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class SqlError(Exception):
-    """What a driver raises: a text and a SQLSTATE."""
+    """An error of a driver, with a message and a SQLSTATE."""
 
     def __init__(self, sqlstate: str | None, text: str = "the server said no") -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class SqlError(Exception):
 
 
 class Conn:
-    """A connection to nothing."""
+    """A connection without a server."""
 
     _numbers = itertools.count(1)
 
@@ -62,7 +62,7 @@ class Conn:
 
 
 class Server:
-    """Accepts connects, or fails them, as a test tells it; `connect` is the driver's function."""
+    """Accepts or refuses connects as a test sets it; `connect` is the driver's function."""
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.journal: list[str] = [] if journal is None else journal.lines
@@ -100,7 +100,7 @@ class Server:
 
 
 class Journal(ScriptedStore):
-    """A lease store that notes what it is asked, in the same journal as the server."""
+    """A lease store that records its calls in the same journal as the server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Journal(ScriptedStore):
 
 
 class Tokens:
-    """Hands out tokens as a test tells it, and notes it in the journal."""
+    """Returns tokens as a test sets it, and records that in the journal."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -153,7 +153,7 @@ class Tokens:
 
 
 def reservoir(server: Server, config: ReservoirConfig | None = None, **more: Any) -> Reservoir[Any]:
-    """A reservoir of connections to nothing, without a staggered start."""
+    """A reservoir of scripted connections, without a staggered start."""
     config = config or ReservoirConfig(max_size=1)
     if config.start_stagger is None:
         config = config.but(start_stagger=0.0)
@@ -161,7 +161,7 @@ def reservoir(server: Server, config: ReservoirConfig | None = None, **more: Any
 
 
 def pool_of(server: Server | None = None, **more: Any) -> AsyncConnectionPool[Conn]:
-    """A pool of connections to nothing: settings of its reservoir, and what a pool takes."""
+    """A pool of scripted connections, with settings of its reservoir and parameters of a pool."""
     names = {field.name for field in dataclasses.fields(ReservoirConfig)}
     settings = {name: more.pop(name) for name in names & more.keys()}
     config = ReservoirConfig(**{"max_size": 1, "start_stagger": 0.0, **settings})
@@ -173,7 +173,7 @@ def pool_of(server: Server | None = None, **more: Any) -> AsyncConnectionPool[Co
 
 
 async def wait_until(true: Callable[[], object], timeout: float = 60.0) -> None:
-    """In virtual time: let things happen until something is so."""
+    """Let virtual time pass until a condition holds."""
     step = 0.001
     async with asyncio.timeout(timeout):
         while not true():
@@ -187,7 +187,7 @@ async def wait_until(true: Callable[[], object], timeout: float = 60.0) -> None:
 def open_one(
     core: Core[Conn], now: float = 0.0, *, life: float = 660.0
 ) -> tuple[Item[Conn], Waiter[Conn] | None]:
-    """Let a connection arrive that the core has planned."""
+    """Plan one connection, and let it arrive."""
     guard = core.config.guard_window
     item: Item[Conn] = Item(Conn(), born=now, lifetime=life, guard=guard)
     return item, core.arrived(item, now)
@@ -196,7 +196,7 @@ def open_one(
 def filled(
     number: int, now: float = 0.0, *, core: Core[Conn] | None = None, **settings: Any
 ) -> tuple[Core[Conn], list[Item[Conn]]]:
-    """A core with so many ready."""
+    """A core with this many ready connections."""
     core = core or Core(ReservoirConfig(**{"max_size": number, **settings}))
     items: list[Item[Conn]] = []
     while len(items) < number:
@@ -211,7 +211,7 @@ def filled(
 
 
 def caller(core: Core[Conn], now: float, *, patience: float = 30.0) -> Waiter[Conn]:
-    """Somebody who waits."""
+    """Add a waiter to the queue."""
     waiter: Waiter[Conn] = Waiter(now, now + patience)
     core.enqueue(waiter)
     return waiter

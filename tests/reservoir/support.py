@@ -1,4 +1,4 @@
-"""Small things that the tests of the pools share."""
+"""Helpers of the tests of the pools."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PATIENCE = 10.0
 
 
 def through(proxy: FaultProxy, url: str) -> str:
-    """The same URL, by way of a proxy."""
+    """The same URL, through a proxy."""
     parts = urlsplit(url)
     who = parts.netloc.rpartition("@")[0]
     return urlunsplit(parts._replace(netloc=f"{who}@{proxy.host}:{proxy.port}"))
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    """Wait until something is so that nobody announces."""
+    """Poll until a condition holds."""
     ends = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < ends, "it did not come in time"
@@ -31,7 +31,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 async def eventually_async(condition: Callable[[], object]) -> None:
-    """The same for asyncio."""
+    """Poll until a condition holds, under asyncio."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.001)

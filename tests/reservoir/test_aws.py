@@ -130,7 +130,7 @@ def test_the_lifetime_is_in_the_token_and_beside_it() -> None:
     assert before + 3600 <= token.expires_at <= time.time() + 3600
 
 
-def test_the_end_that_is_told_is_never_after_the_one_that_is_signed() -> None:
+def test_expires_at_is_never_after_the_signed_expiry() -> None:
     tokens = DsqlTokens(DSQL, session=static())
     for _ in range(scaled(5000, least=500)):
         token = tokens()
@@ -140,7 +140,7 @@ def test_the_end_that_is_told_is_never_after_the_one_that_is_signed() -> None:
         assert ends - 1 <= token.expires_at <= ends
 
 
-def test_temporary_credentials_send_their_session_along() -> None:
+def test_a_token_of_temporary_credentials_contains_their_session_token() -> None:
     _, said = parts(DsqlTokens(DSQL, session=static("ASIAX", "the-session"))())
     assert said["X-Amz-Security-Token"] == "the-session"
     assert said["X-Amz-Credential"].startswith("ASIAX/")
@@ -149,7 +149,7 @@ def test_temporary_credentials_send_their_session_along() -> None:
 # -- RDS -------------------------------------------------------------------------------------------
 
 
-def test_a_token_for_rds() -> None:
+def test_a_token_for_rds_names_host_port_and_user() -> None:
     token = RdsTokens(RDS, user="app", session=static())()
     url, said = parts(token)
     assert (url.hostname, url.port, url.path) == (RDS, 5432, "/")
@@ -196,18 +196,18 @@ def test_the_region_of_an_rds_host(host: str, region: str) -> None:
     assert RdsTokens(host, user="app", session=static()).region == region
 
 
-def test_a_region_that_is_given_goes_first() -> None:
+def test_a_given_region_takes_precedence() -> None:
     tokens = DsqlTokens(DSQL, region="us-west-2", session=static())
     assert "/us-west-2/" in parts(tokens())[1]["X-Amz-Credential"]
 
 
-def test_then_the_region_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_region_of_the_session_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
     assert RdsTokens("db.example.com", user="app", session=static()).region == "eu-north-1"
     assert RdsTokens(RDS, user="app", session=static()).region == "us-east-1"
 
 
-def test_without_a_region_it_says_so_at_once() -> None:
+def test_a_missing_region_is_an_error_at_construction() -> None:
     for make in (
         lambda: DsqlTokens("db.example.com", session=static()),
         lambda: RdsTokens("db.example.com", user="app", session=static()),
@@ -253,7 +253,7 @@ def test_a_client_is_made_once_also_for_many_threads() -> None:
     assert all("Action=DbConnectAdmin" in token.value for token in found)
 
 
-def test_a_session_of_boto3_serves_as_well() -> None:
+def test_a_session_of_boto3_is_accepted() -> None:
     """It calls the same things otherwise."""
     own = static()
 
@@ -291,7 +291,7 @@ def test_credentials_that_end_sooner_cap_the_token(kind: str) -> None:
     assert token.expires_at == pytest.approx(time.time() + 300.0, abs=5.0)
 
 
-def test_credentials_that_end_later_do_not() -> None:
+def test_credentials_that_end_later_do_not_cap_the_token() -> None:
     session, _ = refreshable(5000.0)
     token = DsqlTokens(DSQL, session=session)()
     assert token.expires_at == pytest.approx(time.time() + 900.0, abs=5.0)
@@ -305,7 +305,7 @@ def test_credentials_that_are_due_are_renewed_before_signing() -> None:
     assert token.expires_at == pytest.approx(time.time() + 900.0, abs=5.0), "not after 10 s"
 
 
-def test_credentials_that_are_fetched_at_first_use() -> None:
+def test_credentials_are_fetched_at_first_use() -> None:
     def fetch() -> dict[str, str]:
         ends = (datetime.now(UTC) + timedelta(seconds=1200)).isoformat()
         return {"access_key": "ASIAX", "secret_key": "s", "token": "t", "expiry_time": ends}
@@ -319,7 +319,7 @@ async def test_the_cache_fetches_the_next_one_before_the_credentials_end() -> No
     session, _ = refreshable(300.0)
     tokens = CachedTokens(DsqlTokens(DSQL, session=session))
     assert (await tokens.get()).startswith(f"{DSQL}/?Action=DbConnectAdmin")
-    (kept,) = tokens._kept
+    (kept,) = tokens._cache
     assert kept.good_until - time.monotonic() == pytest.approx(300.0, abs=5.0)
     assert kept.refresh_at - time.monotonic() == pytest.approx(240.0, abs=5.0)
     tokens.close()
@@ -328,7 +328,7 @@ async def test_the_cache_fetches_the_next_one_before_the_credentials_end() -> No
 # -- what can go wrong -----------------------------------------------------------------------------
 
 
-def test_without_credentials_it_says_what_to_do() -> None:
+def test_missing_credentials_are_an_error_with_advice() -> None:
     session = Session(None)
     tokens = DsqlTokens(DSQL, session=session)
     with pytest.raises(
@@ -338,7 +338,7 @@ def test_without_credentials_it_says_what_to_do() -> None:
     assert session.clients == []
 
 
-def test_credentials_that_come_later_are_found() -> None:
+def test_credentials_that_appear_later_are_found() -> None:
     session = Session(None)
     tokens = DsqlTokens(DSQL, session=session)
     with pytest.raises(TokenError):
@@ -348,7 +348,7 @@ def test_credentials_that_come_later_are_found() -> None:
     assert session.clients == ["dsql"]
 
 
-def test_credentials_that_cannot_be_had_are_told_with_their_cause() -> None:
+def test_a_failure_to_get_credentials_is_reported_with_its_cause() -> None:
     def refresh() -> dict[str, str]:
         raise OSError("sts does not answer")
 
@@ -372,7 +372,7 @@ def no_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_botocore")
-def test_without_botocore_it_says_what_to_install() -> None:
+def test_without_botocore_the_error_names_the_extra() -> None:
     with pytest.raises(MissingExtra, match=r"botocore.* pip install 'moored\[aws\]'"):
         DsqlTokens(DSQL)
 
@@ -380,12 +380,12 @@ def test_without_botocore_it_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     "host", ["", "https://abc.dsql.eu-west-1.on.aws", f"{DSQL}:5432", f"admin@{DSQL}", "a b"]
 )
-def test_what_is_no_host(host: str) -> None:
-    with pytest.raises(ValueError, match="must be a host's name alone"):
+def test_an_invalid_host_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="must be only a host name"):
         DsqlTokens(host, session=static())
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"^DsqlTokens: ") as caught:
         DsqlTokens("", user="", lifetime=604_801, session=static())
     for text in ("host=''", "user must be", "lifetime=604801 must be between 1 s and 604800 s"):

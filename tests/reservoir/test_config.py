@@ -49,7 +49,7 @@ def test_conn_leases_are_off() -> None:
     assert ReservoirConfig().lease_enabled is False
 
 
-def test_there_is_no_table() -> None:
+def test_lease_url_is_none_by_default() -> None:
     assert ReservoirConfig().lease_url is None
 
 
@@ -78,12 +78,12 @@ def test_the_start_is_staggered_by_the_time_that_filling_takes() -> None:
     assert ReservoirConfig(start_stagger=0.0).stagger == 0.0
 
 
-def test_off_means_that_nothing_is_opened_ahead() -> None:
+def test_a_disabled_reservoir_opens_nothing_in_advance() -> None:
     config = ReservoirConfig(enabled=False, max_size=50, target_ready=40, low_watermark=30)
     assert (config.target, config.watermark, config.max_size) == (0, 0, 50)
 
 
-def test_it_is_sealed_and_can_be_changed_only_into_another_one() -> None:
+def test_the_config_is_immutable_and_but_returns_a_changed_copy() -> None:
     config = ReservoirConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_size = 20  # type: ignore[misc]
@@ -93,7 +93,7 @@ def test_it_is_sealed_and_can_be_changed_only_into_another_one() -> None:
         config.but(max_size=0)
 
 
-def test_only_what_was_changed_is_shown() -> None:
+def test_repr_shows_only_changed_settings() -> None:
     assert repr(ReservoirConfig()) == "ReservoirConfig()"
     config = ReservoirConfig(max_size=50, guard_window=10.0)
     assert repr(config) == "ReservoirConfig(max_size=50, guard_window=10.0)"
@@ -102,7 +102,7 @@ def test_only_what_was_changed_is_shown() -> None:
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"^ReservoirConfig: ") as caught:
         ReservoirConfig(max_size=0, base_lifetime=-1.0, rate=0.0, guard_window=-1.0, burst=1)
     text = str(caught.value)
@@ -137,15 +137,15 @@ def test_all_mistakes_are_told_at_once() -> None:
         ),
         (
             {"guard_window": 660.0},
-            "guard_window=660 s must be less than base_lifetime=660 s: no connection could ever",
+            "guard_window=660 s must be less than base_lifetime=660 s, or no connection could",
         ),
         (
             {"lease_enabled": True, "lease_limit": 9},
-            "lease_limit=9 for the whole cluster is less than target_ready=10 of this process",
+            "lease_limit=9 for the whole cluster must be at least target_ready=10 of this process",
         ),
     ],
 )
-def test_one_mistake(settings: dict[str, Any], text: str) -> None:
+def test_each_invalid_setting_is_reported(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         ReservoirConfig(**settings)
 
@@ -153,23 +153,23 @@ def test_one_mistake(settings: dict[str, Any], text: str) -> None:
 # -- can the rate keep so many alive? --------------------------------------------------------------
 
 
-def test_what_the_rate_cannot_keep_alive_is_refused_with_numbers() -> None:
+def test_sizes_that_the_rate_cannot_sustain_are_refused_with_numbers() -> None:
     with pytest.raises(ValueError, match="need") as caught:
         ReservoirConfig(max_size=50, base_lifetime=8.0, guard_window=0.0, rate=5.0)
     assert str(caught.value) == (
         "ReservoirConfig: max_size=50 connections that can be used for 8 s each (base_lifetime - "
-        "guard_window) need 6.25 new ones per second, and rate=5 allows fewer: lower max_size to "
-        "40, or let them live for 10 s, or allow a greater rate"
+        "guard_window) need 6.25 new ones per second, but rate=5 allows fewer: lower max_size to "
+        "40, or raise base_lifetime to 10 s, or raise rate"
     )
 
 
-def test_what_it_can_keep_alive_is_taken() -> None:
+def test_sizes_that_the_rate_can_sustain_are_accepted() -> None:
     ReservoirConfig(max_size=50, base_lifetime=8.0, guard_window=0.0, rate=20.0)
     ReservoirConfig(max_size=40, base_lifetime=8.0, guard_window=0.0, rate=5.0)
     ReservoirConfig(max_size=50, base_lifetime=10.0, guard_window=0.0, rate=5.0)
 
 
-def test_what_the_guard_window_takes_away_counts() -> None:
+def test_the_guard_window_is_subtracted_from_the_lifetime() -> None:
     ReservoirConfig(max_size=500, base_lifetime=50.0, guard_window=45.0, rate=100.0)
     with pytest.raises(ValueError, match=r"used for 5 s each .* need 100 new ones per second"):
         ReservoirConfig(max_size=501, base_lifetime=50.0, guard_window=45.0, rate=100.0)
@@ -181,7 +181,9 @@ def test_what_the_guard_window_takes_away_counts() -> None:
     st.floats(0.0, 1.0, exclude_max=True),
     st.floats(0.1, 100.0),
 )
-def test_the_advice_is_good(size: int, life: float, guard: float, rate: float) -> None:
+def test_settings_changed_as_the_error_advises_are_accepted(
+    size: int, life: float, guard: float, rate: float
+) -> None:
     """Whatever is refused for its rate is taken with what the message says."""
     settings: dict[str, Any] = {"base_lifetime": life, "guard_window": guard, "rate": rate}
     assume(size > (life - guard) * rate)
@@ -191,7 +193,7 @@ def test_the_advice_is_good(size: int, life: float, guard: float, rate: float) -
     assert (fewer is None) == ((life - guard) * rate < 1)
     if fewer is not None:
         ReservoirConfig(max_size=int(fewer[1]), **settings)
-    longer = re.search(r"let them live for ([\d.e+]+) s", str(caught.value))
+    longer = re.search(r"raise base_lifetime to ([\d.e+]+) s", str(caught.value))
     assert longer is not None
     # Its last digit is rounded.
     ReservoirConfig(max_size=size, **{**settings, "base_lifetime": 1.01 * float(longer[1])})
@@ -200,20 +202,20 @@ def test_the_advice_is_good(size: int, life: float, guard: float, rate: float) -
 # -- for a server's limit --------------------------------------------------------------------------
 
 
-def test_settings_for_a_longest_life() -> None:
+def test_for_lifetime_sets_lifetime_jitter_and_guard_window() -> None:
     config = ReservoirConfig.for_lifetime(3600.0, max_size=20)
     assert (config.base_lifetime, config.lifetime_jitter) == (3420.0, 180.0)
     assert (config.guard_window, config.max_size) == (45.0, 20)
     assert ReservoirConfig.for_lifetime(60.0).guard_window == 6.0
 
 
-def test_settings_for_a_longest_life_give_way_to_what_is_passed() -> None:
+def test_for_lifetime_accepts_other_settings() -> None:
     config = ReservoirConfig.for_lifetime(3600.0, guard_window=5.0, lifetime_jitter=0.0)
     assert (config.guard_window, config.lifetime_jitter) == (5.0, 0.0)
 
 
 @given(st.floats(1.0, 1e6))
-def test_no_connection_gets_older_than_the_longest(longest: float) -> None:
+def test_for_lifetime_limits_the_age_of_every_connection(longest: float) -> None:
     config = ReservoirConfig.for_lifetime(longest, max_size=1, rate=1000.0)
     assert config.base_lifetime + config.lifetime_jitter <= longest * (1 + 1e-12)
     assert config.usable_lifetime > 0.8 * longest

@@ -27,7 +27,7 @@ def reasons(core: Core[Conn]) -> dict[str, int]:
 # -- checkout and return -------------------------------------------------------------------------
 
 
-def test_what_is_checked_out_and_returned_is_ready_again() -> None:
+def test_a_returned_connection_is_ready_again() -> None:
     core, (item,) = filled(1)
     assert core.search(1.0) is item
     assert (item.place, core.out, len(core.ready)) == (Place.OUT, 1, 0)
@@ -45,7 +45,7 @@ def test_connections_are_handed_out_in_the_order_in_which_they_came_back() -> No
     assert [core.search(3.0) for _ in items] == items[::-1]
 
 
-def test_the_quick_way_takes_only_what_needs_no_look() -> None:
+def test_take_returns_only_fresh_connections() -> None:
     core, (item,) = filled(1)
     assert core.take(FRESH) is None, "nobody has looked at it for too long"
     assert core.search(FRESH) is item
@@ -54,13 +54,13 @@ def test_the_quick_way_takes_only_what_needs_no_look() -> None:
     assert (core.checkouts, item.since) == (2, 10.0 + 0.9 * FRESH)
 
 
-def test_there_is_nothing_to_take_where_nothing_is_ready() -> None:
+def test_take_returns_none_if_no_connection_is_ready() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=1))
     assert core.take(0.0) is None
     assert core.search(0.0) is None
 
 
-def test_the_quick_way_never_hands_out_within_the_guard_window() -> None:
+def test_take_never_hands_out_within_the_guard_window() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     core.give(item, USABLE - FRESH / 2)
@@ -70,7 +70,7 @@ def test_the_quick_way_never_hands_out_within_the_guard_window() -> None:
     assert core.search(USABLE) is None
 
 
-def test_nobody_overtakes_those_who_wait() -> None:
+def test_no_caller_overtakes_the_waiters() -> None:
     core, (item,) = filled(1)
     caller(core, 0.0)
     assert core.take(0.0) is None
@@ -78,7 +78,7 @@ def test_nobody_overtakes_those_who_wait() -> None:
     assert item.place is Place.READY
 
 
-def test_a_connection_that_comes_back_twice_is_there_once() -> None:
+def test_a_connection_that_is_returned_twice_is_ready_once() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     core.give(item, 1.0)
@@ -88,7 +88,7 @@ def test_a_connection_that_comes_back_twice_is_there_once() -> None:
     assert core.search(1.0) is None
 
 
-def test_one_that_was_let_go_does_not_come_back() -> None:
+def test_a_discarded_connection_cannot_be_returned() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     core.discard(item, "bad")
@@ -97,7 +97,7 @@ def test_one_that_was_let_go_does_not_come_back() -> None:
     assert (list(core.ready), core.retired, reasons(core)) == ([], [item], {"bad": 1})
 
 
-def test_this_very_one_can_be_picked_while_it_is_ready() -> None:
+def test_pick_takes_a_given_connection_only_while_it_is_ready() -> None:
     core, (first, second) = filled(2)
     assert core.pick(second, 1.0)
     assert not core.pick(second, 1.0)
@@ -157,7 +157,7 @@ def test_the_scan_leaves_what_is_in_use_to_its_return() -> None:
     assert reasons(core) == {"expired_on_return": 1}
 
 
-def test_one_within_its_guard_window_is_not_handed_to_who_waits() -> None:
+def test_a_connection_in_its_guard_window_is_not_handed_to_a_waiter() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     waiter = caller(core, 1.0)
@@ -166,7 +166,7 @@ def test_one_within_its_guard_window_is_not_handed_to_who_waits() -> None:
     assert list(core.waiting) == [waiter]
 
 
-def test_all_that_are_stale_are_passed_over_not_only_the_first() -> None:
+def test_search_skips_all_stale_connections() -> None:
     core, old = filled(3, max_size=4)
     assert core.plan() == 1
     young, _ = open_one(core, 400.0)
@@ -177,7 +177,7 @@ def test_all_that_are_stale_are_passed_over_not_only_the_first() -> None:
 # -- a full reservoir ----------------------------------------------------------------------------
 
 
-def test_what_comes_back_to_a_full_reservoir_is_let_go() -> None:
+def test_a_connection_returned_to_a_full_reservoir_is_closed() -> None:
     core, items = filled(3)
     for _ in items:
         core.search(1.0)
@@ -188,7 +188,7 @@ def test_what_comes_back_to_a_full_reservoir_is_let_go() -> None:
     assert list(core.ready) == items[1:]
 
 
-def test_where_none_is_kept_each_serves_those_who_wait_and_goes() -> None:
+def test_without_keep_a_returned_connection_serves_a_waiter_or_is_closed() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=1, keep=False))
     first, second = caller(core, 0.0), caller(core, 0.0)
     assert core.plan() == 1
@@ -199,7 +199,7 @@ def test_where_none_is_kept_each_serves_those_who_wait_and_goes() -> None:
     assert (item.place, core.retired, reasons(core)) == (Place.GONE, [item], {"not_kept": 1})
 
 
-def test_none_is_kept_after_a_resize_either() -> None:
+def test_without_keep_nothing_is_kept_after_a_resize() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=1, keep=False))
     caller(core, 0.0)
     core.plan()
@@ -209,7 +209,7 @@ def test_none_is_kept_after_a_resize_either() -> None:
     assert reasons(core) == {"not_kept": 1}
 
 
-def test_what_arrives_for_nobody_is_not_kept_either() -> None:
+def test_without_keep_a_new_connection_without_a_waiter_is_closed() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=1, keep=False))
     waiter = caller(core, 0.0)
     core.plan()
@@ -218,7 +218,7 @@ def test_what_arrives_for_nobody_is_not_kept_either() -> None:
     assert (core.retired, reasons(core)) == ([item], {"not_kept": 1})
 
 
-def test_what_arrives_in_a_full_reservoir_is_let_go() -> None:
+def test_a_connection_that_arrives_in_a_full_reservoir_is_closed() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=2))
     assert core.plan() == 2
     core.resize(1, 1)
@@ -230,7 +230,7 @@ def test_what_arrives_in_a_full_reservoir_is_let_go() -> None:
 # -- waiting -------------------------------------------------------------------------------------
 
 
-def test_callers_are_served_in_the_order_in_which_they_came() -> None:
+def test_waiters_are_served_in_the_order_of_arrival() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     callers = [caller(core, time) for time in (1.0, 2.0, 3.0)]
@@ -242,7 +242,7 @@ def test_callers_are_served_in_the_order_in_which_they_came() -> None:
     assert (core.queued, core.handed, core.waited) == (3, 3, 9.0 + 8.0 + 7.0)
 
 
-def test_a_new_connection_goes_to_the_first_who_waits() -> None:
+def test_a_new_connection_goes_to_the_first_waiter() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=2))
     first, second = caller(core, 0.0), caller(core, 0.0)
     assert core.plan() == 2
@@ -278,7 +278,7 @@ def test_a_caller_that_leaves_after_the_close_is_no_error() -> None:
     assert item.place is Place.OUT
 
 
-def test_those_whose_time_is_over_wait_no_more() -> None:
+def test_expired_waiters_leave_the_queue() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     hasty, patient = caller(core, 1.0, patience=2.0), caller(core, 1.0, patience=30.0)
@@ -297,7 +297,7 @@ def test_a_queue_may_be_limited() -> None:
     assert core.refused == 1
 
 
-def test_an_overloaded_queue_takes_nobody_until_it_clears() -> None:
+def test_an_overloaded_queue_refuses_callers_until_it_clears() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     for now in SLOW:
@@ -306,13 +306,13 @@ def test_an_overloaded_queue_takes_nobody_until_it_clears() -> None:
     caller(core, 30.0)
     why = core.refuses(30.0)
     assert why is not None
-    assert "longer than the queue's target; 1 callers wait" in why
+    assert "longer than queue_target; 1 callers wait" in why
     core.give(item, 32.0)
     caller(core, 32.0)
     assert core.refuses(32.0) is None, "that one waited for two seconds only"
 
 
-def test_without_a_queue_nobody_is_refused() -> None:
+def test_an_overload_without_waiters_refuses_no_caller() -> None:
     core, (item,) = filled(1)
     core.search(0.0)
     for now in SLOW:
@@ -338,20 +338,20 @@ def test_a_checkout_that_did_not_wait_clears_the_overload() -> None:
 # -- letting go ----------------------------------------------------------------------------------
 
 
-def test_what_must_go_goes_at_once_or_when_it_comes_back() -> None:
+def test_retire_closes_at_once_or_at_the_return() -> None:
     core, (ready, out) = filled(2)
     core.ready.rotate()
     assert core.search(0.0) is out
-    core.doom(ready, "lease_lost")
+    core.retire(ready, "lease_lost")
     assert core.retired == [ready]
-    core.doom(out, "lease_lost")
-    core.doom(out, "drained")
+    core.retire(out, "lease_lost")
+    core.retire(out, "drained")
     assert out.place is Place.OUT
     core.give(out, 1.0)
     assert (core.retired, reasons(core)) == ([ready, out], {"lease_lost": 2})
 
 
-def test_a_drain_lets_go_of_all_and_hands_out_new_ones_only() -> None:
+def test_after_a_drain_only_new_connections_are_handed_out() -> None:
     core, items = filled(3)
     used = core.search(0.0)
     assert used is items[0]
@@ -367,7 +367,7 @@ def test_a_drain_lets_go_of_all_and_hands_out_new_ones_only() -> None:
     assert core.search(2.0) is fresh
 
 
-def test_a_close_ends_everything() -> None:
+def test_close_retires_all_connections_and_returns_the_waiters() -> None:
     core, items = filled(3)
     used = core.search(0.0)
     assert used is not None
@@ -383,7 +383,7 @@ def test_a_close_ends_everything() -> None:
     assert (core.size, core.plan()) == (0, 0), "there is room, and nothing is opened"
 
 
-def test_what_arrives_after_the_close_is_let_go() -> None:
+def test_a_connection_that_arrives_after_the_close_is_closed() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=1))
     core.plan()
     core.close()
@@ -394,7 +394,7 @@ def test_what_arrives_after_the_close_is_let_go() -> None:
 # -- resize --------------------------------------------------------------------------------------
 
 
-def test_a_smaller_size_lets_go_of_what_is_ready_first() -> None:
+def test_a_resize_to_fewer_closes_ready_connections_first() -> None:
     core, items = filled(5)
     used = core.search(0.0)
     assert used is items[0]
@@ -405,7 +405,7 @@ def test_a_smaller_size_lets_go_of_what_is_ready_first() -> None:
     assert len(core.ready) == 2
 
 
-def test_a_greater_size_is_filled() -> None:
+def test_a_resize_to_more_opens_connections() -> None:
     core, _ = filled(2)
     assert core.plan() == 0
     core.resize(4, 4)
@@ -426,7 +426,7 @@ def test_a_watermark_that_was_not_given_is_the_target() -> None:
         assert core.watermark == target
 
 
-def test_without_a_reservoir_a_resize_opens_nothing_ahead() -> None:
+def test_a_disabled_reservoir_opens_nothing_after_a_resize() -> None:
     core: Core[Conn] = Core(ReservoirConfig(max_size=4, enabled=False))
     core.resize(4, 8)
     assert core.plan() == 0
@@ -452,7 +452,7 @@ def grown(target: int, more: int, **settings: Any) -> Core[Conn]:
     return core
 
 
-def test_what_is_more_than_the_target_and_unused_is_let_go() -> None:
+def test_unneeded_connections_above_the_target_are_closed() -> None:
     core = grown(2, 3, max_idle=100.0)
     core.scan(0.0, replacing=False)
     core.scan(99.0, replacing=False)
@@ -463,7 +463,7 @@ def test_what_is_more_than_the_target_and_unused_is_let_go() -> None:
     assert len(core.ready) == 2, "the target stays"
 
 
-def test_what_was_needed_meanwhile_is_kept() -> None:
+def test_needed_connections_above_the_target_are_kept() -> None:
     core = grown(2, 3, max_idle=100.0)
     core.scan(0.0, replacing=False)
     used = [core.search(50.0) for _ in range(4)]
@@ -490,7 +490,7 @@ def test_size_counts_all_that_may_exist() -> None:
     assert core.size == 2
 
 
-def test_those_in_use_come_longest_held_first() -> None:
+def test_in_use_is_sorted_by_time_held() -> None:
     core, (first, second, third) = filled(3)
     for now in (1.0, 2.0, 3.0):
         core.search(now)
@@ -501,7 +501,7 @@ def test_those_in_use_come_longest_held_first() -> None:
     assert list(core.in_use()) == [second, first]
 
 
-def test_a_connection_in_words() -> None:
+def test_repr_of_an_item() -> None:
     item: Item[Conn] = Item(Conn(), born=0.0, lifetime=660.0, guard=45.0)
     assert (item.expires, item.usable_until) == (OVER, USABLE)
     assert repr(item) == "<Item gone, 11 m 0 s to live>"

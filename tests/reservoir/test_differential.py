@@ -1,6 +1,6 @@
-"""Both pools do the same: psycopg_pool is the oracle, and hypothesis thinks of what to do.
+"""The pool for threads behaves like psycopg_pool's, for operations that hypothesis chooses.
 
-What differs on purpose is left out here, each with a word why, and listed in the documentation.
+Intended differences are excluded, each with its reason, and are listed in the documentation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.reservoir.pair import PATIENCE, SHORT, Pair, Plan, Side
 
 from moored.testing import scaled
 
-#: The numbers that are the same in both pools whenever nothing is under way.
+#: The statistics that are equal in both pools whenever nothing is in progress.
 SAME = (
     "pool_min",
     "pool_max",
@@ -37,8 +37,8 @@ SAME = (
     "returns_bad",
     "warnings",
 )
-#: Those that are so too while the number of connections is fixed: where it is not, ours does not
-#: replace a bad one that nobody needs.
+#: Those that are also equal if the number of connections is fixed: if it is not, our pool does not
+#: replace a broken connection that is not needed.
 SAME_IF_FIXED = (
     "pool_size",
     "pool_available",
@@ -48,13 +48,13 @@ SAME_IF_FIXED = (
 )
 
 which_one = st.integers(0, 3)
-# A pipeline that was left open goes on for the next caller, in both pools; how many may then be
-# checked in vain is not the same.
+# In both pools a pipeline that was left open stays open for the next caller; the number of failed
+# checks that follow differs.
 endings = st.sampled_from([name for name in ENDINGS if "pipeline_left_open" not in name])
 
 
 def run_block(pair: Pair, ending: str, value: int) -> object:
-    """A block that writes a row and then ends in some way."""
+    """Run a block that writes a row and then ends in the given way."""
 
     def run(side: Side) -> None:
         with side.pool.connection() as conn:
@@ -66,7 +66,7 @@ def run_block(pair: Pair, ending: str, value: int) -> object:
 
 
 def assert_same(pair: Pair, names: Collection[str]) -> None:
-    """When nothing is under way any more, these numbers and the rows of both are the same."""
+    """Wait until nothing is in progress; then these statistics and all rows must be equal."""
     pair.theirs.settle()
     pair.theirs.catch_up()
     theirs, ours = (side.settle() for side in pair.sides)
@@ -115,7 +115,7 @@ class Machine(RuleBasedStateMachine):
             self.observer.close()
 
     def close_for_good(self) -> None:
-        """The end of every run: with connections out, and perhaps with somebody who waits."""
+        """Close both pools with connections in use and, if none is left, with a waiter."""
         waiting = [] if self.some_left else self.begin_to_wait()
         self.pair.both(lambda side: side.pool.close())
         for thread in waiting:
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             assert self.pair.both(lambda side: side.put(0)) is None
         self.pair.both(Side.rows)
 
-    # -- what must be the same -----------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------
 
     @invariant()
     def same(self) -> None:
@@ -174,7 +174,7 @@ class Machine(RuleBasedStateMachine):
 
         assert self.pair.both(twice) == "raised ValueError"
 
-    # -- what callers do with a connection -----------------------------------------------------
+    # -- operations on a connection ------------------------------------------------------------
 
     @precondition(lambda self: self.some_out)
     @rule(
@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.some_out)
     @rule(which=which_one)
     def close_connection(self, which: int) -> None:
-        """With `close_returns` this gives it back, unless it is broken."""
+        """With `close_returns` this returns the connection, unless it is broken."""
 
         def close(side: Side) -> None:
             place = which % len(side.out)
@@ -237,7 +237,7 @@ class Machine(RuleBasedStateMachine):
 
     def block(self, ending: str) -> None:
         if self.plan.close_returns and ending.startswith("closed"):
-            ending = "normal"  # harmless here, and an error in psycopg_pool
+            ending = "normal"  # an error in psycopg_pool, ignored by our pool
         run_block(self.pair, ending, self.next_value())
 
     @precondition(lambda self: not self.some_left)
@@ -264,7 +264,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: "check" in self.plan.callbacks and self.some_left)
     @rule()
     def bad_check(self) -> None:
-        """psycopg_pool keeps a connection that failed its check and still works; ours does not."""
+        """psycopg_pool keeps a working connection that failed its check; our pool closes it."""
         self.pair.set_mood("check", "raise")
         self.getconn()
         self.differing |= {"connections_num", "connections_lost", "requests_queued"}
@@ -281,7 +281,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["drain", "check", "terminate_idle", "pop_stats", "stranger"]))
     def administer(self, what: str) -> None:
-        """Not too often: each of these is done in a moment, and what callers do is more telling."""
+        """Run one operation on the pool; one rule for all of them, so that they stay rare."""
         getattr(self, what)()
 
     def drain(self) -> None:
@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
         assert self.pair.both(lambda side: side.pool.check()) is None
 
     def terminate_idle(self) -> None:
-        """Without the check, psycopg_pool would hand them out."""
+        """Terminate idle backends; without `check()`, psycopg_pool would hand them out."""
 
         def end(side: Side) -> None:
             side.terminate_idle()
@@ -307,7 +307,7 @@ class Machine(RuleBasedStateMachine):
         self.pair.each(pop)
 
     def stranger(self) -> None:
-        """A connection that belongs to another pool, or to none."""
+        """Return a connection that belongs to another pool, or to none."""
         observer: Any = self.observer
         for pool in (type("Pool", (), {"name": "other"})(), None):
             observer._pool = pool
@@ -346,7 +346,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """psycopg_pool tries again after a second; a test has no such time."""
+    """Shorten the reconnect delay of psycopg_pool, which is a second."""
     monkeypatch.setattr(AttemptWithBackoff, "INITIAL_DELAY", 0.01)
 
 
@@ -360,14 +360,14 @@ def test_the_same_operations_have_the_same_outcome(module_url: str) -> None:
             stateful_step_count=15,
             deadline=None,
             database=None,
-            phases=[Phase.generate],  # a shorter way to the same failure would take minutes
+            phases=[Phase.generate],  # shrinking would take minutes
             suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_every_end_of_a_block_is_the_same(
+def test_every_end_of_a_block_has_the_same_outcome(
     ending: str, module_url: str, observer: psycopg.Connection[Any]
 ) -> None:
     pair = Pair(Plan(module_url, min_size=1, max_size=1), observer)

@@ -261,5 +261,5 @@ def test_the_same_operations_have_the_same_outcome(module_url: str, operations: 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-async def test_every_operation_by_itself(module_url: str, operation: Any) -> None:
+async def test_every_single_operation_has_the_same_outcome(module_url: str, operation: Any) -> None:
     await play(module_url, [operation, getconn, operation, putconn, operation])

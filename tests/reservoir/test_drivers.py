@@ -222,7 +222,7 @@ class Thing:
         self.calls.append("close")
 
 
-def test_any_object_will_do() -> None:
+def test_a_connection_may_be_any_object() -> None:
     pool: Things = ConnectionPool("somewhere", connect=Thing, kwargs={"colour": "red"}, max_size=1)
     with pool:
         with pool.connection() as thing:
@@ -237,7 +237,7 @@ def test_any_object_will_do() -> None:
     assert thing.calls == ["close"]
 
 
-async def test_any_object_will_do_for_asyncio() -> None:
+async def test_a_connection_may_be_any_object_under_asyncio() -> None:
     class Awaited(Thing):
         async def close(self) -> None:  # type: ignore[override]
             await asyncio.sleep(0)
@@ -299,7 +299,7 @@ def test_the_hooks_are_called() -> None:
     assert first.calls == second.calls == []
 
 
-def test_what_the_hook_says_is_broken_is_found_while_it_waits() -> None:
+def test_a_connection_that_the_is_broken_hook_reports_is_replaced_while_idle() -> None:
     calls: list[tuple[str, Thing]] = []
     config = ReservoirConfig(scan_every=0.02)
     pool: Things = ConnectionPool(connect=Thing, max_size=1, config=config, **hooks(calls))
@@ -311,7 +311,7 @@ def test_what_the_hook_says_is_broken_is_found_while_it_waits() -> None:
         assert pool.statistics().discards["bad"] == 1
 
 
-async def test_hooks_may_have_to_be_awaited() -> None:
+async def test_hooks_may_be_coroutine_functions() -> None:
     calls: list[str] = []
 
     async def ping(thing: Thing) -> None:
@@ -344,7 +344,7 @@ def test_a_hook_closes_a_psycopg_connection_for_good(module_url: str) -> None:
     assert conn.closed
 
 
-def test_what_was_interrupted_in_the_middle_is_not_kept() -> None:
+def test_an_interrupted_connection_is_not_kept() -> None:
     """The rest of an answer would be taken for the answer to the next question."""
     pool: Things = ConnectionPool(connect=Thing, max_size=1)
     with pool:
@@ -366,7 +366,7 @@ def test_a_coroutine_function_in_a_pool_for_threads_is_refused() -> None:
     async def connect() -> Thing:
         return Thing()
 
-    with pytest.raises(TypeError, match=r"must be awaited.*AsyncConnectionPool"):
+    with pytest.raises(TypeError, match=r"returns an awaitable.*AsyncConnectionPool"):
         ConnectionPool("", connect=connect, open=False)
 
 
@@ -382,7 +382,9 @@ def test_psycopg_for_asyncio_in_a_pool_for_threads_is_refused() -> None:
         ConnectionPool("", connect=psycopg.AsyncConnection.connect, open=False)
 
 
-async def test_what_only_a_first_connection_shows_is_told_to_who_waits(module_url: str) -> None:
+async def test_a_wrong_driver_found_at_the_first_connection_is_reported_to_waiters(
+    module_url: str,
+) -> None:
     """A function of the user's says nothing about what it returns; and nothing is left open."""
     opened: list[psycopg.Connection[Any]] = []
 
@@ -397,11 +399,11 @@ async def test_what_only_a_first_connection_shows_is_told_to_who_waits(module_ur
     assert all(conn.closed for conn in opened)
 
 
-def test_an_awaitable_instead_of_a_connection_is_told_to_who_waits() -> None:
+def test_an_awaitable_instead_of_a_connection_is_reported_to_waiters() -> None:
     async def nothing() -> None: ...
 
     with (
         ConnectionPool(connect=lambda: nothing(), max_size=1) as pool,
-        pytest.raises(PoolTimeout, match="must be awaited"),
+        pytest.raises(PoolTimeout, match="returns an awaitable"),
     ):
         pool.getconn(timeout=0.5)

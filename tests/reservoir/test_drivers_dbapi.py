@@ -133,7 +133,7 @@ def test_putconn_rolls_back(pool: Pool, caplog: pytest.LogCaptureFixture) -> Non
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-def test_a_commit_that_fails_is_told_and_its_connection_kept(
+def test_a_failed_commit_is_raised_and_its_connection_kept(
     pg: Pool, observer: psycopg.Connection[Any]
 ) -> None:
     def failing() -> None:
@@ -180,7 +180,7 @@ def test_a_connection_that_ended_before_its_commit_is_replaced(
     assert pg.statistics().refills == 2
 
 
-def test_a_farewell_of_the_server_is_a_reason_to_ask(
+def test_an_error_with_a_shutdown_sqlstate_leads_to_a_ping(
     pg: Pool, observer: psycopg.Connection[Any]
 ) -> None:
     """pg8000 has no class of its own for it, and in autocommit a rollback asks nobody."""
@@ -196,7 +196,7 @@ def test_a_farewell_of_the_server_is_a_reason_to_ask(
     assert pg.get_stats()["returns_bad"] == 1
 
 
-def test_check_finds_what_ended_while_nobody_used_it(
+def test_check_replaces_connections_that_were_lost_while_idle(
     pg: Pool, observer: psycopg.Connection[Any]
 ) -> None:
     with pg.connection() as conn:
@@ -292,7 +292,7 @@ def test_a_doubtful_error_in_a_transaction_costs_no_connection(
     assert plain.statistics().refills == 1
 
 
-def test_what_was_interrupted_is_closed_without_another_word(
+def test_an_interrupted_connection_is_closed_without_a_query(
     plain: ConnectionPool[Plain],
 ) -> None:
     with pytest.raises(KeyboardInterrupt), plain.connection() as conn:

@@ -55,16 +55,14 @@ def test_a_terminated_backend_is_noticed_without_a_round_trip(
         assert THREADS.is_broken(conn)
 
 
-def test_a_connection_reset_by_the_net_is_noticed(
-    module_url: str, thread_proxy: FaultProxy
-) -> None:
+def test_a_reset_connection_is_noticed(module_url: str, thread_proxy: FaultProxy) -> None:
     with closing(psycopg.connect(through(thread_proxy, module_url))) as conn:
         thread_proxy.reset()
         eventually(something_to_read(conn))
         assert THREADS.is_broken(conn)
 
 
-def test_a_notification_that_waits_is_no_reason_to_let_go(
+def test_an_unread_notification_does_not_make_a_connection_broken(
     module_url: str, observer: psycopg.Connection[Any]
 ) -> None:
     with closing(psycopg.connect(module_url, autocommit=True)) as conn:
@@ -93,7 +91,7 @@ def test_a_notification_does_not_hide_the_end(
 
 
 @pytest.mark.parametrize("status", ["INTRANS", "INERROR", "ACTIVE", "UNKNOWN"])
-def test_what_is_under_way_is_not_broken(module_url: str, status: str) -> None:
+def test_a_busy_connection_is_not_broken(module_url: str, status: str) -> None:
     with closing(psycopg.connect(module_url)) as conn:
         conn.execute("select 1")
         if status == "INERROR":
@@ -108,21 +106,21 @@ def test_what_is_under_way_is_not_broken(module_url: str, status: str) -> None:
         assert not THREADS.clean(conn)
 
 
-def test_a_ping_is_no_transaction(module_url: str) -> None:
+def test_a_ping_opens_no_transaction(module_url: str) -> None:
     with closing(psycopg.connect(module_url)) as conn:
         THREADS.ping(conn, 5.0)
         assert THREADS.clean(conn)
         assert conn.execute("select 1").fetchone() == (1,)
 
 
-async def test_a_ping_is_no_transaction_under_asyncio(module_url: str) -> None:
+async def test_a_ping_opens_no_transaction_under_asyncio(module_url: str) -> None:
     async with connected(module_url) as conn:
         await ASYNC.ping(conn, 5.0)
         assert ASYNC.clean(conn)
         assert await (await conn.execute("select 1")).fetchone() == (1,)
 
 
-def test_a_ping_of_a_black_hole_ends(module_url: str, thread_proxy: FaultProxy) -> None:
+def test_a_ping_of_a_silent_server_times_out(module_url: str, thread_proxy: FaultProxy) -> None:
     with closing(psycopg.connect(through(thread_proxy, module_url))) as conn:
         thread_proxy.black_hole()
         began = time.monotonic()
@@ -132,7 +130,7 @@ def test_a_ping_of_a_black_hole_ends(module_url: str, thread_proxy: FaultProxy) 
         assert not THREADS.clean(conn)
 
 
-async def test_a_ping_of_a_black_hole_ends_under_asyncio(
+async def test_a_ping_of_a_silent_server_times_out_under_asyncio(
     module_url: str, proxy: FaultProxy
 ) -> None:
     async with connected(through(proxy, module_url)) as conn:
@@ -145,7 +143,7 @@ async def test_a_ping_of_a_black_hole_ends_under_asyncio(
 
 
 @pytest.mark.parametrize("how", ["terminated", "closed", "in a pipeline"])
-def test_a_ping_of_what_is_of_no_use_fails_at_once(
+def test_a_ping_of_an_unusable_connection_fails_at_once(
     module_url: str, observer: psycopg.Connection[Any], how: str
 ) -> None:
     with closing(psycopg.connect(module_url)) as conn:
@@ -164,7 +162,7 @@ def test_a_ping_of_what_is_of_no_use_fails_at_once(
 # -- in a pool -------------------------------------------------------------------------------------
 
 
-def test_what_ended_while_idle_is_not_handed_out(
+def test_a_connection_lost_while_idle_is_not_handed_out(
     module_url: str, observer: psycopg.Connection[Any]
 ) -> None:
     with ConnectionPool(module_url, max_size=2) as pool:
@@ -180,7 +178,7 @@ def test_what_ended_while_idle_is_not_handed_out(
         assert pool.get_stats()["connections_lost"] == 2
 
 
-async def test_the_scanner_replaces_what_ended_while_idle(
+async def test_the_scanner_replaces_connections_lost_while_idle(
     module_url: str, observer: psycopg.Connection[Any]
 ) -> None:
     config = ReservoirConfig(max_size=2, scan_every=0.02)
@@ -195,7 +193,7 @@ async def test_the_scanner_replaces_what_ended_while_idle(
         assert not {item.conn for item in pool.reservoir.core.ready} & set(dead)
 
 
-def test_check_idle_pings_only_after_so_long(module_url: str, thread_proxy: FaultProxy) -> None:
+def test_check_idle_pings_only_after_that_time(module_url: str, thread_proxy: FaultProxy) -> None:
     """Not told by the socket: the server has vanished without a word."""
     pinged: list[object] = []
     with ConnectionPool(
@@ -223,7 +221,7 @@ def test_check_idle_may_be_off(module_url: str, check_idle: float | None) -> Non
             assert pinged == []
 
 
-async def test_an_idle_connection_into_a_black_hole_is_replaced_for_the_caller(
+async def test_an_idle_connection_to_a_silent_server_is_replaced(
     module_url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "PING_TIMEOUT", LIMIT)
@@ -243,7 +241,7 @@ async def test_an_idle_connection_into_a_black_hole_is_replaced_for_the_caller(
         await pool.putconn(second)
 
 
-def test_an_idle_connection_into_a_black_hole_is_replaced_for_a_thread(
+def test_an_idle_connection_to_a_silent_server_is_replaced_in_threads(
     module_url: str, thread_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "PING_TIMEOUT", LIMIT)

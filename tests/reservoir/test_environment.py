@@ -50,7 +50,7 @@ def test_all_variables(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["MOORED_", "DSQL_"])
-def test_without_variables_all_is_as_in_the_seed(prefix: str) -> None:
+def test_without_variables_the_defaults_apply(prefix: str) -> None:
     config = from_env(prefix)
     assert config == ReservoirConfig(enabled=False, max_size=50)
     assert config.but(enabled=True) == ReservoirConfig(max_size=50)
@@ -80,11 +80,11 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         *((text, False) for text in ("false", "0", "No", "off", "", "  ")),
     ],
 )
-def test_one_variable_turns_it_on_and_off(text: str, on: bool) -> None:
+def test_one_variable_turns_the_reservoir_on_and_off(text: str, on: bool) -> None:
     assert from_env(RESERVOIR_ENABLED=text).enabled is on
 
 
-def test_what_is_passed_by_name_goes_before_the_environment() -> None:
+def test_arguments_take_precedence_over_the_environment() -> None:
     environ = {"MOORED_RESERVOIR_RATE": "20", "MOORED_RESERVOIR_ENABLED": "false"}
     config = ReservoirConfig.from_env(environ=environ, rate=50.0, enabled=True)
     assert (config.rate, config.enabled) == (50.0, True)
@@ -95,7 +95,7 @@ def test_a_store_of_leases_by_its_url() -> None:
     assert config.lease_url == "redis://cache/0"
 
 
-def test_a_url_and_a_table_are_one_too_many() -> None:
+def test_a_url_and_a_table_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MOORED_DISTRIBUTED_CONN_LEASE_URL and …_TABLE are"):
         from_env(DISTRIBUTED_CONN_LEASE_URL="redis://cache", DISTRIBUTED_CONN_LEASE_TABLE="t")
 
@@ -104,7 +104,7 @@ def test_a_rate_may_say_per_second() -> None:
     assert from_env(RESERVOIR_RATE="2.5/s").rate == 2.5
 
 
-def test_all_mistakes_are_told_at_once_by_the_names_of_their_variables() -> None:
+def test_all_mistakes_are_reported_with_the_names_of_their_variables() -> None:
     wrong = {
         "RESERVOIR_ENABLED": "perhaps",
         "RESERVOIR_TARGET_READY": "-1",
@@ -124,14 +124,14 @@ def test_all_mistakes_are_told_at_once_by_the_names_of_their_variables() -> None
 
 
 @pytest.mark.parametrize("text", ["inf", "nan", "-1", "fast", "1e400"])
-def test_what_is_no_rate(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a number per second: write one such as 100"):
+def test_an_invalid_rate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number per second: write for example 100"):
         from_env(RESERVOIR_RATE=text)
 
 
 @pytest.mark.parametrize("text", ["²", "0x10", "1_000", "+5", "1.0"])
-def test_what_is_no_whole_number(text: str) -> None:
-    with pytest.raises(ValueError, match=r"MOORED_DISTRIBUTED_CONN_LIMIT: .* whole number"):
+def test_a_count_that_is_not_a_positive_integer_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"MOORED_DISTRIBUTED_CONN_LIMIT: .* integer"):
         from_env(DISTRIBUTED_CONN_LIMIT=text)
 
 
@@ -158,13 +158,15 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "m", "5x", "1h 30m", "-5s", "1e3", "5 s", "inf", "nan", "1d"])
-def test_what_is_no_duration(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{text!r} is not a duration: write 11m, 45s")):
         parse_duration(text)
 
 
 @given(st.integers(0, 99), st.integers(0, 59), st.integers(0, 59), st.integers(0, 999))
-def test_parts_add_up(hours: int, minutes: int, seconds: int, millis: int) -> None:
+def test_the_parts_of_a_duration_are_added(
+    hours: int, minutes: int, seconds: int, millis: int
+) -> None:
     text = f"{hours}h{minutes}m{seconds}s{millis}ms"
     expected = 3600 * hours + 60 * minutes + seconds + millis / 1000
     assert parse_duration(text) == pytest.approx(expected, rel=1e-12)

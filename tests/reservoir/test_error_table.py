@@ -41,7 +41,7 @@ def silence(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @in_virtual_time
-async def test_line_1_reservoir_empty_tells_at_once_who_does_not_wait(sim: Sim) -> None:
+async def test_line_1_reservoir_empty_is_raised_at_once_by_try_checkout(sim: Sim) -> None:
     server = Server()
     server.takes = 5.0
     async with reservoir(server) as water:
@@ -52,7 +52,7 @@ async def test_line_1_reservoir_empty_tells_at_once_who_does_not_wait(sim: Sim) 
 
 
 @in_virtual_time
-async def test_line_1_reservoir_empty_queues_who_can_wait(sim: Sim) -> None:
+async def test_line_1_reservoir_empty_queues_callers_of_a_pool(sim: Sim) -> None:
     server = Server()
     server.takes = 5.0
     async with pool_of(server) as pool:
@@ -70,7 +70,7 @@ async def test_line_1_reservoir_empty_queues_who_can_wait(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_line_1_reservoir_empty_up_to_the_callers_time(sim: Sim) -> None:
+async def test_line_1_reservoir_empty_until_the_callers_timeout(sim: Sim) -> None:
     server = Server()
     server.takes = 20.0
     async with pool_of(server) as pool:
@@ -103,7 +103,7 @@ async def test_line_2_connection_expired_on_checkout_is_discarded(sim: Sim) -> N
 
 
 @in_virtual_time
-async def test_line_2_connection_expired_on_checkout_and_none_is_left(sim: Sim) -> None:
+async def test_line_2_connection_expired_on_checkout_and_no_other_is_ready(sim: Sim) -> None:
     server = Server()
     async with reservoir(server, ReservoirConfig(max_size=1, scan_every=10_000.0)) as water:
         await wait_until(lambda: water.statistics().size)
@@ -139,7 +139,7 @@ async def test_line_3_connection_error_during_use_is_discarded_on_return(sim: Si
         assert dict(pool.statistics().discards) == {"bad": 1}
 
 
-async def test_line_3_connection_error_during_use_for_real(postgres_url: str) -> None:
+async def test_line_3_connection_error_during_use_with_a_real_server(postgres_url: str) -> None:
     async with AsyncConnectionPool(postgres_url, max_size=1) as pool:
         with pytest.raises(psycopg.errors.AdminShutdown):
             async with pool.connection() as conn:
@@ -207,7 +207,7 @@ async def test_line_6_lease_store_unavailable_falls_back_to_this_process_alone(s
 
 
 @in_virtual_time
-async def test_line_6_lease_store_unavailable_in_the_middle_keeps_what_there_is(sim: Sim) -> None:
+async def test_line_6_lease_store_unavailable_later_keeps_the_connections(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     config = ReservoirConfig(max_size=3)
@@ -222,7 +222,7 @@ async def test_line_6_lease_store_unavailable_in_the_middle_keeps_what_there_is(
         assert water.statistics().size == 3
 
 
-async def test_line_6_dynamodb_unavailable_for_real(
+async def test_line_6_dynamodb_unavailable_with_a_real_client(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
@@ -242,7 +242,7 @@ async def test_line_6_dynamodb_unavailable_for_real(
 
 
 @pytest.mark.parametrize("sqlstate", ["53300", "53400"])
-def test_too_many_connections_slow_the_refiller_and_never_reach_who_can_wait(
+def test_too_many_connections_slow_the_refiller_and_never_reach_waiters(
     sqlstate: str,
 ) -> None:
     @in_virtual_time
@@ -299,7 +299,7 @@ def test_a_conflict_has_a_helper_for_whole_transactions(sqlstate: str) -> None:
 @pytest.mark.parametrize(
     "error", [errors.FeatureNotSupported("0A000"), errors.ProgramLimitExceeded()]
 )
-async def test_what_no_retry_can_mend_is_raised_at_once(error: Exception) -> None:
+async def test_an_error_other_than_a_conflict_is_raised_at_once(error: Exception) -> None:
     tries: list[Conn] = []
 
     async def work(conn: Conn) -> None:

@@ -44,7 +44,7 @@ def test_the_public_names_for_prometheus() -> None:
         "TokenError",
     ],
 )
-def test_every_error_is_what_callers_of_a_pool_catch(name: str) -> None:
+def test_every_error_is_an_operational_error_of_psycopg(name: str) -> None:
     error = getattr(moored.reservoir, name)
     assert issubclass(error, moored.reservoir.ReservoirError)
     assert issubclass(error, MooredError)
@@ -62,7 +62,7 @@ print(sorted(name for name in sys.modules if "." not in name))
 """
 
 
-def test_what_is_optional_is_not_imported() -> None:
+def test_optional_packages_are_not_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60.0, check=True
     )

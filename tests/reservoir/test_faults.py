@@ -80,7 +80,9 @@ async def test_drained_under_load_it_recovers_without_an_error(
 
 
 @two_shells
-async def test_the_end_of_all_connections_is_invisible(shell: Shell, gate: Gate, url: str) -> None:
+async def test_callers_do_not_notice_the_expiry_of_all_connections(
+    shell: Shell, gate: Gate, url: str
+) -> None:
     size, rate, burst = 12, 20.0, 4
     config = ReservoirConfig(
         max_size=size,
@@ -105,7 +107,7 @@ async def test_the_end_of_all_connections_is_invisible(shell: Shell, gate: Gate,
         assert rig.now.refill_failures == {}
 
 
-async def test_a_token_that_ends_in_the_middle_is_replaced(
+async def test_a_token_that_expires_under_load_is_replaced(
     shell: Shell, postgres: SyncEmbeddedPostgres, gate: Gate
 ) -> None:
     role = f"token_{next(_numbers)}_{shell}"
@@ -163,7 +165,9 @@ async def test_a_reset_of_all_costs_each_connection_one_error_at_most(
         assert [error for error in load.errors if not lost(error)] == []
 
 
-async def test_a_reset_of_idle_ones_is_invisible(shell: Shell, gate: Gate, url: str) -> None:
+async def test_callers_do_not_notice_a_reset_of_idle_connections(
+    shell: Shell, gate: Gate, url: str
+) -> None:
     async with Rig(shell, url, max_size=6) as rig:
         await rig.full()
         await _let_them_be_idle(rig)
@@ -181,7 +185,9 @@ async def _let_them_be_idle(rig: Rig) -> None:
 
 
 @two_shells
-async def test_refused_for_a_while(shell: Shell, gate: Gate, url: str) -> None:
+async def test_a_pool_recovers_when_connects_are_no_longer_refused(
+    shell: Shell, gate: Gate, url: str
+) -> None:
     async with Rig(shell, url, max_size=4) as rig:
         await rig.full()
         await _let_them_be_idle(rig)
@@ -189,7 +195,7 @@ async def test_refused_for_a_while(shell: Shell, gate: Gate, url: str) -> None:
         await gate.cut()
         callers = [asyncio.create_task(rig.ask()) for _ in range(8)]
         await until(lambda: rig.now.refill_failures.get("connect", 0) >= 2, "it was refused twice")
-        with pytest.raises(PoolTimeout, match=r"connecting fails since .*[Cc]onnection refused"):
+        with pytest.raises(PoolTimeout, match=r"connecting has failed for .*[Cc]onnection refused"):
             await rig.ask(timeout=0.05)
         gate.refuse(False)
         async with asyncio.timeout(LIMIT):
@@ -198,7 +204,7 @@ async def test_refused_for_a_while(shell: Shell, gate: Gate, url: str) -> None:
 
 
 @two_shells
-async def test_connects_that_stall_give_up_and_are_tried_again(
+async def test_stalled_connects_time_out_and_are_retried(
     shell: Shell, gate: Gate, url: str
 ) -> None:
     config = ReservoirConfig(max_size=4, connect_timeout=0.5)
@@ -217,7 +223,7 @@ async def test_connects_that_stall_give_up_and_are_tried_again(
 @pytest.mark.parametrize(
     ("shell", "code"), [("asyncio", "53300"), *((one, "53400") for one in DRIVERS)]
 )
-async def test_a_server_that_wants_fewer_is_left_alone_for_a_while(
+async def test_too_many_connections_makes_the_refiller_back_off(
     shell: Shell, gate: Gate, url: str, code: str
 ) -> None:
     gate.limit(0, 0, answer=postgres_fatal(code))
@@ -225,7 +231,7 @@ async def test_a_server_that_wants_fewer_is_left_alone_for_a_while(
     async with Rig(shell, url, max_size=4) as rig:
         callers = [asyncio.create_task(rig.ask()) for _ in range(8)]
         await until(lambda: rig.now.refill_failures.get("connect", 0) >= 1, "it was told so")
-        await until(lambda: rig.now.in_flight == 0, "all that were on their way were told so")
+        await until(lambda: rig.now.in_flight == 0, "all connects in progress have failed")
         asked = gate.statistics().accepted
         # The shortest pause is a second, and it began later than this.
         await until(lambda: time.monotonic() >= began + 0.9, "the pause is almost over")
@@ -267,7 +273,7 @@ async def _fail_in_a_transaction_async(pool: AsyncConnectionPool[Any], gate: Gat
         raise ZeroDivisionError
 
 
-async def test_idle_connections_that_the_net_forgot(
+async def test_idle_connections_dropped_by_a_firewall_are_replaced(
     shell: Shell,
     postgres: SyncEmbeddedPostgres,
     gate: Gate,

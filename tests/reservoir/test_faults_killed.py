@@ -51,7 +51,7 @@ async def kill(server: SyncEmbeddedPostgres) -> None:
 
 
 @pytest.mark.parametrize("shell", DRIVERS)
-async def test_the_database_is_killed_under_load(
+async def test_a_pool_under_load_survives_a_kill_of_the_database(
     shell: Shell, server: SyncEmbeddedPostgres
 ) -> None:
     async with Rig(shell, server.url, max_size=SIZE) as rig, Load(rig, 8, timeout=60.0) as load:
@@ -83,7 +83,7 @@ async def test_the_database_is_killed_under_load(
 
 
 @two_shells
-async def test_the_database_is_killed_while_nobody_asks(
+async def test_an_idle_pool_survives_a_kill_of_the_database(
     shell: Shell, server: SyncEmbeddedPostgres
 ) -> None:
     async with Rig(shell, server.url, max_size=SIZE) as rig:
@@ -126,7 +126,7 @@ async def revoke(rig: Rig) -> None:
 
 
 @two_shells
-async def test_an_idle_connection_goes_with_its_lease(
+async def test_an_idle_connection_is_closed_when_its_lease_is_lost(
     shell: Shell, store: RedisServer, postgres: SyncEmbeddedPostgres
 ) -> None:
     name = f"idle-{shell}"
@@ -145,7 +145,7 @@ async def test_an_idle_connection_goes_with_its_lease(
 
 
 @two_shells
-async def test_a_connection_in_use_goes_when_it_comes_back(
+async def test_a_connection_in_use_whose_lease_is_lost_is_closed_at_the_return(
     shell: Shell, store: RedisServer, postgres: SyncEmbeddedPostgres
 ) -> None:
     name = f"used-{shell}"

@@ -72,7 +72,7 @@ def test_a_child_has_connections_of_its_own(module_url: str) -> None:
     )
 
 
-def test_a_pool_that_was_opened_by_hand_opens_itself_in_a_child(module_url: str) -> None:
+def test_a_pool_opened_explicitly_opens_itself_in_a_child(module_url: str) -> None:
     """Once, however many of the child's threads are the first to use it."""
     run(
         module_url,
@@ -110,7 +110,9 @@ def test_a_pool_that_was_opened_by_hand_opens_itself_in_a_child(module_url: str)
     )
 
 
-def test_a_block_that_ends_in_a_child_too_is_the_parents(module_url: str) -> None:
+def test_a_block_that_also_ends_in_a_child_leaves_the_connection_to_the_parent(
+    module_url: str,
+) -> None:
     """The child neither ends the parent's transaction nor keeps its connection."""
     run(
         module_url,
@@ -153,7 +155,7 @@ def test_a_block_that_ends_in_a_child_too_is_the_parents(module_url: str) -> Non
     )
 
 
-def test_what_a_parent_took_by_hand_cannot_be_given_back_by_its_child(module_url: str) -> None:
+def test_a_child_cannot_return_a_connection_of_its_parent(module_url: str) -> None:
     run(
         module_url,
         """
@@ -176,7 +178,7 @@ def test_what_a_parent_took_by_hand_cannot_be_given_back_by_its_child(module_url
     )
 
 
-def test_a_fork_in_the_middle_of_others_work_does_not_stop_the_child(module_url: str) -> None:
+def test_a_fork_while_other_threads_hold_locks_does_not_block_the_child(module_url: str) -> None:
     """A lock that another thread holds at the fork is held for ever in the child.
 
     Ours are made anew; those inside libpq are not, so this waits until nobody connects.
@@ -224,8 +226,10 @@ def test_a_pool_for_asyncio_refuses_in_a_child(module_url: str) -> None:
         def refused(pool):
             for use in (pool.getconn, lambda: pool.connection().__aenter__()):
                 try:
-                    # Not on a loop: the parent's is not for the child.
-                    use().send(None)
+                    # Driven by hand: the child must not run the parent's loop.
+                    checkout = use()
+                    for _ in range(2):  # a refused checkout yields to the loop once
+                        checkout.send(None)
                 except PoolClosed as error:
                     assert "from which this one was forked" in str(error), error
                 else:

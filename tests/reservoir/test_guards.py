@@ -70,7 +70,7 @@ async def test_the_budget_of_a_running_pool_is_kept_when_its_last_connection_is_
 
 
 @in_virtual_time
-async def test_a_connection_that_is_taken_meanwhile_is_not_looked_at_by_the_scanner(
+async def test_the_scanner_skips_a_connection_that_was_taken_meanwhile(
     sim: Sim,
 ) -> None:
     looked: list[object] = []
@@ -104,7 +104,7 @@ async def test_a_connection_that_is_taken_meanwhile_is_not_looked_at_by_the_scan
         water.upkeep._lock = water.lock
 
 
-async def test_a_caller_whose_pool_is_closed_while_its_connection_is_checked_is_told_so(
+async def test_a_caller_gets_pool_closed_if_the_pool_is_closed_during_its_check(
     module_url: str,
 ) -> None:
     async def check(conn: psycopg.AsyncConnection[Any]) -> None:
@@ -116,7 +116,7 @@ async def test_a_caller_whose_pool_is_closed_while_its_connection_is_checked_is_
         await pool.getconn(timeout=5.0)
 
 
-def test_a_thread_whose_pool_is_closed_before_it_joins_the_queue_is_told_so(
+def test_a_thread_gets_pool_closed_if_the_pool_is_closed_before_it_joins_the_queue(
     module_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_nothing(now: float, holder: Any) -> None:

@@ -47,7 +47,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize("enabled", ["true", "false"])
-async def test_end_to_end(
+async def test_connections_are_opened_used_and_closed_with_their_leases(
     shell: Shell, postgres: SyncEmbeddedPostgres, postgres_url: str, enabled: str
 ) -> None:
     name = f"service-{shell}-{enabled}"
@@ -192,7 +192,7 @@ async def test_three_processes_share_a_limit_and_outlive_one(
 # -- the lease store is away ---------------------------------------------------------------------
 
 
-async def test_without_its_lease_store_it_goes_on_alone_and_says_so(
+async def test_without_its_lease_store_a_pool_uses_local_leases_and_logs_it(
     shell: Shell, postgres: SyncEmbeddedPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="moored.leases")
@@ -220,7 +220,7 @@ async def test_without_its_lease_store_it_goes_on_alone_and_says_so(
         assert load.errors == []
 
 
-async def test_a_lease_store_that_is_away_at_the_start(
+async def test_a_pool_starts_without_its_lease_store(
     shell: Shell, postgres: SyncEmbeddedPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = RedisServer(require_server("redis"))

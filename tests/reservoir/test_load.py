@@ -76,7 +76,9 @@ async def test_more_callers_than_connections_are_all_served(
         assert rig.now.refills == 4
 
 
-async def test_who_came_first_is_served_first(shell: Shell, postgres: SyncEmbeddedPostgres) -> None:
+async def test_callers_are_served_in_the_order_of_arrival(
+    shell: Shell, postgres: SyncEmbeddedPostgres
+) -> None:
     callers = scaled(200, least=30)
     async with Rig(shell, postgres.url, max_size=1) as rig:
         held = await rig.take()
@@ -97,7 +99,7 @@ async def test_who_came_first_is_served_first(shell: Shell, postgres: SyncEmbedd
         assert served == list(range(callers))
 
 
-async def test_hopeless_callers_are_told_at_once_until_it_clears(
+async def test_callers_of_an_overloaded_pool_are_refused_until_it_clears(
     shell: Shell, postgres: SyncEmbeddedPostgres
 ) -> None:
     settings = {"queue_target": 0.05, "queue_interval": 0.2}
@@ -107,7 +109,7 @@ async def test_hopeless_callers_are_told_at_once_until_it_clears(
         # Only who has no timeout of its own is told: the others said how long they can wait.
         async with Load(rig, 10, hold=0.02, think=0.0, timeout=None) as load:
             await until(lambda: load.errors, "somebody was told")
-            with pytest.raises(PoolOverloaded, match="had to wait for longer than the queue's"):
+            with pytest.raises(PoolOverloaded, match="waited for longer than queue_target"):
                 await _told(rig)
             assert rig.now.refused > 0
         assert all(isinstance(error, PoolOverloaded) for error in load.errors)
@@ -129,9 +131,7 @@ async def _told(rig: Rig) -> None:
             raise
 
 
-async def test_a_full_queue_turns_callers_away(
-    shell: Shell, postgres: SyncEmbeddedPostgres
-) -> None:
+async def test_a_full_queue_refuses_callers(shell: Shell, postgres: SyncEmbeddedPostgres) -> None:
     async with Rig(shell, postgres.url, max_size=1, max_waiting=3) as rig:
         held = await rig.take()
         waiting = [asyncio.create_task(rig.ask()) for _ in range(3)]
@@ -145,7 +145,7 @@ async def test_a_full_queue_turns_callers_away(
 # -- 3: connection expiry --------------------------------------------------------------------------
 
 
-async def test_the_end_of_those_born_together_is_spread(
+async def test_the_expiry_of_connections_opened_together_is_spread(
     shell: Shell, postgres: SyncEmbeddedPostgres, gate: Gate
 ) -> None:
     size, lifetime, guard, lives = 20, 3.2, 0.2, scaled(10, least=1)

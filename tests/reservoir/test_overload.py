@@ -46,19 +46,19 @@ def test_only_the_last_interval_counts() -> None:
     assert told((0.0, 0.0), (10.0, 6.0), (19.0, 6.0), (20.0, 6.0)).overloaded
 
 
-def test_the_first_short_wait_clears_it() -> None:
+def test_the_first_short_wait_ends_the_overload() -> None:
     overload = told((0.0, 6.0), (10.0, 6.0))
     assert overload.overloaded
     overload.served(5.0, 10.5)
     assert not overload.overloaded
 
 
-def test_it_stays_until_it_clears() -> None:
+def test_an_overload_lasts_until_a_short_wait() -> None:
     overload = told((0.0, 6.0), *((10.0 + 2.0 * n, 6.0) for n in range(20)))
     assert overload.overloaded
 
 
-def test_a_quiet_time_proves_nothing() -> None:
+def test_a_time_without_callers_is_no_overload() -> None:
     assert not told((0.0, 0.0), (1000.0, 6.0)).overloaded
     assert not told((1000.0, 6.0), (1009.0, 6.0)).overloaded
 
@@ -73,7 +73,7 @@ def test_without_long_waits_there_is_no_overload(events: list[tuple[float, float
 
 
 @given(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=12))
-def test_with_long_waits_only_there_is(steps: list[float]) -> None:
+def test_with_long_waits_only_there_is_an_overload(steps: list[float]) -> None:
     overload, now = Overload(5.0, 10.0), 0.0
     for step in steps:
         now += step
@@ -82,7 +82,7 @@ def test_with_long_waits_only_there_is(steps: list[float]) -> None:
 
 
 @in_virtual_time
-async def test_a_pool_that_cannot_keep_up_tells_new_callers_at_once(sim: Sim) -> None:
+async def test_an_overloaded_pool_refuses_new_callers_at_once(sim: Sim) -> None:
     """One connection, held for 2 s by each of ten callers at a time: each waits for 18 s."""
     server = Server()
     refused: list[float] = []
@@ -144,7 +144,7 @@ async def test_an_infinite_target_turns_the_refusal_off(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_the_message_says_why(sim: Sim) -> None:
+async def test_the_error_of_an_overload_says_why(sim: Sim) -> None:
     server = Server()
     async with pool_of(server) as pool:
         await wait_until(lambda: pool.statistics().size == 1)
@@ -155,7 +155,7 @@ async def test_the_message_says_why(sim: Sim) -> None:
             await pool.putconn(held)
             done, waiting = await asyncio.wait(waiting, return_when="FIRST_COMPLETED")
             held = done.pop().result()
-        with pytest.raises(PoolOverloaded, match=r"longer than the queue's target.*1 of 1 in use"):
+        with pytest.raises(PoolOverloaded, match=r"longer than queue_target.*1 of 1 in use"):
             await pool.getconn()
         await pool.putconn(held)
         await pool.putconn(await waiting.pop())

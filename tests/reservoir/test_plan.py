@@ -52,19 +52,19 @@ def test_one_at_a_time_from_the_low_watermark_on() -> None:
     assert core.plan() == 5, "below it again"
 
 
-def test_those_who_wait_are_not_served_one_at_a_time() -> None:
+def test_with_waiters_several_are_opened_at_once() -> None:
     core = core_of(20, enabled=False)
     for _ in range(7):
         caller(core, 0.0)
     assert [core.plan() for _ in range(3)] == [5, 2, 0], "though nothing is kept ready here"
 
 
-def test_without_a_watermark_of_its_own_the_target_is_it() -> None:
+def test_the_low_watermark_is_the_target_by_default() -> None:
     core, _ = filled(8, max_size=10)
     assert core.plan() == 2
 
 
-def test_the_batch_and_the_flight_can_be_chosen() -> None:
+def test_batch_and_max_in_flight_can_be_set() -> None:
     core = core_of(20, batch=2, max_in_flight=3)
     assert [core.plan() for _ in range(3)] == [2, 1, 0]
 
@@ -72,7 +72,7 @@ def test_the_batch_and_the_flight_can_be_chosen() -> None:
 # -- how many in all -----------------------------------------------------------------------------
 
 
-def test_what_is_in_use_counts_towards_the_need() -> None:
+def test_connections_in_use_count_towards_the_target() -> None:
     core, items = filled(5)
     for _ in items:
         core.search(0.0)
@@ -80,7 +80,7 @@ def test_what_is_in_use_counts_towards_the_need() -> None:
     assert core.plan() == 0, "all of them exist, and will come back"
 
 
-def test_what_is_being_closed_counts_too() -> None:
+def test_closing_connections_count_towards_max_size() -> None:
     core, items = filled(5)
     for item in items[:2]:
         core.discard(item, "bad")
@@ -92,7 +92,7 @@ def test_what_is_being_closed_counts_too() -> None:
     assert core.size == 5
 
 
-def test_beyond_the_target_it_grows_only_when_somebody_waits() -> None:
+def test_above_the_target_connections_are_opened_only_for_waiters() -> None:
     core, items = filled(2, max_size=5, target_ready=2)
     assert core.plan() == 0
     for _ in items:
@@ -107,7 +107,7 @@ def test_beyond_the_target_it_grows_only_when_somebody_waits() -> None:
     assert core.plan() == 0
 
 
-def test_nothing_is_opened_for_who_will_get_what_is_on_its_way() -> None:
+def test_no_connection_is_opened_for_a_waiter_if_one_is_opening() -> None:
     core = core_of(8, target_ready=3)
     assert core.plan() == 3
     caller(core, 0.0)
@@ -117,7 +117,7 @@ def test_nothing_is_opened_for_who_will_get_what_is_on_its_way() -> None:
     assert core.plan() == 1
 
 
-def test_without_a_reservoir_each_is_opened_for_somebody() -> None:
+def test_a_disabled_reservoir_opens_connections_only_for_waiters() -> None:
     core = core_of(4, enabled=False)
     assert core.plan() == 0
     caller(core, 0.0)
@@ -192,7 +192,7 @@ def test_there_are_never_more_than_the_maximum(
 # -- ahead of the end ----------------------------------------------------------------------------
 
 
-def test_one_is_replaced_ahead_and_the_next_one_later() -> None:
+def test_replacements_are_spread_over_time() -> None:
     core, items = filled(10)
     every = 615.0 / 10
     # Born together, all end together: the first must go nine steps before that.
@@ -204,12 +204,12 @@ def test_one_is_replaced_ahead_and_the_next_one_later() -> None:
     assert core.scan(100.0, replacing=True) == 615.0 - 8 * every
 
 
-def test_one_that_must_go_already_is_not_let_go_ahead_of_its_end_as_well() -> None:
+def test_a_connection_that_is_already_retired_is_not_replaced_again() -> None:
     core, (used, ready) = filled(2)
     assert core.search(0.0) is used
-    core.doom(used, "drained")
+    core.retire(used, "drained")
     assert core.scan(1.0, replacing=True) > 1.0, "or else the scan would never rest"
-    assert (ready.place, used.doom) == (Place.READY, "drained")
+    assert (ready.place, used.retire_reason) == (Place.READY, "drained")
 
 
 def test_while_a_tenth_is_missing_nothing_is_replaced() -> None:
@@ -224,12 +224,12 @@ def test_while_a_tenth_is_missing_nothing_is_replaced() -> None:
     assert dict(core.discards) == {"replaced_ahead": 2}
 
 
-def test_one_in_use_is_replaced_when_it_comes_back() -> None:
+def test_a_connection_in_use_is_replaced_when_it_is_returned() -> None:
     core, items = filled(10)
     for _ in items:
         core.search(0.0)
     core.scan(62.0, replacing=True)
-    doomed = [item for item in items if item.doom]
+    doomed = [item for item in items if item.retire_reason]
     assert len(doomed) == 1
     assert core.retired == []
     core.give(doomed[0], 63.0)
@@ -237,13 +237,13 @@ def test_one_in_use_is_replaced_when_it_comes_back() -> None:
     assert dict(core.discards) == {"replaced_ahead": 1}
 
 
-def test_nothing_is_replaced_ahead_while_none_can_be_opened() -> None:
+def test_nothing_is_replaced_while_connecting_fails() -> None:
     core, _ = filled(10)
     assert core.scan(300.0, replacing=False) == math.inf
     assert dict(core.discards) == {}
 
 
-def test_without_a_reservoir_nothing_is_replaced_ahead() -> None:
+def test_a_disabled_reservoir_replaces_nothing_in_advance() -> None:
     core = core_of(4, enabled=False)
     caller(core, 0.0)
     core.plan()
@@ -253,7 +253,7 @@ def test_without_a_reservoir_nothing_is_replaced_ahead() -> None:
     assert dict(core.discards) == {}
 
 
-def test_a_fill_that_was_born_together_is_spread_over_its_life() -> None:
+def test_replacements_of_connections_opened_together_are_spread_over_their_lifetime() -> None:
     """The scan and the refiller at work: births drift apart, and never do many come at once."""
     chance = random.Random(1)
     core, _ = filled(20)

@@ -44,7 +44,7 @@ async def waiting(pool: Pool, number: int = 1) -> None:
 # -- order -----------------------------------------------------------------------------------------
 
 
-async def test_who_came_first_is_served_first(pool: Pool) -> None:
+async def test_callers_are_served_in_the_order_of_arrival(pool: Pool) -> None:
     served: list[int] = []
 
     async def caller(number: int) -> None:
@@ -61,7 +61,7 @@ async def test_who_came_first_is_served_first(pool: Pool) -> None:
     assert served == list(range(20))
 
 
-async def test_nobody_overtakes_who_waits(pool: Pool) -> None:
+async def test_no_caller_overtakes_the_waiters(pool: Pool) -> None:
     """Not even a caller that comes in the very moment in which a connection comes back."""
     conn = await pool.getconn()
     first = asyncio.create_task(pool.getconn())
@@ -186,10 +186,10 @@ async def test_a_timeout_says_why_nothing_could_be_opened() -> None:
             await pool.getconn(timeout=0.3)
     text = str(caught.value)
     assert text.startswith("shop: no connection within 0.3 s: 0 of 2 in use; ")
-    assert re.search(r"connecting fails since \d\.\d s: .*[Cc]onnection refused", text)
+    assert re.search(r"connecting has failed for \d\.\d s: .*[Cc]onnection refused", text)
 
 
-async def test_a_timeout_is_a_timeout_to_everybody(pool: Pool) -> None:
+async def test_pool_timeout_is_a_timeout_error(pool: Pool) -> None:
     async with pool.connection():
         for kind in (TimeoutError, psycopg.OperationalError, PoolTimeout):
             with pytest.raises(kind):
@@ -211,7 +211,7 @@ async def test_repr(module_url: str) -> None:
     assert re.fullmatch(rf"<AsyncConnectionPool {place}: closed>", repr(pool))
 
 
-async def test_a_leak_is_told_with_the_place_in_the_code(
+async def test_a_leak_is_logged_with_the_stack_of_its_checkout(
     module_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = ReservoirConfig(max_size=1, scan_every=0.02)
@@ -222,8 +222,10 @@ async def test_a_leak_is_told_with_the_place_in_the_code(
         (record,) = [r for r in caplog.records if "leak_after" in r.getMessage()]
         assert record.levelno == logging.WARNING
         text = record.getMessage()
-        assert re.match(r"shop: a connection is in use for 0\.\d s \(leak_after=0\.05 s\)", text)
-        assert "test_a_leak_is_told_with_the_place_in_the_code" in text
+        assert re.match(
+            r"shop: a connection has been in use for 0\.\d s \(leak_after=0\.05 s\)", text
+        )
+        assert "test_a_leak_is_logged_with_the_stack_of_its_checkout" in text
         assert "async with pool.connection()" in text
         caplog.clear()
         async with pool.connection():
@@ -241,7 +243,7 @@ async def test_open_with_wait_waits_for_the_low_watermark(module_url: str) -> No
     await pool.close()
 
 
-async def test_open_starts_anyway_with_a_warning_and_tells_how_far_it_is(
+async def test_open_with_wait_warns_after_its_timeout_and_reports_progress(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told: list[str] = []
@@ -257,7 +259,7 @@ async def test_open_starts_anyway_with_a_warning_and_tells_how_far_it_is(
     await pool.close()
 
 
-async def test_a_pool_is_opened_once_by_many(module_url: str) -> None:
+async def test_concurrent_callers_open_a_pool_once(module_url: str) -> None:
     pool: Pool = AsyncConnectionPool(module_url, max_size=2)
 
     async def use() -> None:
@@ -273,7 +275,7 @@ async def test_a_pool_is_opened_once_by_many(module_url: str) -> None:
 # -- close -----------------------------------------------------------------------------------------
 
 
-async def test_closing_is_told_to_who_waits(pool: Pool) -> None:
+async def test_waiters_get_pool_closed_when_the_pool_is_closed(pool: Pool) -> None:
     conn = await pool.getconn()
     patient = asyncio.create_task(pool.getconn())
     await waiting(pool)
@@ -313,7 +315,7 @@ async def test_close_ends_in_time_although_a_connect_hangs(
     await eventually_async(lambda: proxy.statistics().open == 0)
 
 
-async def test_close_ends_in_time_although_a_connection_does_not(
+async def test_close_ends_in_time_although_a_connection_does_not_close(
     module_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_upkeep, "CLOSE_PATIENCE", 2.0)
@@ -336,7 +338,7 @@ async def test_close_ends_in_time_although_a_connection_does_not(
 
 
 @pytest.mark.parametrize("closed", [False, True])
-async def test_one_that_comes_back_broken_is_a_warning_while_the_pool_is_open(
+async def test_a_broken_return_is_a_warning_only_while_the_pool_is_open(
     pool: Pool, caplog: pytest.LogCaptureFixture, closed: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -424,7 +426,7 @@ async def test_drain_replaces_all(module_url: str) -> None:
         assert pool.statistics().discards == {"drained": 2}
 
 
-async def test_check_replaces_what_is_dead_and_keeps_the_rest(
+async def test_check_replaces_dead_connections_and_keeps_the_others(
     module_url: str, observer: psycopg.Connection[Any]
 ) -> None:
     async with AsyncConnectionPool(module_url, max_size=3) as pool:
@@ -457,7 +459,7 @@ async def test_two_pools_to_one_server_share_the_rate(module_url: str, proxy: Fa
         assert time.monotonic() - began >= (16 - 5) / 10.0 - 0.1
 
 
-async def test_switched_off_it_connects_on_demand(module_url: str, proxy: FaultProxy) -> None:
+async def test_a_disabled_reservoir_connects_on_demand(module_url: str, proxy: FaultProxy) -> None:
     config = ReservoirConfig(enabled=False, max_size=2)
     async with AsyncConnectionPool(through(proxy, module_url), config=config) as pool:
         await pool.open(wait=True, timeout=0.0)
@@ -491,7 +493,7 @@ async def test_a_check_that_always_fails_does_not_hammer_the_server(
         assert (stats["requests_num"], stats["requests_errors"]) == (1, 1)
 
 
-async def test_a_connect_that_is_given_up_hangs_up_at_once() -> None:
+async def test_a_cancelled_connect_closes_its_socket_at_once() -> None:
     async with silent_server() as server:
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         config = ReservoirConfig(max_size=1, connect_timeout=PATIENCE)

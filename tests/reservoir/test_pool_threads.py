@@ -74,7 +74,7 @@ def ctrl_c() -> None:
 # -- order -----------------------------------------------------------------------------------------
 
 
-def test_who_came_first_is_served_first(pool: Pool) -> None:
+def test_callers_are_served_in_the_order_of_arrival(pool: Pool) -> None:
     served: list[int] = []
 
     def call(number: int) -> None:
@@ -92,7 +92,7 @@ def test_who_came_first_is_served_first(pool: Pool) -> None:
     assert served == list(range(10))
 
 
-def test_nobody_overtakes_who_waits(pool: Pool) -> None:
+def test_no_caller_overtakes_the_waiters(pool: Pool) -> None:
     conn = pool.getconn()
     first = Caller(pool.getconn)
     waiting(pool)
@@ -152,7 +152,7 @@ def test_ctrl_c_before_the_wait_begins_leaves_the_queue(
         pool.putconn(pool.getconn())
 
 
-def test_ctrl_c_in_the_moment_of_being_served_loses_nothing(
+def test_ctrl_c_when_a_thread_is_served_loses_nothing(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection was handed over, and then came the Ctrl-C."""
@@ -230,7 +230,7 @@ def test_a_timeout_says_why_nothing_could_be_opened() -> None:
         pool.getconn(timeout=0.3)
     text = str(caught.value)
     assert text.startswith(f"{pool.name}: no connection within 0.3 s: 0 of 2 in use; ")
-    assert re.search(r"connecting fails since \d\.\d s: .*[Cc]onnection refused", text)
+    assert re.search(r"connecting has failed for \d\.\d s: .*[Cc]onnection refused", text)
 
 
 def test_repr(module_url: str) -> None:
@@ -248,7 +248,7 @@ def test_repr(module_url: str) -> None:
     assert re.fullmatch(rf"<ConnectionPool {place}: closed>", repr(pool))
 
 
-def test_a_leak_is_told_with_the_place_in_the_code(
+def test_a_leak_is_logged_with_the_stack_of_its_checkout(
     module_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = ReservoirConfig(max_size=1, scan_every=0.02)
@@ -257,9 +257,11 @@ def test_a_leak_is_told_with_the_place_in_the_code(
             eventually(lambda: "leak_after" in caplog.text)
             time.sleep(0.1)
         (text,) = [r.getMessage() for r in caplog.records if "leak_after" in r.getMessage()]
-        assert re.match(r"shop: a connection is in use for 0\.\d s \(leak_after=0\.05 s\)", text)
+        assert re.match(
+            r"shop: a connection has been in use for 0\.\d s \(leak_after=0\.05 s\)", text
+        )
         assert 'checkout of thread "MainThread"' in text
-        assert "test_a_leak_is_told_with_the_place_in_the_code" in text
+        assert "test_a_leak_is_logged_with_the_stack_of_its_checkout" in text
         assert "with pool.connection()" in text
 
 
@@ -274,7 +276,7 @@ def test_open_with_wait_waits_for_the_low_watermark(module_url: str) -> None:
     pool.close()
 
 
-def test_open_starts_anyway_with_a_warning_and_tells_how_far_it_is(
+def test_open_with_wait_warns_after_its_timeout_and_reports_progress(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told: list[str] = []
@@ -290,7 +292,7 @@ def test_open_starts_anyway_with_a_warning_and_tells_how_far_it_is(
     pool.close()
 
 
-def test_a_pool_is_opened_once_by_many(module_url: str) -> None:
+def test_concurrent_callers_open_a_pool_once(module_url: str) -> None:
     pool: Pool = ConnectionPool(module_url, max_size=2, open=False)
     start = threading.Barrier(8)
 
@@ -310,7 +312,7 @@ def test_a_pool_is_opened_once_by_many(module_url: str) -> None:
 # -- close -----------------------------------------------------------------------------------------
 
 
-def test_closing_is_told_to_who_waits(pool: Pool) -> None:
+def test_waiters_get_pool_closed_when_the_pool_is_closed(pool: Pool) -> None:
     conn = pool.getconn()
     patient = Caller(pool.getconn)
     waiting(pool)
@@ -352,7 +354,7 @@ def test_close_ends_in_time_although_a_connect_hangs(
     eventually(lambda: thread_proxy.statistics().open == 0)
 
 
-def test_close_ends_in_time_although_a_connection_does_not(
+def test_close_ends_in_time_although_a_connection_does_not_close(
     module_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     go_on = threading.Event()
@@ -374,7 +376,7 @@ def test_close_ends_in_time_although_a_connection_does_not(
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_one_that_comes_back_broken_is_a_warning_while_the_pool_is_open(
+def test_a_broken_return_is_a_warning_only_while_the_pool_is_open(
     pool: Pool, caplog: pytest.LogCaptureFixture, closed: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -465,7 +467,7 @@ def test_two_pools_to_one_server_share_the_rate(module_url: str, thread_proxy: F
         assert time.monotonic() - began >= (16 - 5) / 10.0 - 0.1
 
 
-def test_switched_off_it_connects_on_demand(module_url: str, thread_proxy: FaultProxy) -> None:
+def test_a_disabled_reservoir_connects_on_demand(module_url: str, thread_proxy: FaultProxy) -> None:
     config = ReservoirConfig(enabled=False, max_size=2)
     with ConnectionPool(through(thread_proxy, module_url), config=config) as pool:
         pool.open(wait=True, timeout=0.0)
@@ -502,13 +504,13 @@ def test_a_check_that_always_fails_does_not_hammer_the_server(
 def test_putconn_within_a_block_is_refused(pool: Pool) -> None:
     """Or else somebody else would have it while the block goes on."""
     with pool.connection() as conn:
-        with pytest.raises(ValueError, match="is not a connection that getconn"):
+        with pytest.raises(ValueError, match=r"was not handed out by getconn\(\)"):
             pool.putconn(conn)
         assert pool.statistics().in_use == 1
     assert pool.statistics().size == 1
 
 
-def test_of_two_threads_that_give_back_the_same_one_succeeds(pool: Pool) -> None:
+def test_of_two_threads_that_return_the_same_connection_one_succeeds(pool: Pool) -> None:
     for _ in range(20):
         conn = pool.getconn()
         start = threading.Barrier(2)

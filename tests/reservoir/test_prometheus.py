@@ -160,7 +160,7 @@ async def test_the_latency_of_acquires_is_a_histogram(postgres_url: str) -> None
 
 
 @in_virtual_time
-async def test_the_gauges_of_what_goes_on(sim: Sim) -> None:
+async def test_gauges_of_current_numbers(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     settings = {"max_size": 4, "target_ready": 3, "rate": 10.0, "burst": 8}
@@ -192,7 +192,7 @@ async def test_the_gauges_of_what_goes_on(sim: Sim) -> None:
             await pool.putconn(await task)
 
 
-async def test_it_is_read_when_it_is_scraped(postgres_url: str) -> None:
+async def test_metrics_are_read_at_each_scrape(postgres_url: str) -> None:
     async with named(postgres_url) as pool:
         collector = ReservoirCollector(pool)
         registry = CollectorRegistry()
@@ -240,7 +240,7 @@ def two(**names: str) -> list[Reservoir[Any]]:
 
 
 @in_virtual_time
-async def test_pools_come_and_go(sim: Sim) -> None:
+async def test_pools_can_be_added_and_removed(sim: Sim) -> None:
     one, other = two(other="bills")
     collector = ReservoirCollector()
     assert Scrape(collector)("target", service="orders", pool="r") is None
@@ -258,7 +258,7 @@ async def test_pools_come_and_go(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_pool_that_nobody_has_any_more_is_gone(sim: Sim) -> None:
+async def test_a_garbage_collected_pool_has_no_metrics(sim: Sim) -> None:
     (one, other) = two(other="bills")
     collector = ReservoirCollector(one, other)
     del one
@@ -269,7 +269,7 @@ async def test_a_pool_that_nobody_has_any_more_is_gone(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_two_of_one_name_could_not_be_told_apart(sim: Sim) -> None:
+async def test_two_pools_with_the_same_name_are_refused(sim: Sim) -> None:
     one, other = two()
     with pytest.raises(ValueError, match="two pools of orders are named r"):
         ReservoirCollector(one, other)

@@ -58,14 +58,14 @@ def pool(module_url: str) -> Iterator[ConnectionPool]:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_every_parameter_is_taken(theirs: Any, ours: Any) -> None:
+def test_every_parameter_is_accepted(theirs: Any, ours: Any) -> None:
     ours_by_name = inspect.signature(ours).parameters
     for name, parameter in inspect.signature(theirs).parameters.items():
         assert ours_by_name[name].kind == parameter.kind, name
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_every_method_takes_the_same(theirs: Any, ours: Any) -> None:
+def test_every_method_has_the_same_parameters(theirs: Any, ours: Any) -> None:
     for name in sorted({name for name in dir(theirs) if not name.startswith("_")} - INSIDE):
         member, other = getattr(theirs, name), getattr(ours, name)
         if not callable(member):
@@ -76,7 +76,7 @@ def test_every_method_takes_the_same(theirs: Any, ours: Any) -> None:
         assert inspect.iscoroutinefunction(member) == inspect.iscoroutinefunction(other), name
 
 
-def test_every_attribute_is_there(module_url: str) -> None:
+def test_every_attribute_exists(module_url: str) -> None:
     with (
         psycopg_pool.ConnectionPool(module_url, min_size=1, name="both", open=False) as theirs,
         ConnectionPool(module_url, min_size=1, name="both", open=False) as ours,
@@ -90,7 +90,7 @@ def test_every_attribute_is_there(module_url: str) -> None:
         assert set(theirs.get_stats()) <= set(ours.get_stats())
 
 
-def test_every_error_is_the_same_to_whoever_catches_it() -> None:
+def test_every_error_has_the_same_base_classes() -> None:
     for name in ("PoolTimeout", "PoolClosed"):
         assert issubclass(getattr(reservoir, name), psycopg.OperationalError)
         assert issubclass(getattr(psycopg_pool, name), psycopg.OperationalError)
@@ -100,13 +100,13 @@ def test_every_error_is_the_same_to_whoever_catches_it() -> None:
 # -- how to connect --------------------------------------------------------------------------------
 
 
-def test_conninfo_and_kwargs_are_put_together(module_url: str) -> None:
+def test_conninfo_and_kwargs_are_merged(module_url: str) -> None:
     pool = ConnectionPool(module_url, min_size=1, kwargs={"application_name": "shop"})
     with pool, pool.connection() as conn:
         assert conn.info.get_parameters()["application_name"] == "shop"
 
 
-def test_a_callable_conninfo_is_asked_for_each_connection(module_url: str) -> None:
+def test_a_callable_conninfo_is_called_for_each_connection(module_url: str) -> None:
     asked: list[str] = []
 
     def conninfo() -> str:
@@ -122,7 +122,7 @@ def test_a_callable_conninfo_is_asked_for_each_connection(module_url: str) -> No
     assert threading.current_thread().name not in asked
 
 
-async def test_a_conninfo_may_have_to_be_awaited(module_url: str) -> None:
+async def test_a_conninfo_function_may_be_async(module_url: str) -> None:
     async def conninfo() -> str:
         await asyncio.sleep(0)
         return module_url
@@ -136,7 +136,7 @@ async def test_a_conninfo_may_have_to_be_awaited(module_url: str) -> None:
         assert conn.info.get_parameters()["application_name"] == "awaited"
 
 
-def test_callable_kwargs_are_asked_for_each_connection(module_url: str) -> None:
+def test_callable_kwargs_are_called_for_each_connection(module_url: str) -> None:
     numbers = iter(range(100))
     with ConnectionPool(
         module_url, min_size=1, kwargs=lambda: {"application_name": f"app-{next(numbers)}"}
@@ -182,7 +182,7 @@ def test_configure_is_called_once_for_each_connection(module_url: str) -> None:
         assert len(seen) == len(set(seen)) == 2
 
 
-async def test_configure_may_have_to_be_awaited(module_url: str) -> None:
+async def test_configure_may_be_async(module_url: str) -> None:
     async def configure(conn: psycopg.AsyncConnection[Any]) -> None:
         await conn.set_autocommit(True)
 
@@ -191,7 +191,7 @@ async def test_configure_may_have_to_be_awaited(module_url: str) -> None:
         assert conn.autocommit
 
 
-def test_what_configure_leaves_open_is_no_connection(
+def test_a_connection_that_configure_leaves_in_a_transaction_is_refused(
     module_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ConnectionPool(
@@ -239,7 +239,7 @@ def test_impossible_sizes_are_refused(
     assert (pool.min_size, pool.max_size) == (2, 2)
 
 
-def test_num_workers_is_how_many_connects_are_under_way(module_url: str) -> None:
+def test_num_workers_limits_the_connects_in_progress(module_url: str) -> None:
     pool = ConnectionPool(module_url, num_workers=2, open=False)
     assert pool.config.max_in_flight == pool.num_workers == 2
     with pytest.raises(ValueError, match="max_in_flight=0 must be at least 1"):
@@ -254,7 +254,7 @@ def test_max_lifetime_and_max_idle(module_url: str) -> None:
     assert config.max_idle == pool.max_idle == 7.0
 
 
-def test_what_was_not_needed_for_max_idle_is_closed(module_url: str) -> None:
+def test_connections_not_needed_for_max_idle_are_closed(module_url: str) -> None:
     with ConnectionPool(
         module_url, min_size=1, max_size=3, max_idle=0.1, config=ReservoirConfig(scan_every=0.02)
     ) as pool:
@@ -291,7 +291,7 @@ def test_open_false_opens_nothing(module_url: str) -> None:
     pool.close()
     pool.close()
     assert [*states, pool.closed] == [True, False, True]
-    with pytest.raises(PoolClosed, match="was closed: make a new one"):
+    with pytest.raises(PoolClosed, match="was closed: create a new one"):
         pool.open()
 
 
@@ -312,7 +312,7 @@ async def test_an_async_pool_that_opens_itself_can_be_waited_for(module_url: str
     await pool.close()
 
 
-async def test_an_async_pool_with_open_false_is_opened_by_hand(module_url: str) -> None:
+async def test_an_async_pool_with_open_false_is_opened_explicitly(module_url: str) -> None:
     pool = AsyncConnectionPool(module_url, min_size=1, open=False)
     assert pool.closed
     with pytest.raises(PoolClosed):
@@ -353,7 +353,7 @@ def test_check_is_called_before_each_checkout(module_url: str) -> None:
         assert seen == [conn, conn]
 
 
-def test_what_fails_its_check_is_replaced(module_url: str) -> None:
+def test_a_connection_that_fails_its_check_is_replaced(module_url: str) -> None:
     def check(conn: psycopg.Connection[Any]) -> None:
         if conn is first:
             raise psycopg.OperationalError("not this one")
@@ -404,7 +404,7 @@ def test_reset_is_called_at_each_return(module_url: str) -> None:
 
 
 @pytest.mark.parametrize("statement", ["select 1/0", "select 1"])
-def test_what_reset_breaks_or_leaves_open_is_replaced(
+def test_a_connection_that_reset_breaks_or_leaves_in_a_transaction_is_replaced(
     module_url: str, statement: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ConnectionPool(module_url, min_size=1, reset=lambda conn: conn.execute(statement)) as pool:
@@ -501,7 +501,7 @@ def test_reconnect_failed_is_called_after_reconnect_timeout(
         assert told == [pool]
 
 
-async def test_reconnect_failed_may_have_to_be_awaited() -> None:
+async def test_reconnect_failed_may_be_async() -> None:
     called = asyncio.Event()
 
     async def failed(pool: AsyncConnectionPool) -> None:

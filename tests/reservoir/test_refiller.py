@@ -47,7 +47,7 @@ def most_in(times: list[float], seconds: float) -> int:
 
 
 @in_virtual_time
-async def test_each_life_is_drawn_once_at_birth(sim: Sim) -> None:
+async def test_each_lifetime_is_drawn_once(sim: Sim) -> None:
     server = Server()
     async with reservoir(server, ReservoirConfig(max_size=100)) as water:
         await wait_until(lambda: water.statistics().size == 100)
@@ -65,7 +65,7 @@ async def test_each_life_is_drawn_once_at_birth(sim: Sim) -> None:
         assert [(item.expires, item.usable_until) for item in items] == before
 
 
-def test_another_chance_gives_another_life() -> None:
+def test_another_seed_gives_other_lifetimes() -> None:
     async def scenario(sim: Sim) -> float:
         async with reservoir(Server()) as water:
             await wait_until(lambda: water.statistics().size)
@@ -93,7 +93,7 @@ def backoff_of(error: BaseException, number: int, seed: int) -> list[float]:
     return run_one(scenario, seed).result()
 
 
-def test_it_backs_off_with_jitter() -> None:
+def test_the_refiller_backs_off_with_jitter() -> None:
     waits = backoff_of(OSError("refused"), 8, seed=1)
     for base, wait in zip([0.25, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0], waits, strict=True):
         assert base <= wait + 1e-6
@@ -102,7 +102,7 @@ def test_it_backs_off_with_jitter() -> None:
 
 
 @pytest.mark.parametrize("sqlstate", ["53300", "53400"])
-def test_it_slows_down_when_the_server_says_so(sqlstate: str) -> None:
+def test_the_refiller_backs_off_longer_when_throttled(sqlstate: str) -> None:
     waits = backoff_of(SqlError(sqlstate), 8, seed=1)
     for base, wait in zip([1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0], waits, strict=True):
         assert base <= wait + 1e-6
@@ -110,7 +110,7 @@ def test_it_slows_down_when_the_server_says_so(sqlstate: str) -> None:
 
 
 @in_virtual_time
-async def test_a_success_ends_the_backing_off(sim: Sim) -> None:
+async def test_a_success_resets_the_backoff(sim: Sim) -> None:
     server = Server()
     server.script.extend([OSError("refused")] * 6)
     async with reservoir(server) as water:
@@ -123,7 +123,7 @@ async def test_a_success_ends_the_backing_off(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_of_several_that_fail_together_one_counts(sim: Sim) -> None:
+async def test_connects_that_fail_together_count_once_for_the_backoff(sim: Sim) -> None:
     server = Server()
     server.error = OSError("refused")
     async with reservoir(server, ReservoirConfig(max_size=8)) as water:
@@ -134,7 +134,7 @@ async def test_of_several_that_fail_together_one_counts(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_what_was_on_its_way_does_not_end_a_slowdown(sim: Sim) -> None:
+async def test_a_connect_that_began_before_the_failure_does_not_reset_the_backoff(sim: Sim) -> None:
     """The server said stop; that it then finished what it had begun is no word to the contrary."""
     server = Server()
     server.take.extend([0.01, 0.5, 0.6, 0.7, 0.8])
@@ -149,7 +149,7 @@ async def test_what_was_on_its_way_does_not_end_a_slowdown(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_waiting_caller_never_hears_of_too_many_connections(sim: Sim) -> None:
+async def test_a_waiter_never_gets_an_error_about_too_many_connections(sim: Sim) -> None:
     server = Server()
     server.script.extend([SqlError("53300"), SqlError("53400"), SqlError("53300")])
     async with pool_of(server) as pool:
@@ -252,7 +252,7 @@ async def test_a_second_refusal_is_a_failure(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_the_second_try_has_a_turn_of_its_own(sim: Sim) -> None:
+async def test_the_retry_with_a_new_token_takes_another_turn(sim: Sim) -> None:
     server = Picky("never")
     _, provider = token_maker()
     config = ReservoirConfig(max_size=4, rate=2.0, burst=2)
@@ -274,7 +274,7 @@ async def test_without_tokens_a_refusal_is_an_ordinary_failure(sim: Sim) -> None
 
 
 @in_virtual_time
-async def test_at_most_eight_are_under_way(sim: Sim) -> None:
+async def test_at_most_eight_connects_are_in_progress(sim: Sim) -> None:
     server = Server()
     server.takes = 1.0
     async with reservoir(server, ReservoirConfig(max_size=30)) as water:
@@ -284,7 +284,7 @@ async def test_at_most_eight_are_under_way(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_from_the_low_watermark_on_one_at_a_time(sim: Sim) -> None:
+async def test_above_the_low_watermark_connections_are_opened_one_at_a_time(sim: Sim) -> None:
     server = Server()
     server.takes = 1.0
     config = ReservoirConfig(max_size=12, low_watermark=5)
@@ -338,7 +338,7 @@ def test_the_rate_holds_over_restarts_of_the_refiller() -> None:
 
 
 @in_virtual_time
-async def test_in_a_rush_there_are_never_more_than_the_maximum(sim: Sim) -> None:
+async def test_a_burst_of_callers_never_exceeds_max_size(sim: Sim) -> None:
     server = Server()
     async with reservoir(server, ReservoirConfig(max_size=6)) as water:
         for _ in range(100):
@@ -366,7 +366,7 @@ def starts(seed: int, waiting: bool = False) -> list[float]:
     return run_one(scenario, seed).result()
 
 
-def test_the_first_one_at_once_the_others_a_little_later() -> None:
+def test_the_first_connection_is_opened_at_once_and_the_others_staggered() -> None:
     begins = []
     for seed in range(8):
         first, *others = starts(seed)
@@ -376,13 +376,13 @@ def test_the_first_one_at_once_the_others_a_little_later() -> None:
     assert max(begins) - min(begins) > 2.0, "each by a time of its own"
 
 
-def test_whoever_waits_is_not_made_to_wait_for_the_staggered_start() -> None:
+def test_a_waiter_ends_the_staggered_start() -> None:
     for seed in range(4):
         assert max(starts(seed, waiting=True)) < 0.1
 
 
 @in_virtual_time
-async def test_the_end(sim: Sim) -> None:
+async def test_stop_closes_all_connections(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     async with journal.leases() as leases:
@@ -401,7 +401,7 @@ async def test_the_end(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_an_end_in_the_middle_of_filling(sim: Sim) -> None:
+async def test_stop_while_filling_closes_all_connections(sim: Sim) -> None:
     server = Server()
     server.takes = 5.0
     async with reservoir(server, ReservoirConfig(max_size=5)) as water:
@@ -413,7 +413,7 @@ async def test_an_end_in_the_middle_of_filling(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_replaced_ahead_one_by_one(sim: Sim) -> None:
+async def test_connections_are_replaced_one_by_one_before_they_expire(sim: Sim) -> None:
     """A fill that was born together: within its life all are replaced, and never two at once."""
     server = Server()
     config = ReservoirConfig(max_size=10)

@@ -44,7 +44,7 @@ async def test_a_lease_then_a_turn_then_a_token_then_the_connect(sim: Sim) -> No
 
 
 @in_virtual_time
-async def test_without_a_lease_no_turn_is_used_up(sim: Sim) -> None:
+async def test_a_denied_lease_uses_no_turn(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     config = ReservoirConfig(max_size=1, lease_limit=1)
@@ -93,7 +93,7 @@ def hang_at_connect(server: Server, tokens: Tokens, journal: Journal) -> Callabl
     ("breaks", "reason"),
     [(fail_at_token, "token"), (fail_at_connect, "connect"), (hang_at_connect, "connect")],
 )
-def test_a_failure_gives_the_lease_back(breaks: Any, reason: str) -> None:
+def test_a_failed_connect_releases_its_lease(breaks: Any, reason: str) -> None:
     @in_virtual_time
     async def scenario(sim: Sim) -> None:
         journal = Journal()
@@ -118,7 +118,7 @@ def test_a_failure_gives_the_lease_back(breaks: Any, reason: str) -> None:
 
 
 @in_virtual_time
-async def test_a_failed_configure_closes_and_gives_the_lease_back(sim: Sim) -> None:
+async def test_a_failed_configure_closes_the_connection_and_releases_its_lease(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     broken = [True]
@@ -139,7 +139,7 @@ async def test_a_failed_configure_closes_and_gives_the_lease_back(sim: Sim) -> N
 
 
 @in_virtual_time
-async def test_no_turn_in_time_gives_the_lease_back(sim: Sim) -> None:
+async def test_a_rate_limit_timeout_releases_the_lease(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     # One at once, and the next one after 100 s.
@@ -156,7 +156,7 @@ STAGES = {"lease": 0.5, "rate": 1.5, "token": 2.5, "connect": 3.5, "configure": 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stop_in_the_middle_gives_the_lease_back(stage: str) -> None:
+def test_a_stop_while_connecting_releases_the_lease(stage: str) -> None:
     """Each step takes a second, and the end comes in the middle of it."""
 
     @in_virtual_time
@@ -187,7 +187,7 @@ def test_a_stop_in_the_middle_gives_the_lease_back(stage: str) -> None:
     scenario()
 
 
-async def test_a_thread_that_connects_when_nobody_wants_it_any_more() -> None:
+async def test_a_connection_opened_by_a_thread_after_the_stop_is_closed() -> None:
     """A thread cannot be stopped: what it opens is closed, and then the lease is given back."""
     may_end, entered = threading.Event(), threading.Event()
     journal = Journal()

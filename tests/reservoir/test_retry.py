@@ -112,7 +112,7 @@ async def test_another_error_is_raised_at_once(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_what_is_raised_keeps_its_cause(sim: Sim) -> None:
+async def test_a_raised_error_keeps_its_cause(sim: Sim) -> None:
     cause = SqlError("40001")
     wrapped = [RuntimeError("could not save") for _ in range(2)]
     for error in wrapped:
@@ -136,7 +136,7 @@ async def test_no_connection_is_held_while_it_waits(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_cancelled_caller_tries_no_more(sim: Sim) -> None:
+async def test_a_cancelled_caller_does_not_retry(sim: Sim) -> None:
     work = Work(*conflicts(4))
     async with pool_of() as pool:
         trying = asyncio.create_task(retry_transaction(pool, work, start=5.0))
@@ -148,7 +148,7 @@ async def test_a_cancelled_caller_tries_no_more(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_pool_without_a_connection_says_so_itself(sim: Sim) -> None:
+async def test_the_errors_of_the_pool_are_raised_unchanged(sim: Sim) -> None:
     server = Server()
     server.takes = 1000.0
     async with pool_of(server) as pool:
@@ -160,7 +160,7 @@ async def test_a_pool_without_a_connection_says_so_itself(sim: Sim) -> None:
 
 
 @pytest.mark.parametrize("tries", [0, -1])
-async def test_a_number_of_tries_that_is_none(tries: int) -> None:
+async def test_fewer_than_one_try_is_refused(tries: int) -> None:
     async with pool_of() as pool:
         with pytest.raises(ValueError, match=r"tries=.* must be at least 1"):
             await retry_transaction(pool, Work(), tries=tries)
@@ -195,7 +195,7 @@ SUM = "select sum(amount) from account"
 DRAW = "update account set amount = amount - 150 where name = %s"
 
 
-async def test_two_conflicting_transactions_for_real(accounts_url: str) -> None:
+async def test_two_conflicting_transactions_on_a_real_server(accounts_url: str) -> None:
     """Both read all, and each writes what the other has read: one of them gets a 40001."""
     tries: dict[str, int] = {"a": 0, "b": 0}
     both_have_read = asyncio.Barrier(2)
@@ -224,7 +224,7 @@ async def test_two_conflicting_transactions_for_real(accounts_url: str) -> None:
     assert sorted(tries.values()) == [1, 2]
 
 
-def test_two_conflicting_transactions_for_real_in_threads(accounts_url: str) -> None:
+def test_two_conflicting_transactions_on_a_real_server_in_threads(accounts_url: str) -> None:
     tries: dict[str, int] = {"a": 0, "b": 0}
     drawn: dict[str, bool] = {}
     both_have_read = threading.Barrier(2, timeout=30.0)

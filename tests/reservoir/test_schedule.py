@@ -27,23 +27,23 @@ def replacements(ends: list[float], every: float) -> list[tuple[float, float]]:
     return done
 
 
-def test_none_is_due_where_there_are_none() -> None:
+def test_without_connections_nothing_is_due() -> None:
     assert first_replacement([], 10.0) == math.inf
 
 
-def test_a_single_one_can_wait_until_its_end() -> None:
+def test_a_single_connection_is_replaced_at_its_end() -> None:
     assert first_replacement([100.0], 10.0) == 100.0
 
 
-def test_of_two_that_end_together_one_must_go_earlier() -> None:
+def test_of_two_that_end_together_one_is_replaced_earlier() -> None:
     assert first_replacement([100.0, 100.0], 10.0) == 90.0
 
 
-def test_those_that_end_far_apart_can_all_wait() -> None:
+def test_connections_that_end_far_apart_are_replaced_at_their_ends() -> None:
     assert replacements([100.0, 150.0, 200.0], 10.0) == [(100.0,) * 2, (150.0,) * 2, (200.0,) * 2]
 
 
-def test_the_order_in_which_they_are_told_does_not_matter() -> None:
+def test_the_order_of_the_ends_does_not_matter() -> None:
     assert first_replacement([130.0, 100.0, 101.0], 10.0) == 91.0
 
 
@@ -53,7 +53,7 @@ def test_each_is_replaced_before_its_end(ends: list[float], every: float) -> Non
 
 
 @given(ends, seconds)
-def test_they_are_apart(ends: list[float], every: float) -> None:
+def test_replacements_are_at_least_the_interval_apart(ends: list[float], every: float) -> None:
     times = [when for when, _ in replacements(ends, every)]
     assert all(later - one >= every for one, later in pairwise(times))
 
@@ -67,7 +67,7 @@ def test_no_schedule_could_begin_later(ends: list[float], every: float) -> None:
 
 
 @given(ends, seconds, seconds)
-def test_where_there_is_time_enough_none_is_due_yet(
+def test_nothing_is_due_while_there_is_time_enough(
     slack: list[float], every: float, now: float
 ) -> None:
     ends = [now + place * every + more for place, more in enumerate(slack)]
@@ -75,7 +75,7 @@ def test_where_there_is_time_enough_none_is_due_yet(
 
 
 @given(st.integers(1, 200), st.integers(1, 1000).map(float))
-def test_those_that_were_born_together_are_spread_over_their_life(
+def test_connections_opened_together_are_spread_over_their_lifetime(
     number: int, every: float
 ) -> None:
     life = number * every

@@ -132,7 +132,7 @@ async def test_dispose_leaves_nothing_behind_and_the_engine_works_again(
     await left(postgres_url)
 
 
-async def test_what_is_in_use_at_dispose_ends_when_it_comes_back(
+async def test_a_connection_in_use_at_dispose_is_closed_at_the_return(
     way: Way, postgres_url: str
 ) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=1) as desk:
@@ -148,7 +148,9 @@ async def test_what_is_in_use_at_dispose_ends_when_it_comes_back(
         assert desk.now.discards == {}
 
 
-async def test_what_overflows_goes_back_to_the_reservoir(way: Way, postgres_url: str) -> None:
+async def test_overflow_connections_are_returned_to_the_reservoir(
+    way: Way, postgres_url: str
+) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=2) as desk:
         held = await desk.take_all(3)
         pids = {await one.ask() for one in held}
@@ -181,7 +183,7 @@ async def test_a_detached_connection_counts_until_it_is_closed_with_its_session(
         assert sum(desk.now.discards.values()) == 1
 
 
-async def test_without_a_pool_of_sqlalchemys(way: Way, postgres_url: str) -> None:
+async def test_nullpool_as_poolclass_also_uses_the_reservoir(way: Way, postgres_url: str) -> None:
     config = ReservoirConfig(max_size=1)
     async with Desk(way, postgres_url, poolclass=NullPool, config=config) as desk:
         seen = []
@@ -205,7 +207,7 @@ def test_sqlalchemy_does_not_manage_lifetimes() -> None:
     assert engine.pool._recycle == -1
     engine = create_engine("postgresql://db/orders", pool_recycle=-1)
     assert engine.pool._recycle == -1
-    with pytest.raises(ValueError, match="the reservoir manages how long connections live"):
+    with pytest.raises(ValueError, match="the reservoir manages the lifetime of connections"):
         create_engine("postgresql://db/orders", pool_recycle=1800)
     with pytest.raises(ValueError, match=r"create_async_engine: pool_recycle=0: .*max_lifetime"):
         create_async_engine("postgresql://db/orders", pool_recycle=0)
@@ -214,21 +216,21 @@ def test_sqlalchemy_does_not_manage_lifetimes() -> None:
 @pytest.mark.parametrize(
     ("options", "mistake"),
     [
-        ({"creator": psycopg.connect}, "creator: the connections come from the reservoir"),
-        ({"pool": object()}, "pool: the connections come from"),
-        ({"poolclass": StaticPool}, "poolclass=StaticPool: it must be a QueuePool or a NullPool"),
+        ({"creator": psycopg.connect}, "creator: not supported, because the reservoir opens"),
+        ({"pool": object()}, "pool: not supported"),
+        ({"poolclass": StaticPool}, "poolclass=StaticPool: must be QueuePool or NullPool"),
         ({"max_overflow": -1}, "a reservoir needs one"),
         ({"pool_size": 0, "pool_recycle": 5}, "pool_recycle=5: .*; pool_size=0"),
         ({"max_size": 5}, "Invalid argument"),
     ],
 )
-def test_what_cannot_be_set(options: dict[str, Any], mistake: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], mistake: str) -> None:
     with pytest.raises((ValueError, TypeError), match=mistake):
         create_engine("postgresql://db/orders", **options)
 
 
 @pytest.mark.parametrize("name", ["postgresql+asyncpg", "postgresql+psycopg2", "sqlite"])
-def test_drivers_that_cannot_be_used(name: str) -> None:
+def test_unsupported_drivers_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"use postgresql\+psycopg://…"):
         create_engine(f"{name}://db/orders")
     if "asyncpg" not in name:
@@ -253,18 +255,20 @@ def test_sizes() -> None:
     assert reservoir_of(engine).max_size == 15
 
 
-def test_what_an_engine_tells_of_its_reservoir() -> None:
+def test_pool_methods_report_the_reservoirs_numbers() -> None:
     engine = create_engine("postgresql://app:secret@db:5433/orders", max_lifetime=100, name="shop")
     pool = reservoir_of(engine)
     assert repr(pool) == "<ConnectionPool db:5433/orders: new>"
     assert (pool.name, pool.config.base_lifetime) == ("shop", 95)
     # An engine with other options of execution shares it.
     assert reservoir_of(engine.execution_options(isolation_level="AUTOCOMMIT")) is pool
-    with pytest.raises(ValueError, match=r"has no reservoir: make it with .*\.create_engine"):
+    with pytest.raises(ValueError, match=r"has no reservoir: create it with .*\.create_engine"):
         reservoir_of(sqlalchemy.create_engine("postgresql+psycopg://db/orders"))
 
 
-async def test_what_a_connection_is_opened_with(way: Way, postgres_url: str) -> None:
+async def test_connections_are_opened_with_url_and_connect_args(
+    way: Way, postgres_url: str
+) -> None:
     named = {"server_settings": {"application_name": "shop"}}
     args = named if way == "asyncpg" else {"application_name": "shop"}
     if way == "asyncpg":
@@ -279,9 +283,7 @@ async def test_what_a_connection_is_opened_with(way: Way, postgres_url: str) -> 
             await held.close()
 
 
-async def test_a_listener_changes_what_a_connection_is_opened_with(
-    way: Way, postgres_url: str
-) -> None:
+async def test_a_do_connect_listener_changes_the_parameters(way: Way, postgres_url: str) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=0) as desk:
 
         @event.listens_for(desk.sync_engine, "do_connect")
@@ -292,7 +294,7 @@ async def test_a_listener_changes_what_a_connection_is_opened_with(
         assert await desk.ask("show application_name") == "listener"
 
 
-async def test_a_password_that_changes(way: Way, postgres_url: str) -> None:
+async def test_a_do_connect_listener_can_change_the_password(way: Way, postgres_url: str) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as admin:
         role = f"app_{way}"
         admin.execute(f"drop role if exists {role}")
@@ -313,7 +315,7 @@ async def test_a_password_that_changes(way: Way, postgres_url: str) -> None:
         admin.execute(f"drop role {role}")
 
 
-async def test_a_type_that_sqlalchemy_found_late(postgres_url: str) -> None:
+async def test_hstore_found_after_the_connect_is_registered(postgres_url: str) -> None:
     """SQLAlchemy looks for hstore with its first connection; the reservoir has more by then."""
     with psycopg.connect(postgres_url, autocommit=True) as admin:
         admin.execute("create domain hstore as text")  # as far as a driver can see
@@ -332,7 +334,7 @@ async def test_a_type_that_sqlalchemy_found_late(postgres_url: str) -> None:
 # -- time ------------------------------------------------------------------------------------------
 
 
-async def test_a_connection_that_nobody_uses_ends_in_time(
+async def test_an_idle_connection_is_closed_before_it_expires(
     way: Way, postgres_url: str, clock: SteppedClock
 ) -> None:
     config = unseen(max_size=1, base_lifetime=1000.0, guard_window=400.0, scan_every=0.05)
@@ -345,7 +347,7 @@ async def test_a_connection_that_nobody_uses_ends_in_time(
         assert await desk.ask() != first
 
 
-async def test_nobody_gets_one_in_its_guard_window(
+async def test_no_caller_gets_a_connection_in_its_guard_window(
     way: Way, postgres_url: str, clock: SteppedClock
 ) -> None:
     config = unseen(max_size=1, base_lifetime=100.0, guard_window=40.0)
@@ -362,7 +364,7 @@ async def test_nobody_gets_one_in_its_guard_window(
         assert desk.now.discards == {"guard_on_checkout": 1, "expired_on_checkout": 1}
 
 
-async def test_what_comes_back_in_its_guard_window_is_not_kept(
+async def test_a_connection_returned_in_its_guard_window_is_not_kept(
     way: Way, postgres_url: str, clock: SteppedClock
 ) -> None:
     config = unseen(max_size=1, base_lifetime=100.0, guard_window=40.0)
@@ -377,7 +379,9 @@ async def test_what_comes_back_in_its_guard_window_is_not_kept(
         assert await desk.ask() != first
 
 
-async def test_a_lease_that_is_lost_while_its_connection_rests(way: Way, postgres_url: str) -> None:
+async def test_an_idle_connection_whose_lease_is_lost_is_closed(
+    way: Way, postgres_url: str
+) -> None:
     store = f"memory://sqlalchemy-{way}"
     config = ReservoirConfig(
         max_size=1, lease_enabled=True, lease_url=store, lease_limit=1, lease_ttl=0.9

@@ -58,7 +58,7 @@ def plainly(way: Way) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pool_pre_ping", [False, True])
-async def test_the_server_ends_one_that_rests(
+async def test_an_idle_connection_that_the_server_closed_is_not_handed_out(
     way: Way, postgres_url: str, clock: SteppedClock, pool_pre_ping: bool
 ) -> None:
     async with Desk(
@@ -81,7 +81,9 @@ async def test_the_server_ends_one_that_rests(
             await one.close()
 
 
-async def test_the_scanner_finds_what_the_server_has_ended(way: Way, postgres_url: str) -> None:
+async def test_the_scanner_finds_connections_that_the_server_closed(
+    way: Way, postgres_url: str
+) -> None:
     config = ReservoirConfig(max_size=1, scan_every=0.05)
     async with Desk(way, postgres_url, config=config) as desk:
         first = await desk.ask()
@@ -91,7 +93,9 @@ async def test_the_scanner_finds_what_the_server_has_ended(way: Way, postgres_ur
         assert await desk.ask() != first
 
 
-async def test_the_server_ends_one_that_is_in_use(way: Way, gate: Gate, gated_url: str) -> None:
+async def test_a_connection_that_the_server_closes_in_use_is_replaced(
+    way: Way, gate: Gate, gated_url: str
+) -> None:
     async with Desk(way, gated_url, config=unseen(max_size=2)) as desk:
         lost, kept = await desk.take_all(2)
         pids = [await lost.ask(), await kept.ask()]
@@ -130,7 +134,7 @@ async def test_a_rollback_to_a_server_that_vanished_ends_in_time(
         await until(lambda: desk.now.discards == {"bad": 1}, "it was let go")
 
 
-async def test_what_users_invalidate_is_not_kept(way: Way, postgres_url: str) -> None:
+async def test_an_invalidated_connection_is_not_kept(way: Way, postgres_url: str) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=0) as desk:
         held = await desk.take()
         first = await held.ask()
@@ -161,7 +165,9 @@ async def test_an_open_transaction_is_not_kept(way: Way, postgres_url: str) -> N
 
 
 @pytest.mark.parametrize("way", ["psycopg", "asyncpg"])
-async def test_a_query_that_is_cancelled(way: Way, postgres_url: str) -> None:
+async def test_a_connection_whose_query_was_cancelled_is_replaced(
+    way: Way, postgres_url: str
+) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=0) as desk:
         held = await desk.take()
         pid = await held.ask()
@@ -177,7 +183,7 @@ async def test_a_query_that_is_cancelled(way: Way, postgres_url: str) -> None:
         assert desk.now.discards == {"bad": 1}
 
 
-async def test_one_that_rested_for_long_is_asked_for_a_sign_of_life(
+async def test_a_connection_idle_for_long_is_pinged(
     way: Way, gate: Gate, gated_url: str, clock: SteppedClock
 ) -> None:
     config = unseen(max_size=1)
@@ -228,7 +234,7 @@ async def test_the_servers_rate_is_kept(way: Way, gate: Gate, gated_url: str) ->
     assert gate.excess(rate=15.0, burst=4) is None
 
 
-async def test_a_limit_that_nobody_knew_of_makes_callers_wait(
+async def test_an_unexpected_limit_of_the_server_makes_callers_wait(
     way: Way, gate: Gate, gated_url: str
 ) -> None:
     gate.limit(2, 1, answer=postgres_fatal())
@@ -241,7 +247,7 @@ async def test_a_limit_that_nobody_knew_of_makes_callers_wait(
         assert set(desk.now.refill_failures) == {"connect"}
 
 
-async def test_whoever_waits_gets_what_comes_back(way: Way, gate: Gate, gated_url: str) -> None:
+async def test_a_waiter_gets_a_returned_connection(way: Way, gate: Gate, gated_url: str) -> None:
     gate.limit(0, 1)
     async with Desk(way, gated_url, pool_size=2, max_overflow=0, **plainly(way)) as desk:
         held = await desk.take()
@@ -256,7 +262,9 @@ async def test_whoever_waits_gets_what_comes_back(way: Way, gate: Gate, gated_ur
         await served.close()
 
 
-async def test_a_caller_waits_no_longer_than_it_may(way: Way, gate: Gate, gated_url: str) -> None:
+async def test_a_caller_waits_no_longer_than_pool_timeout(
+    way: Way, gate: Gate, gated_url: str
+) -> None:
     async with Desk(way, gated_url, pool_size=1, max_overflow=0, pool_timeout=0.2) as desk:
         await desk.fill()
         held = await desk.take()

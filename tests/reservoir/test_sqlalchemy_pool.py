@@ -25,7 +25,7 @@ def way(request: pytest.FixtureRequest) -> Way:
     return found
 
 
-def test_a_thread_that_comes_back_at_once_waits_behind_those_that_waited(module_url: str) -> None:
+def test_a_thread_that_returns_its_connection_queues_behind_the_waiters(module_url: str) -> None:
     engine = create_engine(module_url, pool_size=1, max_overflow=0)
     served: list[int] = []
 
@@ -96,7 +96,7 @@ async def test_callers_meet_a_killed_connection_once_at_most(
             assert isinstance(errors[0], DBAPIError)
 
 
-async def test_the_connect_event_is_told_once_of_each_connection(way: Way, module_url: str) -> None:
+async def test_the_connect_event_fires_once_for_each_connection(way: Way, module_url: str) -> None:
     async with Desk(way, module_url, pool_size=1, max_overflow=0) as desk:
         seen: list[Any] = []
         event.listen(desk.sync_engine, "connect", lambda dbapi, record: seen.append(dbapi))

@@ -57,7 +57,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("state", "meaning"), STATES)
-def test_by_sqlstate(state: str, meaning: Meaning) -> None:
+def test_meaning_by_sqlstate(state: str, meaning: Meaning) -> None:
     assert meaning_of(SqlError(state)) is meaning
 
 
@@ -83,7 +83,7 @@ def test_by_sqlstate(state: str, meaning: Meaning) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_where_the_drivers_keep_it(error: BaseException, state: str | None) -> None:
+def test_sqlstate_of_each_driver(error: BaseException, state: str | None) -> None:
     assert sqlstate_of(error) == state
 
 
@@ -113,15 +113,15 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("text", "meaning"), WORDS)
-def test_by_words_where_there_is_no_sqlstate(text: str, meaning: Meaning) -> None:
+def test_without_a_sqlstate_the_message_decides(text: str, meaning: Meaning) -> None:
     assert meaning_of(psycopg.OperationalError(text)) is meaning
 
 
-def test_a_sqlstate_goes_before_words() -> None:
+def test_a_sqlstate_takes_precedence_over_the_message() -> None:
     assert meaning_of(SqlError("23505", "too many connections")) is Meaning.OTHER
 
 
-def test_the_causes_are_looked_at_too() -> None:
+def test_the_causes_of_an_error_are_examined() -> None:
     wrapped = with_cause(RuntimeError("could not save"), SqlError("40001"))
     assert meaning_of(wrapped) is Meaning.CONFLICT
     assert meaning_of(with_cause(SqlError("23505"), wrapped)) is Meaning.CONFLICT
@@ -134,7 +134,7 @@ def test_a_sqlalchemy_error_means_what_its_driver_said() -> None:
         assert meaning_of(kind("select 1", None, driver)) is Meaning.CONFLICT
 
 
-def test_causes_that_go_in_a_circle_end() -> None:
+def test_circular_causes_do_not_loop() -> None:
     error, other = RuntimeError("a"), RuntimeError("b")
     error.__cause__, other.__cause__ = other, error
     assert meaning_of(error) is Meaning.OTHER

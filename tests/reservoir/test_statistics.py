@@ -39,7 +39,7 @@ pytestmark = pytest.mark.pure
 # -- latency -------------------------------------------------------------------------------------
 
 
-def test_the_classes_of_waits() -> None:
+def test_waits_are_sorted_into_buckets() -> None:
     assert BUCKETS == (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
     latency = Latency()
     for seconds in (0.0, 0.0001, 0.00011, 0.5, 1.0, 10.0, 10.1, 1000.0):
@@ -48,7 +48,7 @@ def test_the_classes_of_waits() -> None:
 
 
 @given(st.lists(st.floats(0.0, 100.0)))
-def test_each_wait_is_in_one_class(waits: list[float]) -> None:
+def test_each_wait_is_counted_in_one_bucket(waits: list[float]) -> None:
     latency = Latency()
     for seconds in waits:
         latency.add(seconds)
@@ -61,7 +61,7 @@ def test_each_wait_is_in_one_class(waits: list[float]) -> None:
 
 
 @in_virtual_time
-async def test_a_new_reservoir(sim: Sim) -> None:
+async def test_statistics_of_a_new_reservoir(sim: Sim) -> None:
     now = reservoir(Server(), ReservoirConfig(max_size=7, target_ready=3)).statistics()
     assert isinstance(now, Statistics)
     assert (now.size, now.in_use, now.in_flight, now.closing) == (0, 0, 0, 0)
@@ -72,7 +72,7 @@ async def test_a_new_reservoir(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_where_the_connections_are(sim: Sim) -> None:
+async def test_statistics_count_ready_in_use_and_opening_connections(sim: Sim) -> None:
     server = Server()
     async with reservoir(server, ReservoirConfig(max_size=4)) as water:
         await asyncio.sleep(0.005)
@@ -121,7 +121,7 @@ async def test_discards_and_failures_by_reason(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_leases_and_tokens(sim: Sim) -> None:
+async def test_statistics_report_leases_and_rate_tokens(sim: Sim) -> None:
     journal = Journal()
     server = Server(journal)
     config = ReservoirConfig(max_size=3, rate=10.0, burst=6)
@@ -149,7 +149,7 @@ async def test_before_the_first_connect_the_burst_is_left(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_callers_that_wait_and_how_long(sim: Sim) -> None:
+async def test_statistics_count_waiters_and_their_waits(sim: Sim) -> None:
     server = Server()
     async with pool_of(server) as pool:
         await wait_until(lambda: pool.statistics().size)
@@ -166,7 +166,7 @@ async def test_callers_that_wait_and_how_long(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_callers_that_get_nothing(sim: Sim) -> None:
+async def test_statistics_count_timeouts_and_refusals(sim: Sim) -> None:
     server = Server()
     async with pool_of(server, max_waiting=1) as pool:
         await wait_until(lambda: pool.statistics().size)
@@ -185,7 +185,7 @@ async def test_callers_that_get_nothing(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_one_that_fails_its_check_is_counted_and_no_count_goes_back(sim: Sim) -> None:
+async def test_a_failed_check_is_counted_and_no_counter_decreases(sim: Sim) -> None:
     server = Server()
     bad: set[Conn] = set()
 
@@ -211,7 +211,7 @@ async def test_one_that_fails_its_check_is_counted_and_no_count_goes_back(sim: S
 
 
 @in_virtual_time
-async def test_looking_at_all_is_no_checkout(sim: Sim) -> None:
+async def test_check_counts_no_checkouts(sim: Sim) -> None:
     server = Server()
     bad: list[Conn] = []
 
@@ -241,7 +241,7 @@ def hectic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hectic")
-def test_any_thread_may_ask_while_connections_come_and_go() -> None:
+def test_statistics_may_be_read_by_any_thread_under_load() -> None:
     """As the scrape of a pool for asyncio does, whose loop takes no lock to give one back."""
     water = reservoir(Server(), ReservoirConfig(max_size=50))
     water.state = "open"

@@ -163,10 +163,10 @@ class Crowd:
             queue.append(waiter)
             enqueue(waiter)
 
-        def left(waiter: Waiter[Wire], now: float) -> Item[Wire] | None:
+        def left(waiter: Waiter[Wire], now: float, *, late: bool = False) -> Item[Wire] | None:
             if waiter in queue:
                 queue.remove(waiter)
-            item: Item[Wire] | None = leave(waiter, now)
+            item: Item[Wire] | None = leave(waiter, now, late=late)
             return item
 
         def handed_over(item: Item[Wire], now: float) -> Waiter[Wire]:
@@ -185,7 +185,7 @@ class Crowd:
             case 2:
                 self.pool.resize(iteration % MAX_SIZE, MAX_SIZE)
             case 3 | 4 | 5:
-                self._by_hand(thread)
+                self._hand_out(thread)
             case 6 | 7 | 8:
                 self._clumsy(thread)
             case 9:
@@ -200,7 +200,7 @@ class Crowd:
         assert item.since < item.expires - CONFIG.guard_window, "within its guard window"
         wire.use(thread)
 
-    def _by_hand(self, thread: int) -> None:
+    def _hand_out(self, thread: int) -> None:
         wire = self.pool.getconn()
         try:
             self._use(wire, thread)

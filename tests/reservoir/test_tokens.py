@@ -46,7 +46,7 @@ class Provider:
 
 
 @in_virtual_time
-async def test_the_next_one_is_fetched_at_80_percent_of_life(sim: Sim) -> None:
+async def test_the_next_token_is_fetched_at_80_percent_of_the_lifetime(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     assert await tokens.get() == "token-1"
@@ -58,7 +58,7 @@ async def test_the_next_one_is_fetched_at_80_percent_of_life(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_it_is_never_fetched_in_the_callers_path(sim: Sim) -> None:
+async def test_a_refresh_never_delays_a_caller(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -74,7 +74,7 @@ async def test_it_is_never_fetched_in_the_callers_path(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_life_counts_from_the_question_not_from_the_answer(sim: Sim) -> None:
+async def test_the_lifetime_counts_from_the_request(sim: Sim) -> None:
     provider = Provider()
     provider.takes = 10.0
     tokens = CachedTokens(provider, lifetime=100.0)
@@ -87,7 +87,7 @@ async def test_life_counts_from_the_question_not_from_the_answer(sim: Sim) -> No
 
 
 @in_virtual_time
-async def test_no_refresh_when_nobody_asked(sim: Sim) -> None:
+async def test_an_unused_token_is_not_refreshed(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -98,7 +98,7 @@ async def test_no_refresh_when_nobody_asked(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_late_question_fetches_the_next_one_in_the_background(sim: Sim) -> None:
+async def test_a_late_get_refreshes_in_the_background(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -123,7 +123,7 @@ async def test_after_the_close_nothing_is_fetched_in_the_background(sim: Sim) ->
 
 
 @in_virtual_time
-async def test_a_close_ends_a_refresh_under_way(sim: Sim) -> None:
+async def test_close_cancels_a_refresh_in_progress(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -141,7 +141,7 @@ async def test_a_close_ends_a_refresh_under_way(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_the_end_of_the_credentials_caps_it(sim: Sim) -> None:
+async def test_expires_at_caps_the_lifetime(sim: Sim) -> None:
     provider = Provider()
     provider.life = 100.0
     tokens = CachedTokens(provider, lifetime=900.0)
@@ -153,7 +153,7 @@ async def test_the_end_of_the_credentials_caps_it(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_the_lifetime_caps_what_the_provider_says(sim: Sim) -> None:
+async def test_lifetime_caps_expires_at(sim: Sim) -> None:
     provider = Provider()
     provider.life = 100_000.0
     tokens = CachedTokens(provider, lifetime=900.0)
@@ -177,11 +177,11 @@ async def test_a_step_of_the_wall_clock_changes_nothing(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_one_that_is_over_when_it_comes_is_no_token(sim: Sim) -> None:
+async def test_an_expired_token_of_the_provider_is_an_error(sim: Sim) -> None:
     provider = Provider()
     provider.life = -1.0
     tokens = CachedTokens(provider)
-    with pytest.raises(TokenError, match="over already: check its clock"):
+    with pytest.raises(TokenError, match="returned an expired token: check the clocks"):
         await tokens.get()
     tokens.close()
 
@@ -190,7 +190,7 @@ async def test_one_that_is_over_when_it_comes_is_no_token(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_while_the_provider_fails_the_old_one_is_given(sim: Sim) -> None:
+async def test_while_the_provider_fails_the_current_token_is_returned(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -222,13 +222,14 @@ def test_a_failed_refresh_is_logged_without_the_token(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.DEBUG, "moored.reservoir"):
         scenario()
-    assert "could not be refreshed (no route (OSError)); the old one is good for: " in caplog.text
+    failed = "fetching a new token failed (no route (OSError)); the current one is valid for: "
+    assert failed in caplog.text
     assert "1 m 40 s" in caplog.text
     assert "token-1" not in caplog.text
 
 
 @in_virtual_time
-async def test_a_first_failure_goes_to_all_who_wait_for_it(sim: Sim) -> None:
+async def test_a_failed_first_fetch_is_raised_to_all_waiters(sim: Sim) -> None:
     provider = Provider()
     provider.error, provider.takes = OSError("no route"), 1.0
     tokens = CachedTokens(provider)
@@ -238,7 +239,7 @@ async def test_a_first_failure_goes_to_all_who_wait_for_it(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_provider_that_does_not_answer(sim: Sim) -> None:
+async def test_a_provider_that_does_not_answer_is_a_token_error(sim: Sim) -> None:
     provider = Provider()
     provider.takes = 1000.0
     tokens = CachedTokens(provider, timeout=7.0)
@@ -251,14 +252,12 @@ async def test_a_provider_that_does_not_answer(sim: Sim) -> None:
     "value",
     [None, b"token", "", 5, ("token", 1.0), Token(""), Token(b"x"), Token("x", "tomorrow")],  # type: ignore[arg-type]
 )
-async def test_what_is_no_token(value: Any) -> None:
+async def test_an_invalid_token_is_refused(value: Any) -> None:
     async def provider() -> Any:
         return value
 
     tokens = CachedTokens(provider)
-    with pytest.raises(
-        TokenError, match=r"the token provider returned .*: return a text"
-    ) as caught:
+    with pytest.raises(TokenError, match=r"the token provider returned .*: return a str") as caught:
         await tokens.get()
     assert "tomorrow" not in str(caught.value)
     assert tokens.failures == 1
@@ -268,7 +267,7 @@ async def test_what_is_no_token(value: Any) -> None:
 
 
 @in_virtual_time
-async def test_all_who_ask_at_once_share_one_fetch(sim: Sim) -> None:
+async def test_concurrent_callers_share_one_fetch(sim: Sim) -> None:
     provider = Provider()
     provider.takes = 1.0
     tokens = CachedTokens(provider)
@@ -278,7 +277,7 @@ async def test_all_who_ask_at_once_share_one_fetch(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_one_who_gives_up_leaves_the_others_alone(sim: Sim) -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_fetch_of_others(sim: Sim) -> None:
     provider = Provider()
     provider.takes = 1.0
     tokens = CachedTokens(provider)
@@ -291,7 +290,7 @@ async def test_one_who_gives_up_leaves_the_others_alone(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_many_questions_after_80_percent_make_one_refresh(sim: Sim) -> None:
+async def test_many_calls_after_80_percent_start_one_refresh(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -308,7 +307,7 @@ async def test_many_questions_after_80_percent_make_one_refresh(sim: Sim) -> Non
 
 
 @in_virtual_time
-async def test_one_that_was_rejected_is_replaced(sim: Sim) -> None:
+async def test_a_rejected_token_is_replaced(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     tokens.reject(await tokens.get())
@@ -318,7 +317,7 @@ async def test_one_that_was_rejected_is_replaced(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_after_a_change_of_tokens_a_rejected_one_is_replaced_by_a_new_one(sim: Sim) -> None:
+async def test_a_rejected_token_is_replaced_by_a_new_one_not_by_an_older_one(sim: Sim) -> None:
     """Not by the one before it, which may be as bad."""
     provider = Provider()
     tokens = CachedTokens(provider)
@@ -333,7 +332,7 @@ async def test_after_a_change_of_tokens_a_rejected_one_is_replaced_by_a_new_one(
 
 
 @in_virtual_time
-async def test_where_no_new_one_can_be_had_the_one_before_is_better_than_none(sim: Sim) -> None:
+async def test_an_older_token_is_used_if_no_new_one_can_be_fetched(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider)
     await tokens.get()
@@ -346,7 +345,7 @@ async def test_where_no_new_one_can_be_had_the_one_before_is_better_than_none(si
 
 
 @in_virtual_time
-async def test_one_rejected_by_many_is_fetched_once(sim: Sim) -> None:
+async def test_a_token_rejected_many_times_is_replaced_once(sim: Sim) -> None:
     provider = Provider()
     provider.takes = 0.5
     tokens = CachedTokens(provider)
@@ -364,13 +363,13 @@ async def test_one_rejected_by_many_is_fetched_once(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_few_are_kept_and_no_more(sim: Sim) -> None:
+async def test_keep_limits_the_cached_tokens(sim: Sim) -> None:
     provider = Provider()
     tokens = CachedTokens(provider, keep=2)
     for _ in range(4):
         await tokens.get()
         await asyncio.sleep(721.0)
-    assert len(tokens._kept) == 2
+    assert len(tokens._cache) == 2
     tokens.close()
 
 
@@ -390,7 +389,7 @@ async def test_a_sync_provider_is_called_in_a_thread() -> None:
     tokens.close()
 
 
-async def test_a_slow_sync_provider_does_not_hold_up_the_loop() -> None:
+async def test_a_slow_sync_provider_does_not_block_the_loop() -> None:
     may_end = threading.Event()
 
     def provider() -> str:
@@ -407,7 +406,7 @@ async def test_a_slow_sync_provider_does_not_hold_up_the_loop() -> None:
     tokens.close()
 
 
-async def test_what_a_sync_provider_raises_is_raised() -> None:
+async def test_an_error_of_a_sync_provider_is_raised() -> None:
     def provider() -> str:
         raise LookupError("no credentials")
 
@@ -416,7 +415,7 @@ async def test_what_a_sync_provider_raises_is_raised() -> None:
         await tokens.get()
 
 
-async def test_a_sync_provider_that_runs_out_says_so() -> None:
+async def test_a_stop_iteration_of_a_sync_provider_is_an_error() -> None:
     """A StopIteration cannot be raised where somebody awaits."""
     tokens = CachedTokens(iter(["one"]).__next__, timeout=10.0)
     assert await tokens.get() == "one"
@@ -428,7 +427,7 @@ async def test_a_sync_provider_that_runs_out_says_so() -> None:
     tokens.close()
 
 
-async def test_a_sync_provider_may_return_what_must_be_awaited() -> None:
+async def test_a_sync_provider_may_return_an_awaitable() -> None:
     async def later() -> Token:
         return Token("secret")
 
@@ -477,15 +476,15 @@ def test_a_token_is_never_shown() -> None:
 
 
 @in_virtual_time
-async def test_tokens_in_words(sim: Sim) -> None:
+async def test_repr_of_cached_tokens(sim: Sim) -> None:
     tokens = CachedTokens(Provider())
     assert repr(tokens) == "<CachedTokens: none yet, 0 fetched, 0 failed>"
     await tokens.get()
-    assert repr(tokens) == "<CachedTokens: good for 15 m 0 s, 1 fetched, 0 failed>"
+    assert repr(tokens) == "<CachedTokens: valid for 15 m 0 s, 1 fetched, 0 failed>"
     tokens.close()
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"^CachedTokens: ") as caught:
         CachedTokens(Provider(), lifetime=0.0, refresh_at=1.0, keep=0, timeout=-1.0)
     for text in ("lifetime=0.0 ", "refresh_at=1.0 ", "keep=0 ", "timeout=-1.0 "):

@@ -91,7 +91,12 @@ def test_a_connection_whose_ping_ends_in_the_guard_window_is_not_handed_out() ->
 # -- planted defects ---------------------------------------------------------------------------
 
 _search, _leave, _hand_over = Core.search, Core.leave, Core._hand_over
-_undo, _bury, _arrive, _refill = Upkeep._undo, Upkeep._bury, Upkeep._arrive, Upkeep._refill
+_undo, _close_item, _arrive, _refill = (
+    Upkeep._undo,
+    Upkeep._close_item,
+    Upkeep._arrive,
+    Upkeep._refill,
+)
 _carry_out, _stop = Reservoir.carry_out, Upkeep.stop
 
 
@@ -121,9 +126,11 @@ def _size_without_those_in_use(self: Core[Any]) -> int:
     return len(self.ready) + self.opening + self.closing
 
 
-def _takes_it_along(self: Core[Any], waiter: Waiter[Any], now: float) -> Item[Any] | None:
+def _takes_it_along(
+    self: Core[Any], waiter: Waiter[Any], now: float, *, late: bool = False
+) -> Item[Any] | None:
     """A caller that is cancelled when it is served keeps its connection."""
-    _leave(self, waiter, now)
+    _leave(self, waiter, now, late=late)
     return None
 
 
@@ -144,12 +151,12 @@ async def _gives_back_early(self: Upkeep[Any], item: Item[Any]) -> None:
     """The lease is released before the connection is closed."""
     if item.lease is not None:
         await item.lease.release()
-    await _bury(self, item)
+    await _close_item(self, item)
 
 
 async def _gives_back_twice(self: Upkeep[Any], item: Item[Any]) -> None:
     """The lease is released twice: here, and by the code that closed the connection."""
-    await _bury(self, item)
+    await _close_item(self, item)
     if item.lease is not None and item.lease.error is None:
         await item.lease._keeper.release(item.lease._entry)
 
@@ -205,8 +212,8 @@ MUTANTS = [
     mutant(Core, "failed", _never_fails, name="a failed connect counted for ever"),
     mutant(Upkeep, "_lease_lost", _ignores_lost_leases, name="a lost lease ignored"),
     mutant(Upkeep, "_undo", _keeps_the_lease, name="a failed connect keeps its lease"),
-    mutant(Upkeep, "_bury", _gives_back_early, name="a lease released too early"),
-    mutant(Upkeep, "_bury", _gives_back_twice, name="a lease released twice"),
+    mutant(Upkeep, "_close_item", _gives_back_early, name="a lease released too early"),
+    mutant(Upkeep, "_close_item", _gives_back_twice, name="a lease released twice"),
     mutant(Upkeep, "_refill", _counts_anew, name="a full rate bucket after a crash"),
     mutant(Budget, "turn", _takes_no_turn, name="no rate limit"),
     mutant(Upkeep, "_arrive", _drops_the_late, name="a connect that ends after the close leaks"),

@@ -1,20 +1,20 @@
 """Connections that are ready before they are needed, and pools that never stampede.
 
 A server may limit how fast connections are opened, how long they live, and how many there are. A
-pool that opens them when it needs them meets all three limits at the worst time; this one opens
-them ahead, at a limited rate, and replaces them one by one before they end::
+pool that opens connections on demand hits these limits when the load is highest; this one opens
+them in advance, at a limited rate, and replaces them one by one before they expire::
 
     async with AsyncConnectionPool("postgresql://app@db/orders", max_size=50) as pool:
         async with pool.connection() as conn:
             await conn.execute("insert into orders values (1)")
 
-What always holds:
+Invariants:
 
-- a connection has one holder, and callers that wait are served in the order in which they came;
-- none is handed out, or kept, within its guard window;
-- ready, in use, opening and closing together are never more than `max_size`;
-- connections are opened within the rate, over restarts of the refiller too;
-- each lease is given back once, whatever fails;
+- a connection has one holder, and waiting callers are served in the order of their arrival;
+- no connection is handed out, or kept, within its guard window;
+- ready, in use, opening and closing connections together are never more than `max_size`;
+- connections are opened within the rate limit, also across restarts of the refiller;
+- each lease is released exactly once, whatever fails;
 - a child process never uses a connection of its parent.
 """
 
@@ -46,7 +46,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "ReservoirConfig",
     "Statistics",
     "retry_transaction",
-    # Passwords that end
+    # Passwords that expire
     "CachedTokens",
     "Token",
     "TokenProvider",

@@ -1,4 +1,4 @@
-"""asyncpg: connections that notice by themselves when the server hangs up."""
+"""The driver for asyncpg."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RESET_TIMEOUT = 5.0
 
 
 class AsyncpgDriver(Driver):
-    """asyncpg's connections. It has no implicit transactions, so there is nothing to commit."""
+    """The driver for asyncpg, which has no implicit transactions: there is nothing to commit."""
 
     name: ClassVar[str] = "asyncpg"
     kind: ClassVar[Literal["asyncio"]] = "asyncio"
     closes_at_once: ClassVar[bool] = True
 
     def clean(self, conn: Any) -> bool:
-        """Whether it works and nothing is under way."""
+        """Whether the connection works and is idle, outside of a transaction."""
         return not (conn.is_closed() or conn.is_in_transaction() or self._busy(conn))
 
     def state(self, conn: Any) -> DriverState:
-        """What it is in the middle of."""
+        """The state of the connection."""
         if conn.is_closed():
             return DriverState.BROKEN
         if self._busy(conn):
@@ -36,20 +36,20 @@ class AsyncpgDriver(Driver):
         return DriverState.TRANSACTION if conn.is_in_transaction() else DriverState.IDLE
 
     def is_broken(self, conn: Any) -> bool:
-        """Whether it was closed, by us or by the server, also if the loop has not read that yet."""
+        """Whether the connection was closed, even if the loop has not read that yet."""
         return bool(conn.is_closed()) or _hung_up(conn._transport)
 
     def interrupted(self, error: BaseException | None) -> bool:
-        """Never: a connection knows whether it is in the middle of something."""
+        """Never: the state of the connection shows whether a statement is running."""
         return False
 
     async def rollback(self, conn: Any, timeout: float) -> None:
-        """Undo the transaction that somebody left open."""
+        """Roll back a transaction that was left open."""
         if conn.is_in_transaction():
             await self._in_time(conn, conn.execute("ROLLBACK"), timeout)
 
     async def interrupt(self, conn: Any, timeout: float) -> None:
-        """Wait for the end of a cancelled query, for which asyncpg has sent the request."""
+        """Wait for the end of a cancelled query; asyncpg has sent the cancel request."""
         await self._in_time(conn, conn._protocol._wait_for_cancellation(), timeout)
 
     async def _in_time(self, conn: Any, answer: Awaitable[object], timeout: float) -> None:
@@ -61,19 +61,19 @@ class AsyncpgDriver(Driver):
             raise
 
     async def ping(self, conn: Any, timeout: float) -> None:
-        """Ask for a sign of life."""
-        # The empty query would be shorter, but asyncpg trips over its answer.
+        """Query the server."""
+        # asyncpg fails on the answer to the empty query, which would be shorter.
         await conn.execute("SELECT 1", timeout=timeout)
 
     def resetter(self) -> Callable[[Any], Any]:
-        """What asyncpg's own pool does: settings, LISTEN, cursors and advisory locks are undone."""
+        """Return a function that resets settings, LISTEN, cursors and locks, as asyncpg's pool."""
         return self._reset
 
     async def _reset(self, conn: Any) -> None:
         await self._in_time(conn, conn.reset(), RESET_TIMEOUT)
 
     def close(self, conn: Any) -> None:
-        """Close it at once: a farewell could wait for a server that has vanished."""
+        """Abort the connection: a graceful close could wait for a server that has vanished."""
         if not conn.is_closed():
             conn.terminate()
 
@@ -83,12 +83,12 @@ class AsyncpgDriver(Driver):
         return bool(conn._protocol._is_cancelling())
 
 
-#: What ends a stream: nothing more, the server's error, or an alert of TLS.
+#: First bytes that end a stream: end of file, an error of the server, a TLS alert.
 _ENDINGS = (b"", b"E", b"\x15")
 
 
 def _hung_up(transport: Any) -> bool:
-    """Whether the end of the stream waits to be read: an idle server says nothing else."""
+    """Whether the end of the stream is waiting to be read from the socket."""
     known = transport.get_extra_info("socket")
     if known is None:
         return False

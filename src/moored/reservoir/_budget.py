@@ -1,7 +1,7 @@
-"""What all reservoirs of one process share that connect to one endpoint as one user.
+"""The limits that all reservoirs of one process to one endpoint and user share.
 
-A server limits its users, not their objects: two pools that each keep to the limit break it
-together. So they share the rate, the number of connects on their way, and the lease client.
+A server limits its users, not their pools: two pools that each keep to a limit exceed it together.
+So they share the rate limit, the number of connects in progress, and the lease client.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Budget", "Destination", "LeaseDenied", "RateTimeout"]
 
 log = logging.getLogger("moored.reservoir")
 
-#: How long a connect waits for its turn under the rate limit before it gives its lease back.
+#: How long a connect waits for its turn under the rate limit before it releases its lease.
 RATE_PATIENCE = 30.0
-#: Of how many servers the rate is remembered when no pool uses them any more.
+#: For how many unused servers the state of the rate limit is kept.
 _REMEMBERED = 64
 
 
 class Destination(NamedTuple):
-    """Who connects to what."""
+    """A server's address, and the user that connects to it."""
 
     address: str
     user: str = ""
@@ -43,11 +43,11 @@ class Destination(NamedTuple):
 
 
 class LeaseDenied(LeaseError):
-    """The cluster has as many connections as it may have."""
+    """The cluster has `lease_limit` connections already."""
 
 
 class RateTimeout(LeaseError, TimeoutError):
-    """The rate limit gave no turn in time."""
+    """The rate limit did not allow a connect in time."""
 
 
 class _Key(NamedTuple):
@@ -57,15 +57,15 @@ class _Key(NamedTuple):
 
 
 class Budget:
-    """The rate, the leases and the slots of one endpoint, on one event loop.
+    """The rate limit, the lease client and the connect slots of one endpoint, on one event loop.
 
-    `Budget.of` gives the one that there is. Each reservoir enters it while it runs.
+    `Budget.of` returns the shared instance. Each reservoir enters it while it runs.
     """
 
     _shared: ClassVar[WeakValueDictionary[_Key, Budget]] = WeakValueDictionary()
-    # The rate of one process is one, on however many loops its pools run.
+    # The rate limit holds for the whole process, on however many loops its pools run.
     _stores: ClassVar[WeakValueDictionary[tuple[Clock, str], MemoryStore]] = WeakValueDictionary()
-    # Those that nobody uses right now: a pool that is closed and made anew has no new burst.
+    # Kept for a while after their last use, so that a recreated pool does not get a new burst.
     _unused: ClassVar[deque[MemoryStore]] = deque(maxlen=_REMEMBERED)
 
     def __init__(self, endpoint: Destination, user: Reservoir[Any]) -> None:
@@ -73,7 +73,7 @@ class Budget:
         self.config = config = user.config
         self._clock = user.clock
         leases = user.leases
-        self._given = leases is not None
+        self._leases_given = leases is not None
         self._users = 0
         self._store: MemoryStore | None = None
         self._opening = asyncio.Lock()
@@ -81,14 +81,14 @@ class Budget:
         if leases is None:
             leases = self._make_leases(user.service)
         self.leases = leases
-        # By address alone: a server's limit is for all its users together.
+        # Keyed by the address alone: the server's limit applies to all its users together.
         self.rate = leases.rate_limit(
             f"connects:{endpoint.address}", rate=config.rate, burst=config.burst
         )
 
     @classmethod
     def of(cls, endpoint: Destination, user: Reservoir[Any]) -> Budget:
-        """The budget of this endpoint on the running loop; made when it is the first use."""
+        """Return the budget of this endpoint on the running loop; create it at first use."""
         config = user.config
         key = _Key(asyncio.get_running_loop(), endpoint, user.leases or config.lease_url)
         budget = cls._shared.get(key)
@@ -97,8 +97,8 @@ class Budget:
             cls._shared[key] = budget
         elif (budget.config.rate, budget.config.burst) != (config.rate, config.burst):
             log.warning(
-                "a pool to %s asks for %g connects per second, and another one has set %g: they "
-                "share one limit, and it stays",
+                "a pool to %s is configured with %g connects per second, but another pool to the "
+                "same server has set %g: both share that limit",
                 endpoint,
                 config.rate,
                 budget.config.rate,
@@ -127,9 +127,9 @@ class Budget:
     # -- life ----------------------------------------------------------------------------------
 
     async def enter(self) -> None:
-        """One more reservoir uses it; the first one opens the lease client."""
+        """Register a reservoir; the first one opens the lease client."""
         async with self._opening:
-            if not self._given and not self._users:
+            if not self._leases_given and not self._users:
                 try:
                     await self.leases.open()
                 except BaseException:
@@ -138,10 +138,10 @@ class Budget:
             self._users += 1
 
     async def leave(self) -> None:
-        """One fewer reservoir uses it; the last one closes the lease client."""
+        """Unregister a reservoir; the last one closes the lease client."""
         async with self._opening:
             self._users -= 1
-            if self._users == 0 and not self._given:
+            if self._users == 0 and not self._leases_given:
                 self._forget()
                 if self._store is not None:
                     self._unused.append(self._store)
@@ -149,25 +149,25 @@ class Budget:
 
     @classmethod
     def forget_all(cls) -> None:
-        """In a forked child: the parent's are not ours, and their locks may be held for ever."""
+        """Forget the parent's budgets in a forked child: their locks may be held for ever."""
         cls._shared = WeakValueDictionary()
         cls._stores = WeakValueDictionary()
 
     def _forget(self) -> None:
-        """A client that was closed cannot be opened again: the next one makes a new budget."""
+        """Remove this budget: a closed lease client cannot be opened again."""
         for key in [key for key, budget in self._shared.items() if budget is self]:
             del self._shared[key]
 
-    # -- what a connect needs, in this order ----------------------------------------------------
+    # -- the steps before a connect, in this order ----------------------------------------------
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """One of the connects that may be on their way."""
+        """Hold one of the slots for connects in progress."""
         async with self._slots:
             yield
 
     async def lease(self, config: ReservoirConfig) -> Lease | None:
-        """The right to one more connection in the cluster; None where none is needed."""
+        """Acquire the lease of one connection; None if leases are off."""
         if not config.lease_enabled:
             return None
         lease = await self.leases.acquire(

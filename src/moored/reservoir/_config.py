@@ -1,4 +1,4 @@
-"""How a reservoir behaves: every number in one place, checked once, then sealed."""
+"""The settings of a reservoir: validated at construction, then immutable."""
 
 from __future__ import annotations
 
@@ -24,52 +24,53 @@ class ReservoirConfig:
     All mistakes are reported together, with what to change.
     """
 
-    #: Whether connections are opened ahead of need; without, each is opened when somebody waits.
+    #: Whether connections are opened in advance; if not, each is opened when a caller waits.
     enabled: bool = True
-    #: How many physical connections there may be, ready, in use, opening and closing together.
+    #: The maximum number of physical connections: ready, in use, opening and closing together.
     max_size: int = SIZE
-    #: How many to have, ready or in use, before anybody waits; `max_size`, if not given, because
-    #: a connection that is opened on demand is opened at the worst time.
+    #: How many connections to keep, ready or in use. By default `max_size`, because a connection
+    #: that is opened on demand is opened when the load is highest.
     target_ready: int | None = None
-    #: With fewer ready than this, `batch` are opened at once instead of one at a time; also what
-    #: `open(wait=True)` waits for. `target_ready`, if not given.
+    #: With fewer ready connections than this, `batch` are opened at once instead of one at a time;
+    #: also how many `open(wait=True)` waits for. By default `target_ready`.
     low_watermark: int | None = None
-    #: How long each connection may live at least; infinity for as long as it works. Well below the
-    #: server's own limit, because the server's end comes in the middle of a transaction.
+    #: The minimum lifetime of a connection; infinity for no limit. Keep it well below the server's
+    #: own limit, which ends a session in the middle of a transaction.
     base_lifetime: float = 660.0
-    #: Up to so much is added to each connection's life, drawn once at its birth, so that those
-    #: that were born together do not die together.
+    #: Up to this much is added to each lifetime, drawn once when the connection is opened, so that
+    #: connections that were opened together do not expire together.
     lifetime_jitter: float = 120.0
-    #: With less life left than this a connection is not handed out, nor kept when it comes back:
-    #: whoever gets one can work for this long.
+    #: A connection that expires within this time is not handed out, and not kept when it is
+    #: returned: each caller can use its connection for at least this long.
     guard_window: float = 45.0
     #: How many connections may be opened per second by all users of the lease store together.
     rate: float = 100.0
-    #: How many of them at once; one second's worth, if not given.
+    #: How many connections may be opened at once; by default as many as in one second.
     burst: int | None = None
-    #: How many are opened at once below the low watermark.
+    #: How many connections are opened at once below the low watermark.
     batch: int = 5
-    #: How many may be on their way at the same time, in all reservoirs of this endpoint.
+    #: How many connects may be in progress at the same time, in all reservoirs of this endpoint.
     max_in_flight: int = 8
     #: How long one connect may take before it counts as failed.
     connect_timeout: float = 30.0
-    #: The first connection is opened at once, the others begin up to so much later, so that
-    #: processes which start together do not connect together; the time that the filling takes at
-    #: the rate, if not given.
+    #: The first connection is opened at once, the others after a random delay of up to this much,
+    #: so that processes that start together do not connect together; by default the time that
+    #: opening `target_ready` connections takes at the rate.
     start_stagger: float | None = None
-    #: Seconds between two looks at those that are ready, for what has expired or broken.
+    #: Seconds between two scans of the ready connections for expired and broken ones.
     scan_every: float = 1.0
-    #: What more than `target_ready` is closed when it was unused for so long; infinity for never.
+    #: Connections above `target_ready` are closed when they were not needed for this long; infinity
+    #: keeps them.
     max_idle: float = 600.0
-    #: Whether a connection that comes back while nobody waits is kept; the null pools close it.
+    #: Whether a connection that is returned while no caller waits is kept; null pools close it.
     keep: bool = True
-    #: Whether the number of connections is limited in the whole cluster, by leases.
+    #: Whether leases limit the number of connections in the whole cluster.
     lease_enabled: bool = False
-    #: The store of the leases, as `moored.leases.connect` takes it; it also keeps the rate.
+    #: The URL of the lease store, as for `moored.leases.connect`; the rate limit is kept there too.
     lease_url: str | None = None
-    #: How many connections there may be in the whole cluster.
+    #: The maximum number of connections in the whole cluster.
     lease_limit: int = 10_000
-    #: How long a lease outlives the process that held it.
+    #: After how long the lease of a process that died expires.
     lease_ttl: float = 180.0
 
     def __post_init__(self) -> None:
@@ -77,37 +78,37 @@ class ReservoirConfig:
 
     @property
     def target(self) -> int:
-        """How many connections to have before anybody waits."""
+        """How many connections to keep; 0 if the reservoir is not enabled."""
         if not self.enabled:
             return 0
         return self.max_size if self.target_ready is None else self.target_ready
 
     @property
     def watermark(self) -> int:
-        """With fewer ready than this, several are opened at once."""
+        """The low watermark; 0 if the reservoir is not enabled."""
         if not self.enabled:
             return 0
         return self.target if self.low_watermark is None else self.low_watermark
 
     @property
     def usable_lifetime(self) -> float:
-        """How long a connection can be handed out at least: until its guard window begins."""
+        """The shortest time from a connection's opening to its guard window."""
         return self.base_lifetime - self.guard_window
 
     @property
     def stagger(self) -> float:
-        """Up to how many seconds the filling waits at the start."""
+        """The longest random delay after the first connection, in seconds."""
         return self.target / self.rate if self.start_stagger is None else self.start_stagger
 
     def but(self, **changes: Any) -> Self:
-        """The same with some settings changed, checked again."""
+        """Return a copy with some settings changed, validated again."""
         return replace(self, **changes)
 
     @classmethod
     def for_lifetime(cls, longest: float, **settings: Any) -> Self:
-        """Settings with which no connection gets older than `longest` seconds.
+        """Return settings with which no connection gets older than `longest` seconds.
 
-        The jitter is 5 % of it, the guard window a tenth, and never more than the usual 45 s.
+        The jitter is 5 % of that, and the guard window 10 %, but at most 45 s.
         """
         if longest == math.inf:
             return cls(**{"base_lifetime": math.inf, "lifetime_jitter": 0.0, **settings})
@@ -123,11 +124,15 @@ class ReservoirConfig:
         environ: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> Self:
-        """Settings from environment variables; what is passed by name goes before them.
+        """Return settings from environment variables; settings passed by name take precedence.
 
-        `PREFIX_RESERVOIR_ENABLED` is off unless set: then the same pool connects on demand, so
-        that a rollout, and its way back, is one variable. Durations are written like `11m`, `45s`
-        or `660`. With `prefix="DSQL_"` it reads the names of the original.
+        Without `…RESERVOIR_ENABLED` the reservoir is off and the pool connects on demand, so that
+        one variable turns it on and off in a rollout. Durations are written like `11m`, `45s` or
+        `660`.
+
+        :param prefix: the prefix of the variables; with `DSQL_`, for example, the first one is
+            `DSQL_RESERVOIR_ENABLED`.
+        :param environ: the variables; `os.environ` by default.
         """
         found = Environment(prefix, os.environ if environ is None else environ)
         values: dict[str, Any] = {
@@ -172,7 +177,7 @@ class ReservoirConfig:
         )
 
     def _wrong_sizes(self) -> list[str]:
-        # As if it were on: what is wrong is told before somebody turns it on.
+        # Checked even if not enabled, so that a mistake shows before the reservoir is turned on.
         target = self.max_size if self.target_ready is None else self.target_ready
         watermark = target if self.low_watermark is None else self.low_watermark
         found = []
@@ -190,7 +195,7 @@ class ReservoirConfig:
         if self.guard_window >= self.base_lifetime:
             return [
                 f"guard_window={self.guard_window:g} s must be less than "
-                f"base_lifetime={self.base_lifetime:g} s: no connection could ever be handed out"
+                f"base_lifetime={self.base_lifetime:g} s, or no connection could be handed out"
             ]
         needed = self.max_size / self.usable_lifetime
         if needed <= self.rate:
@@ -199,16 +204,16 @@ class ReservoirConfig:
         fewer = f"lower max_size to {most}, or " if most else ""
         return [
             f"max_size={self.max_size} connections that can be used for {self.usable_lifetime:g} s "
-            f"each (base_lifetime - guard_window) need {needed:.3g} new ones per second, and "
-            f"rate={self.rate:g} allows fewer: {fewer}let them live for "
-            f"{self.max_size / self.rate + self.guard_window:.3g} s, or allow a greater rate"
+            f"each (base_lifetime - guard_window) need {needed:.3g} new ones per second, but "
+            f"rate={self.rate:g} allows fewer: {fewer}raise base_lifetime to "
+            f"{self.max_size / self.rate + self.guard_window:.3g} s, or raise rate"
         ]
 
     def _wrong_leases(self) -> list[str]:
         if self.lease_enabled and self.lease_limit < self.target:
             return [
-                f"lease_limit={self.lease_limit} for the whole cluster is less than "
-                f"target_ready={self.target} of this process alone"
+                f"lease_limit={self.lease_limit} for the whole cluster must be at least "
+                f"target_ready={self.target} of this process"
             ]
         return []
 

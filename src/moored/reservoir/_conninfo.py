@@ -1,4 +1,4 @@
-"""What a conninfo means, as libpq reads it: with services, the environment and its defaults."""
+"""Resolves a conninfo as libpq does: with service files, the environment and defaults."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["resolve"]
 
 
 def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of a connection, by libpq's order: given, of the service, of the environment.
+    """Return all connection parameters: those given, then the service's, then the environment's.
 
-    Raises `psycopg.ProgrammingError` if it is not a conninfo of libpq's.
+    Raise `psycopg.ProgrammingError` if libpq cannot parse the conninfo.
     """
     from psycopg.conninfo import conninfo_to_dict
 
@@ -26,7 +26,7 @@ def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, str]:
-    """The environment's parameters, those of the service PGSERVICE, and what libpq has besides."""
+    """The parameters of the environment and of PGSERVICE, and libpq's own defaults."""
     from psycopg import pq
 
     found = pq.Conninfo.get_defaults()
@@ -34,13 +34,13 @@ def _defaults() -> dict[str, str]:
 
 
 def _service(name: str) -> dict[str, str]:
-    """The parameters of a service, from the files in which libpq looks for it."""
+    """The parameters of a service, from libpq's service files."""
     for path in _service_files():
         parser = configparser.RawConfigParser(strict=False, delimiters=("=",))
         try:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, OSError, UnicodeError):
-            continue  # libpq will say so
+            continue  # libpq will report it
         if parser.has_section(name):
             return dict(parser.items(name))
     return {}

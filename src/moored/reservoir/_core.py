@@ -1,15 +1,16 @@
-"""The part that decides: who gets which connection, what is opened, and what is let go.
+"""The core: decides which caller gets which connection, and which to open, keep and close.
 
-It does no I/O and has no clock: every method gets the time, and returns what to do. The shells do
-it: one for asyncio, one for threads, which holds a lock around every call.
+It does no I/O and has no clock: every method receives the time, and returns or stores what is to be
+done. The pools do it: the one for asyncio, and the one for threads, which holds a lock around every
+call.
 
-What always holds:
+Invariants:
 
 - a connection has one holder;
-- callers that wait are served in the order in which they came, and nobody overtakes them;
-- none is handed out, or kept, within its guard window;
-- ready, in use, opening and closing together are never more than `max_size`;
-- each connection that comes in goes out once, with a reason that is counted.
+- waiting callers are served in the order of their arrival, and no caller overtakes them;
+- no connection is handed out, or kept, within its guard window;
+- ready, in use, opening and closing connections together are never more than `max_size`;
+- each connection is retired exactly once, with a reason that is counted.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ __all__ = ["Core", "Waiter"]
 
 C = TypeVar("C")
 
-# Looked up once: this is done at every checkout.
+# Module globals, because attributes of an enum are too slow for every checkout.
 _READY, _OUT = Place.READY, Place.OUT
 
 
 class Waiter(Generic[C]):
-    """A caller in the queue. The shells add how it is woken."""
+    """A caller in the queue; the pools' subclasses implement `wake`."""
 
     __slots__ = ("deadline", "error", "holder", "item", "since")
 
     def __init__(self, since: float, deadline: float, holder: Any = None) -> None:
         self.since = since
-        #: When it gives up.
+        #: When its timeout expires.
         self.deadline = deadline
         self.holder = holder
-        #: What it got: a connection, or an error.
+        #: The result: a connection, or an error.
         self.item: Item[C] | None = None
         self.error: BaseException | None = None
 
     @property
     def settled(self) -> bool:
-        """Whether it got something."""
+        """Whether the caller got a connection or an error."""
         return self.item is not None or self.error is not None
 
     def wake(self) -> None:
-        """Tell the caller that it got something."""
+        """Wake the caller: it was served, or its wait has ended."""
 
 
 class Core(Generic[C]):
-    """All connections of one reservoir, and the queue of callers before it."""
+    """All connections of one reservoir, and its queue of waiting callers."""
 
     def __init__(
         self,
@@ -70,19 +71,19 @@ class Core(Generic[C]):
         self.max_size = config.max_size
         self.target = config.target
         self.watermark = config.watermark
-        #: How many callers may wait; 0 for any number.
+        #: How many callers may wait; 0 for no limit.
         self.max_waiting = max_waiting
         self.items: dict[int, Item[C]] = {}
         self.ready: deque[Item[C]] = deque()
         self.waiting: deque[Waiter[C]] = deque()
-        #: Connections on their way, and those whose close has begun and not ended.
+        #: Connects and closes that are in progress.
         self.opening = 0
         self.closing = 0
-        #: What the shell must close; it takes them from here.
+        #: Connections that `Upkeep` must close; it takes them from here.
         self.retired: list[Item[C]] = []
         self.open = True
         self.overload = Overload(queue_target, queue_interval)
-        # Counters: all checkouts, callers that had to wait, and those of them that were served.
+        # Counters: all checkouts, callers that had to wait, and waiters that were served.
         self.checkouts = 0
         self.queued = 0
         self.handed = 0
@@ -94,7 +95,7 @@ class Core(Generic[C]):
         self.births = 0
         self.discards: Counter[str] = Counter()
         self._fast_seen = 0
-        # Whether one that comes back can be handed on, and whether it is kept if nobody waits.
+        # Whether a returned connection may go to a waiter, and whether it is kept if none waits.
         self._accepting = True
         self._keeping = config.keep
         self._spare = math.inf
@@ -103,7 +104,7 @@ class Core(Generic[C]):
     # -- checkout ------------------------------------------------------------------------------
 
     def take(self, now: float) -> Item[C] | None:
-        """The next ready connection, if nobody waits and it needs no look: the usual case."""
+        """Take the next ready connection if it needs no check and no caller waits (fast path)."""
         ready = self.ready
         if ready and not self.waiting:
             item = ready.popleft()
@@ -116,9 +117,9 @@ class Core(Generic[C]):
         return None
 
     def search(self, now: float) -> Item[C] | None:
-        """The next ready connection that has life enough; all before it are let go.
+        """Take the next ready connection that is not in its guard window; retire those that are.
 
-        Whoever gets one that is no longer fresh must look at it, and `discard` it if it is bad.
+        The caller must check a connection that is no longer fresh, and `discard` it if it is bad.
         """
         if self.waiting:
             return None
@@ -129,11 +130,13 @@ class Core(Generic[C]):
                 item.since = now
                 self.checkouts += 1
                 return item
-            self._retire(item, "guard_on_checkout" if now < item.expires else "expired_on_checkout")
+            self._retire_now(
+                item, "guard_on_checkout" if now < item.expires else "expired_on_checkout"
+            )
         return None
 
     def pick(self, item: Item[C], now: float) -> bool:
-        """Take this very one out of the ready ones, to look at it; False if it is not ready."""
+        """Take this ready connection, to check it; False if it is not ready any more."""
         if item.place is not Place.READY:
             return False
         self.ready.remove(item)
@@ -142,48 +145,53 @@ class Core(Generic[C]):
         return True
 
     def refuses(self, now: float, *, patient: bool = False) -> str | None:
-        """Why one more caller may not wait, if so; who is patient may join a slow queue."""
+        """Return why one more caller may not wait; None if it may.
+
+        :param patient: whether the caller may join an overloaded queue.
+        """
         if self.max_waiting and len(self.waiting) >= self.max_waiting:
             self.refused += 1
             return f"{len(self.waiting)} callers wait already (max_waiting={self.max_waiting})"
         if self.overloaded(now) and not patient:
             self.refused += 1
             return (
-                "every checkout of the last interval had to wait for longer than the queue's "
-                f"target; {len(self.waiting)} callers wait"
+                "every checkout of the last queue_interval waited for longer than queue_target; "
+                f"{len(self.waiting)} callers wait"
             )
         return None
 
     def overloaded(self, now: float) -> bool:
-        """Whether new callers are told so at once, if they would have to wait."""
+        """Whether a new caller that would have to wait is refused, unless it is patient."""
         self._note_fast(now)
         return self.overload.overloaded and bool(self.waiting)
 
     def enqueue(self, waiter: Waiter[C]) -> None:
-        """A caller begins to wait."""
+        """Add a waiter to the queue."""
         self.queued += 1
         self.waiting.append(waiter)
 
-    def leave(self, waiter: Waiter[C], now: float) -> Item[C] | None:
-        """A caller waits no longer; returns the connection that it got meanwhile, if it did.
+    def leave(self, waiter: Waiter[C], now: float, *, late: bool = False) -> Item[C] | None:
+        """Remove a waiter from the queue; return the connection that it got meanwhile, if any.
 
-        Whoever does not want that one gives it back.
+        A caller that does not use that connection must `give` it back.
+
+        :param late: whether the waiter leaves because its timeout has expired.
         """
-        if waiter in self.waiting:  # or else it was served, or told an error, meanwhile
+        if waiter in self.waiting:  # else it was served, or got an error, meanwhile
             self.waiting.remove(waiter)
             self.waited += now - waiter.since
+            self.timeouts += late
         return waiter.item
 
     def expire(self, now: float) -> list[Waiter[C]]:
-        """The callers whose time is over; they do not wait any more."""
+        """Remove the waiters whose timeout has expired, and return them; they must be woken."""
         late = [waiter for waiter in self.waiting if waiter.deadline <= now]
         for waiter in late:
-            self.leave(waiter, now)
-            self.timeouts += 1
+            self.leave(waiter, now, late=True)
         return late
 
     def give_up(self) -> list[Waiter[C]]:
-        """Let all who wait go without a connection; they must be told."""
+        """Remove all waiters from the queue, and return them; each must get an error."""
         left = list(self.waiting)
         self.waiting.clear()
         self.refused += len(left)
@@ -192,8 +200,11 @@ class Core(Generic[C]):
     # -- return --------------------------------------------------------------------------------
 
     def give(self, item: Item[C], now: float) -> Waiter[C] | None:
-        """A connection comes back: it goes to the first who waits (who must be woken), or is ready
-        again, or is let go. Harmless if nobody has it: it may have been given back before."""
+        """Take back a connection: for the first waiter, for the ready ones, or to be closed.
+
+        Return the waiter that got it, who must be woken. Do nothing if the connection is not in
+        use: it may have been returned before.
+        """
         if item.place is not _OUT:
             return None
         self.usage += now - item.since
@@ -206,41 +217,46 @@ class Core(Generic[C]):
         return None
 
     def put(self, item: Item[C], now: float) -> Waiter[C] | None:
-        """A connection is at hand that nobody has: for whom it is, or whether it is kept."""
+        """Hand a connection without a holder to the first waiter, keep it, or retire it.
+
+        Return the waiter that got it, who must be woken.
+        """
         if now < item.usable_until and self._accepting:
             if self.waiting:
                 return self._hand_over(item, now)
             if not self.config.keep:
-                self._retire(item, "not_kept")
+                self._retire_now(item, "not_kept")
                 return None
             item.fresh_until = min(now + FRESH, item.usable_until)
             item.place = Place.READY
             self.ready.append(item)
             return None
-        self._retire(item, self._why_not(item, now))
+        self._retire_now(item, self._why_not(item, now))
         return None
 
     def discard(self, item: Item[C], reason: str) -> None:
-        """A connection is of no use any more, wherever it is."""
+        """Retire a connection now, even if it is in use."""
         if item.place is Place.GONE:
             return
         if item.place is Place.READY:
             self.ready.remove(item)
-        self._retire(item, reason)
+        self._retire_now(item, reason)
 
-    def doom(self, item: Item[C], reason: str) -> None:
-        """A connection must go: at once if nobody has it, else when it comes back."""
+    def retire(self, item: Item[C], reason: str) -> None:
+        """Retire a connection: now if it is not in use, else when it is returned."""
         if item.place is Place.OUT:
-            item.doom = item.doom or reason
+            item.retire_reason = item.retire_reason or reason
             item.usable_until = -math.inf
         else:
             self.discard(item, reason)
 
-    # -- births and deaths ---------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------
 
     def plan(self) -> int:
-        """How many connections to open now. They count as opening from here on, until each has
-        `arrived` or `failed`."""
+        """Return how many connections to open now.
+
+        They count as opening until `arrived` or `failed` was called for each.
+        """
         if not self.open:
             return 0
         coming = len(self.items) + self.opening
@@ -255,7 +271,7 @@ class Core(Generic[C]):
         return number
 
     def arrived(self, item: Item[C], now: float) -> Waiter[C] | None:
-        """A connection was opened: it goes to the first who waits, or is ready."""
+        """Add a connection that was opened; return the waiter that got it, who must be woken."""
         self.opening -= 1
         self.births += 1
         self.items[id(item.conn)] = item
@@ -266,64 +282,66 @@ class Core(Generic[C]):
         return self.put(item, now)
 
     def failed(self) -> None:
-        """A connection could not be opened."""
+        """Note that a connect has failed."""
         self.opening -= 1
 
     def closed(self) -> None:
-        """The close of a connection has ended."""
+        """Note that the close of a connection has ended."""
         self.closing -= 1
 
-    # -- from time to time ---------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------
 
     def scan(self, now: float, *, replacing: bool) -> float:
-        """Let go of what is over, or in excess, or due to be replaced; returns when to look again.
+        """Retire expired, surplus and due connections; return when the next one is due.
 
-        :param replacing: whether connections may be let go ahead of their end; not while new ones
-            cannot be had.
+        :param replacing: whether connections may be replaced before they expire; not while
+            connecting fails.
         """
         for item in list(self.ready):
-            item.holder = None  # a task that has ended is not kept alive for a name
+            item.holder = None  # don't keep a finished task alive
             if now >= item.usable_until:
                 self.discard(item, "guard_on_scan" if now < item.expires else "expired_on_scan")
         self._shrink(now)
         ends = self.config.usable_lifetime < math.inf
         if not (replacing and ends and self.config.enabled and self.open):
             return math.inf
-        staying = [item for item in self.items.values() if item.doom is None]
+        staying = [item for item in self.items.values() if item.retire_reason is None]
         every = self.config.usable_lifetime / self.max_size
         due = first_replacement((item.usable_until for item in staying), every)
         if due > now:
             return due
-        # Replacing must never cost more than a tenth of what there is. One that somebody keeps for
-        # ever costs nothing more, and must not keep the others from being replaced.
-        kept = sum(item.doom is not None and now - item.since > every for item in self._all())
+        # At most a tenth of the connections may be missing because of replacements. One that its
+        # holder keeps for very long does not count: it must not stop all other replacements.
+        kept = sum(
+            item.retire_reason is not None and now - item.since > every for item in self._all()
+        )
         if self.target - len(staying) - kept >= max(1, self.target // 10):
             return now + every
-        self.doom(min(staying, key=lambda item: item.usable_until), "replaced_ahead")
+        self.retire(min(staying, key=lambda item: item.usable_until), "replaced_ahead")
         return now
 
     def resize(self, target: int, max_size: int) -> None:
-        """From now on so many are kept, and at most so many exist."""
+        """Change the number of connections to keep, and the maximum."""
         if not self.config.enabled:
             target = 0
         low = self.config.low_watermark
         self.watermark = target if low is None else min(low, target)
         self.target, self.max_size = target, max_size
         while len(self.items) + self.opening > max_size and self.ready:
-            self._retire(self.ready.popleft(), "reservoir_full")
+            self._retire_now(self.ready.popleft(), "reservoir_full")
         self._accept(self.open and len(self.items) <= max_size)
 
     def drain(self) -> None:
-        """Let go of every connection there is: those in use when they come back."""
+        """Retire all connections: those in use when they are returned."""
         for item in list(self.items.values()):
-            self.doom(item, "drained")
+            self.retire(item, "drained")
 
     def close(self) -> list[Waiter[C]]:
-        """Hand out nothing more; returns those who wait in vain."""
+        """Retire all connections, and return the waiters; each must get an error."""
         self.open = False
         self._accept(False)
         for item in list(self.items.values()):
-            self.doom(item, "closed")
+            self.retire(item, "closed")
         left = list(self.waiting)
         self.waiting.clear()
         return left
@@ -332,17 +350,17 @@ class Core(Generic[C]):
 
     @property
     def out(self) -> int:
-        """How many somebody has."""
+        """The number of connections in use."""
         return len(self.items) - len(self.ready)
 
     @property
     def size(self) -> int:
-        """How many physical connections there are, or may be in this moment."""
+        """The number of physical connections, including those that are opening or closing."""
         return len(self.items) + self.opening + self.closing
 
     @property
     def overfull(self) -> bool:
-        """Whether there are more than there may be, because it was made smaller."""
+        """Whether there are more connections than `max_size`, because that was lowered."""
         return self.size > self.max_size
 
     @property
@@ -351,11 +369,11 @@ class Core(Generic[C]):
         return self.size < self.max_size
 
     def in_use(self) -> Iterator[Item[C]]:
-        """Those that somebody has, the one held longest first."""
+        """The connections in use, the one held longest first."""
         out = [item for item in self._all() if item.place is Place.OUT]
         return iter(sorted(out, key=lambda item: item.since))
 
-    # -- small things --------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     def _hand_over(self, item: Item[C], now: float) -> Waiter[C]:
         waiter = self.waiting.popleft()
@@ -373,13 +391,13 @@ class Core(Generic[C]):
         return waiter
 
     def _note_fast(self, now: float) -> None:
-        """Checkouts that did not wait are only counted where they happen; here they are told."""
+        """Report fast checkouts to `Overload`: the fast path only counts them."""
         fast = self.checkouts - self.handed
         if fast != self._fast_seen:
             self._fast_seen = fast
             self.overload.served(0.0, now)
 
-    def _retire(self, item: Item[C], reason: str) -> None:
+    def _retire_now(self, item: Item[C], reason: str) -> None:
         item.place = Place.GONE
         self.items.pop(id(item.conn), None)
         self.discards[reason] += 1
@@ -393,8 +411,8 @@ class Core(Generic[C]):
         self._keeping = accepting and self.config.keep
 
     def _why_not(self, item: Item[C], now: float) -> str:
-        if item.doom is not None:
-            return item.doom
+        if item.retire_reason is not None:
+            return item.retire_reason
         if not self.open:
             return "closed"
         if now >= item.usable_until:
@@ -402,10 +420,10 @@ class Core(Generic[C]):
         return "reservoir_full"
 
     def _shrink(self, now: float) -> None:
-        """Let go of what is more than the target and was never needed for as long as `max_idle`.
+        """Retire connections above the target that were not needed for `max_idle` seconds.
 
-        In first-in-first-out order every connection is used now and then, also when half of them
-        would do. So it is not their idle time that counts, but how many were ready at the least.
+        Connections are used in turn, so each is used now and then even if half of them would do.
+        So the surplus is the smallest number of ready connections in that time, not an idle time.
         """
         self._spare = min(self._spare, len(self.ready))
         if now < self._spare_until:
@@ -418,5 +436,5 @@ class Core(Generic[C]):
         self._spare_until = now + self.config.max_idle
 
     def _all(self) -> list[Item[C]]:
-        """A copy, made at one go: numbers and words are asked for by any thread, without a lock."""
+        """A copy, made in one atomic step: any thread may read statistics without the lock."""
         return list(self.items.values())

@@ -1,7 +1,7 @@
-"""What a pool must know of a driver: how to open, settle, look at and close a connection.
+"""The interface to database drivers: open, commit, roll back, check and close a connection.
 
-A driver for asyncio gives coroutines where one for threads gives results; everything else is the
-same. Those that are known are found by what `connect` is, or by the class of what it returns.
+The methods of a driver for asyncio return awaitables where those of a driver for threads block. The
+driver is found by the `connect` function, or by the class of the first connection.
 """
 
 from __future__ import annotations
@@ -19,78 +19,82 @@ Connect = Callable[..., Any]
 
 
 class DriverState(Enum):
-    """What a connection that comes back is in the middle of."""
+    """The state of a connection that is returned to the pool."""
 
     IDLE = "idle"
     TRANSACTION = "in a transaction"
-    BUSY = "in the middle of an operation"
+    BUSY = "with a statement in progress"
     BROKEN = "broken"
 
 
 class Driver:
-    """A driver of which nothing is known: the connection is any object at all."""
+    """The base class of drivers, and the driver for connections of an unknown type."""
 
     name: ClassVar[str] = "any"
-    #: Whether its connections are for asyncio, for threads, or for whoever.
+    #: Whether its connections are for asyncio, for threads, or for both.
     kind: ClassVar[Literal["asyncio", "threads", "any"]] = "any"
-    #: Whether it can tell if a transaction is open.
+    #: Whether `state` reports open transactions.
     knows_state: ClassVar[bool] = True
-    #: Whether `close` never waits for anything.
+    #: Whether `close` never blocks.
     closes_at_once: ClassVar[bool] = False
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
 
     def connect(self, conninfo: str, options: dict[str, Any]) -> Any:
-        """Open a connection (or return what opens it, to be awaited)."""
+        """Open a connection, or return an awaitable that opens one."""
         return self._connect(conninfo, **options) if conninfo else self._connect(**options)
 
-    def adopt(self, conn: Any, pool: Any) -> None:
-        """The connection belongs to this pool from now on; None when it leaves it."""
+    def set_pool(self, conn: Any, pool: Any) -> None:
+        """Set the pool that the connection belongs to; None when it leaves the pool."""
 
     def clean(self, conn: Any) -> bool:
-        """Whether it works and nothing is under way: the usual case, so it must be cheap."""
+        """Whether the connection works and is idle; called at every return, so it must be fast."""
         return self.state(conn) is DriverState.IDLE
 
     def state(self, conn: Any) -> DriverState:
-        """What it is in the middle of."""
+        """The state of the connection."""
         return DriverState.BROKEN if self.is_broken(conn) else DriverState.IDLE
 
     def is_broken(self, conn: Any) -> bool:
-        """Whether it is known to be of no use, without asking the server."""
+        """Whether the connection is known to be unusable, without a query to the server."""
         return bool(getattr(conn, "closed", False) is True)
 
     def interrupted(self, error: BaseException | None) -> bool:
-        """Whether it was left in the middle of an answer (by a Ctrl-C, or a cancelled task), which
-        the next caller would take for its own; not where the driver sees to that itself."""
+        """Whether an error (Ctrl-C, or a cancelled task) may have left an unread answer.
+
+        The next caller would take that answer for its own. False if the driver detects this itself.
+        """
         return error is not None and not isinstance(error, Exception)
 
-    def suspects(self, conn: Any, error: BaseException) -> bool:
-        """Whether an error during its use leaves a doubt that only a ping can settle."""
+    def needs_ping(self, conn: Any, error: BaseException) -> bool:
+        """Whether the connection may be lost after this error, so that it must be pinged."""
         return False
 
     def commit(self, conn: Any) -> Awaitable[None] | None:
-        """End its transaction."""
+        """Commit the transaction."""
 
     def rollback(self, conn: Any, timeout: float) -> Awaitable[None] | None:
-        """Undo its transaction; raises if the server does not answer in time."""
+        """Roll back the transaction; raise if the server does not answer in time."""
 
     def interrupt(self, conn: Any, timeout: float) -> Awaitable[None] | None:
-        """Cancel the statement that a `BUSY` connection executes, and wait until the server has
-        ended it; raises if that takes longer than the timeout."""
+        """Cancel the running statement of a `BUSY` connection, and wait until it has ended.
+
+        Raise if that takes longer than the timeout.
+        """
 
     def ping(self, conn: Any, timeout: float) -> Awaitable[None] | None:
-        """Ask the server for a sign of life; raises if there is none."""
+        """Query the server; raise if it does not answer in time."""
 
-    def cut(self, conn: Any) -> None:
-        """Close it as far as that takes no time, unless a statement runs; `close` does the rest."""
+    def close_socket(self, conn: Any) -> None:
+        """Close the socket if that does not block and no statement is running."""
 
     def resetter(self) -> Callable[[Any], Any] | None:
-        """What makes the session of a connection as new, if the driver's own pool does so."""
+        """Return the function that resets a session, if the driver's own pool resets sessions."""
         return None
 
     def close(self, conn: Any) -> Awaitable[None] | None:
-        """Close it."""
+        """Close the connection."""
         close = getattr(conn, "close", None)
         result: Awaitable[None] | None = None if close is None else close()
         return result
@@ -101,33 +105,33 @@ class Driver:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the user knows better than a driver's defaults do."""
+    """The user's functions that replace those of a driver."""
 
     is_broken: Callable[[Any], bool] | None = None
     ping: Callable[[Any], Any] | None = None
     close: Callable[[Any], Any] | None = None
 
-    def over(self, driver: Driver) -> Driver:
-        """The driver with these hooks in place of its own."""
+    def apply_to(self, driver: Driver) -> Driver:
+        """Replace the driver's methods by these hooks, and return it."""
         if self.is_broken is not None:
             _hook_is_broken(driver, self.is_broken)
         if (ping := self.ping) is not None:
             driver.ping = lambda conn, timeout: in_time(ping(conn), timeout)  # type: ignore[method-assign]
         if (close := self.close) is not None:
-            driver.close = lambda conn: _let_go(driver, conn, close)  # type: ignore[method-assign]
-            driver.cut = lambda conn: None  # type: ignore[method-assign]
+            driver.close = lambda conn: _close_by_hook(driver, conn, close)  # type: ignore[method-assign]
+            driver.close_socket = lambda conn: None  # type: ignore[method-assign]
             driver.closes_at_once = False  # type: ignore[misc]
         return driver
 
 
-def _let_go(driver: Driver, conn: Any, close: Callable[[Any], Any]) -> Any:
-    """Close a connection by the user's function; it must not lead back to the pool."""
-    driver.adopt(conn, None)
+def _close_by_hook(driver: Driver, conn: Any, close: Callable[[Any], Any]) -> Any:
+    """Close a connection by the user's function, which must not return it to the pool."""
+    driver.set_pool(conn, None)
     return close(conn)
 
 
 def in_time(answer: Any, timeout: float) -> Awaitable[None] | None:
-    """What a user's function knows nothing of: how long its caller can wait."""
+    """Add a timeout to the awaitable that a user's function returned; None for a plain result."""
     if not inspect.isawaitable(answer):
         return None
 
@@ -159,9 +163,9 @@ def driver_of(
     asynchronous: bool,
     sample: Any = None,
 ) -> Driver | None:
-    """The driver that `connect` belongs to, or that a first connection (`sample`) shows.
+    """Find the driver by its `connect` function, or by a first connection (`sample`).
 
-    None, if only a first connection can tell.
+    Return None if it can be found only by a first connection.
     """
     from . import _asyncpg, _dbapi, _psycopg
 
@@ -174,13 +178,13 @@ def driver_of(
         return found
     if not asynchronous and (inspect.iscoroutinefunction(connect) or inspect.isawaitable(sample)):
         raise TypeError(
-            f"what {connect!r} returns must be awaited, and this pool is for threads: use "
-            "AsyncConnectionPool with it"
+            f"{connect!r} returns an awaitable, but this pool is for threads: use "
+            "AsyncConnectionPool"
         )
     if sample is None:
         return None
     if type(sample).__module__.split(".")[0] == "asyncpg":
         return _asyncpg.AsyncpgDriver(connect)
-    if _dbapi.fits(sample):
+    if _dbapi.is_dbapi(sample):
         return _dbapi.DbapiDriver(connect)
     return Driver(connect)

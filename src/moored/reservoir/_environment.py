@@ -1,4 +1,4 @@
-"""Settings as people write them in the environment, read with all mistakes told at once."""
+"""Reads settings from environment variables, and reports all invalid ones together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h))+")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from `660`, `0.5`, `45s`, `250ms`, `11m` or `1h30m`."""
+    """Parse `660`, `0.5`, `45s`, `250ms`, `11m` or `1h30m` into seconds."""
     words = text.strip().lower()
     if _DURATION.fullmatch(words):
         return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(words))
@@ -30,7 +30,7 @@ def parse_duration(text: str) -> float:
 
 
 class Environment:
-    """Reads variables with one prefix; `done()` raises one error that names all that are wrong."""
+    """Reads variables with one prefix; `done()` raises one error that lists all invalid ones."""
 
     def __init__(self, prefix: str, variables: Mapping[str, str]) -> None:
         self._prefix = prefix
@@ -38,30 +38,30 @@ class Environment:
         self._mistakes: list[str] = []
 
     def flag(self, name: str, default: bool) -> bool:
-        """Yes or no."""
+        """Read a boolean."""
         found = self._read(name, _flag)
         return default if found is None else found
 
     def count(self, name: str, *, least: int = 1) -> int | None:
-        """A whole number."""
+        """Read an integer."""
 
         def parse(text: str) -> int:
             if not text.isdecimal() or int(text) < least:
-                raise ValueError(f"{text!r} is not a whole number from {least}")
+                raise ValueError(f"{text!r} is not an integer of at least {least}")
             return int(text)
 
         return self._read(name, parse)
 
     def rate(self, name: str) -> float | None:
-        """So many per second."""
+        """Read a number per second."""
         return self._read(name, _rate)
 
     def duration(self, name: str) -> float | None:
-        """A length of time."""
+        """Read a duration, in seconds."""
         return self._read(name, parse_duration)
 
     def lease_store(self) -> str | None:
-        """The URL of the lease store; a table is one of DynamoDB."""
+        """Read the URL of the lease store, or the name of a DynamoDB table."""
         url = self._text("DISTRIBUTED_CONN_LEASE_URL")
         table = self._text("DISTRIBUTED_CONN_LEASE_TABLE")
         if url and table:
@@ -71,7 +71,7 @@ class Environment:
         return url or (f"dynamodb://{table}" if table else None)
 
     def done(self) -> None:
-        """Raise ValueError if anything was wrong."""
+        """Raise ValueError if any variable was invalid."""
         refuse("environment", self._mistakes)
 
     def _text(self, name: str) -> str | None:
@@ -90,7 +90,7 @@ class Environment:
 
 def _flag(text: str) -> bool:
     if text.lower() not in (*_YES, *_NO):
-        raise ValueError(f"{text!r} is neither yes nor no: write true or false")
+        raise ValueError(f"{text!r} is not a boolean: write true or false")
     return text.lower() in _YES
 
 
@@ -101,5 +101,5 @@ def _rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"{text!r} is not a number per second: write one such as 100")
+        raise ValueError(f"{text!r} is not a number per second: write for example 100")
     return value

@@ -1,17 +1,17 @@
-"""What can go wrong with a pool, and what to do about it.
+"""The errors of reservoirs and pools.
 
 ::
 
     MooredError
     └── ReservoirError
-        ├── PoolTimeout       nobody gave a connection back in time, and none could be opened
-        ├── PoolClosed        the pool is not open: not yet, not any more, or not in this process
-        ├── PoolOverloaded    too many callers wait already, or have waited for too long
-        ├── ServerUnreachable no connection is there, none can be opened, and callers do not wait
-        ├── ReservoirEmpty    no connection is ready right now, and the caller did not want to wait
-        └── TokenError        nobody gave a token in time, or what was given is none
+        ├── PoolTimeout        no connection was returned or opened within the caller's timeout
+        ├── PoolClosed         the pool was closed, is not open yet, or belongs to another process
+        ├── PoolOverloaded     too many callers wait, or the queue is permanently too slow
+        ├── ServerUnreachable  with `fail_fast`: no connection is left, and connecting fails
+        ├── ReservoirEmpty     `try_checkout()` found no ready connection
+        └── TokenError         a token could not be fetched, or is invalid
 
-All of them are `psycopg.OperationalError` too, because that is what callers of a pool catch today.
+All of them are subclasses of `psycopg.OperationalError`, which callers of psycopg_pool catch.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ __all__ = [
 
 
 class ReservoirError(MooredError, psycopg.OperationalError):
-    """Something that a reservoir or a pool raises on purpose."""
+    """Base class of the errors of reservoirs and pools."""
 
 
 class PoolTimeout(ReservoirError, TimeoutError):
-    """No connection within the caller's time; the message says where they all are."""
+    """No connection within the caller's timeout; the message describes where they are."""
 
 
 class PoolClosed(ReservoirError):
-    """The pool is not open: open it first, or make a new one."""
+    """The pool is not open: open it first, or create a new one."""
 
 
 class PoolOverloaded(ReservoirError):
-    """The pool cannot keep up, so it says so at once instead of letting more callers wait."""
+    """The pool refused a caller because too many wait, or because its queue is too slow."""
 
 
 class ServerUnreachable(ReservoirError):
-    """No connection is left and the server cannot be reached; raised with `fail_fast` alone."""
+    """No connection is left and the server cannot be reached; only raised with `fail_fast`."""
 
 
 class ReservoirEmpty(ReservoirError):
-    """No connection is ready, and the caller asked not to wait for one."""
+    """`try_checkout()` found no ready connection."""
 
 
 class TokenError(ReservoirError):
-    """A token could not be had, or is not one."""
+    """A token could not be fetched, or is invalid."""
 
 
-# What a user reads in a traceback is where a user finds it.
+# Tracebacks name the public module.
 for _error in (ReservoirError, *ReservoirError.__subclasses__()):
     _error.__module__ = "moored.reservoir"

@@ -1,4 +1,4 @@
-"""One physical connection, as the reservoir knows it."""
+"""One physical connection, with what the reservoir records about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FRESH", "Item", "Place", "holder_name"]
 
 C = TypeVar("C")
 
-#: A connection that was in use so short a time ago is handed out without a look at it.
+#: A connection that was in use within this many seconds is handed out without a check.
 FRESH = 0.1
 
 
@@ -25,27 +25,27 @@ class Place(Enum):
     """Where a connection is."""
 
     READY = "ready"
-    #: With a caller.
+    #: Held by a caller, or being checked.
     OUT = "in use"
-    #: Not to be used any more: it is being closed, or has been.
+    #: Retired: it is closing or closed.
     GONE = "gone"
 
 
 class Item(Generic[C]):
-    """A connection with its lifetime, its lease and its whereabouts."""
+    """A connection with its lifetime, its lease, its place and its holder."""
 
     __slots__ = (
-        "at_hand",
         "born",
-        "by_hand",
+        "by_getconn",
         "conn",
-        "doom",
         "expires",
         "fresh_until",
         "holder",
-        "leak_told",
+        "leak_reported",
         "lease",
         "place",
+        "ready_future",
+        "retire_reason",
         "since",
         "stack",
         "usable_until",
@@ -56,29 +56,29 @@ class Item(Generic[C]):
     ) -> None:
         self.conn = conn
         self.born = born
-        #: When its life is over; drawn once, at its birth.
+        #: When it expires.
         self.expires = born + lifetime
         #: When its guard window begins.
         self.usable_until = self.expires - guard
-        #: Until when it may be handed out without a look at it.
+        #: Until when it may be handed out without a check.
         self.fresh_until = -math.inf
         self.lease = lease
         self.place = Place.GONE
-        #: Why it must not be kept when it comes back.
-        self.doom: str | None = None
-        #: What a caller under asyncio awaits when it is ready.
-        self.at_hand: Any = None
-        #: Since when, with whom, and (if leaks are looked for) from where it is in use.
+        #: Why it is retired when it is returned; None if it may be kept.
+        self.retire_reason: str | None = None
+        #: A done future with the connection, which the fast path of asyncio returns.
+        self.ready_future: Any = None
+        #: Since when it is in use, by which task or thread, and (with `leak_after`) the stack.
         self.since = born
         self.holder: Any = None
         self.stack: Any = None
-        self.leak_told = False
-        #: Whether it was taken with `getconn`, so that `putconn` may give it back, once.
-        self.by_hand = False
+        self.leak_reported = False
+        #: Whether it was checked out with `getconn`, so that `putconn` may return it, once.
+        self.by_getconn = False
 
     @property
     def idle_since(self) -> float:
-        """Since when it is ready."""
+        """When it was returned."""
         return self.fresh_until - FRESH
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class Item(Generic[C]):
 
 
 def holder_name(holder: Any) -> str:
-    """Who has a connection, in words."""
+    """Describe the task or thread that holds a connection."""
     if isinstance(holder, asyncio.Task):
         return f'checkout of task "{holder.get_name()}"'
     if isinstance(holder, int):

@@ -1,4 +1,4 @@
-"""Connections that somebody has had for too long."""
+"""Warnings about connections that are in use for too long."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ log = logging.getLogger("moored.reservoir")
 def warn_of_leaks(
     core: Core[Any], lock: threading.Lock, after: float, now: float, name: str
 ) -> None:
-    """Name who has a connection for longer than `after` seconds; once for each checkout."""
+    """Log the holder of each connection in use for `after` seconds; once for each checkout."""
     with lock:
-        leaks = [item for item in core.in_use() if now - item.since >= after and not item.leak_told]
+        leaks = [
+            item for item in core.in_use() if now - item.since >= after and not item.leak_reported
+        ]
         for item in leaks:
-            item.leak_told = True
+            item.leak_reported = True
     for item in leaks:
         log.warning(
-            "%s: a connection is in use for %s (leak_after=%g s): %s, at:\n%s",
+            "%s: a connection has been in use for %s (leak_after=%g s): %s, at:\n%s",
             name,
             duration(now - item.since),
             after,

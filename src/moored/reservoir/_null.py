@@ -1,8 +1,7 @@
-"""Pools that keep nothing: each caller gets a connection of its own, as from psycopg_pool's.
+"""Null pools, as in psycopg_pool: they keep no idle connections.
 
-What such a pool is still good for: the number of connections has a limit, callers wait in a queue,
-and connections are opened within the rate. One that comes back goes to a caller that waits; if none
-does, it is closed.
+They still limit the number of connections and the rate at which these are opened, and callers wait
+in a queue. A returned connection goes to the next waiting caller, or is closed if none waits.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from ._types import AsyncC, ThreadsC
 
 __all__ = ["AsyncNullConnectionPool", "NullConnectionPool"]
 
-#: How many connections there may be if nobody says.
-MANY = 10_000
+#: The maximum number of connections if no `max_size` is given.
+UNLIMITED = 10_000
 
 
-class _KeepsNothing(Pool[C]):
-    """The common part of the two: how they are configured."""
+class _NullPool(Pool[C]):
+    """The common part of the two null pools: their configuration."""
 
     def __init__(
         self,
@@ -49,22 +48,24 @@ class _KeepsNothing(Pool[C]):
 
     def _most(self, min_size: int, max_size: int | None) -> int:
         mistakes = unmet(
-            ("min_size", min_size, not min_size, "0: such a pool keeps no connections"),
-            ("max_size", max_size, (max_size or 0) >= 0, "at least 0 (0 for any number)"),
+            ("min_size", min_size, not min_size, "0: a null pool keeps no connections"),
+            ("max_size", max_size, (max_size or 0) >= 0, "at least 0 (0 for no limit)"),
         )
         refuse(type(self).__name__, mistakes)
-        return max_size or MANY
+        return max_size or UNLIMITED
 
 
-class NullConnectionPool(_KeepsNothing[ThreadsC], ConnectionPool[ThreadsC]):
+class NullConnectionPool(_NullPool[ThreadsC], ConnectionPool[ThreadsC]):
     """A pool for threads that keeps no connections.
 
-    :param max_size: how many connections there may be at a time; 0, or None, for any number.
+    :param max_size: the maximum number of connections; 0 or None for no limit.
     """
 
     def wait(self, timeout: float = 30.0) -> None:
-        """Open a connection and close it; if that takes too long, `PoolTimeout`, and the pool is
-        closed."""
+        """Open a connection and close it again.
+
+        After the timeout, close the pool and raise `PoolTimeout`.
+        """
         try:
             with self.connection(timeout):
                 pass
@@ -73,15 +74,17 @@ class NullConnectionPool(_KeepsNothing[ThreadsC], ConnectionPool[ThreadsC]):
             raise
 
 
-class AsyncNullConnectionPool(_KeepsNothing[AsyncC], AsyncConnectionPool[AsyncC]):
+class AsyncNullConnectionPool(_NullPool[AsyncC], AsyncConnectionPool[AsyncC]):
     """A pool for asyncio that keeps no connections.
 
-    :param max_size: how many connections there may be at a time; 0, or None, for any number.
+    :param max_size: the maximum number of connections; 0 or None for no limit.
     """
 
     async def wait(self, timeout: float = 30.0) -> None:
-        """Open a connection and close it; if that takes too long, `PoolTimeout`, and the pool is
-        closed."""
+        """Open a connection and close it again.
+
+        After the timeout, close the pool and raise `PoolTimeout`.
+        """
         try:
             async with self.connection(timeout):
                 pass

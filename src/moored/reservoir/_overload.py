@@ -1,4 +1,4 @@
-"""When a queue is too slow to be worth joining."""
+"""Detects that the queue of callers is permanently too slow."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["Overload"]
 
 
 class Overload:
-    """Tells whether every checkout of the last interval has waited longer than the target.
+    """Whether every checkout of the last interval waited longer than the target.
 
-    A queue that is long for a moment is a good queue: it takes up a burst. One that is never
-    short is only a delay for everybody in it. So the best wait of an interval decides, and the
-    first checkout that waits no longer than the target clears it.
+    A queue that is long for a moment absorbs a burst. A queue that is never short only delays all
+    callers. So the shortest wait of an interval decides, and the first checkout that waits no
+    longer than the target ends the overload.
     """
 
     __slots__ = ("_best", "_ends", "_interval", "_target", "overloaded")
@@ -22,15 +22,15 @@ class Overload:
         self._interval = interval
         self._best = math.inf
         self._ends = -math.inf
-        #: Whether new callers should be told at once, instead of waiting.
+        #: Whether new callers should be refused instead of waiting.
         self.overloaded = False
 
     def served(self, waited: float, now: float) -> None:
-        """A caller got a connection after so long."""
+        """Note that a caller got a connection after waiting for this many seconds."""
         if waited <= self._target:
             self.overloaded = False
         if now >= self._ends:
-            # The interval begins with the first checkout, so that a quiet time proves nothing.
+            # An interval begins with a checkout, so that a time without callers does not count.
             if self._best > self._target and self._best < math.inf:
                 self.overloaded = waited > self._target
             self._best = math.inf

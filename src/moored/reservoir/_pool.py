@@ -1,10 +1,10 @@
-"""What the two pools have in common: how they are made, what they report, and their slow paths.
+"""The common part of the two pools: parameters, properties, statistics and slow paths.
 
-Their names and parameters are those of psycopg_pool, so that a change of one import is enough; the
-rest is what psycopg_pool does not have.
+Names and parameters are those of psycopg_pool, so that a program changes one import to switch; the
+others are additions.
 
-The slow paths are coroutines. In a pool for threads nothing in them suspends: whatever they call
-blocks, and `at_once` runs them to their end.
+The slow paths are coroutines. In a pool for threads they never suspend: the functions that they
+await block instead, and `run_sync` runs the coroutine to its end.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
 from moored.kernel import Clock, Recorder, awaited, describe, refuse, unmet
 from moored.leases import Leases
 from moored.leases import sync as leases_sync
 
-from ._at_once import at_once
 from ._config import ReservoirConfig
 from ._core import Core, Waiter
 from ._driver import Connect, DriverState, in_time
@@ -29,6 +28,7 @@ from ._pool_settings import config_of
 from ._psycopg_stats import counters, measures
 from ._recipe import Conninfo, Options
 from ._reservoir import Reservoir
+from ._run_sync import run_sync
 from ._statistics import Statistics
 from ._tokens import Provider, Tokens
 
@@ -38,12 +38,13 @@ log = logging.getLogger("moored.reservoir")
 
 C = TypeVar("C")
 
-#: A connection that nobody used for so long is asked for a sign of life before it is handed out.
+#: A connection that was idle for this many seconds is pinged before it is handed out.
 CHECK_IDLE = 30.0
 PING_TIMEOUT = 5.0
-#: How long a caller waits at least after a new connection failed its check.
+#: The shortest pause of a caller after a new connection failed its check.
 CHECK_PAUSE = 0.1
-#: What even a caller whose time is over grants it, so as not to throw away a good one in haste.
+#: The shortest ping timeout, even if the caller's timeout expires earlier: a working connection
+#: should not be closed because its caller had little time left.
 PING_LEAST = 0.1
 
 
@@ -116,11 +117,11 @@ class Pool(Generic[C]):
         self.conninfo = conninfo
         self.kwargs = kwargs
         self.connection_class = connection_class
-        #: Seconds that a caller waits for a connection, if it does not say otherwise.
+        #: Seconds that a caller waits for a connection, unless it passes a timeout.
         self.timeout = timeout
-        #: How long connecting may fail before `reconnect_failed` is called.
+        #: Seconds for which connecting may fail before `reconnect_failed` is called.
         self.reconnect_timeout = reconnect_timeout
-        #: Whether closing a psycopg connection gives it back instead.
+        #: Whether `close()` of a psycopg connection returns it to the pool instead.
         self.close_returns = close_returns
         self._check = check
         self._own_reset = reset
@@ -150,15 +151,15 @@ class Pool(Generic[C]):
             queue_interval=queue_interval,
             clock=clock,
             recorder=recorder,
-            owner=_Home(self) if close_returns else self,
+            owner=_CloseReturns(self) if close_returns else self,
             fail_fast=fail_fast,
         )
         self._popped: dict[str, int] = {}
         self._returns_bad = 0
-        # Checkouts that came to nothing, because the connection failed its check.
-        self._unfit = 0
+        # Checkouts whose connection failed its check and was replaced.
+        self._failed_checks = 0
         self._opens_itself = open is not False
-        # What a subclass does with each connection is done in `connection()` too.
+        # `connection()` must call the `getconn` and `putconn` of a subclass that overrides them.
         shell = type(self)._shell()
         self._by_methods = any(
             getattr(type(self), name) is not getattr(shell, name) for name in ("getconn", "putconn")
@@ -170,79 +171,79 @@ class Pool(Generic[C]):
 
     @classmethod
     def _shell(cls) -> type[Any]:
-        """The pool of this package that a user's class is derived from."""
+        """Return the pool class of this package that a user's class derives from."""
         home = __name__.rpartition(".")[0]
         return next(kind for kind in cls.__mro__ if kind.__module__.startswith(home))
 
     def _set_up(self) -> None:
-        """What the shell needs besides."""
+        """Set the attributes that only this kind of pool has."""
 
     def _bind(self) -> None:
-        """Keep at hand what the usual checkout needs: looking it up would take half its time."""
+        """Cache what the fast path needs: the lookups would take half the time of a checkout."""
         reservoir, driver = self.reservoir, self.reservoir.recipe.driver
         own = self._own_reset
         self._reset = driver.resetter() if own is None else (own or None)
         self._lock = reservoir.lock
         self._give = reservoir.core.give if os.getpid() == self._maker else self._give_own
         self._retired = reservoir.core.retired
-        # A connection that must be reset is never clean as it comes back.
+        # A connection that must be reset is never clean when it is returned.
         self._is_clean = driver.clean if self._reset is None else _never
         self._monotonic = reservoir.clock.monotonic
-        # A checkout may need more than a ready connection; then the quick way finds none.
+        # If a checkout needs more than a ready connection, the fast path never finds one.
         self._usable = reservoir.usable
         quick = self._usable and self._check is None and reservoir.leak_after is None
         self._take = reservoir.core.take if quick else _nothing
 
-    # -- what it is ----------------------------------------------------------------------------
+    # -- properties and statistics -------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """What it is called in logs and metrics."""
+        """The pool's name in logs and metrics."""
         return self.reservoir.name
 
     @property
     def config(self) -> ReservoirConfig:
-        """The settings that it was opened with."""
+        """The settings that the pool was created with."""
         return self.reservoir.config
 
     @property
     def recorder(self) -> Recorder:
-        """Where it records what happens, and why."""
+        """The recorder of the pool's events and their causes."""
         return self.reservoir.recorder
 
     @property
     def min_size(self) -> int:
-        """How many connections it keeps."""
+        """The number of connections that the pool keeps open."""
         return self._core.target
 
     @property
     def max_size(self) -> int:
-        """How many connections there may be."""
+        """The maximum number of connections."""
         return self._core.max_size
 
     @property
     def max_waiting(self) -> int:
-        """How many callers may wait; 0 for any number."""
+        """The maximum number of waiting callers; 0 for no limit."""
         return self._core.max_waiting
 
     @property
     def max_lifetime(self) -> float:
-        """How old a connection gets at most."""
+        """The maximum age of a connection, in seconds."""
         return self.config.base_lifetime + self.config.lifetime_jitter
 
     @property
     def max_idle(self) -> float:
-        """What more than `min_size` is closed when it was not needed for so long."""
+        """Seconds after which connections above `min_size` that were not needed are closed."""
         return self.config.max_idle
 
     @property
     def num_workers(self) -> int:
-        """How many connections are opened at the same time."""
+        """The number of connections that may be opened at the same time."""
         return self.config.max_in_flight
 
     @property
     def closed(self) -> bool:
-        """Whether it is not open: not any more, or not before somebody opens it."""
+        """Whether the pool was closed, or was never opened and does not open itself."""
         opens = self.reservoir.state == "new" and self._opens_itself
         return not (self.reservoir.usable or opens)
 
@@ -251,54 +252,57 @@ class Pool(Generic[C]):
         return self.reservoir.core
 
     def statistics(self) -> Statistics:
-        """This pool in numbers."""
+        """Return the pool's counters and current numbers."""
         return self.reservoir.statistics()
 
     def get_stats(self) -> dict[str, int]:
-        """The same numbers under the names of psycopg_pool."""
-        now = counters(self.reservoir, unfit=self._unfit, returns_bad=self._returns_bad)
+        """Return the statistics under the names of psycopg_pool."""
+        now = counters(
+            self.reservoir, failed_checks=self._failed_checks, returns_bad=self._returns_bad
+        )
         since = {name: value - self._popped.get(name, 0) for name, value in now.items()}
         return {**since, **measures(self.reservoir)}
 
     def pop_stats(self) -> dict[str, int]:
-        """The same as `get_stats`, and counts from zero again."""
+        """Return `get_stats()`, and reset its counters to zero."""
         stats = self.get_stats()
-        self._popped = counters(self.reservoir, unfit=self._unfit, returns_bad=self._returns_bad)
+        self._popped = counters(
+            self.reservoir, failed_checks=self._failed_checks, returns_bad=self._returns_bad
+        )
         return stats
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.reservoir.place}: {self.reservoir.describe()}>"
 
-    # -- for the shells ------------------------------------------------------------------------
+    # -- helpers of the two pools --------------------------------------------------------------
 
     def _owns(self, item: Item[C]) -> bool:
-        """Whether it is a connection of this process: a block may have begun before a fork."""
+        """Whether the connection belongs to this process: a block may have begun before a fork."""
         here = self.reservoir.pid == os.getpid()
         return here and self._core.items.get(id(item.conn)) is item
 
     def _give_own(self, item: Item[C], now: float) -> Waiter[C] | None:
         return self._core.give(item, now) if self._owns(item) else None
 
-    def _by_hand(self, item: Item[C]) -> C:
-        """Hand out a connection that comes back with `putconn`."""
-        item.by_hand = True
+    def _hand_out(self, item: Item[C]) -> C:
+        """Return the connection, marked as one that `putconn` may return."""
+        item.by_getconn = True
         return item.conn
 
     def _claim(self, conn: C) -> Item[C] | None:
-        """What `getconn` gave, to be given back; None if it was not that, or came back before."""
+        """Take over a connection that `getconn` handed out; None if it is not, or was returned."""
         with self.reservoir.lock:
             item = self._core.items.get(id(conn))
-            if item is None or not (item.conn is conn and item.by_hand and self._owns(item)):
+            if item is None or not (item.conn is conn and item.by_getconn and self._owns(item)):
                 return None
-            item.by_hand = False
+            item.by_getconn = False
             return item
 
     def _item_of(self, conn: C) -> Item[C]:
         item = self._claim(conn)
         if item is None:
             raise ValueError(
-                f"{conn!r} is not a connection that getconn() of {self.name} has handed out, or it "
-                "was given back before"
+                f"{conn!r} was not handed out by getconn() of {self.name}, or was returned before"
             )
         return item
 
@@ -317,7 +321,7 @@ class Pool(Generic[C]):
         )
 
     def _state_of(self, conn: C, settled: bool) -> DriverState:
-        """The state of a connection; one that cannot tell is believed to be idle once settled."""
+        """The state of a connection; idle after a commit or rollback if its driver cannot tell."""
         driver = self.reservoir.recipe.driver
         state = driver.state(conn)
         if settled and state is DriverState.TRANSACTION and not driver.knows_state:
@@ -325,38 +329,40 @@ class Pool(Generic[C]):
         return state
 
     def _closes(self, item: Item[C]) -> bool:
-        """Whether a pool that keeps nothing closes this connection, which then needs no reset. A
-        caller that begins to wait after this does not get the connection."""
+        """Whether a null pool will close this connection, which then needs no reset.
+
+        If so, a caller that begins to wait from now on does not get the connection.
+        """
         core = self._core
         if core.config.keep:
             return False
         with self.reservoir.lock:
             if not core.waiting:
-                core.doom(item, "not_kept")
-        return item.doom is not None
+                core.retire(item, "not_kept")
+        return item.retire_reason is not None
 
-    def _must_look(self, item: Item[C]) -> bool:
-        """Whether a connection must be asked for a sign of life before it is handed out."""
+    def _needs_check(self, item: Item[C]) -> bool:
+        """Whether a connection must be checked before it is handed out."""
         if self._check is not None:
             return True
         return self._check_idle is not None and item.since - item.idle_since >= self._check_idle
 
-    def _came_too_late(self, item: Item[C]) -> bool:
-        """Whether its time was over when it had been looked at; then it is let go."""
+    def _expired_meanwhile(self, item: Item[C]) -> bool:
+        """Whether a connection reached its guard window during its check; if so, discard it."""
         if self._monotonic() < item.usable_until:
             return False
-        self.reservoir.discard(item.conn, item.doom or "guard_on_checkout")
+        self.reservoir.discard(item.conn, item.retire_reason or "guard_on_checkout")
         return True
 
-    def _patience(self, deadline: float) -> float:
-        """How long a ping may take for a caller whose time is over at the deadline."""
+    def _ping_limit(self, deadline: float) -> float:
+        """The timeout of a ping for a caller with this deadline."""
         return min(self._ping_timeout, max(PING_LEAST, deadline - self._monotonic()))
 
     def _pause(self, item: Item[C], began: float, timeout: float) -> float:
         """How long a caller waits after a connection failed its check.
 
-        If it was opened after the caller came, the next one would fail too, and each costs a turn
-        under the rate: so it waits as long as it has waited before.
+        If the connection was opened after the caller arrived, the next one would probably fail
+        too, and each uses up the rate limit: so the caller waits as long as it has waited so far.
         """
         if item.born < began:
             return 0.0
@@ -367,13 +373,13 @@ class Pool(Generic[C]):
         now = self._monotonic()
         return min(max(CHECK_PAUSE, now - began), max(0.0, began + timeout - now))
 
-    def _suspect_others(self) -> None:
-        """Where one gave no sign of life, look at all that were unused for as long."""
+    def _ping_idle(self) -> None:
+        """After a failed ping, ping all connections that are due for one."""
         if self._check is None and self._check_idle is not None:
-            self.reservoir.upkeep.examine(self._check_idle, self._ping_timeout)
+            self.reservoir.upkeep.ping_idle(self._check_idle, self._ping_timeout)
 
     def _check_process(self) -> None:
-        """What was opened by a parent process is not touched."""
+        """Raise `PoolClosed` if the pool was opened by a parent process."""
         if self.reservoir.pid != os.getpid():
             self.reservoir.check_open()
 
@@ -381,7 +387,7 @@ class Pool(Generic[C]):
         self, wait: bool, timeout: float, progress: Callable[[str], object] | None
     ) -> None:
         """Start the reservoir unless it is open; with `wait`, wait for the low watermark."""
-        # Checked on the loop: of several threads that open the pool, one does it.
+        # Checked on the loop, so that only one of several threads starts the reservoir.
         if self.reservoir.state != "open":
             await self.reservoir.start()
         if wait:
@@ -390,7 +396,7 @@ class Pool(Generic[C]):
                 log.warning("%s; starting anyway", self._not_full(number, timeout))
 
     async def _fill_up(self, timeout: float) -> None:
-        """Wait until all connections that are to be kept are there, or raise `PoolTimeout`."""
+        """Wait until the pool has `min_size` connections, or raise `PoolTimeout`."""
         number = self._core.target
         if not await self.reservoir.wait_ready(number, timeout):
             raise PoolTimeout(self._not_full(number, timeout))
@@ -404,25 +410,29 @@ class Pool(Generic[C]):
     def _resize(self, min_size: int, max_size: int | None) -> None:
         self._check_process()
         max_size = min_size if max_size is None else max_size
-        # Checked as if it were new: the rate must still be able to keep so many alive.
+        # Validate the new sizes: the rate must be able to replace that many connections in time.
         self.config.but(max_size=max_size, target_ready=min_size, low_watermark=None)
         with self.reservoir.lock:
             self._core.resize(min_size, max_size)
         self.reservoir.carry_out(None)
         self.reservoir.upkeep.nudge()
 
-    # -- checkout, when no fresh connection is ready ---------------------------------------------
+    # -- slow path of a checkout: no fresh connection is ready -----------------------------------
 
-    async def _wait(
-        self, now: float, began: float, timeout: float, holder: Any, patient: bool
-    ) -> Item[C]:
-        """Join the queue, and wait there until the deadline at most."""
+    def _new_waiter(self, since: float, deadline: float, holder: Any) -> Waiter[C]:
+        raise NotImplementedError
+
+    def _until_woken(self, waiter: Waiter[C]) -> Awaitable[None]:
+        """Wait until the waiter is woken or its deadline has passed."""
         raise NotImplementedError
 
     _sleep: Callable[[float], Coroutine[Any, Any, None]]
 
     async def _obtain(self, timeout: float | None, holder: Any) -> Item[C]:
-        """A connection that was looked at, after waiting for it if need be."""
+        """Return a checked connection; wait for one if none is ready.
+
+        A caller with a timeout of its own is patient: it may join a queue that is overloaded.
+        """
         patient = timeout is not None
         timeout = self.timeout if timeout is None else timeout
         now = began = self._monotonic()
@@ -430,30 +440,77 @@ class Pool(Generic[C]):
             item = self.reservoir.obtain(now, holder)
             if item is None:
                 item = await self._wait(now, began, timeout, holder, patient)
-            if not self._must_look(item):
+            if not self._needs_check(item):
                 return item
-            if await self._is_fit(item, began + timeout):
-                if not self._came_too_late(item):
+            if await self._passes_check(item, began + timeout):
+                if not self._expired_meanwhile(item):
                     return item
-                self._unfit += 1
+                self._failed_checks += 1
             else:
-                self._unfit += 1
-                self._suspect_others()
+                self._failed_checks += 1
+                self._ping_idle()
                 await self._sleep(self._pause(item, began, timeout))
-            # Meanwhile it may have been closed.
-            self.reservoir.check_open()
+            self.reservoir.check_open()  # the pool may have been closed meanwhile
             now = self._monotonic()
 
-    async def _is_fit(
+    async def _wait(
+        self, now: float, began: float, timeout: float, holder: Any, patient: bool
+    ) -> Item[C]:
+        """Join the queue, and wait there until the deadline at most."""
+        core, reservoir = self._core, self.reservoir
+        waiter = self._new_waiter(now, began + timeout, holder)
+        with reservoir.lock:
+            # Another thread may have returned a connection since this one looked.
+            item = core.take(now) or core.search(now)
+            if item is None:
+                self._join(waiter, now, patient)
+        if item is None:
+            item = await self._wait_in_queue(waiter, timeout)
+            reservoir.latency.add(self._monotonic() - began)
+        reservoir.mark(item, holder)
+        return item
+
+    def _join(self, waiter: Waiter[C], now: float, patient: bool) -> None:
+        """Add a waiter to the queue, or raise if it would wait in vain or for too long."""
+        if not self._core.open:
+            self.reservoir.check_open()
+        if (why := self._core.refuses(now, patient=patient)) is not None:
+            raise self._refused(why)
+        if (error := self.reservoir.upkeep.unreachable()) is not None:
+            raise error
+        self._core.enqueue(waiter)
+
+    async def _wait_in_queue(self, waiter: Waiter[C], timeout: float) -> Item[C]:
+        core, reservoir = self._core, self.reservoir
+        try:
+            if core.can_grow:
+                reservoir.upkeep.nudge()
+            await self._until_woken(waiter)
+        except BaseException:
+            # Cancelled, or interrupted by Ctrl-C: pass on a connection that it got meanwhile.
+            with reservoir.lock:
+                now = self._monotonic()
+                item = core.leave(waiter, now)
+                next_waiter = None if item is None else core.give(item, now)
+            reservoir.carry_out(next_waiter)
+            raise
+        if not waiter.settled:
+            with reservoir.lock:
+                core.leave(waiter, self._monotonic(), late=True)
+        if waiter.item is not None:
+            return waiter.item
+        raise waiter.error or self._timed_out(timeout)
+
+    async def _passes_check(
         self, item: Item[C], deadline: float = math.inf, *, ping: bool = False
     ) -> bool:
-        """Whether it gives a sign of life before the deadline; if not, it is let go."""
+        """Whether a connection passes its check (or, with `ping`, a ping); if not, discard it."""
         try:
             if self._check is not None and not ping:
                 await awaited(in_time(self._check(item.conn), PING_TIMEOUT))
             else:
                 driver = self.reservoir.recipe.driver
-                await awaited(driver.ping(item.conn, self._patience(deadline)))
+                await awaited(driver.ping(item.conn, self._ping_limit(deadline)))
         except BaseException as error:
             log.info("%s: a connection failed its check: %s", self.name, describe(error))
             self.reservoir.upkeep.lost += 1
@@ -472,18 +529,18 @@ class Pool(Generic[C]):
         for item in ready:
             with lock:
                 picked = core.pick(item, self._monotonic())
-            if picked and await self._is_fit(item, ping=True):
+            if picked and await self._passes_check(item, ping=True):
                 with lock:
                     waiter = core.put(item, self._monotonic())
                 self.reservoir.carry_out(waiter)
 
-    # -- return, when it needs more than to be put back -------------------------------------------
+    # -- slow path of a return: the connection must be cleaned up ---------------------------------
 
     async def _interrupt(self, conn: C) -> None:
-        """End a statement that the connection still executes; in threads, its own thread does."""
+        """Cancel a running statement of a cancelled task; a thread always waits for its own."""
 
     async def _settle(self, item: Item[C], error: BaseException | None) -> None:
-        """The end of a block: commit, or roll back, and give back."""
+        """End a block: commit, or roll back after an error, and return the connection."""
         driver, conn = self.reservoir.recipe.driver, item.conn
         doubt, settled = error, False
         try:
@@ -505,7 +562,7 @@ class Pool(Generic[C]):
             await self._release(item, settled=settled, doubt=doubt)
 
     async def _end_transaction(self, conn: C, error: BaseException | None) -> None:
-        """Commit, or roll back, a connection that a user's own `getconn` has handed out."""
+        """Commit, or roll back after an error, a connection of an overridden `getconn`."""
         driver = self.reservoir.recipe.driver
         if error is None and not driver.is_broken(conn):
             await awaited(driver.commit(conn))
@@ -515,10 +572,10 @@ class Pool(Generic[C]):
     async def _release(
         self, item: Item[C], *, settled: bool = False, doubt: BaseException | None = None
     ) -> None:
-        """Give back a connection, made clean first.
+        """Clean up a connection and return it to the pool, or discard it.
 
-        :param settled: whether its transaction was ended just now.
-        :param doubt: an error after which it may be of no use.
+        :param settled: whether its transaction was just committed or rolled back.
+        :param doubt: an error after which the connection may be broken.
         """
         clean = False
         try:
@@ -533,15 +590,15 @@ class Pool(Generic[C]):
             self.reservoir.carry_out(waiter)
 
     async def _return(self, conn: C) -> None:
-        """Give back what `getconn` gave; harmless if that was done."""
+        """Return a connection of `getconn`; do nothing if it was returned before."""
         if (item := self._claim(conn)) is not None:
             await self._release(item)
 
     async def _clean(self, item: Item[C], settled: bool, doubt: BaseException | None) -> bool:
-        """End what the connection is in the middle of, and reset it; False if it cannot be kept."""
+        """End what is in progress and reset the session; False if the connection is unusable."""
         driver, conn = self.reservoir.recipe.driver, item.conn
         if driver.interrupted(doubt):
-            log.warning("%s: closing a connection that was interrupted", self.name)
+            log.warning("%s: closing a connection whose statement was interrupted", self.name)
             return False
         await self._interrupt(conn)
         state = self._state_of(conn, settled)
@@ -549,20 +606,22 @@ class Pool(Generic[C]):
             if driver.knows_state:
                 text = "%s: rolling back a connection left in a transaction: %r"
                 log.warning(text, self.name, conn)
-            if not await self._did("rollback failed", driver.rollback, conn, self._ping_timeout):
+            if not await self._succeeds(
+                "rollback failed", driver.rollback, conn, self._ping_timeout
+            ):
                 return False
             state = self._state_of(conn, settled=True)
         if state is not DriverState.IDLE:
-            # When all are closed, nobody need care how one comes back.
+            # A closed pool closes every connection anyway: that deserves no warning.
             level = logging.INFO if self.closed else logging.WARNING
             log.log(level, "%s: closing a connection that came back %s", self.name, state.value)
             return False
-        if doubt is not None and driver.suspects(conn, doubt):
+        if doubt is not None and driver.needs_ping(conn, doubt):
             lost = "closing a lost connection"
-            if not await self._did(lost, driver.ping, conn, self._ping_timeout):
+            if not await self._succeeds(lost, driver.ping, conn, self._ping_timeout):
                 return False
         if self._reset is not None and not self._closes(item):
-            if not await self._did("the reset callback failed", self._reset, conn):
+            if not await self._succeeds("the reset callback failed", self._reset, conn):
                 return False
             state = self._state_of(conn, settled=True)
             if state is not DriverState.IDLE:
@@ -571,8 +630,8 @@ class Pool(Generic[C]):
                 return False
         return True
 
-    async def _did(self, failed: str, call: Callable[..., Any], *args: Any) -> bool:
-        """Whether a call went well; a failure is logged."""
+    async def _succeeds(self, failed: str, call: Callable[..., Any], *args: Any) -> bool:
+        """Whether a call succeeds; its error is logged."""
         try:
             await awaited(call(*args))
         except Exception as error:
@@ -581,15 +640,18 @@ class Pool(Generic[C]):
         return True
 
 
-class _Home:
-    """What a psycopg connection knows of its pool under `close_returns`: to close it is to give it
-    back, and the second time, or within a block of `connection()`, it does nothing."""
+class _CloseReturns:
+    """The pool that psycopg connections refer to under `close_returns`.
+
+    The `close()` of a connection then calls `putconn` here, which returns the connection; it does
+    nothing the second time, or within a block of `connection()`.
+    """
 
     close_returns = True
 
     def __init__(self, pool: Pool[Any]) -> None:
         back = pool._return
-        self.putconn = back if pool._asynchronous else lambda conn: at_once(back(conn))
+        self.putconn = back if pool._asynchronous else lambda conn: run_sync(back(conn))
 
 
 def _nothing(now: float) -> None:

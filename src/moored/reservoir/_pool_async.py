@@ -28,7 +28,7 @@ log = logging.getLogger("moored.reservoir")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Who takes a connection is noted each time, and 3.11's own way to ask takes as long as the rest.
+# Each checkout stores its task. `current_task` of Python 3.11 would double the time of a checkout.
 if sys.version_info < (3, 12):
     _task_of: Callable[[Any], Any] = asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]
 else:
@@ -46,35 +46,37 @@ class _AsyncWaiter(Waiter[C]):
 
 
 class AsyncConnectionPool(Pool[C]):
-    """A pool for asyncio whose connections are ready before they are needed.
+    """A pool for asyncio that opens its connections before they are needed.
 
-    `async with pool.connection() as conn` gives the driver's own connection; at the end its
-    transaction is committed, or rolled back if the block raised. All parameters of psycopg_pool
-    are taken; these are new:
+    `async with pool.connection() as conn` gives the driver's own connection; at the end of the
+    block its transaction is committed, or rolled back if the block raised. All parameters of
+    psycopg_pool are accepted; these are new:
 
-    :param config: every setting of the reservoir at once, for example from `from_env`.
+    :param config: all settings of the reservoir, for example from `ReservoirConfig.from_env`.
     :param creation_rate: how many connections may be opened per second (100).
-    :param creation_burst: how many of them at once.
-    :param tokens: makes passwords that end after a while, for example `aws.DsqlTokens(…)`.
-    :param leases: the URL of a lease store, or a client: limits the connections of the cluster.
-    :param connect: another driver's function, for example `asyncpg.connect`; it is called with the
-        conninfo, if there is one, and `kwargs`.
-    :param reset: called when a connection comes back; asyncpg's are reset by default, as by
-        asyncpg's own pool, which takes a round trip: False leaves their sessions as they are.
-    :param is_broken: tells whether a connection is of no use, without asking the server.
-    :param ping: asks the server for a sign of life, or raises.
+    :param creation_burst: how many connections may be opened at once.
+    :param tokens: returns passwords that expire, for example `aws.DsqlTokens(…)`.
+    :param leases: the URL of a lease store, or a client; limits the connections of the cluster.
+    :param connect: another driver's connect function, for example `asyncpg.connect`; it is called
+        with the conninfo, if there is one, and `kwargs`.
+    :param reset: called when a connection is returned. asyncpg connections are reset by default,
+        as by asyncpg's own pool, which takes a round trip; False leaves their sessions unchanged.
+    :param is_broken: returns whether a connection is unusable, without a query to the server.
+    :param ping: queries the server, and raises if it does not answer.
     :param close_connection: closes a connection.
-    :param check_idle: a connection unused for so many seconds is pinged before it is handed out;
-        None never does.
-    :param leak_after: warn, with the place in the code, when one is in use for so many seconds.
-    :param queue_target: how long a checkout may wait, in the best case of an interval; infinity
-        lets every caller join the queue, however slow it is.
-    :param queue_interval: how long that interval is; after one in which every checkout waited
-        longer, new callers get `PoolOverloaded` at once, unless they pass a timeout of their own.
-    :param fail_fast: while no connection is there and the server cannot be reached, callers get
-        `ServerUnreachable` at once instead of waiting.
-    :param endpoint: what to call the server in leases, rate limits and metrics.
-    :param service: the service's name in leases and metrics; the program's, if not given.
+    :param check_idle: a connection that was idle for this many seconds is pinged before it is
+        handed out; None turns this off.
+    :param leak_after: log a warning, with the stack of the checkout, when a connection is in use
+        for this many seconds.
+    :param queue_target: the longest acceptable wait in seconds for the fastest checkout of an
+        interval; infinity accepts every caller, however slow the queue is.
+    :param queue_interval: the length of that interval in seconds. After an interval in which every
+        checkout waited longer than the target, new callers get `PoolOverloaded` immediately,
+        unless they pass a timeout of their own.
+    :param fail_fast: while the pool has no connection and the server cannot be reached, callers
+        get `ServerUnreachable` immediately instead of waiting.
+    :param endpoint: the server's name in leases, rate limits and metrics.
+    :param service: the service's name in leases and metrics; by default the program's name.
     """
 
     _asynchronous = True
@@ -91,10 +93,12 @@ class AsyncConnectionPool(Pool[C]):
         timeout: float = 30.0,
         progress: Callable[[str], object] | None = None,
     ) -> None:
-        """Begin to fill; with `wait`, until the low watermark is reached.
+        """Start opening connections; with `wait`, wait until the low watermark is reached.
 
-        When that takes longer than the timeout, the pool is open all the same, with a warning:
-        whoever wants an error instead calls `wait()`.
+        If that takes longer than the timeout, the pool logs a warning and stays open; call
+        `wait()` to get an error instead.
+
+        :param progress: called once a second while waiting, with a description of the progress.
         """
         if self.reservoir.state != "open":
             self._loop = asyncio.get_running_loop()
@@ -103,8 +107,10 @@ class AsyncConnectionPool(Pool[C]):
         await self._fill(wait, timeout, progress)
 
     async def wait(self, timeout: float = 30.0) -> None:
-        """Wait until all connections that are to be kept are there; else `PoolTimeout`, and the
-        pool is closed."""
+        """Wait until the pool has `min_size` connections.
+
+        After the timeout, close the pool and raise `PoolTimeout`.
+        """
         await self._get_usable()
         try:
             await self._fill_up(timeout)
@@ -113,9 +119,10 @@ class AsyncConnectionPool(Pool[C]):
             raise
 
     async def close(self, timeout: float = 5.0) -> None:
-        """Hand out nothing more, tell those who wait, and close all connections.
+        """Close the pool: waiting callers get `PoolClosed`, and ready connections are closed.
 
-        Those in use are closed when they come back. What does not close in time is left alone.
+        Connections in use are closed when they are returned. After the timeout, connections that
+        are still closing are no longer waited for.
         """
         if self.reservoir.usable and self._loop is not asyncio.get_running_loop():
             if self._loop is None or not self._loop.is_closed():
@@ -135,7 +142,11 @@ class AsyncConnectionPool(Pool[C]):
     # -- use -----------------------------------------------------------------------------------
 
     def connection(self, timeout: float | None = None) -> _AsyncCheckout[C]:
-        """`async with pool.connection() as conn`: a connection, and the end of its transaction."""
+        """Return a context manager that checks out a connection.
+
+        At the end of the block, the transaction is committed (or rolled back if the block raised)
+        and the connection is returned to the pool.
+        """
         checkout: _AsyncCheckout[C] = (
             _AsyncMethodCheckout() if self._by_methods else _AsyncCheckout()
         )
@@ -144,28 +155,28 @@ class AsyncConnectionPool(Pool[C]):
         return checkout
 
     async def getconn(self, timeout: float | None = None) -> C:
-        """A connection, to be given back with `putconn()`; better use `connection()`."""
+        """Check out a connection, to be returned with `putconn()`; prefer `connection()`."""
         return self._hand_out(await self._checkout(timeout))
 
     async def putconn(self, conn: C) -> None:
-        """Give back what `getconn()` gave; an open transaction is rolled back, with a warning."""
+        """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
         await self._release(self._item_of(conn))
 
     async def resize(self, min_size: int, max_size: int | None = None) -> None:
-        """Keep so many connections from now on, and at most so many."""
+        """Change the number of connections to keep, and the maximum."""
         self._resize(min_size, max_size)
 
     async def check(self) -> None:
-        """Ask every ready connection for a sign of life, and replace those that give none."""
+        """Ping every ready connection, and replace those that do not answer."""
         await self._check_all()
 
     async def drain(self) -> None:
-        """Replace all connections: the ready ones now, those in use when they come back."""
+        """Replace all connections: ready ones now, those in use when they are returned."""
         self._drain()
 
     @staticmethod
     async def check_connection(conn: Any) -> None:
-        """Ask a psycopg connection for a sign of life: a `check` for every checkout."""
+        """Ping a psycopg connection; pass this as `check` to ping at every checkout."""
         await awaited(driver(None, asynchronous=True).ping(conn, PING_TIMEOUT))
 
     # -- checkout ------------------------------------------------------------------------------
@@ -189,15 +200,15 @@ class AsyncConnectionPool(Pool[C]):
         assert self._loop is not None
         over = ", which has ended" if self._loop.is_closed() else ""
         return (
-            f"{self.name} was opened on another event loop{over}, and its connections work there "
-            "alone: make a pool on each loop, and close it before the loop ends"
+            f"{self.name} was opened on another event loop{over}, and its connections work only "
+            "there: create a pool on each loop, and close it before the loop ends"
         )
 
     def _abandon(self) -> None:
-        """Let go of a pool whose event loop has ended."""
+        """Close the sockets of a pool whose event loop has ended."""
         log.warning(
-            "%s: its event loop has ended, so its connections end without a farewell, and leases "
-            "by their time: close it (or dispose of its engine) before the loop ends",
+            "%s: its event loop has ended, so its connections are dropped, and its leases expire "
+            "by their TTL: close the pool (or dispose of its engine) before the loop ends",
             self.name,
         )
         reservoir = self.reservoir
@@ -206,11 +217,11 @@ class AsyncConnectionPool(Pool[C]):
         reservoir.core.close()
         for item in [*reservoir.core.items.values(), *reservoir.core.retired]:
             try:
-                farewell = reservoir.recipe.driver.close(item.conn)
+                closing = reservoir.recipe.driver.close(item.conn)
             except RuntimeError:
-                continue  # asyncpg needs the loop even for this
-            if asyncio.iscoroutine(farewell):
-                farewell.close()
+                continue  # asyncpg needs the loop to close a connection
+            if asyncio.iscoroutine(closing):
+                closing.close()
 
     async def _get_usable(self) -> None:
         if self._opens_itself and self.reservoir.state == "new":
@@ -229,7 +240,7 @@ class AsyncConnectionPool(Pool[C]):
         return waiter.future
 
     def _set_timer(self, deadline: float) -> None:
-        """One timer for all who wait: for the first of them whose time will be over."""
+        """Set the one timer of all waiters, which fires at the earliest deadline."""
         set_for = self._timers.at("deadline")
         if deadline < (math.inf if set_for is None else set_for):
             self._timers.set("deadline", deadline, self._on_time)
@@ -243,31 +254,30 @@ class AsyncConnectionPool(Pool[C]):
     # -- return --------------------------------------------------------------------------------
 
     async def _finish(self, item: Item[C], error: BaseException | None) -> None:
-        """The end of a block: commit, or roll back, and give back."""
+        """End a block: commit, or roll back after an error, and return the connection."""
         if not self._owns(item):
             return
         if isinstance(error, asyncio.CancelledError):
-            # In a scope that anyio has cancelled, every await is: this must go on all the same.
+            # anyio cancels every await in a cancelled scope, so this work runs in another task.
             await self.reservoir.upkeep.shielded(self._settle(item, error))
         else:
             await self._settle(item, error)
 
     async def _interrupt(self, conn: C) -> None:
-        """Let the server end a statement whose caller was cancelled; the connection works on."""
+        """Cancel the running statement of a cancelled task, so that its connection can be kept."""
         driver = self.reservoir.recipe.driver
         if driver.state(conn) is DriverState.BUSY:
             try:
                 await awaited(driver.interrupt(conn, self._ping_timeout))
             except Exception as error:
-                log.warning("%s: no end to a statement: %s", self.name, describe(error))
+                log.warning("%s: cancelling a statement failed: %s", self.name, describe(error))
 
 
 class _AsyncCheckout(Generic[C]):
-    """The block of `connection()`. The usual case, in which one is ready and comes back clean, does
-    as little as it can.
+    """The context manager of `connection()`, with the fast paths of checkout and return.
 
-    So it has no `__init__`, which `connection()` does instead, and what it calls is put into a
-    local variable first: each of the two saves a tenth of the time.
+    For speed it has no `__init__` (`connection()` sets the attributes), and bound methods are put
+    into local variables before the call: each of the two saves a tenth of the time.
     """
 
     __slots__ = ("_item", "_pool", "_timeout")
@@ -276,7 +286,7 @@ class _AsyncCheckout(Generic[C]):
     _pool: AsyncConnectionPool[C]
     _timeout: float | None
 
-    # What they return is typed as `AsyncExitStack` wants it; it is awaited, and nothing else.
+    # The methods return futures, typed as coroutines because `AsyncExitStack` requires it.
 
     def __aenter__(self) -> Coroutine[Any, Any, C]:
         pool = self._pool
@@ -311,7 +321,7 @@ class _AsyncCheckout(Generic[C]):
         return pool._finish(item, error)
 
     def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-        """As a decorator: each call of the function has a connection of its own."""
+        """Decorate a function so that each call runs inside `connection()`."""
 
         @wraps(function)
         async def within(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -322,7 +332,7 @@ class _AsyncCheckout(Generic[C]):
 
 
 class _AsyncMethodCheckout(_AsyncCheckout[C]):
-    """The block of a pool whose class has a `getconn` or a `putconn` of its own."""
+    """The context manager of a pool whose class overrides `getconn` or `putconn`."""
 
     __slots__ = ("_conn",)
 

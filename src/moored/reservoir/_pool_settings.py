@@ -1,4 +1,4 @@
-"""What a pool is made with: psycopg_pool's parameters as settings of a reservoir."""
+"""Translates psycopg_pool's parameters into settings of a reservoir."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def config_of(
     max_lifetime: float | None,
     **settings: Any,
 ) -> ReservoirConfig:
-    """The settings, with what was passed by the names of psycopg_pool in them."""
+    """Return the settings, changed by the parameters that were passed to the pool."""
     if max_size is None and min_size is not None and config is None:
         max_size = min_size
     sizes = {"max_size": max_size, "target_ready": min_size}

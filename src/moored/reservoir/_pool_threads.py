@@ -1,4 +1,4 @@
-"""The pool for threads: the same decisions, with a lock around them."""
+"""The pool for threads: it holds a lock around each decision of the core."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from moored.kernel import LoopThread
 
-from ._at_once import at_once
 from ._core import Waiter
 from ._errors import PoolTimeout
 from ._item import Item
 from ._pool import PING_TIMEOUT, Pool
 from ._psycopg import driver
+from ._run_sync import run_sync
 from ._types import ThreadsC as C
 
 __all__ = ["ConnectionPool"]
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class _ThreadWaiter(Waiter[C]):
-    """A thread that waits: for a lock that whoever serves it lets go."""
+    """A waiting thread, blocked on a lock that `wake` releases."""
 
     __slots__ = ("_gate",)
 
@@ -37,7 +37,7 @@ class _ThreadWaiter(Waiter[C]):
         self._gate.acquire()
 
     def wait(self, seconds: float) -> None:
-        """Until it is woken, or the time is over."""
+        """Block until the waiter is woken, for this many seconds at most."""
         self._gate.acquire(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
 
     def wake(self) -> None:
@@ -45,13 +45,13 @@ class _ThreadWaiter(Waiter[C]):
 
 
 class ConnectionPool(Pool[C]):
-    """A pool for threads whose connections are ready before they are needed.
+    """A pool for threads that opens its connections before they are needed.
 
-    `with pool.connection() as conn` gives the driver's own connection; at the end its transaction
-    is committed, or rolled back if the block raised. All parameters of psycopg_pool are taken; the
-    new ones are those of `AsyncConnectionPool`.
+    `with pool.connection() as conn` gives the driver's own connection; at the end of the block its
+    transaction is committed, or rolled back if the block raised. All parameters of psycopg_pool are
+    accepted; the additional ones are those of `AsyncConnectionPool`.
 
-    A pool that was opened before a fork is a new and empty one in the child, filled at first use.
+    In a forked child process, an open pool is empty and opens its own connections at first use.
     """
 
     _asynchronous = False
@@ -68,17 +68,21 @@ class ConnectionPool(Pool[C]):
         timeout: float = 30.0,
         progress: Callable[[str], object] | None = None,
     ) -> None:
-        """Begin to fill; with `wait`, until the low watermark is reached.
+        """Start opening connections; with `wait`, wait until the low watermark is reached.
 
-        When that takes longer than the timeout, the pool is open all the same, with a warning:
-        whoever wants an error instead calls `wait()`.
+        If that takes longer than the timeout, the pool logs a warning and stays open; call
+        `wait()` to get an error instead.
+
+        :param progress: called once a second while waiting, with a description of the progress.
         """
         LoopThread.shared().run(self._fill(wait, timeout, progress))
-        self._opens_itself = True  # in a forked child, too
+        self._opens_itself = True  # also in a forked child
 
     def wait(self, timeout: float = 30.0) -> None:
-        """Wait until all connections that are to be kept are there; else `PoolTimeout`, and the
-        pool is closed."""
+        """Wait until the pool has `min_size` connections.
+
+        After the timeout, close the pool and raise `PoolTimeout`.
+        """
         self._check_open()
         try:
             LoopThread.shared().run(self._fill_up(timeout))
@@ -87,9 +91,10 @@ class ConnectionPool(Pool[C]):
             raise
 
     def close(self, timeout: float = 5.0) -> None:
-        """Hand out nothing more, tell those who wait, and close all connections.
+        """Close the pool: waiting callers get `PoolClosed`, and ready connections are closed.
 
-        Those in use are closed when they come back. What does not close in time is left alone.
+        Connections in use are closed when they are returned. After the timeout, connections that
+        are still closing are no longer waited for.
         """
         if self.reservoir.state == "open":
             LoopThread.shared().run(self.reservoir.stop(timeout))
@@ -106,112 +111,74 @@ class ConnectionPool(Pool[C]):
     # -- use -----------------------------------------------------------------------------------
 
     def connection(self, timeout: float | None = None) -> _Checkout[C]:
-        """`with pool.connection() as conn`: a connection, and the end of its transaction."""
+        """Return a context manager that checks out a connection.
+
+        At the end of the block, the transaction is committed (or rolled back if the block raised)
+        and the connection is returned to the pool.
+        """
         checkout: _Checkout[C] = _MethodCheckout() if self._by_methods else _Checkout()
         checkout._pool = self
         checkout._timeout = timeout
         return checkout
 
     def getconn(self, timeout: float | None = None) -> C:
-        """A connection, to be given back with `putconn()`; better use `connection()`."""
-        return self._by_hand(self._checkout(timeout))
+        """Check out a connection, to be returned with `putconn()`; prefer `connection()`."""
+        return self._hand_out(self._checkout(timeout))
 
     def putconn(self, conn: C) -> None:
-        """Give back what `getconn()` gave; an open transaction is rolled back, with a warning."""
-        at_once(self._release(self._item_of(conn)))
+        """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
+        run_sync(self._release(self._item_of(conn)))
 
     def resize(self, min_size: int, max_size: int | None = None) -> None:
-        """Keep so many connections from now on, and at most so many."""
+        """Change the number of connections to keep, and the maximum."""
         self._resize(min_size, max_size)
 
     def check(self) -> None:
-        """Ask every ready connection for a sign of life, and replace those that give none."""
-        at_once(self._check_all())
+        """Ping every ready connection, and replace those that do not answer."""
+        run_sync(self._check_all())
 
     def drain(self) -> None:
-        """Replace all connections: the ready ones now, those in use when they come back."""
+        """Replace all connections: ready ones now, those in use when they are returned."""
         self._drain()
 
     @staticmethod
     def check_connection(conn: Any) -> None:
-        """Ask a psycopg connection for a sign of life: a `check` for every checkout."""
+        """Ping a psycopg connection; pass this as `check` to ping at every checkout."""
         driver(None, asynchronous=False).ping(conn, PING_TIMEOUT)
 
     # -- checkout ------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        # In a forked child it begins anew, with connections of its own.
+        # In a forked child the state is "new": the pool opens its own connections there.
         if self.reservoir.state == "new" and self._opens_itself:
             self.open()
         self.reservoir.check_open()
 
     def _checkout(self, timeout: float | None) -> Item[C]:
-        """A connection that was looked at, after waiting for it if need be."""
+        """Return a checked connection, after waiting for it if need be."""
         self._check_open()
-        return at_once(self._obtain(timeout, get_ident()))
+        return run_sync(self._obtain(timeout, get_ident()))
 
     async def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 (there is no loop: see `at_once`)
+        time.sleep(seconds)  # noqa: ASYNC251 (there is no loop: see `run_sync`)
 
-    async def _wait(
-        self, now: float, began: float, timeout: float, holder: Any, patient: bool
-    ) -> Item[C]:
-        core, reservoir = self._core, self.reservoir
-        waiter: _ThreadWaiter[C] = _ThreadWaiter(now, began + timeout, holder)
-        with reservoir.lock:
-            # Between the last look and this lock one may have come back.
-            item = core.take(now) or core.search(now)
-            if item is None and not core.open:
-                reservoir.check_open()  # it was closed meanwhile: nobody would ever wake this one
-            why = None if item is not None else core.refuses(now, patient=patient)
-            error = None if item is not None else reservoir.upkeep.unreachable()
-            if item is None and why is None and error is None:
-                core.enqueue(waiter)
-        if item is not None:
-            reservoir.mark(item, holder)
-            return item
-        if why is not None:
-            raise self._refused(why)
-        if error is not None:
-            raise error
-        item = self._wait_for(waiter, timeout)
-        reservoir.latency.add(self._monotonic() - began)
-        reservoir.mark(item, holder)
-        return item
+    def _new_waiter(self, since: float, deadline: float, holder: Any) -> Waiter[C]:
+        return _ThreadWaiter(since, deadline, holder)
 
-    def _wait_for(self, waiter: _ThreadWaiter[C], timeout: float) -> Item[C]:
-        core, reservoir = self._core, self.reservoir
-        try:
-            if core.can_grow:
-                reservoir.upkeep.nudge()
-            waiter.wait(waiter.deadline - self._monotonic())
-        except BaseException:
-            # Interrupted (Ctrl-C): what it got meanwhile goes back.
-            with reservoir.lock:
-                now = self._monotonic()
-                got = core.leave(waiter, now)
-                next_one = None if got is None else core.give(got, now)
-            reservoir.carry_out(next_one)
-            raise
-        with reservoir.lock:
-            if not waiter.settled:
-                core.leave(waiter, self._monotonic())
-                core.timeouts += 1
-        if waiter.item is not None:
-            return waiter.item
-        raise waiter.error or self._timed_out(timeout)
+    async def _until_woken(self, waiter: Waiter[C]) -> None:
+        assert isinstance(waiter, _ThreadWaiter)
+        waiter.wait(waiter.deadline - self._monotonic())
 
     # -- return --------------------------------------------------------------------------------
 
     def _finish(self, item: Item[C], error: BaseException | None) -> None:
-        """The end of a block: commit, or roll back, and give back."""
+        """End a block: commit, or roll back after an error, and return the connection."""
         if self._owns(item):
-            at_once(self._settle(item, error))
+            run_sync(self._settle(item, error))
 
 
 class _Checkout(Generic[C]):
-    """The block of `connection()`. The usual case, in which one is ready and comes back clean, does
-    as little as it can, as in the pool for asyncio."""
+    """The context manager of `connection()`, written for speed like that of the asyncio pool."""
 
     __slots__ = ("_item", "_pool", "_timeout")
 
@@ -249,7 +216,7 @@ class _Checkout(Generic[C]):
         pool._finish(item, error)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """As a decorator: each call of the function has a connection of its own."""
+        """Decorate a function so that each call runs inside `connection()`."""
 
         @wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -260,7 +227,7 @@ class _Checkout(Generic[C]):
 
 
 class _MethodCheckout(_Checkout[C]):
-    """The block of a pool whose class has a `getconn` or a `putconn` of its own."""
+    """The context manager of a pool whose class overrides `getconn` or `putconn`."""
 
     __slots__ = ("_conn",)
 
@@ -275,6 +242,6 @@ class _MethodCheckout(_Checkout[C]):
         trace: TracebackType | None,
     ) -> None:
         try:
-            at_once(self._pool._end_transaction(self._conn, error))
+            run_sync(self._pool._end_transaction(self._conn, error))
         finally:
             self._pool.putconn(self._conn)

@@ -1,9 +1,8 @@
-"""psycopg 3, for asyncio and for threads.
+"""The driver for psycopg 3, for asyncio and for threads.
 
-What it takes to know a connection's state is local: libpq keeps it. A look at the socket tells
-whether the server has hung up, and a ping is the shortest of all questions, the empty query. What
-the pool itself asks has a time limit, because a server that has vanished never answers; psycopg's
-own methods have none.
+libpq knows the state of a connection without a query, and a readable socket shows that the server
+has closed it. A ping is the empty query. All queries of the pool itself have a timeout, which
+psycopg's own methods lack: a server that has vanished never answers.
 """
 
 from __future__ import annotations
@@ -30,100 +29,99 @@ _STATES = {
     pq.TransactionStatus.ACTIVE: DriverState.BUSY,
     pq.TransactionStatus.UNKNOWN: DriverState.BROKEN,
 }
-#: Results that go on until the application has sent or read all of its data.
+#: Results after which the application has to send or read data.
 _COPY = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
-#: How often a socket with something to read is read before it is believed to be alive: a farewell
-#: of the server comes before the end of the stream.
-_LOOKS = 3
-#: Seconds between two looks at the time while a thread waits for an answer.
+#: How often a readable socket is read to find its end: a last message of the server may precede it.
+_READS = 3
+#: Seconds between two checks of the timeout while a thread waits for an answer.
 _INTERVAL = 0.1
 
 
 class PsycopgDriver(Driver):
-    """What psycopg's two kinds of connection have in common."""
+    """The common part of the drivers for psycopg's two kinds of connection."""
 
     name: ClassVar[str] = "psycopg"
     closes_at_once: ClassVar[bool] = True
 
-    def adopt(self, conn: Any, pool: Any) -> None:
-        """Tell it about its pool: it then does not close itself at the end of `with conn`."""
+    def set_pool(self, conn: Any, pool: Any) -> None:
+        """Set the connection's pool: it then does not close itself at the end of `with conn`."""
         conn._pool = pool
 
     def clean(self, conn: Any) -> bool:
-        """Whether it works and nothing is under way."""
+        """Whether the connection works and is idle, outside of a transaction."""
         return conn.pgconn.transaction_status == _IDLE  # type: ignore[no-any-return]
 
     def state(self, conn: Any) -> DriverState:
-        """What it is in the middle of."""
+        """The state of the connection, as libpq knows it."""
         return _STATES[conn.pgconn.transaction_status]
 
     def is_broken(self, conn: Any) -> bool:
-        """Whether it was closed, by us or by the server."""
+        """Whether the connection was closed, by us or by the server."""
         pgconn = conn.pgconn
         if pgconn.transaction_status != _IDLE:
             return bool(pgconn.transaction_status == pq.TransactionStatus.UNKNOWN)
         poll = select.poll()
         poll.register(pgconn.socket, select.POLLIN)
-        for _ in range(_LOOKS):
+        for _ in range(_READS):
             if not poll.poll(0):
                 return False
             try:
-                # A notice, or the server's farewell; the end of the stream is an error.
+                # A notice, or the server's last message; the end of the stream is an error.
                 pgconn.consume_input()
             except psycopg.OperationalError:
                 return True
         return bool(pgconn.status == pq.ConnStatus.BAD)
 
-    def _talk(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> Any:
-        """Hold a conversation with the server, for so long at most."""
+    def _run(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> Any:
+        """Run a generator of psycopg's kind; raise, and close the connection, after the timeout."""
         raise NotImplementedError
 
     def ping(self, conn: Any, timeout: float) -> Any:
-        """Ask the empty query, and wait no longer than this for the answer."""
-        return self._talk(conn, _ask(conn.pgconn), "ping", timeout)
+        """Send the empty query, and wait for the answer until the timeout."""
+        return self._run(conn, _ping_gen(conn.pgconn), "ping", timeout)
 
     def rollback(self, conn: Any, timeout: float) -> Any:
-        """Undo its transaction."""
-        return self._talk(conn, conn._rollback_gen(), "ROLLBACK", timeout)
+        """Roll back the transaction, within the timeout."""
+        return self._run(conn, conn._rollback_gen(), "ROLLBACK", timeout)
 
     def interrupted(self, error: BaseException | None) -> bool:
-        """Never: a connection knows whether it is in the middle of something."""
+        """Never: the state of the connection shows whether a statement is running."""
         return False
 
     def commit(self, conn: Any) -> Any:
-        """End its transaction."""
+        """Commit the transaction."""
         return conn.commit()
 
-    def cut(self, conn: Any) -> None:
-        """Close its socket at once, so that it says that it is closed."""
+    def close_socket(self, conn: Any) -> None:
+        """Close the socket now, so that `conn.closed` is true, unless a statement is running."""
         if conn.pgconn.transaction_status != pq.TransactionStatus.ACTIVE:
             conn.pgconn.finish()
 
     def close(self, conn: Any) -> Any:
-        """Close it, for good."""
-        self.adopt(conn, None)
-        # What takes no time is done at once, also when nobody awaits it.
+        """Close the connection instead of returning it to its pool."""
+        self.set_pool(conn, None)
+        # The socket is closed even if the result is never awaited.
         conn.pgconn.finish()
         return conn.close()
 
 
 class ThreadsPsycopg(PsycopgDriver):
-    """psycopg's connections for threads."""
+    """The driver for psycopg's connections for threads."""
 
     kind: ClassVar[Literal["threads"]] = "threads"
 
-    def _talk(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
+    def _run(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
         limited = _limited(conn, conversation, what, timeout)
         waiting.wait(limited, conn.pgconn.socket, interval=_INTERVAL)
 
     def interrupt(self, conn: Any, timeout: float) -> None:
-        """Cancel what the server executes, and wait for its end."""
+        """Cancel the running statement, and wait until it has ended."""
         try:
             conn.cancel_safe(timeout=timeout)
-            # Another thread may execute it still; then that thread reads the answer.
+            # If another thread executes the statement, that thread reads the answer.
             if conn.lock.acquire(timeout=timeout):
                 try:
-                    self._talk(conn, _finish(conn.pgconn), "cancel request", timeout)
+                    self._run(conn, _drain_gen(conn.pgconn), "cancel request", timeout)
                 finally:
                     conn.lock.release()
         except Exception:
@@ -132,18 +130,18 @@ class ThreadsPsycopg(PsycopgDriver):
 
 
 class AsyncPsycopg(PsycopgDriver):
-    """psycopg's connections for asyncio."""
+    """The driver for psycopg's connections for asyncio."""
 
     kind: ClassVar[Literal["asyncio"]] = "asyncio"
 
-    async def _talk(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
+    async def _run(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
                 wanted = next(conversation)
                 while True:
-                    await _ready(loop, conn.pgconn.socket, wanted)
-                    # A claim that all it waits for is ready does no harm.
+                    await _wait_socket(loop, conn.pgconn.socket, wanted)
+                    # It is harmless to report all wanted events as ready.
                     wanted = conversation.send(wanted)
         except StopIteration:
             return
@@ -151,42 +149,43 @@ class AsyncPsycopg(PsycopgDriver):
             raise _no_answer(conn, what, timeout) from None
 
     async def interrupt(self, conn: Any, timeout: float) -> None:
-        """Cancel what the server executes, and wait for its end."""
+        """Cancel the running statement, and wait until it has ended."""
         try:
             async with asyncio.timeout(timeout):
                 await conn.cancel_safe(timeout=timeout)
-                # Another task may execute it still; then that task reads the answer.
+                # If another task executes the statement, that task reads the answer.
                 async with conn.lock:
-                    await self._talk(conn, _finish(conn.pgconn), "cancel request", timeout)
+                    await self._run(conn, _drain_gen(conn.pgconn), "cancel request", timeout)
         except Exception:
             conn.pgconn.finish()
             raise
 
 
-# -- conversations: psycopg's kind of generators, which yield what to wait for ---------------------
+# -- generators of psycopg's kind, which yield the socket events to wait for -----------------------
 #
-# A connection whose server does not answer in time is closed: what it would read next is unknown.
+# A connection whose server does not answer in time is closed: a late answer would be taken for the
+# answer to the next query.
 
 
-def _ask(pgconn: pq.abc.PGconn) -> PQGen[Any]:
-    """Ask the empty query."""
+def _ping_gen(pgconn: pq.abc.PGconn) -> PQGen[Any]:
+    """Send the empty query, and read its result."""
     if pgconn.pipeline_status != pq.PipelineStatus.OFF:
-        raise psycopg.OperationalError("somebody has left a pipeline open")
+        raise psycopg.OperationalError("the connection was left in pipeline mode")
     pgconn.send_query(b"")
     while pgconn.flush():
         yield Wait.W
-    for result in (yield from _results(pgconn)):
+    for result in (yield from _results_gen(pgconn)):
         if result.status == pq.ExecStatus.FATAL_ERROR:
             raise psycopg.OperationalError(result.get_error_message())
 
 
-def _finish(pgconn: pq.abc.PGconn) -> PQGen[Any]:
-    """Read the rest of an answer; not in a pipeline or a COPY, which end with the connection."""
+def _drain_gen(pgconn: pq.abc.PGconn) -> PQGen[Any]:
+    """Read and drop the remaining results; not in a pipeline, whose connection is closed anyway."""
     if pgconn.pipeline_status == pq.PipelineStatus.OFF:
-        yield from _results(pgconn)
+        yield from _results_gen(pgconn)
 
 
-def _results(pgconn: pq.abc.PGconn) -> PQGen[list[pq.abc.PGresult]]:
+def _results_gen(pgconn: pq.abc.PGconn) -> PQGen[list[pq.abc.PGresult]]:
     found: list[pq.abc.PGresult] = []
     while True:
         while pgconn.is_busy():
@@ -199,7 +198,7 @@ def _results(pgconn: pq.abc.PGconn) -> PQGen[list[pq.abc.PGresult]]:
 
 
 def _limited(conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> PQGen[Any]:
-    """The same conversation, which fails when it takes too long."""
+    """Run another generator, and raise if it takes longer than the timeout."""
     ends = time.monotonic() + timeout
     try:
         wanted = next(conversation)
@@ -218,17 +217,17 @@ def _no_answer(conn: Any, what: str, timeout: float) -> Exception:
     return psycopg.OperationalError(f"no answer to a {what} within {timeout:g} s")
 
 
-async def _ready(loop: asyncio.AbstractEventLoop, fd: int, wanted: int) -> None:
+async def _wait_socket(loop: asyncio.AbstractEventLoop, fd: int, wanted: int) -> None:
     ready = loop.create_future()
 
-    def tell() -> None:
+    def set_ready() -> None:
         if not ready.done():
             ready.set_result(None)
 
     if wanted & Wait.R:
-        loop.add_reader(fd, tell)
+        loop.add_reader(fd, set_ready)
     if wanted & Wait.W:
-        loop.add_writer(fd, tell)
+        loop.add_writer(fd, set_ready)
     try:
         await ready
     finally:
@@ -239,10 +238,10 @@ async def _ready(loop: asyncio.AbstractEventLoop, fd: int, wanted: int) -> None:
 
 
 def driver(connection_class: Any, *, asynchronous: bool) -> Driver:
-    """The default: connections of psycopg, or of a class of the user's that is one."""
+    """Return the driver for psycopg's connection class, or for a user's subclass of it."""
     base = psycopg.AsyncConnection if asynchronous else psycopg.Connection
     chosen = base if connection_class is None else connection_class
-    # One that is generic may come with its row type, as in Connection[DictRow].
+    # A generic class may be passed with its row type, as in Connection[DictRow].
     plain = get_origin(chosen) or chosen
     if not (isinstance(plain, type) and issubclass(plain, base)):
         raise TypeError(
@@ -253,7 +252,7 @@ def driver(connection_class: Any, *, asynchronous: bool) -> Driver:
 
 
 def driver_for(connect: Connect, sample: Any) -> Driver | None:
-    """The driver if `connect` is psycopg's, or if what it made is."""
+    """Return psycopg's driver if `connect` is psycopg's, or if it returned such a connection."""
     made = getattr(connect, "__self__", None) if sample is None else type(sample)
     if not isinstance(made, type):
         return None

@@ -1,4 +1,4 @@
-"""A pool in numbers, under the names of psycopg_pool."""
+"""The statistics of a pool under the names of psycopg_pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["counters", "measures"]
 
 
 def measures(reservoir: Reservoir[Any]) -> dict[str, int]:
-    """What there is now."""
+    """Return the current numbers."""
     core = reservoir.core
     return {
         "pool_min": core.target,
@@ -21,19 +21,23 @@ def measures(reservoir: Reservoir[Any]) -> dict[str, int]:
     }
 
 
-def counters(reservoir: Reservoir[Any], *, unfit: int, returns_bad: int) -> dict[str, int]:
-    """What happened so far; `unfit` checkouts came to nothing because of a failed check."""
-    core, works = reservoir.core, reservoir.upkeep
+def counters(reservoir: Reservoir[Any], *, failed_checks: int, returns_bad: int) -> dict[str, int]:
+    """Return the counters.
+
+    :param failed_checks: checkouts whose connection failed its check and was replaced.
+    :param returns_bad: connections that were returned in an unusable state.
+    """
+    core, upkeep = reservoir.core, reservoir.upkeep
     failed = core.timeouts + core.refused
     return {
-        "requests_num": core.checkouts - unfit + failed,
+        "requests_num": core.checkouts - failed_checks + failed,
         "requests_queued": core.queued,
         "requests_wait_ms": int(1000 * core.waited),
         "requests_errors": failed,
         "usage_ms": int(1000 * core.usage),
         "returns_bad": returns_bad,
-        "connections_num": core.births + sum(works.failures.values()),
-        "connections_ms": int(1000 * works.connect_time),
-        "connections_errors": sum(works.failures.values()),
-        "connections_lost": works.lost,
+        "connections_num": core.births + sum(upkeep.failures.values()),
+        "connections_ms": int(1000 * upkeep.connect_time),
+        "connections_errors": sum(upkeep.failures.values()),
+        "connections_lost": upkeep.lost,
     }

@@ -1,4 +1,4 @@
-"""How a connection is made: from what, with which options, by whom."""
+"""How a connection is opened: conninfo, options, token and driver."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Options = Mapping[str, Any] | Callable[[], Mapping[str, Any] | Awaitable[Mapping
 
 
 class Recipe:
-    """Makes connections: resolves what is callable, adds the token, and calls the driver.
+    """Opens connections: calls the conninfo functions, adds the token, and calls the driver.
 
-    A driver for threads is called in a thread of its own, so that the loop never waits for it.
+    A driver for threads is called in a thread, so that it never blocks the loop.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Recipe:
 
     @property
     def place(self) -> str:
-        """What it connects to, without who does."""
+        """The server and database, without user and password; empty if unknown."""
         if self._endpoint is not None or not isinstance(self._conninfo, str):
             return self._endpoint or ""
         options = self._options if isinstance(self._options, Mapping) else {}
@@ -74,15 +74,15 @@ class Recipe:
         wanted = "asyncio" if self.asynchronous else "threads"
         if driver.kind not in (wanted, "any"):
             raise TypeError(
-                f"{driver.name} is a driver for {driver.kind}, and this pool is for {wanted}: use "
-                f"{'ConnectionPool' if self.asynchronous else 'AsyncConnectionPool'} with it"
+                f"{driver.name} is a driver for {driver.kind}, but this pool is for {wanted}: use "
+                f"{'ConnectionPool' if self.asynchronous else 'AsyncConnectionPool'}"
             )
-        self.driver = self._hooks.over(driver)
+        self.driver = self._hooks.apply_to(driver)
         self.known = True
         self.on_driver()
 
     async def endpoint(self) -> Destination:
-        """Who connects to what, as far as it can be told."""
+        """Return the server and the user; the pool's name stands in for an unknown server."""
         if self._endpoint is not None:
             return Destination(self._endpoint)
         text, options = self._first = await self._parameters()
@@ -92,12 +92,12 @@ class Recipe:
     async def connect_in_time(
         self, token: str | None, close: Callable[[Any], Awaitable[None]]
     ) -> Any:
-        """A new connection within the time for a connect; if it is cancelled, none is left over."""
+        """Open a connection within `connect_timeout`; leave none behind if cancelled."""
         if self.asynchronous:
             async with asyncio.timeout(self._connect_timeout):
                 return await self.connect(token)
-        # A thread cannot be stopped: what it opens although nobody waits for it any more must be
-        # closed, and until then it counts, with its lease.
+        # A thread cannot be cancelled: the connection that it opens must be closed, and it counts,
+        # with its lease, until then.
         connecting = asyncio.ensure_future(self.connect(token))
         try:
             return await asyncio.shield(connecting)
@@ -106,8 +106,8 @@ class Recipe:
             raise
 
     async def connect(self, token: str | None) -> Any:
-        """A new connection; the token, if there is one, is its password."""
-        # A function is called once for each connection: the first one's has told the endpoint.
+        """Open a connection; the token, if there is one, is its password."""
+        # A conninfo function is called once per connection; `endpoint` has called it for the first.
         conninfo, options = self._first or await self._parameters()
         self._first = None
         if token is not None:
@@ -151,13 +151,13 @@ class Recipe:
 def _endpoint_of(
     conninfo: str, options: Mapping[str, Any], *, libpq: bool = False
 ) -> Destination | None:
-    """The server and the user in a conninfo; with libpq's defaults, if the driver follows them."""
+    """The server and user of a conninfo; with libpq's defaults if the driver uses them."""
     import psycopg
 
     try:
         found = resolve(conninfo, options)
     except psycopg.Error:
-        return _endpoint_in(conninfo)  # another driver's own way to say it
+        return _endpoint_in(conninfo)  # another driver's own format
     if not (libpq or conninfo or options.get("host") or options.get("port")):
         return None
     host = found.get("host") or found.get("hostaddr") or "localhost"
@@ -165,7 +165,7 @@ def _endpoint_of(
 
 
 def _endpoint_in(text: str) -> Destination:
-    """The endpoint in a URL that libpq does not take; it names leases, so no password is in it."""
+    """The endpoint of a URL that libpq does not parse; it names leases, so without a password."""
     try:
         url = urlsplit(text)
         if url.hostname:
@@ -180,7 +180,7 @@ def _endpoint_in(text: str) -> Destination:
 
 
 def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
-    """A host and a database, as in "db/orders"; never a user, let alone a password."""
+    """The host and the database, as in "db/orders"; never a user or a password."""
     import psycopg
 
     try:
@@ -188,7 +188,7 @@ def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
     except psycopg.Error:
         return ""
     if not conninfo and not found.get("host"):
-        return ""  # it is only known inside a function of the user's
+        return ""  # only known to the user's connect function
     place = str(found.get("host") or "localhost")
     if str(found.get("port") or 5432) != "5432":
         place += f":{found['port']}"

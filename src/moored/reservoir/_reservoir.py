@@ -1,4 +1,4 @@
-"""The reservoir: ready connections that wait for callers, instead of the other way round."""
+"""The reservoir: connections that are opened before callers need them."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ __all__ = ["Reservoir"]
 log = logging.getLogger("moored.reservoir")
 
 _numbers = itertools.count(1)
-#: How many frames of the caller are kept when leaks are looked for.
+#: How many frames of a caller's stack are stored if `leak_after` is set.
 _FRAMES = 12
-#: How long the end of the interpreter waits for a pool that nobody closed.
+#: How long the exit of the interpreter waits for a pool that was not closed.
 EXIT_TIMEOUT = 1.0
-# Every reservoir there is, to be told of a fork; and what a fork brought along, kept because
-# collecting a parent's connection could say farewell to its server.
+# All reservoirs, for the fork hook; and what a forked child inherited, which is kept alive because
+# the destructor of a connection could end the parent's session at the server.
 _all: weakref.WeakSet[Reservoir[Any]] = weakref.WeakSet()
 _inherited: list[object] = []
 
 
 class Reservoir(Generic[C]):
-    """Keeps connections ready: opened ahead of need, at a limited rate, replaced before they end.
+    """Keeps connections ready: opened in advance at a limited rate, replaced before they expire.
 
-    With `async with` it works on the running loop, with `with` on the library's own loop thread.
-    `try_checkout()` gives a connection or raises `ReservoirEmpty`, and never waits; a pool
-    (`ConnectionPool`, `AsyncConnectionPool`) adds the queue for those who can wait.
+    With `async with` it runs on the running loop, with `with` on the library's own loop thread.
+    `try_checkout()` returns a connection or raises `ReservoirEmpty`, and never waits; a pool
+    (`ConnectionPool`, `AsyncConnectionPool`) adds a queue of waiting callers.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Reservoir(Generic[C]):
             name=self.name,
         )
         self.state = "new"
-        #: Called when it is opened, closed or forked, and when the driver is known.
+        #: Called when the reservoir is opened, closed or forked, and when the driver is known.
         self.on_change_of_state: Callable[[], None] = lambda: None
         self.recipe.on_driver = lambda: self.on_change_of_state()
         self._begin()
         _all.add(self)
 
     def _begin(self) -> None:
-        """Start from nothing: at first, and in a forked child."""
+        """Create an empty core and its upkeep: at first, and in a forked child."""
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.core: Core[C] = Core(self.config, **self._queue)
@@ -135,9 +135,9 @@ class Reservoir(Generic[C]):
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to fill, on the running loop; does not wait for a connection."""
+        """Start opening connections on the running loop, without waiting for one."""
         if self.state != "new":
-            hint = "is open already" if self.state == "open" else "was closed: make a new one"
+            hint = "is open already" if self.state == "open" else "was closed: create a new one"
             raise PoolClosed(f"{self.name} {hint}")
         self.state = "open"
         self._change = asyncio.Event()
@@ -145,7 +145,7 @@ class Reservoir(Generic[C]):
         await self.upkeep.start()
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """Hand out nothing more, close everything, and give the leases back."""
+        """Refuse waiting callers, close all connections, and release their leases."""
         if self.state != "open" or self.pid != os.getpid():
             self.state = "closed"
             return
@@ -177,8 +177,8 @@ class Reservoir(Generic[C]):
     def __enter__(self) -> Self:
         if self.asynchronous:
             raise TypeError(
-                f"{self.name} is for asyncio, so it is opened with `async with`: for threads, make "
-                "it with asynchronous=False"
+                f"{self.name} is for asyncio: open it with `async with`, or create it for threads "
+                "with asynchronous=False"
             )
         LoopThread.shared().run(self.start())
         return self
@@ -190,9 +190,10 @@ class Reservoir(Generic[C]):
     # -- use -----------------------------------------------------------------------------------
 
     def try_checkout(self) -> C:
-        """A ready connection with life enough; raises `ReservoirEmpty` if there is none.
+        """Return a ready connection, or raise `ReservoirEmpty` if there is none.
 
-        It passes over what is stale or broken, so it never says so while a good one waits.
+        Expired and broken connections are skipped, so `ReservoirEmpty` means that no usable one is
+        ready.
         """
         self.check_open()
         item = self.obtain(self.clock.monotonic(), holder=self._current())
@@ -202,9 +203,9 @@ class Reservoir(Generic[C]):
         return item.conn
 
     def give_back(self, conn: C, *, bad: bool = False) -> None:
-        """Take a connection back; harmless if it was given back before.
+        """Return a connection; do nothing if it was returned before.
 
-        One that is broken, busy, in a transaction, or said to be bad, is not kept.
+        A connection that is broken, busy or in a transaction, or is passed as `bad`, is closed.
         """
         with self.lock:
             item = self.core.items.get(id(conn))
@@ -212,20 +213,20 @@ class Reservoir(Generic[C]):
                 return
             waiter: Waiter[C] | None = None
             now = self.clock.monotonic()
-            if bad or not self._fit(conn):
+            if bad or not self._can_be_kept(conn):
                 self.core.discard(item, "bad")
             else:
                 waiter = self.core.give(item, now)
         self.carry_out(waiter)
 
-    def _fit(self, conn: C) -> bool:
+    def _can_be_kept(self, conn: C) -> bool:
         driver = self.recipe.driver
         return driver.clean(conn) or (
             not driver.knows_state and driver.state(conn) is not DriverState.BROKEN
         )
 
     def obtain(self, now: float, holder: Any) -> Item[C] | None:
-        """A ready connection that was looked at, or None; without waiting for anything."""
+        """Take a ready connection whose socket was checked, or return None; never wait."""
         while True:
             with self.lock:
                 item = self.core.take(now) or self.core.search(now)
@@ -243,58 +244,58 @@ class Reservoir(Generic[C]):
             return item
 
     def mark(self, item: Item[C], holder: Any) -> None:
-        """Note who has it, and if leaks are looked for, from where."""
+        """Store the holder of a connection and, with `leak_after`, the stack of the checkout."""
         item.holder = holder
         if self.leak_after is not None:
-            item.leak_told = False
+            item.leak_reported = False
             item.stack = traceback.extract_stack(sys._getframe(2), limit=_FRAMES)
 
     def carry_out(self, waiter: Waiter[C] | None) -> None:
-        """Do what the core decided: wake who was served, close what was let go, fill up."""
+        """Wake the waiter that was served, and close and replace retired connections."""
         if waiter is not None:
             waiter.wake()
         if self.core.retired:
             for item in self.core.retired.copy():
-                self.recipe.driver.cut(item.conn)
+                self.recipe.driver.close_socket(item.conn)
             self.upkeep.sweep()
             self.upkeep.nudge()
 
     def discard(self, conn: C, reason: str = "bad") -> None:
-        """Let go of a connection, wherever it is; harmless if it is gone."""
+        """Close a connection, even if it is in use; do nothing if it is unknown."""
         with self.lock:
             item = self.core.items.get(id(conn))
             if item is not None and item.conn is conn:
                 self.core.discard(item, reason)
         self.carry_out(None)
 
-    # -- waiting for it to fill ------------------------------------------------------------------
+    # -- waiting for connections -----------------------------------------------------------------
 
     async def wait_ready(
         self, number: int, timeout: float, progress: Callable[[str], object] | None = None
     ) -> bool:
-        """Wait until so many are there, ready or in use; False if the time is over before.
+        """Wait for this many connections, ready or in use; return False after the timeout.
 
-        `progress` is told each second how far it is; the log is told in any case.
+        The progress is logged once a second, and passed to `progress`.
         """
         assert self._change is not None
         ends = self.clock.monotonic() + timeout
-        next_word = self.clock.monotonic() + 1.0
+        next_report = self.clock.monotonic() + 1.0
         while len(self.core.items) < number:
             now = self.clock.monotonic()
             if now >= ends or self.state != "open":
                 return False
-            if now >= next_word:
-                next_word = now + 1.0
+            if now >= next_report:
+                next_report = now + 1.0
                 text = self._progress(number)
                 log.info("%s", text)
                 if progress is not None:
                     progress(text)
             self._change.clear()
-            await wait_set(self._change, min(ends, next_word) - now)
+            await wait_set(self._change, min(ends, next_report) - now)
         return True
 
     async def changed(self) -> None:
-        """Wait until a connection has come, gone, or could not be opened."""
+        """Wait until a connection was opened or closed, or a connect has failed."""
         assert self._change is not None
         self._change.clear()
         await self._change.wait()
@@ -307,33 +308,33 @@ class Reservoir(Generic[C]):
         return text
 
     def note_change(self) -> None:
-        """A connection has come, gone, or could not be opened."""
+        """Note that a connection was opened or closed, or that a connect has failed."""
         if self._change is not None:
             self._change.set()
 
-    # -- for people ----------------------------------------------------------------------------
+    # -- state and statistics ------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, in this process."""
+        """Whether the reservoir is open, and was opened by this process."""
         return self.state == "open" and self.pid == os.getpid()
 
     def check_open(self) -> None:
-        """Raise `PoolClosed` unless it is open, in this process."""
+        """Raise `PoolClosed` unless the reservoir is `usable`."""
         if self.pid != os.getpid():
             raise PoolClosed(
                 f"{self.name} was opened by process {self.pid}, from which this one was forked, "
-                "and the connections are the parent's: open a new one here"
+                "and its connections belong to that process: create a new pool here"
             )
         if self.state != "open":
             hint = "open it first, with `with` or open()" if self.state == "new" else "it is closed"
             raise PoolClosed(f"{self.name} is not open: {hint}")
 
     def whereabouts(self) -> str:
-        """Where all the connections are, in words."""
+        """Describe where the connections are, for error messages."""
         core, now = self.core, self.clock.monotonic()
         parts = [f"{core.out} of {core.max_size} in use"]
-        if waiting := list(core.waiting):  # a copy: they may be served meanwhile
+        if waiting := list(core.waiting):  # a copy: other threads may change it
             first = duration(now - waiting[0].since)
             parts[0] += f", {len(waiting)} waiting (the first for {first})"
         if (longest := next(core.in_use(), None)) is not None:
@@ -343,12 +344,12 @@ class Reservoir(Generic[C]):
         parts.append(f"{flight}, creation limited to {self.config.rate:g}/s")
         failing = self.upkeep.failing_for
         if failing is not None and self.upkeep.last_error is not None:
-            since = f"connecting fails since {duration(failing)}"
+            since = f"connecting has failed for {duration(failing)}"
             parts.append(f"{since}: {describe(self.upkeep.last_error)}")
         return "; ".join(parts)
 
     def statistics(self) -> Statistics:
-        """This reservoir in numbers."""
+        """Return the reservoir's counters and current numbers."""
         with self.lock:
             core, upkeep = self.core, self.upkeep
             fast = core.checkouts - core.handed
@@ -381,11 +382,11 @@ class Reservoir(Generic[C]):
             )
 
     def describe(self) -> str:
-        """The state in a few words."""
+        """Describe the state, for `repr()`."""
         core = self.core
         if self.state != "open":
             return self.state
-        # A copy: somebody else may change it meanwhile.
+        # A copy: other threads may change it.
         items = list(core.items.values())
         ends = min((item.usable_until for item in items), default=math.inf)
         text = (
@@ -398,7 +399,7 @@ class Reservoir(Generic[C]):
 
     @property
     def place(self) -> str:
-        """What it connects to, for people."""
+        """The server and database for display; the reservoir's name if they are unknown."""
         return self.recipe.place or self.name
 
     def __repr__(self) -> str:
@@ -411,7 +412,7 @@ class Reservoir(Generic[C]):
             return threading.current_thread()
 
     def _forked(self) -> None:
-        """In a forked child: the parent's connections are never touched, not even to close them."""
+        """Start anew in a forked child; the parent's connections are not even closed."""
         _inherited.append((self.core, self.upkeep))
         if not self.asynchronous and self.state == "open":
             self.state = "new"
@@ -423,7 +424,7 @@ def _tokens_of(tokens: Tokens | Provider | None) -> Tokens | None:
     if tokens is None or hasattr(tokens, "get"):
         return tokens  # type: ignore[return-value]
     if not callable(tokens):
-        raise TypeError(f"tokens={tokens!r} must be a function that makes one, or CachedTokens")
+        raise TypeError(f"tokens={tokens!r} must be a function that returns one, or CachedTokens")
     return CachedTokens(tokens)
 
 
@@ -431,7 +432,7 @@ def _with_leases(
     config: ReservoirConfig, leases: Leases | leases_sync.SyncLeases | str | None
 ) -> tuple[ReservoirConfig, Leases | None]:
     if isinstance(leases, str):
-        connect(leases)  # not opened: a wrong URL is told here, and not in the background
+        connect(leases)  # not opened: only to raise for an invalid URL here
         return config.but(lease_enabled=True, lease_url=leases), None
     if isinstance(leases, leases_sync.SyncLeases):
         leases = leases._client
@@ -439,7 +440,7 @@ def _with_leases(
         return config.but(lease_enabled=True), leases
     if config.lease_enabled and config.lease_url is None:
         raise ValueError(
-            "lease_enabled=True needs a store that the cluster shares: set lease_url (or "
+            "lease_enabled=True needs a lease store that the cluster shares: set lease_url (or "
             "MOORED_DISTRIBUTED_CONN_LEASE_URL, …_TABLE), or pass leases="
         )
     return config, None
@@ -452,12 +453,12 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Close the pools for threads that nobody closed, while there still is a loop to do it."""
+    """Close the pools for threads that are still open, while the loop thread still runs."""
     for reservoir in [one for one in _all if one.usable and not one.asynchronous]:
         with suppress(Exception):
             LoopThread.shared().run(reservoir.stop(EXIT_TIMEOUT), timeout=2 * EXIT_TIMEOUT)
 
 
 at_fork(after_in_child=_after_fork)
-# After the import of the kernel, so that it is called before the loop thread is stopped.
+# Registered after the kernel's own exit hook, so that it runs before the loop thread is stopped.
 atexit.register(_at_exit)

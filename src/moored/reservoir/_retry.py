@@ -1,4 +1,4 @@
-"""Whole transactions, done again when another one won."""
+"""Repeats whole transactions after serialization conflicts."""
 
 from __future__ import annotations
 
@@ -53,17 +53,23 @@ def retry_transaction(
     max: float = 5.0,  # noqa: A002 - the kernel's word
     jitter: float = 0.25,
 ) -> Any:
-    """Do some work in a transaction of its own, and again when it lost against another one.
+    """Run a transaction, and repeat it after a conflict with a concurrent one.
 
-    `work` gets a connection and does the whole transaction, reads included; the commit is done
-    here. It is repeated when the database says 40001 (or, on Aurora DSQL, OC000 or OC001), also at
-    the commit, after `start` seconds, twice that and so on up to `max`, each give or take the
-    jitter. Any other error, and the last conflict, is raised as it is. With a pool for asyncio,
-    `work` is a coroutine function and the result must be awaited.
+    `work` gets a connection and does the whole transaction, including its reads; this function
+    commits. The transaction is repeated after SQLSTATE 40001 (or, on Aurora DSQL, OC000 or OC001),
+    also at the commit. Any other error, and the last conflict, is raised unchanged. With a pool for
+    asyncio, `work` is a coroutine function and the result must be awaited.
+
+    :param tries: how often the transaction is run at most.
+    :param start: seconds before the second try; the wait doubles with each try.
+    :param max: the longest wait, in seconds.
+    :param jitter: the part of each wait that is random, more or less.
     """
     refuse("retry_transaction", [] if tries >= 1 else [f"tries={tries!r} must be at least 1"])
     if isinstance(pool, ConnectionPool) and inspect.iscoroutinefunction(work):
-        raise TypeError(f"{work!r} must be awaited, and the pool is for threads: nothing was done")
+        raise TypeError(
+            f"{work!r} is a coroutine function, but the pool is for threads: nothing was done"
+        )
     clock = pool.reservoir.clock
     backoff = Backoff(start, max, jitter=jitter, max_attempts=tries, clock=clock)
     if isinstance(pool, AsyncConnectionPool):
@@ -90,10 +96,10 @@ def _retry(pool: Any, work: Callable[[Any], Any], backoff: Backoff) -> Any:
 
 
 def _wait_after(error: Exception, backoff: Backoff) -> float:
-    """How long to wait before the next try; raises the error if there is to be none."""
+    """Return the wait before the next try; raise the error if there is none."""
     if meaning_of(error) is Meaning.CONFLICT:
         try:
             return backoff.fail()
         except BackoffExhausted:
-            pass  # not raised from here: the error would lose what it was raised from itself
+            pass  # raised below: here the error would get another `__context__`
     raise error

@@ -1,4 +1,4 @@
-"""When to replace connections ahead of their end, so that they do not end together."""
+"""When to replace connections before they expire, so that they do not expire together."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["first_replacement"]
 
 
 def first_replacement(ends: Iterable[float], every: float) -> float:
-    """When the first replacement is due, if each is to be done before its connection's end and
-    they are to be `every` seconds apart.
+    """Return when the first replacement is due; infinity if there are no connections.
 
-    The one that ends last can wait until its end; the one before it must go `every` seconds
-    earlier than that, or at its own end if that comes first; and so on to the first. Connections
-    that were born together are so replaced one by one over their whole life, and from then on
-    their births, and their ends, are spread. Infinity, if there are none.
+    Each connection must be replaced before its end, and replacements are `every` seconds apart. The
+    connection that ends last is replaced at its end; the one before it `every` seconds earlier, or
+    at its own end if that is sooner; and so on to the first. So connections that were opened
+    together are replaced one by one over their whole lifetime, and their ends are spread from then
+    on.
     """
     return min(
         (end - place * every for place, end in enumerate(sorted(ends))),

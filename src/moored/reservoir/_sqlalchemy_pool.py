@@ -1,4 +1,4 @@
-"""A reservoir, as SQLAlchemy sees it."""
+"""The pool class of SQLAlchemy engines that use a reservoir."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["ReservoirPool"]
 class ReservoirPool(SqlalchemyPool):
     """SQLAlchemy's pool of an engine whose connections come from a reservoir.
 
-    A connection has the same record as long as it lives, so events and adapters see it once.
+    A connection keeps its record for its whole lifetime, so that its `connect` event fires once.
     """
 
     def __init__(self, creator: Any, *, source: _Source[Any], **options: Any) -> None:
         super().__init__(creator, **options)
         self._source = source
-        # Here, and not with the connections: the reservoir must not hold on to the engine.
+        # Not stored with the connections: the reservoir must not keep the engine alive.
         self._records: dict[int, ConnectionPoolEntry] = {}
 
     @property
@@ -36,21 +36,20 @@ class ReservoirPool(SqlalchemyPool):
         return self._source.get(self)
 
     def _do_return_conn(self, record: ConnectionPoolEntry) -> None:
-        if record.dbapi_connection is not None:  # else it was invalidated, or detached
+        if record.dbapi_connection is not None:  # else invalidated or detached
             self._source.give_back(record)
 
     def _close_connection(self, connection: Any, *, terminate: bool = False) -> None:
         self._source.discard(connection)
 
     def _invalidate(self, connection: Any, exception: Any = None, _checkin: bool = True) -> None:
-        """One lost connection says nothing of the others, and to replace them all at once is what a
-        reservoir is there to avoid: they are asked for a sign of life."""
-        self._source.suspect_all()
+        """Invalidate one connection, and ping the others instead of replacing them all at once."""
+        self._source.ping_ready()
         if _checkin and getattr(connection, "is_valid", False):
             connection.invalidate(exception)
 
     def recreate(self) -> ReservoirPool:
-        """Close the reservoir, and return a pool with a new one: an engine's `dispose` calls it."""
+        """Close the reservoir, and return a pool with a new one; called by `Engine.dispose`."""
         self.logger.info("Pool recreating")
         self._source.dispose()
         return type(self)(
@@ -66,28 +65,28 @@ class ReservoirPool(SqlalchemyPool):
         )
 
     def dispose(self) -> None:
-        """Nothing: an engine calls `recreate` besides, which closes the reservoir."""
+        """Do nothing: the engine also calls `recreate`, which closes the reservoir."""
 
     def size(self) -> int:
-        """How many connections there may be."""
+        """The maximum number of connections."""
         return self._below.max_size
 
     def checkedin(self) -> int:
-        """How many connections are ready."""
+        """The number of ready connections."""
         return self._below.statistics().size
 
     def checkedout(self) -> int:
-        """How many connections are in use."""
+        """The number of connections in use."""
         return self._below.statistics().in_use
 
     def overflow(self) -> int:
-        """None: the reservoir keeps as many as there may be."""
+        """Always 0: `size()` includes the overflow."""
         return 0
 
     def timeout(self) -> float:
-        """How long a caller waits for a connection."""
+        """Seconds that a caller waits for a connection."""
         return self._below.timeout
 
     def status(self) -> str:
-        """The state in one line."""
+        """Describe the state in one line."""
         return repr(self._below)

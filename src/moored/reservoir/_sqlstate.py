@@ -1,7 +1,6 @@
-"""What an error means for a pool: by its SQLSTATE, or, where a driver keeps that to itself, by
-what the server said.
+"""Classifies errors by their SQLSTATE, or by their message if the driver provides none.
 
-libpq does not give the SQLSTATE of an error while connecting, so psycopg's says none there.
+libpq, and so psycopg, provides no SQLSTATE for errors while connecting.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ __all__ = ["Meaning", "meaning_of", "sqlstate_of"]
 
 
 class Meaning(Enum):
-    """What to do about an error."""
+    """The classes of errors that need a reaction of their own."""
 
-    #: The server wants fewer connections, or fewer new ones: slow down.
+    #: The server limits connections, or new connections: slow down.
     THROTTLED = "throttled"
-    #: The server does not believe who we are: a new token may help, once.
+    #: The server rejects the login: a new token may help, once.
     UNAUTHORIZED = "unauthorized"
-    #: A concurrent transaction won: do the whole transaction again.
+    #: The transaction conflicts with a concurrent one: repeat the whole transaction.
     CONFLICT = "conflict"
     OTHER = "other"
 
@@ -43,14 +42,14 @@ _WORDS = (
     ("authentication failed", Meaning.UNAUTHORIZED),
     ("access denied", Meaning.UNAUTHORIZED),
     ("no password supplied", Meaning.UNAUTHORIZED),
-    ("pam authentication failed", Meaning.UNAUTHORIZED),  # RDS, when a token is too old
+    ("pam authentication failed", Meaning.UNAUTHORIZED),  # RDS: an expired token
     ("(oc000)", Meaning.CONFLICT),
     ("(oc001)", Meaning.CONFLICT),
 )
 
 
 def sqlstate_of(error: BaseException) -> str | None:
-    """The SQLSTATE of an error, as the known drivers keep it."""
+    """The SQLSTATE of an error of any known driver."""
     for name in ("sqlstate", "pgcode", "code"):
         state = getattr(error, name, None)
         if isinstance(state, str) and len(state) == 5:
@@ -62,7 +61,7 @@ def sqlstate_of(error: BaseException) -> str | None:
 
 
 def meaning_of(error: BaseException) -> Meaning:
-    """What an error means, looking at its causes too: wrappers have no SQLSTATE of their own."""
+    """Classify an error by itself or by its causes: wrappers have no SQLSTATE of their own."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""A reservoir in numbers: the same names here, in the metrics and in the docs."""
+"""The statistics of a reservoir, with the same names as in the metrics and the docs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 __all__ = ["BUCKETS", "DISCARDS", "FAILURES", "Latency", "Statistics"]
 
-#: The upper ends, in seconds, of the classes into which waits are sorted.
+#: The upper bounds of the buckets of the wait histogram, in seconds.
 BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
-#: Why connections are let go, and at which step of opening one it may fail.
+#: The reasons for which connections are closed, and the steps at which opening one may fail.
 DISCARDS = (
     *("bad", "closed", "drained", "expired_on_checkout", "expired_on_return", "expired_on_scan"),
     *("failed_check", "guard_on_checkout", "guard_on_return", "guard_on_scan", "idle"),
@@ -22,7 +22,7 @@ FAILURES = ("configure", "connect", "lease", "rate_limit", "token")
 
 
 class Latency:
-    """How long callers waited, sorted into classes."""
+    """A histogram of how long callers waited."""
 
     __slots__ = ("counts",)
 
@@ -30,56 +30,56 @@ class Latency:
         self.counts = [0] * (len(BUCKETS) + 1)
 
     def add(self, seconds: float) -> None:
-        """One caller waited so long."""
+        """Count a caller that waited for this many seconds."""
         self.counts[bisect_left(BUCKETS, seconds)] += 1
 
 
 class Statistics(NamedTuple):
-    """What a reservoir has, and has done since it was opened."""
+    """The current numbers of a reservoir, and its counters since it was opened."""
 
-    #: Connections that are ready.
+    #: Ready connections.
     size: int
     #: Connections in use.
     in_use: int
-    #: Connections on their way.
+    #: Connects in progress.
     in_flight: int
-    #: Connections whose close has begun and not ended.
+    #: Closes in progress.
     closing: int
-    #: How many connections to have before anybody waits.
+    #: How many connections the reservoir keeps, ready or in use.
     target: int
-    #: How many there may be.
+    #: The maximum number of connections.
     max_size: int
-    #: Callers that wait.
+    #: Waiting callers.
     waiting: int
-    #: Whether new callers are told at once that they would wait for too long.
+    #: Whether new callers are refused because the queue is too slow.
     overloaded: bool
-    #: Connections handed out; those too that failed their check just before.
+    #: Connections handed out, including those that failed their check and were replaced.
     checkouts: int
     #: Callers that had to wait.
     queued: int
-    #: Times that none was ready.
+    #: Checkouts that found no ready connection.
     empty: int
-    #: Callers that were not let into the queue.
+    #: Callers that were refused instead of waiting.
     refused: int
-    #: Callers whose time was over before they were served.
+    #: Callers whose timeout expired while they waited.
     timeouts: int
-    #: Seconds that callers waited, in all.
+    #: Total seconds that callers waited.
     wait_seconds: float
-    #: Seconds that connections were in use, in all.
+    #: Total seconds that connections were in use.
     usage_seconds: float
-    #: Connections that came back.
+    #: Connections returned.
     returns: int
     #: Connections opened.
     refills: int
-    #: Seconds that opening them took, in all.
+    #: Total seconds that opening them took.
     refill_seconds: float
-    #: Connections that were let go, by reason.
+    #: Connections closed, by reason.
     discards: Mapping[str, int] = MappingProxyType({})
-    #: Connections that could not be opened, by reason.
+    #: Failed attempts to open a connection, by step.
     refill_failures: Mapping[str, int] = MappingProxyType({})
-    #: Leases that the connections of this reservoir hold.
+    #: Leases held by the connections of this reservoir.
     leases_held: int = 0
-    #: Connections that could be opened at once under the rate, as far as this process knows.
+    #: Connections that the rate limit allows now, as far as this process knows.
     rate_tokens_left: float = 0.0
-    #: How many waits ended in each class of `BUCKETS`, the last one for all above.
+    #: How many waits fell into each bucket of `BUCKETS`; the last number is for all longer ones.
     latency: tuple[int, ...] = ()

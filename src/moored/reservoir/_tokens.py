@@ -1,4 +1,4 @@
-"""Tokens that are passwords for a while: kept, renewed in time, and never fetched by a caller."""
+"""Tokens: passwords that expire, cached and renewed in the background."""
 
 from __future__ import annotations
 
@@ -27,60 +27,57 @@ __all__ = ["CachedTokens", "Token", "TokenProvider", "Tokens"]
 
 log = logging.getLogger("moored.reservoir")
 
-#: How long a token is good if nobody says: what AWS gives by default.
+#: The lifetime of a token whose provider does not set one: the default of AWS.
 LIFETIME = 900.0
 
 
 class Token(NamedTuple):
-    """A password that is good for a while."""
+    """A password that expires."""
 
     value: str
-    #: Until when, in seconds since 1970; None, if the provider does not know.
+    #: When it expires, in seconds since 1970; None if the provider does not know.
     expires_at: float | None = None
 
     def __repr__(self) -> str:
-        # A token ends up in logs sooner or later; its value must not.
+        # Without the value, which must not get into logs.
         return f"Token('…', expires_at={self.expires_at!r})"
 
 
 class TokenProvider(Protocol):
-    """Anything that can be called for a new token, with or without `await`.
-
-    One that blocks is called in a thread.
-    """
+    """A plain or async function that returns a new token; a plain one is called in a thread."""
 
     def __call__(self) -> str | Token | Awaitable[str | Token]:
-        """A new token."""
+        """Return a new token."""
 
 
 class Tokens(Protocol):
-    """Where a refiller gets its tokens."""
+    """The source of the refiller's tokens."""
 
     async def get(self) -> str:
-        """A token that is good now."""
+        """Return a valid token."""
 
     def reject(self, value: str) -> None:
-        """The server did not accept this one: do not give it again."""
+        """Don't return this token again: the server rejected it."""
 
 
 Provider: TypeAlias = Callable[[], str | Token | Awaitable[str | Token]]
 
 
 class CachedTokens:
-    """Keeps a few tokens of one identity, and fetches the next one before the last has ended.
+    """Caches tokens of one identity, and fetches the next one before the current one expires.
 
-    At `refresh_at` of a token's life the next one is fetched in the background, if any was asked
-    for since the last; meanwhile, and while the provider fails, the old one is given as long as it
-    is good. Only where there is none does `get()` wait.
+    At `refresh_at` of a token's lifetime the next one is fetched in the background, if `get()` was
+    called since the last fetch. Until then, and while the provider fails, `get()` returns the
+    current token as long as it is valid. `get()` waits only if there is no valid token.
 
-    :param provider: makes a token; sync (called in a thread) or async. It may return a `Token` to
-        say until when it is good, for example because the credentials that signed it end sooner.
-    :param lifetime: how long a token is good at most; if not given, as long as the provider says,
-        or 15 minutes if it does not.
-    :param refresh_at: at which part of its life the next one is fetched.
-    :param keep: how many tokens to keep; when the server refuses one, and no new one can be had,
-        the one before it is given.
-    :param timeout: how long the provider may take.
+    :param provider: returns a token; sync (called in a thread) or async. It may return a `Token` to
+        set when it expires, for example because the credentials that signed it expire earlier.
+    :param lifetime: the maximum lifetime of a token in seconds; by default until the `expires_at`
+        of the provider, or 15 minutes if there is none.
+    :param refresh_at: the part of a token's lifetime after which the next one is fetched.
+    :param keep: how many tokens to keep; if the server rejects the newest, and no new one can be
+        fetched, an older one is used.
+    :param timeout: how long the provider may take, in seconds.
     """
 
     def __init__(
@@ -106,53 +103,53 @@ class CachedTokens:
         self._refresh_at = refresh_at
         self._timeout = timeout
         self._clock = clock
-        self._kept: deque[_Kept] = deque(maxlen=keep)
+        self._cache: deque[_CachedToken] = deque(maxlen=keep)
         self._flight = SingleFlight()
         self._timers = Timers(clock)
         self._refresh: asyncio.Task[None] | None = None
         self._used = False
-        self._suspicious = False
-        self._home = (os.getpid(), 0)
-        #: How many tokens were fetched, how many fetches failed, how many tokens were rejected.
+        self._newest_rejected = False
+        self._bound_to = (os.getpid(), 0)
+        #: Counters: tokens fetched, failed fetches, tokens rejected by the server.
         self.fetched = 0
         self.failures = 0
         self.rejected = 0
 
     async def get(self) -> str:
-        """A token that is good now; waits only if there is none."""
+        """Return a valid token; wait only if there is none in the cache."""
         self._used = True
-        self._come_home()
-        kept = self._best()
-        if kept is None:
+        self._bind_to_loop()
+        cached = self._best()
+        if cached is None:
             await self._flight.do("token", self._fetch)
-            kept = self._best()
-        elif self._suspicious:
-            # It is older than one that the server refused: only if no new one can be had.
+            cached = self._best()
+        elif self._newest_rejected:
+            # This token is older than the rejected one: use it only if no new one can be fetched.
             await self._refresh_quietly()
-            kept = self._best()
-        if kept is None:
-            raise TokenError("the provider gave a token that is over already: check its clock")
-        if self._now() >= kept.refresh_at:
+            cached = self._best()
+        if cached is None:
+            raise TokenError("the provider returned an expired token: check the clocks")
+        if self._now() >= cached.refresh_at:
             self._refresh_soon()
-        return kept.value
+        return cached.value
 
     def reject(self, value: str) -> None:
-        """The server did not accept this one: fetch another at the next `get()`."""
-        for kept in [kept for kept in self._kept if kept.value == value]:
-            self._kept.remove(kept)
+        """Drop a token that the server rejected; the next `get()` fetches a new one."""
+        for cached in [cached for cached in self._cache if cached.value == value]:
+            self._cache.remove(cached)
             self.rejected += 1
-            self._suspicious = True
+            self._newest_rejected = True
 
     def close(self) -> None:
-        """Fetch nothing more in the background."""
+        """Stop fetching tokens in the background."""
         self._timers.cancel_all()
         if self._refresh is not None:
             self._refresh.cancel()
 
-    def _best(self) -> _Kept | None:
+    def _best(self) -> _CachedToken | None:
         now = self._now()
-        good = [kept for kept in self._kept if now < kept.good_until]
-        return max(good, key=lambda kept: kept.good_until, default=None)
+        good = [cached for cached in self._cache if now < cached.good_until]
+        return max(good, key=lambda cached: cached.good_until, default=None)
 
     async def _fetch(self) -> None:
         clock = self._clock or Clock.current()
@@ -172,14 +169,14 @@ class CachedTokens:
         if token.expires_at is not None:
             life = min(life, token.expires_at - asked_at_wall)
         self.fetched += 1
-        self._suspicious = False
+        self._newest_rejected = False
         refresh_at = asked_at + life * self._refresh_at
-        self._kept.append(_Kept(token.value, asked_at + life, refresh_at))
+        self._cache.append(_CachedToken(token.value, asked_at + life, refresh_at))
         self._used = False
         self._timers.set("refresh", refresh_at, self._on_time)
 
     def _on_time(self) -> None:
-        # Nobody has asked since the last one: then nobody needs the next one either.
+        # If no token was used since the last fetch, the next one is not needed yet.
         if self._used:
             self._refresh_soon()
 
@@ -196,7 +193,7 @@ class CachedTokens:
             best = self._best()
             left = duration(best.good_until - self._now()) if best else "none"
             log.warning(
-                "a token could not be refreshed (%s); the old one is good for: %s",
+                "fetching a new token failed (%s); the current one is valid for: %s",
                 describe(error),
                 left,
             )
@@ -204,21 +201,21 @@ class CachedTokens:
     def _now(self) -> float:
         return (self._clock or Clock.current()).monotonic()
 
-    def _come_home(self) -> None:
-        """What is under way belongs to one loop of one process; the tokens are everybody's."""
+    def _bind_to_loop(self) -> None:
+        """Start anew on another loop or in a forked child; the cached tokens remain valid there."""
         home = (os.getpid(), id(asyncio.get_running_loop()))
-        if self._home != home:
-            self._home = home
+        if self._bound_to != home:
+            self._bound_to = home
             self._flight = SingleFlight()
             self._timers, self._refresh = Timers(self._clock), None
 
     def __repr__(self) -> str:
         best = self._best()
-        state = f"good for {duration(best.good_until - self._now())}" if best else "none yet"
+        state = f"valid for {duration(best.good_until - self._now())}" if best else "none yet"
         return f"<CachedTokens: {state}, {self.fetched} fetched, {self.failures} failed>"
 
 
-class _Kept(NamedTuple):
+class _CachedToken(NamedTuple):
     value: str
     good_until: float
     refresh_at: float
@@ -228,12 +225,12 @@ def _checked(found: object) -> Token:
     token = Token(found) if isinstance(found, str) else found
     if not isinstance(token, Token) or not isinstance(token.value, str) or not token.value:
         raise TokenError(
-            f"the token provider returned {type(found).__name__}: return a text that is not empty, "
+            f"the token provider returned {type(found).__name__}: return a str that is not empty, "
             "or a Token"
         )
     if not isinstance(token.expires_at, float | int | None):
         raise TokenError(
             f"the token provider returned a {type(token.expires_at).__name__} as expires_at: "
-            "return a text, or a Token whose expires_at is in seconds since 1970"
+            "return a str, or a Token whose expires_at is in seconds since 1970"
         )
     return token

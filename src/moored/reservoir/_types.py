@@ -1,4 +1,4 @@
-"""What a pool hands out, as type checkers see it: psycopg's own connection, if nobody says."""
+"""Type variables for the connections of a pool, which are psycopg's own by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg.rows import TupleRow
 if sys.version_info >= (3, 13):
     from typing import TypeVar
 else:
-    from typing_extensions import TypeVar  # psycopg needs it too, so it is there
+    from typing_extensions import TypeVar  # a dependency of psycopg
 
 __all__ = ["AnyC", "AsyncC", "ThreadsC"]
 

@@ -1,10 +1,10 @@
-"""The upkeep of a reservoir: opens connections ahead of need, checks them, and closes them.
+"""The upkeep of a reservoir: opens connections in advance, checks them, and closes them.
 
-It is written once, for an event loop: the user's own under asyncio, the library's loop thread for
-users of threads, where connections are opened and closed in threads.
+It runs on an event loop: the user's own under asyncio, the library's loop thread for pools for
+threads, whose connections are opened and closed in threads.
 
-To open one takes, in this order: a lease, a turn under the rate limit, a token, the connect. So no
-turn is used up without a lease; and whatever fails, the lease is given back, once.
+Opening a connection takes, in this order: a lease, a turn under the rate limit, a token, the
+connect. So no turn is used up without a lease; and if a later step fails, the lease is released.
 """
 
 from __future__ import annotations
@@ -47,62 +47,63 @@ log = logging.getLogger("moored.reservoir")
 
 C = TypeVar("C")
 
-#: After a failure, and after one in which the server said that we are too fast.
+#: First and longest backoff after a failed connect.
 FAILED = (0.25, 5.0)
-#: The same where callers do not wait for the server, and get the last error meanwhile.
+#: The same with `fail_fast`, where callers get the last error until a connect succeeds.
 QUICK = (0.25, 0.5)
+#: The same if the server refused because of too many connections or connects.
 THROTTLED = (1.0, 30.0)
-#: For how long a turn under the rate limit is good: who waits longer needs another one.
+#: For how many seconds a turn under the rate limit is valid; a later connect needs a new turn.
 TURN = 0.1
-#: How long a driver may take to close one connection before it is left alone.
+#: How long a driver may take to close one connection.
 CLOSE_PATIENCE = 5.0
 
 
-class _Unwanted(Exception):
-    """A connection that was to be opened is one too many now."""
+class _NotNeeded(Exception):
+    """Raised when a connection that is about to be opened would exceed `max_size`."""
 
 
 class Upkeep(Generic[C]):
     """Opens, looks after and closes the connections of one core."""
 
     def __init__(self, home: Reservoir[C]) -> None:
-        self._home = home
-        # After a fork the reservoir has others.
+        self._reservoir = home
+        # Stored, because the reservoir has others after a fork.
         self.core, self._lock = home.core, home.lock
         self.recipe, self.config, self.clock = home.recipe, home.config, home.clock
         self.recorder, self.name = home.recorder, home.name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._need = asyncio.Event()
         self._full = asyncio.Event()
-        self._entering = asyncio.Lock()
-        # Connects, whose end `stop` asks for; closes, checks and returns, for which it waits; and
-        # the user's callback, which may be what stops it.
+        self._budget_lock = asyncio.Lock()
+        # `stop` cancels connects (`_opening`); it waits for closes, checks and returns (`_tasks`);
+        # and it does not wait for `reconnect_failed` (`_callbacks`), which may have called it.
         self._opening, self._tasks, self._callbacks = Tasks(), Tasks(), Tasks()
         self._supervisor: Supervisor | None = None
         self.budget: Budget | None = None
-        self._where: Destination | None = None
+        self._destination: Destination | None = None
         self._stopped = False
-        # After a failure nothing is tried before this time; of several that fail together, only
-        # one counts.
+        # After a failure no connect begins before `_pause_until`. Of several connects that fail
+        # together only one counts: `_failed_at` is when the last counted one failed.
         self._pause_until = -math.inf
         self._failed_at = -math.inf
         steps = QUICK if home.fail_fast else FAILED
         self._failing = Backoff(*steps, jitter="half", clock=home.clock)
         self._throttled = Backoff(*THROTTLED, jitter="half", clock=home.clock)
         self._failing_since: float | None = None
-        self._told_failed = False
+        self._outage_reported = False
         self._unreachable = False
         self.last_error: BaseException | None = None
-        #: Failed opens by reason, and seconds that successful ones took in all.
+        #: Failed connects by reason, and the total seconds of successful ones.
         self.failures: Counter[str] = Counter()
         self.connect_time = 0.0
-        #: Connections that the server, or the net, ended while nobody used them.
+        #: Connections that were found to be broken while they were idle.
         self.lost = 0
 
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin, on the running loop."""
+        """Start the refiller and the scanner on the running loop."""
         self._loop = asyncio.get_running_loop()
         backoff = Backoff(0.1, 5.0, jitter="half", clock=self.clock)
         self._supervisor = Supervisor(
@@ -111,23 +112,23 @@ class Upkeep(Generic[C]):
                 Child("refiller", self._refill, backoff=backoff.fresh()),
                 Child("scanner", self._scan, backoff=backoff),
             ],
-            intensity=None,  # however often they fail, somebody must go on
+            intensity=None,  # restart them however often they fail
             recorder=self.recorder,
             clock=self.clock,
         )
-        # Whoever opens it may be cancelled meanwhile, and others wait for it already.
+        # Shielded: the caller that opens the pool may be cancelled while others wait for it.
         await asyncio.shield(self._supervisor.start())
 
     async def stop(self, timeout: float) -> int:
-        """End everything; returns how many connections could not be closed in time."""
+        """Cancel connects and close connections; return how many did not close in time."""
         if self._supervisor is not None:
             await self._supervisor.stop()
         for task in self._opening:
             task.cancel()
         self.sweep()
         ends = self.clock.monotonic() + timeout
-        # Those in use may come back meanwhile. What takes too long is left alone, not cut short:
-        # a close that had no time to begin would leave its connection, and its lease, for ever.
+        # More tasks may start, because connections in use may be returned meanwhile. Slow tasks are
+        # not cancelled: a close that never ran would leak its connection and its lease.
         while (left := [*self._opening, *self._tasks]) and (
             patience := ends - self.clock.monotonic()
         ) > 0:
@@ -137,8 +138,10 @@ class Upkeep(Generic[C]):
         return len(left)
 
     async def _leave_when_empty(self) -> None:
-        """The leases are given back when their connections are gone: those in use at the end of
-        the pool are so later."""
+        """Leave the budget when the last connection with a lease is closed.
+
+        Connections that were in use when the pool was closed hold their leases until then.
+        """
         budget = self.budget
         held = self.config.lease_enabled and (self.core.items or self.core.closing)
         if budget is not None and self._stopped and not held:
@@ -146,11 +149,11 @@ class Upkeep(Generic[C]):
             await budget.leave()
 
     def nudge(self) -> None:
-        """There may be something to open; from any thread."""
+        """Wake the refiller, because a connection may be needed; from any thread."""
         self._on_loop(self._need.set)
 
     def sweep(self) -> None:
-        """Close what the core has let go; from any thread, without its lock held."""
+        """Close the connections that the core has retired; from any thread, without its lock."""
         if self.core.retired:
             self._on_loop(self._sweep)
 
@@ -161,9 +164,9 @@ class Upkeep(Generic[C]):
             self.later(call)
 
     def later(self, call: Callable[[], object]) -> None:
-        """Call something on the loop, soon; from any thread, and without a lock."""
+        """Call a function on the loop soon; from any thread, without taking a lock."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended: so has the need
+            with suppress(RuntimeError):  # the loop is closed, and its connections with it
                 self._loop.call_soon_threadsafe(call)
 
     def _sweep(self) -> None:
@@ -171,16 +174,16 @@ class Upkeep(Generic[C]):
             retired = self.core.retired.copy()
             self.core.retired.clear()
         for item in retired:
-            self._tasks.start(self._bury(item), name=f"{self.name}-close")
+            self._tasks.start(self._close_item(item), name=f"{self.name}-close")
 
     async def shielded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for work that goes on when the caller is cancelled, and that `stop` waits for."""
+        """Run work that continues if the caller is cancelled, and that `stop` waits for."""
         await asyncio.shield(self._tasks.start(work, name=f"{self.name}-return"))
 
     # -- opening -------------------------------------------------------------------------------
 
     async def _refill(self, ctx: Context) -> None:
-        """The refiller: opens what the core wants, unless it must wait after a failure."""
+        """Run the refiller: open as many connections as the core plans, with a backoff."""
         ctx.started()
         await self._stagger()
         while True:
@@ -196,13 +199,15 @@ class Upkeep(Generic[C]):
             await wait_set(self._need, pause if pause > 0 else None)
 
     async def _stagger(self) -> None:
-        """The first connection is opened at once, the others a little later, each process by a
-        time of its own; whoever waits is not made to wait for this."""
+        """Open the first connection now, and delay the others by a random time.
+
+        So processes that start together do not connect together. A waiting caller ends the delay.
+        """
         if not self.config.enabled or self.core.births or self.core.opening:
             return
         with self._lock:
             one = self.core.plan()
-            # The rest of the batch is for later.
+            # The rest of the batch is opened after the delay.
             self.core.opening -= max(0, one - 1)
         if one:
             self._opening.start(self._open(), name=f"{self.name}-open")
@@ -212,9 +217,9 @@ class Upkeep(Generic[C]):
             await wait_set(self._need, left)
 
     async def _open(self) -> None:
-        """Open one connection, with everything that it takes."""
+        """Open one connection: lease, rate limit, token, connect, configure."""
         began = self.clock.monotonic()
-        stage = "connect"  # where to, is a function of the user's sometimes, which may fail
+        stage = "connect"  # the endpoint may come from a user's conninfo function, which may fail
         lease: Lease | None = None
         conn: Any = None
         try:
@@ -238,7 +243,7 @@ class Upkeep(Generic[C]):
                 self.core.failed()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            if isinstance(error, _Unwanted):
+            if isinstance(error, _NotNeeded):
                 self._need.set()
             else:
                 self._note_failure(stage, error, began)
@@ -246,21 +251,21 @@ class Upkeep(Generic[C]):
             self._arrive(conn, lease, began)
 
     def _check_wanted(self) -> None:
-        """While it waited for its turn, the reservoir may have been made smaller."""
+        """Raise `_NotNeeded` if the pool was resized while this connect waited for its turn."""
         with self._lock:
             if self.core.overfull:
-                raise _Unwanted
+                raise _NotNeeded
 
     async def _endpoint(self) -> Destination:
-        async with self._entering:
-            if self._where is None:
-                self._where = await self.recipe.endpoint()
-            return self._where
+        async with self._budget_lock:
+            if self._destination is None:
+                self._destination = await self.recipe.endpoint()
+            return self._destination
 
     async def _budget(self, endpoint: Destination) -> Budget:
-        async with self._entering:
+        async with self._budget_lock:
             if self.budget is None:
-                budget = Budget.of(endpoint, self._home)
+                budget = Budget.of(endpoint, self._reservoir)
                 await budget.enter()
                 self.budget = budget
             return self.budget
@@ -271,7 +276,7 @@ class Upkeep(Generic[C]):
         began = self.clock.monotonic()
         token = await self.recipe.tokens.get()
         if self.clock.monotonic() - began > TURN:
-            # All that waited for this token had their turns before, and would connect together.
+            # All connects that waited for this token have had their turns, and would run together.
             await budget.turn()
         return token
 
@@ -282,29 +287,29 @@ class Upkeep(Generic[C]):
             tokens = self.recipe.tokens
             if tokens is None or token is None or meaning_of(error) is not Meaning.UNAUTHORIZED:
                 raise
-            # It may have been a token of yesterday: once, with a new one, and with a turn of its
-            # own, because it is one more connect for the server.
+            # The token may have expired: try once more with a new one, and with another turn,
+            # because the rate limit counts each connect.
             tokens.reject(token)
             again = await tokens.get()
             if again == token:
                 raise
-            log.warning("%s: the server refused a token (%s): trying a new one", self.name, error)
+            log.warning("%s: the server rejected a token (%s): trying a new one", self.name, error)
             await budget.turn()
             return await self.recipe.connect_in_time(again, self._close)
 
     async def _prepare(self, conn: Any) -> None:
         driver = self.recipe.driver
-        driver.adopt(conn, self._home.owner)
-        if self._home.configure is None:
+        driver.set_pool(conn, self._reservoir.owner)
+        if self._reservoir.configure is None:
             return
-        await self._call(self._home.configure, conn)
+        await self._call(self._reservoir.configure, conn)
         state = driver.state(conn)
         if state is DriverState.TRANSACTION and not driver.knows_state:
             await self._call(driver.commit, conn)
         elif state is not DriverState.IDLE:
             raise RuntimeError(
-                f"the configure callback left a connection {state.value}: end what it begins, "
-                "for example with conn.commit()"
+                f"the configure callback left a connection {state.value}: end its transaction "
+                "there, for example with conn.commit()"
             )
 
     def _arrive(self, conn: Any, lease: Lease | None, began: float) -> None:
@@ -315,13 +320,13 @@ class Upkeep(Generic[C]):
             conn, born=now, lifetime=lifetime, guard=config.guard_window, lease=lease
         )
         if self.recipe.asynchronous:
-            item.at_hand = asyncio.get_running_loop().create_future()
-            item.at_hand.set_result(conn)
+            item.ready_future = asyncio.get_running_loop().create_future()
+            item.ready_future.set_result(conn)
         self.connect_time += now - began
         self._note_success(began)
         if lease is not None:
             if not lease.live:
-                item.doom, item.usable_until = "lease_lost", -math.inf
+                item.retire_reason, item.usable_until = "lease_lost", -math.inf
             lease.on_lost(lambda error: self._lease_lost(item, error))
         with self._lock:
             waiter = self.core.arrived(item, now)
@@ -332,16 +337,16 @@ class Upkeep(Generic[C]):
     def _lease_lost(self, item: Item[C], error: BaseException) -> None:
         self.recorder.record(self.name, "a connection lost its lease", kind="info", cause=error)
         with self._lock:
-            self.core.doom(item, "lease_lost")
+            self.core.retire(item, "lease_lost")
         self._settle(None)
 
     def _settle(self, waiter: Waiter[C] | None) -> None:
-        """Carry out what the core decided."""
+        """Wake the waiter that was served, close retired connections, and wake the refiller."""
         if waiter is not None:
             waiter.wake()
         self._sweep()
         self._need.set()
-        self._home.note_change()
+        self._reservoir.note_change()
 
     async def _undo(self, conn: Any, lease: Lease | None) -> None:
         try:
@@ -351,12 +356,12 @@ class Upkeep(Generic[C]):
             if lease is not None:
                 await lease.release()
 
-    # -- failing, and succeeding again -----------------------------------------------------------
+    # -- failures and recovery -------------------------------------------------------------------
 
     def _note_failure(self, stage: str, error: BaseException, began: float) -> None:
         now = self.clock.monotonic()
         self.failures[stage] += 1
-        # That the cluster is full is no fault: it is not held against the server.
+        # A full cluster is not a failure of the server.
         denied = isinstance(error, LeaseDenied)
         if self._failing_since is None or (not denied and isinstance(self.last_error, LeaseDenied)):
             self._failing_since = now
@@ -364,8 +369,8 @@ class Upkeep(Generic[C]):
         if began >= self._failed_at:
             throttled = meaning_of(error) is Meaning.THROTTLED
             wait = (self._throttled if throttled else self._failing).fail()
-            # The attempt that fails when `reconnect_timeout` ends is the one that is reported.
-            left = self._failing_since + self._home.reconnect_timeout - now
+            # Try again no later than the end of `reconnect_timeout`, to report it in time.
+            left = self._failing_since + self._reservoir.reconnect_timeout - now
             wait = left if 0 < left < wait and not (throttled or denied) else wait
             self._failed_at = now
             self._pause_until = now + wait
@@ -373,38 +378,39 @@ class Upkeep(Generic[C]):
             self.recorder.record(self.name, text, kind="failure", cause=error)
             log.warning("%s: %s: %s", self.name, text, describe(error))
         if not denied:
-            self._tell_if_failing_for_long(now)
+            self._report_long_outage(now)
         self._unreachable = stage == "connect" and meaning_of(error) is not Meaning.THROTTLED
         if self.unreachable() is not None:
             with self._lock:
-                in_vain = self.core.give_up()
-            for waiter in in_vain:
+                refused = self.core.give_up()
+            for waiter in refused:
                 waiter.error = self.unreachable()
                 waiter.wake()
         self._need.set()
-        self._home.note_change()
+        self._reservoir.note_change()
 
     def _note_success(self, began: float) -> None:
         if self._failing_since is not None:
             took = self.clock.monotonic() - self._failing_since
-            log.info("%s: connecting again after %s", self.name, duration(took))
-            self.recorder.record(self.name, f"connecting again after {duration(took)}")
+            text = f"connecting succeeds again after {duration(took)}"
+            log.info("%s: %s", self.name, text)
+            self.recorder.record(self.name, text)
         self._failing_since = None
-        self._told_failed = self._unreachable = False
-        # What was on its way when the server said no does not mean that it says yes again.
+        self._outage_reported = self._unreachable = False
+        # A connect that began before the last failure does not prove that the server recovered.
         if began >= self._failed_at:
             self._failing.succeed()
             self._throttled.succeed()
             self._pause_until = -math.inf
 
-    def _tell_if_failing_for_long(self, now: float) -> None:
+    def _report_long_outage(self, now: float) -> None:
         assert self._failing_since is not None
-        if self._told_failed or now - self._failing_since < self._home.reconnect_timeout:
+        if self._outage_reported or now - self._failing_since < self._reservoir.reconnect_timeout:
             return
-        self._told_failed = True
+        self._outage_reported = True
         took = duration(now - self._failing_since)
         log.error("%s: no connection could be opened for %s", self.name, took)
-        if (failed := self._home.reconnect_failed) is not None:
+        if (failed := self._reservoir.reconnect_failed) is not None:
             work = self._call_reconnect_failed(failed)
             self._callbacks.start(work, name=f"{self.name}-reconnect-failed")
 
@@ -415,9 +421,9 @@ class Upkeep(Generic[C]):
             log.error("%s: the reconnect_failed callback failed", self.name, exc_info=error)
 
     def unreachable(self) -> ServerUnreachable | None:
-        """What a caller gets instead of waiting, if it is not to wait for a server that is down."""
+        """The error for callers that must not wait for an unreachable server (`fail_fast`)."""
         core = self.core
-        if not (self._home.fail_fast and self._unreachable) or core.items or core.opening:
+        if not (self._reservoir.fail_fast and self._unreachable) or core.items or core.opening:
             return None
         assert self.last_error is not None
         error = ServerUnreachable(f"{self.name}: {describe(self.last_error)}")
@@ -425,22 +431,22 @@ class Upkeep(Generic[C]):
         return error
 
     def tokens_left(self) -> float:
-        """How many connections could be opened at once, as far as this process knows."""
+        """How many connections the rate limit allows now, as far as this process knows."""
         if self.budget is None:
             return float(self.config.burst or self.config.rate)
         return self.budget.rate.left
 
     @property
     def failing_for(self) -> float | None:
-        """Seconds since connecting began to fail; None while it works."""
+        """Seconds since connecting began to fail; None while it succeeds."""
         if self._failing_since is None:
             return None
         return self.clock.monotonic() - self._failing_since
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def _bury(self, item: Item[C]) -> None:
-        """Close a connection; its lease is given back when it is gone, and not before."""
+    async def _close_item(self, item: Item[C]) -> None:
+        """Close a connection, and then release its lease."""
         try:
             await self._close(item.conn)
         finally:
@@ -451,20 +457,20 @@ class Upkeep(Generic[C]):
                 with self._lock:
                     self.core.closed()
                 if isinstance(self.last_error, LeaseDenied):
-                    # What was refused is there again, for a moment at least.
+                    # A lease is free now: try to get it before another process does.
                     self._pause_until = -math.inf
                 self._need.set()
-                self._home.note_change()
+                self._reservoir.note_change()
                 await self._leave_when_empty()
 
     async def _close(self, conn: Any) -> None:
         driver = self.recipe.driver
         try:
             if driver.state(conn) is DriverState.BUSY:
-                # The server would go on with the statement, and keep the connection that long.
+                # The server would keep the session until the statement has ended.
                 await self._call(driver.interrupt, conn, CLOSE_PATIENCE)
         except Exception as error:
-            log.info("%s: a statement could not be cancelled: %s", self.name, describe(error))
+            log.info("%s: cancelling a statement failed: %s", self.name, describe(error))
         try:
             if driver.closes_at_once or self.recipe.asynchronous:
                 async with asyncio.timeout(CLOSE_PATIENCE):
@@ -472,53 +478,53 @@ class Upkeep(Generic[C]):
             else:
                 await self._call(driver.close, conn)
         except Exception as error:
-            log.debug("%s: a connection did not close well: %s", self.name, describe(error))
+            log.debug("%s: closing a connection failed: %s", self.name, describe(error))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what may block (for users of threads, in a thread) or may have to be awaited."""
+        """Call a plain or async function; in a pool for threads, call it in a thread."""
         if self.recipe.asynchronous:
             return await awaited(function(*args))
         return await run_callback(function, *args, name=f"{self.name}-callback")
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     async def _scan(self, ctx: Context) -> None:
-        """The scanner: lets go of what is over, broken, or due to be replaced."""
+        """Run the scanner: retire expired, broken, surplus and due connections."""
         ctx.started()
-        look_at_all = -math.inf
+        next_check = -math.inf
         while True:
             now = self.clock.monotonic()
-            if now >= look_at_all:
+            if now >= next_check:
                 self._find_broken()
-                if (after := self._home.leak_after) is not None:
+                if (after := self._reservoir.leak_after) is not None:
                     warn_of_leaks(self.core, self._lock, after, now, self.name)
-                look_at_all = now + self.config.scan_every
+                next_check = now + self.config.scan_every
             self._full.clear()
             with self._lock:
                 due = self.core.scan(now, replacing=self._failing_since is None)
             self._settle(None)
-            # When none is missing any more, it is known anew which is replaced when.
-            await wait_set(self._full, max(0.0, min(due, look_at_all) - self.clock.monotonic()))
+            # When the reservoir is full again, the next replacement is scheduled anew.
+            await wait_set(self._full, max(0.0, min(due, next_check) - self.clock.monotonic()))
 
     def _find_broken(self) -> None:
-        """Look at those that are ready: what the server has ended is kept for nobody."""
+        """Discard ready connections whose sockets the server has closed."""
         driver = self.recipe.driver
         with self._lock:
             items = list(self.core.ready)
         now = self.clock.monotonic()
         for item in items:
             with self._lock:
-                # Only while nobody uses it: whoever has one looks after it.
-                quiet = item.place is Place.READY and now >= item.fresh_until
-                if quiet and driver.is_broken(item.conn):
+                # Another thread may have taken the connection since, and may be using it.
+                idle = item.place is Place.READY and now >= item.fresh_until
+                if idle and driver.is_broken(item.conn):
                     self.core.discard(item, "bad")
                     self.lost += 1
 
-    def examine(self, idle: float, patience: float) -> None:
-        """Ask all that were ready for so long for a sign of life, at once; from any thread.
+    def ping_idle(self, idle: float, patience: float) -> None:
+        """Ping all connections that were idle for this many seconds, at once; from any thread.
 
-        Where one gave none, the others may give none either, as when the net has forgotten them:
-        callers should not have to try them one by one.
+        If one did not answer, the others may not either, for example because a firewall dropped
+        them: callers should not have to find that out one by one.
         """
         now = self.clock.monotonic()
         with self._lock:
@@ -528,11 +534,11 @@ class Upkeep(Generic[C]):
 
         def begin() -> None:
             for item in items:
-                self._tasks.start(self._look_at(item, patience), name=f"{self.name}-check")
+                self._tasks.start(self._ping_item(item, patience), name=f"{self.name}-check")
 
         self._on_loop(begin)
 
-    async def _look_at(self, item: Item[C], patience: float) -> None:
+    async def _ping_item(self, item: Item[C], patience: float) -> None:
         waiter: Waiter[C] | None = None
         try:
             await self._call(self.recipe.driver.ping, item.conn, patience)
@@ -547,7 +553,7 @@ class Upkeep(Generic[C]):
 
 
 async def wait_set(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait until an event is set, or the time is over."""
+    """Wait until an event is set, for this many seconds at most."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

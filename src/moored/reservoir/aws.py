@@ -1,7 +1,7 @@
-"""Passwords for AWS databases: tokens for Aurora DSQL and for RDS with IAM, signed by botocore.
+"""Tokens for Aurora DSQL and for RDS with IAM, signed by botocore.
 
-A token is signed on this machine, without a call to AWS, and takes about 0.1 ms as long as the
-client that signs it is kept; to make a client takes some 50 ms. So each provider makes one, once::
+A token is signed on this machine, without a call to AWS. That takes about 0.1 ms; creating the
+client that signs takes some 50 ms, so each provider creates it once::
 
     AsyncConnectionPool(
         "host=CLUSTER.dsql.eu-central-1.on.aws dbname=postgres user=admin sslmode=verify-full",
@@ -9,8 +9,9 @@ client that signs it is kept; to make a client takes some 50 ms. So each provide
         tokens=DsqlTokens("CLUSTER.dsql.eu-central-1.on.aws"),
     )
 
-A token ends with the credentials that signed it, even if it says otherwise: providers tell the
-earlier of the two, and the pool fetches the next one in time. It needs `moored[aws]`.
+A token expires with the credentials that signed it, even if its own lifetime is longer: providers
+return the earlier of the two times, and the pool fetches the next token before. This module needs
+`moored[aws]`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from ._tokens import Token
 
 __all__ = ["DsqlTokens", "RdsTokens"]
 
-#: What AWS allows for Aurora DSQL: a week.
+#: The longest lifetime of a token for Aurora DSQL: a week.
 LONGEST = 604_800
-#: What it gives for RDS; it cannot be chosen.
+#: The fixed lifetime of a token for RDS.
 RDS_LIFETIME = 900
 
 _DSQL_HOST = re.compile(r"\.dsql(?:-[a-z0-9]+)?\.([a-z0-9-]+)\.on\.aws$")
@@ -55,7 +56,7 @@ class _Signer:
         refuse(type(self).__name__, _mistakes(host, user, lifetime))
         self.host = host
         self.user = user
-        #: For how many seconds a token is good at most.
+        #: The maximum lifetime of a token, in seconds.
         self.lifetime = lifetime
         self._session = _new_session() if session is None else session
         self.region = region or self._region_in_host() or self._region_of_session()
@@ -64,10 +65,10 @@ class _Signer:
         self._credentials: Any = None
 
     def __call__(self) -> Token:
-        """A new token, and until when it is good."""
+        """Return a new token, with the time when it expires."""
         try:
             client = self._ready_client()
-            # Credentials that are due are renewed here, so that what follows is about the new ones.
+            # This renews credentials that are due, so that the new ones sign the token.
             self._credentials.get_frozen_credentials()
             ends = self._end_of_credentials()
             signed_at = math.floor(time.time())
@@ -75,8 +76,8 @@ class _Signer:
         except TokenError:
             raise
         except Exception as error:
-            raise TokenError(f"no token for {self._whom()}: {describe(error)}") from error
-        # Somebody else may have renewed them meanwhile: then either may have signed.
+            raise TokenError(f"no token for {self._target()}: {describe(error)}") from error
+        # Another thread may have renewed them meanwhile: then either may have signed.
         ends = min(ends, self._end_of_credentials())
         return Token(value, min(signed_at + self.lifetime, ends))
 
@@ -89,15 +90,15 @@ class _Signer:
                 self._credentials = self._session.get_credentials()
                 if self._credentials is None:
                     raise TokenError(
-                        f"no token for {self._whom()}: there are no AWS credentials; set "
+                        f"no token for {self._target()}: there are no AWS credentials; set "
                         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run "
-                        "where a role is given (ECS, EKS, EC2, Lambda)"
+                        "with an IAM role (ECS, EKS, EC2, Lambda)"
                     )
                 self._client = _make_client(self._session, self._service, self.region)
             return self._client
 
     def _end_of_credentials(self) -> float:
-        """When the credentials end, in seconds since 1970; never, if they are static."""
+        """When the credentials expire, in seconds since 1970; infinity if they are static."""
         ends = getattr(self._credentials, "_expiry_time", None)
         return math.inf if ends is None else float(ends.timestamp())
 
@@ -109,28 +110,28 @@ class _Signer:
         region = _region_of(self._session)
         if not region:
             raise TokenError(
-                f"no AWS region for {self._whom()}, and its name does not tell one: pass region=, "
-                "or set AWS_DEFAULT_REGION"
+                f"no AWS region for {self._target()}, and its name contains none: pass region=, or "
+                "set AWS_DEFAULT_REGION"
             )
         return region
 
-    def _whom(self) -> str:
+    def _target(self) -> str:
         return f"{self.user}@{self.host}"
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._whom()}, {self.region}>"
+        return f"<{type(self).__name__} {self._target()}, {self.region}>"
 
 
 class DsqlTokens(_Signer):
-    """Makes tokens for Aurora DSQL.
+    """Signs tokens for Aurora DSQL.
 
-    :param host: the cluster's endpoint, as the connection uses it.
-    :param region: the cluster's region; from the host's name, if not given.
+    :param host: the cluster's endpoint, as in the conninfo.
+    :param region: the cluster's region; by default from the host's name.
     :param user: the database role. Only `admin` gets a token for administrators, and the AWS
         identity then needs `dsql:DbConnectAdmin` instead of `dsql:DbConnect`.
-    :param lifetime: for how many seconds a token is good, up to a week. A session lives on when
-        its token ends.
-    :param session: a session of botocore or boto3; a new one, if not given.
+    :param lifetime: the lifetime of a token in seconds, up to a week. A session continues when its
+        token expires.
+    :param session: a session of botocore or boto3; by default a new one.
     """
 
     _service = "dsql"
@@ -144,14 +145,14 @@ class DsqlTokens(_Signer):
 
 
 class RdsTokens(_Signer):
-    """Makes tokens for a user of RDS or Aurora who logs in with IAM; each is good for 15 minutes.
+    """Signs tokens for a user of RDS or Aurora who logs in with IAM; each is valid for 15 minutes.
 
-    :param host: the endpoint of the database or of its proxy; not another name for it, because
-        the name is signed.
+    :param host: the endpoint of the database or of its proxy; not an alias, because the name is
+        signed.
     :param port: the port of that endpoint, which is signed too.
-    :param user: the database user; it needs `rds_iam`.
-    :param region: the database's region; from the host's name, if not given.
-    :param session: a session of botocore or boto3; a new one, if not given.
+    :param user: the database user; it needs the role `rds_iam`.
+    :param region: the database's region; by default from the host's name.
+    :param session: a session of botocore or boto3; by default a new one.
     """
 
     _service = "rds"
@@ -174,13 +175,13 @@ class RdsTokens(_Signer):
 
 
 def _new_session() -> Any:
-    with extra("aws", "a token of AWS"):
+    with extra("aws", "a token for AWS"):
         import botocore.session  # type: ignore[import-untyped]
     return botocore.session.get_session()
 
 
 def _make_client(session: Any, service: str, region: str) -> Any:
-    # boto3's sessions call it otherwise.
+    # `create_client` is botocore's name, `client` is boto3's.
     make = getattr(session, "create_client", None) or session.client
     return make(service, region_name=region)
 
@@ -196,9 +197,9 @@ def _region_of(session: Any) -> str | None:
 def _mistakes(host: str, user: str, lifetime: int) -> list[str]:
     found = []
     if not host or re.search(r"[\s/:@]", host):
-        found.append(f"host={host!r} must be a host's name alone, without scheme, port or user")
+        found.append(f"host={host!r} must be only a host name, without scheme, port or user")
     if not user:
-        found.append("user must be the database user, and not empty")
+        found.append("user must be the name of the database user, and not empty")
     if not 1 <= lifetime <= LONGEST:
         found.append(f"lifetime={lifetime!r} must be between 1 s and {LONGEST} s (a week)")
     return found

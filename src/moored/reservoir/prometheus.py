@@ -5,8 +5,8 @@
     collector = ReservoirCollector(pool)
     prometheus_client.REGISTRY.register(collector)
 
-It costs a checkout nothing: all metrics are made from `statistics()`. It needs prometheus-client,
-which `moored[service]` brings.
+All metrics come from `statistics()`, so they do not slow down checkouts. This module needs
+prometheus-client, which `moored[service]` installs.
 """
 
 from __future__ import annotations
@@ -35,54 +35,54 @@ Source: TypeAlias = AsyncConnectionPool[Any] | ConnectionPool[Any] | Reservoir[A
 PREFIX = "moored_reservoir_"
 LABELS = ("service", "pool")
 
-#: Metrics by the names that they have in `Statistics`.
+#: Help texts by the names in `Statistics`.
 _GAUGES = {
-    "size": "Connections that are ready.",
-    "target": "Connections to have before anybody waits.",
+    "size": "Ready connections.",
+    "target": "Connections to keep, ready or in use.",
     "in_use": "Connections in use.",
-    "in_flight": "Connections on their way.",
-    "waiting": "Callers that wait.",
-    "leases_held": "Leases that the connections hold.",
-    "rate_tokens_left": "Connections that could be opened at once, as far as this process knows.",
+    "in_flight": "Connects in progress.",
+    "waiting": "Waiting callers.",
+    "leases_held": "Leases held by connections.",
+    "rate_tokens_left": "Connections that the rate limit allows now, as far as the process knows.",
 }
 _COUNTERS = {
     "checkouts": "Connections handed out.",
-    "empty": "Times that a caller came and none was ready.",
+    "empty": "Checkouts that found no ready connection.",
     "refills": "Connections opened.",
-    "refused": "Callers that were not let into the queue.",
-    "timeouts": "Callers whose time was over before they were served.",
+    "refused": "Callers that were refused instead of waiting.",
+    "timeouts": "Callers whose timeout expired while they waited.",
 }
 _REASONS = {
-    "discards": ("Connections that were let go, by reason.", DISCARDS),
-    "refill_failures": ("Connections that could not be opened, by reason.", FAILURES),
+    "discards": ("Connections closed, by reason.", DISCARDS),
+    "refill_failures": ("Failed attempts to open a connection, by step.", FAILURES),
 }
 
 
 class ReservoirCollector(SourceCollector[Source]):
-    """Prometheus metrics of reservoirs and pools, by service and name. They are held weakly."""
+    """Prometheus metrics of reservoirs and pools, by service and name; refers to them weakly."""
 
     def add(self, source: Source) -> None:
-        """Include the metrics of this one, in place of a closed one with the same name."""
+        """Add a reservoir or pool, in place of a closed one with the same name."""
         with self._lock:
             for other in [one for one in self._sources if _names(one) == _names(source)]:
                 if other is not source and _reservoir(other).state != "closed":
                     service, name = _names(source)
                     raise ValueError(
-                        f"two pools of {service} are named {name}, and Prometheus could not tell "
-                        "them apart: pass another name= to one of them"
+                        f"two pools of {service} are named {name}, so their metrics would have the "
+                        "same labels: pass another name= to one of them"
                     )
                 self._sources.discard(other)
             self._sources.add(source)
 
     def families(self, sources: Sequence[Source]) -> Iterator[Metric]:
-        """Yield everything that `statistics()` reports."""
+        """Yield the metrics of all reservoirs and pools."""
         numbers = {_names(pool): pool.statistics() for pool in sorted(sources, key=_names)}
         for kind, table in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for name, text in table.items():
                 samples = [(names, getattr(now, name)) for names, now in numbers.items()]
                 yield kind(PREFIX + name, text, LABELS, samples)
         for name, (text, known) in _REASONS.items():
-            # Each known reason from the beginning, so that a rate sees its first event.
+            # Every known reason from the start, so that `rate()` sees its first event.
             zeros = dict.fromkeys(known, 0)
             yield counter(
                 PREFIX + name,
@@ -100,7 +100,7 @@ class ReservoirCollector(SourceCollector[Source]):
 def _latency(numbers: Mapping[tuple[str, str], Statistics]) -> Metric:
     histogram = HistogramMetricFamily(
         f"{PREFIX}acquire_seconds",
-        "Seconds until a caller got a connection; the sum has those who gave up, too.",
+        "Seconds until a caller got a connection; the sum includes callers that timed out.",
         labels=LABELS,
     )
     ends = [*map(str, BUCKETS), "+Inf"]

@@ -1,23 +1,23 @@
-"""SQLAlchemy engines whose connections are ready before they are needed.
+"""SQLAlchemy engines whose connections are opened before they are needed.
 
-SQLAlchemy opens a connection when a caller needs one, and replaces it when it is too old. Engines
-that are made here are SQLAlchemy's own, with its own events and settings; but their pool is a
-reservoir, which opens connections ahead, at a limited rate, and replaces them one by one before
-they end::
+SQLAlchemy's own pool opens a connection when a caller needs one, and replaces it when it is too
+old. The engines of this module are SQLAlchemy's, with its events and settings, but their pool is a
+reservoir, which opens connections in advance, at a limited rate, and replaces them one by one
+before they expire::
 
     engine = create_engine("postgresql://app@db/orders", pool_size=20, max_overflow=0)
     with Session(engine) as session:
         session.add(Order(1))
         session.commit()
 
-What always holds:
+Invariants:
 
-- callers that wait get a connection in the order in which they came;
-- a connection that nobody uses belongs to the reservoir, which closes it when its time is over, its
-  lease is lost, or the server has ended it;
-- no caller gets such a connection, nor one in its guard window;
-- what SQLAlchemy closes (a detached or invalidated connection, one that is broken) is closed, and
-  counts until then.
+- waiting callers get a connection in the order of their arrival;
+- an idle connection belongs to the reservoir, which closes it when it expires, when its lease is
+  lost, or when the server has closed it;
+- no caller gets such a connection, or one in its guard window;
+- a connection that SQLAlchemy closes (because it is detached, invalidated or broken) counts until
+  it is closed.
 """
 
 from __future__ import annotations
@@ -66,29 +66,29 @@ __all__ = ["EngineTimeout", "create_async_engine", "create_engine", "reservoir_o
 
 P = TypeVar("P", bound=Pool[Any])
 
-#: How long a lock is waited for that others hold for microseconds, before this thread is believed
-#: to hold it itself.
+#: How long to wait for a lock that others hold for microseconds, before concluding that this thread
+#: holds it (the garbage collector may run while it does).
 PATIENCE = 0.2
 #: SQLAlchemy's own defaults.
 POOL_SIZE, MAX_OVERFLOW, POOL_TIMEOUT = 5, 10, 30.0
-#: What is for the reservoir, of all that an engine is made with.
+#: The parameters of an engine that are for the reservoir.
 SETTINGS = (
     *("config", "tokens", "leases", "creation_rate", "creation_burst", "max_lifetime", "max_idle"),
     *("check_idle", "leak_after", "endpoint", "service", "name", "clock", "recorder"),
 )
-#: What SQLAlchemy's adapter of asyncpg keeps for itself.
+#: Parameters of SQLAlchemy's adapter of asyncpg, which asyncpg does not know.
 ADAPTER = ("prepared_statement_cache_size", "prepared_statement_name_func")
 PLUGIN = "moored.reservoir"
 
-# Pools that are closed without a waiter.
+# Closes of pools that no caller waits for.
 _closing = Tasks()
 
-# SQLAlchemy 2.1 has given it this name.
+# The name since SQLAlchemy 2.1, or the former one.
 _await: Callable[[Any], Any] = getattr(concurrency, "await_", None) or concurrency.await_only
 
 
 class EngineTimeout(PoolTimeout, exc.TimeoutError, exc.DontWrapMixin):
-    """No connection within `pool_timeout`: both `PoolTimeout` and SQLAlchemy's own timeout."""
+    """No connection within `pool_timeout`; a `PoolTimeout` and a `sqlalchemy.exc.TimeoutError`."""
 
 
 def create_engine(
@@ -100,24 +100,24 @@ def create_engine(
     creation_rate: float | None = None,
     **options: Any,
 ) -> Engine:
-    """SQLAlchemy's `create_engine`, with a reservoir as its pool.
+    """Create an engine with a reservoir as its pool; like SQLAlchemy's `create_engine`.
 
-    It takes what SQLAlchemy's takes, and begins to connect at first use. How many connections there
-    may be is `pool_size` + `max_overflow`, or `config.max_size` if neither is given; a caller waits
-    for one for up to `pool_timeout`. `engine.dispose()` closes all of them, and the next use opens
-    a new reservoir.
+    The engine begins to connect at first use. The maximum number of connections is `pool_size` +
+    `max_overflow`, or `config.max_size` if neither is given; a caller waits for a connection for up
+    to `pool_timeout`. `engine.dispose()` closes all connections, and the next use opens a new
+    reservoir.
 
     :param url: `postgresql://…` or `postgresql+psycopg://…`.
-    :param config: every setting of the reservoir at once, for example from `from_env`.
-    :param tokens: makes passwords that end after a while, for example `aws.DsqlTokens(…)`.
-    :param leases: the URL of a lease store, or a client: limits the connections of the cluster.
+    :param config: all settings of the reservoir, for example from `ReservoirConfig.from_env`.
+    :param tokens: returns passwords that expire, for example `aws.DsqlTokens(…)`.
+    :param leases: the URL of a lease store, or a client; limits the connections of the cluster.
     :param creation_rate: how many connections may be opened per second (100).
-    :param options: SQLAlchemy's own, and those of `ConnectionPool` that are for the reservoir:
+    :param options: those of SQLAlchemy, and these of `ConnectionPool`:
         `creation_burst`, `max_lifetime`, `max_idle`, `check_idle`, `leak_after`, `endpoint`,
         `service`, `name`, `clock`, `recorder`.
     """
     given = {"config": config, "tokens": tokens, "leases": leases, "creation_rate": creation_rate}
-    url, options = _planned(url, {**options, **given}, "create_engine", _Threads)
+    url, options = _engine_arguments(url, {**options, **given}, "create_engine", _Threads)
     return sqlalchemy.create_engine(url, **options)
 
 
@@ -130,13 +130,14 @@ def create_async_engine(
     creation_rate: float | None = None,
     **options: Any,
 ) -> AsyncEngine:
-    """SQLAlchemy's `create_async_engine`, with a reservoir as its pool.
+    """Create an async engine with a reservoir as its pool; like SQLAlchemy's function.
 
-    It is `create_engine` for asyncio, with `postgresql+asyncpg://…` besides. The reservoir runs on
-    the event loop that uses the engine first; end it there with `await engine.dispose()`.
+    The parameters are those of `create_engine`; the URL may also be `postgresql+asyncpg://…`. The
+    reservoir runs on the event loop that uses the engine first; close it there with
+    `await engine.dispose()`.
     """
     given = {"config": config, "tokens": tokens, "leases": leases, "creation_rate": creation_rate}
-    url, options = _planned(url, {**options, **given}, "create_async_engine", _Asyncio)
+    url, options = _engine_arguments(url, {**options, **given}, "create_async_engine", _Asyncio)
     return sqlalchemy_create_async_engine(url, **options)
 
 
@@ -145,39 +146,38 @@ def reservoir_of(engine: Engine) -> ConnectionPool[Any]: ...
 @overload
 def reservoir_of(engine: AsyncEngine) -> AsyncConnectionPool[Any]: ...
 def reservoir_of(engine: Engine | AsyncEngine) -> ConnectionPool[Any] | AsyncConnectionPool[Any]:
-    """The pool of an engine: for its statistics, to `drain()` it, or to fill it ahead of
-    the first use with `open(wait=True)`.
+    """Return the pool of an engine, for example for its statistics, `drain()` or `open(wait=True)`.
 
-    After `dispose()` the engine has another one.
+    After `dispose()` the engine has another pool.
     """
     dialect = (engine.sync_engine if isinstance(engine, AsyncEngine) else engine).dialect
     source: _Source[Any] | None = getattr(dialect, "moored_source", None)
     if source is None:
         raise ValueError(
-            f"{engine!r} has no reservoir: make it with moored.reservoir.sqlalchemy."
+            f"{engine!r} has no reservoir: create it with moored.reservoir.sqlalchemy."
             f"{'create_async_engine' if isinstance(engine, AsyncEngine) else 'create_engine'}"
         )
     pool: ConnectionPool[Any] | AsyncConnectionPool[Any] = source.pool
     return pool
 
 
-# -- how an engine is made -------------------------------------------------------------------------
+# -- creating an engine ----------------------------------------------------------------------------
 
 
-def _planned(
+def _engine_arguments(
     url: str | URL, options: dict[str, Any], subject: str, kind: type[_Source[Any]]
 ) -> tuple[URL, dict[str, Any]]:
-    """What SQLAlchemy's own function is to be called with."""
+    """Return the URL and the options for SQLAlchemy's own function."""
     url = make_url(url)
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
     settings = {name: options.pop(name) for name in SETTINGS if name in options}
     refuse(subject, [*_wrong_driver(url, kind), *_wrong_options(options)])
-    _agree_on_size(settings, options)
+    _set_size(settings, options)
     settings["fail_fast"] = True
     settings["timeout"] = options.get("pool_timeout", POOL_TIMEOUT)
     if options.get("pool_pre_ping"):
-        settings["check_idle"] = None  # SQLAlchemy asks them all
+        settings["check_idle"] = None  # SQLAlchemy pings at every checkout
     source = kind(url, options.pop("connect_args", {}), settings)
     for name in ("pool_size", "max_overflow", "pool_timeout", "pool_use_lifo"):
         options.pop(name, None)
@@ -190,36 +190,37 @@ def _wrong_driver(url: URL, kind: type[_Source[Any]]) -> Iterator[str]:
     if url.drivername not in kind.drivers:
         known = " or ".join(f"{name}://…" for name in sorted(kind.drivers))
         hint = "; asyncpg needs create_async_engine" if "asyncpg" in url.drivername else ""
-        yield f"{url.drivername}://… is no driver that a reservoir can open: use {known}{hint}"
+        yield f"{url.drivername}://… is not a supported driver: use {known}{hint}"
 
 
 def _wrong_options(options: Mapping[str, Any]) -> Iterator[str]:
     if options.get("pool_recycle", -1) != -1:
         yield (
-            f"pool_recycle={options['pool_recycle']!r}: the reservoir manages how long connections "
-            "live; set max_lifetime, or base_lifetime in config"
+            f"pool_recycle={options['pool_recycle']!r}: the reservoir manages the lifetime of "
+            "connections; set max_lifetime, or base_lifetime in config"
         )
     for name in ("creator", "async_creator", "pool"):
         if options.get(name) is not None:
-            yield f"{name}: the connections come from the reservoir, so there can be no other"
+            yield f"{name}: not supported, because the reservoir opens the connections; remove it"
     poolclass = options.get("poolclass") or QueuePool
     if not issubclass(poolclass, QueuePool | NullPool):
-        yield f"poolclass={poolclass.__name__}: it must be a QueuePool or a NullPool"
+        yield f"poolclass={poolclass.__name__}: must be QueuePool or NullPool"
     if options.get("pool_size") == 0 or options.get("max_overflow", 0) < 0:
         yield (
-            "pool_size=0 or max_overflow=-1 sets no limit, and a reservoir needs one: give numbers"
+            "pool_size=0 or max_overflow=-1 sets no limit, but a reservoir needs one: pass the "
+            "maximum number of connections"
         )
 
 
-def _agree_on_size(settings: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """The reservoir has the size that SQLAlchemy's pool would have."""
+def _set_size(settings: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set the reservoir's size to that of SQLAlchemy's own pool."""
     if settings.get("config") is None or "pool_size" in options or "max_overflow" in options:
         size = options.get("pool_size", POOL_SIZE) + options.get("max_overflow", MAX_OVERFLOW)
         settings["max_size"] = size
 
 
 class _Plugin(CreateEnginePlugin):
-    """Gets hold of a new engine's dialect before SQLAlchemy asks it how to prepare connections."""
+    """Passes the dialect and the engine to the source while SQLAlchemy creates them."""
 
     def __init__(self, url: URL, kwargs: dict[str, Any]) -> None:
         self._source: _Source[Any] = kwargs.pop("moored_source")
@@ -228,23 +229,23 @@ class _Plugin(CreateEnginePlugin):
         return url
 
     def handle_pool_kwargs(self, pool_cls: Any, pool_args: dict[str, Any]) -> None:
-        self._source.adopt(pool_args["dialect"])
+        self._source.prepare_dialect(pool_args["dialect"])
         pool_args["source"] = self._source
 
     def engine_created(self, engine: Engine) -> None:
-        self._source.serve(engine)
+        self._source.attach(engine)
 
 
 plugins.register(PLUGIN, __name__, "_Plugin")
 
 
-# -- where its connections come from ---------------------------------------------------------------
+# -- the connections of an engine ------------------------------------------------------------------
 
 
 class _Source(ABC, Generic[P]):
-    """Where an engine's connections come from, and go to.
+    """The source of an engine's connections, to which they are also returned.
 
-    It must not hold on to the engine, which would then never be collected.
+    It must not refer to the engine, which would then never be garbage-collected.
     """
 
     drivers: frozenset[str]
@@ -256,114 +257,116 @@ class _Source(ABC, Generic[P]):
         self._connect_args = connect_args
         self._parameters: dict[str, Any] = {}
         self._settings = {**settings, "kwargs": self._options}
-        # The one in use, and those that were closed while connections of theirs were in use.
+        # The current pool, and closed ones that may still have connections in use.
         self._pools: list[P] = [self._make()]
         self._settings["name"] = self.pool.name
-        # Connections for which SQLAlchemy is about to make a record, by that record.
+        # Connections of records that SQLAlchemy is about to initialize, by the id of the record.
         self._arriving: dict[int, tuple[P, Item[Any]] | None] = {}
 
     @property
     def pool(self) -> P:
-        """Where connections come from now."""
+        """The current pool."""
         return self._pools[0]
 
-    def adopt(self, dialect: Dialect) -> None:
-        """Prepare an engine's dialect, before SQLAlchemy asks it how to prepare connections."""
+    def prepare_dialect(self, dialect: Dialect) -> None:
+        """Replace methods of the engine's dialect before SQLAlchemy calls them."""
         on_connect = dialect.on_connect
         self._do_rollback = dialect.do_rollback
         self._dialect = dialect
         dialect.on_connect = lambda: self._prepare(on_connect())  # type: ignore[method-assign]
-        # SQLAlchemy rolls back after an error and when a connection comes back, and the drivers
-        # would wait for a server that has vanished for as long as TCP tries.
+        # SQLAlchemy rolls back after an error and when a connection is returned; the drivers' own
+        # rollback has no timeout, and would block for minutes if the server has vanished.
         dialect.do_rollback = self._roll_back  # type: ignore[method-assign]
-        # To close is never awaited, so that it can be done by a garbage collector too.
+        # Closing never awaits, so the garbage collector may close a connection, too.
         dialect.has_terminate = True
         dialect.moored_source = self  # type: ignore[attr-defined]
 
-    def serve(self, engine: Engine) -> None:
-        """Know how the engine connects. Nothing listens to it: a single listener, to any event,
-        would slow down every statement."""
+    def attach(self, engine: Engine) -> None:
+        """Read the engine's connection parameters, and watch for its garbage collection.
+
+        No event listener is added: even one would slow down every statement.
+        """
         _, found = self._dialect.create_connect_args(engine.url)
         self._parameters = {**found, **self._connect_args}
-        weakref.finalize(engine, self._forsaken).atexit = False
+        weakref.finalize(engine, self._on_engine_collected).atexit = False
 
-    # -- what the reservoir asks ---------------------------------------------------------------
+    # -- called by the reservoir ---------------------------------------------------------------
 
     def _options(self) -> dict[str, Any]:
-        """What a new connection is opened with."""
+        """Return the parameters of a new connection."""
         options = dict(self._parameters)
         for change in self._dialect.dispatch.do_connect:
             if change(self._dialect, None, [], options) is not None:
                 raise TypeError(
-                    "a do_connect listener returned a connection of its own: it may only change "
-                    "the parameters, because the reservoir connects"
+                    "a do_connect listener returned a connection: it may only change the "
+                    "parameters, because the reservoir opens the connections"
                 )
         return {name: value for name, value in options.items() if name not in ADAPTER}
 
     def _place(self) -> str:
-        """The server alone, for people; everything that counts is in the options."""
+        """The server and database, for display; the real parameters are in `_options`."""
         url = self._url
         if not url.host:
             return ""
         place = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
         return place.render_as_string()
 
-    # -- what SQLAlchemy does --------------------------------------------------------------------
+    # -- called by SQLAlchemy --------------------------------------------------------------------
 
     def get(self, pool: ReservoirPool) -> ConnectionPoolEntry:
-        """The record of a connection that a caller may use, after waiting for it if need be."""
+        """Check out a connection, after waiting for it if need be, and return its record."""
         home, item = self._take()
         record = pool._records.get(id(item.conn))
-        if record is None or record.moored_home[1] is not item:  # type: ignore[attr-defined]
+        if record is None or record.moored_origin[1] is not item:  # type: ignore[attr-defined]
             record = _ConnectionRecord(pool, connect=False)
             self._arriving[id(record)] = home, item
         return record
 
     def create(self, connection_record: ConnectionPoolEntry) -> Any:
-        """The connection for a new record, or for one whose connection was invalidated."""
+        """Return the connection for a new record, or for one that was invalidated."""
         found = self._arriving.pop(id(connection_record), None)
         home, item = self._take() if found is None else found
         record: Any = connection_record
-        record.moored_home = home, item
+        record.moored_origin = home, item
         records = record._ConnectionRecord__pool._records
         for key, other in list(records.items()):
-            if other.moored_home[1].place is Place.GONE:
+            if other.moored_origin[1].place is Place.GONE:
                 del records[key]
         records[id(item.conn)] = record
         return self._adapted(item.conn)
 
     def give_back(self, record: ConnectionPoolEntry) -> None:
-        """A caller is done with a connection, and SQLAlchemy has ended its transaction."""
-        home, item = record.moored_home  # type: ignore[attr-defined]
+        """Return a connection whose transaction SQLAlchemy has ended."""
+        home, item = record.moored_origin  # type: ignore[attr-defined]
         if home._is_clean(item.conn):
             self._give(home, item)
         elif home._owns(item):
             self._later(home, partial(home.reservoir.discard, item.conn))
 
     def discard(self, dbapi_connection: Any) -> None:
-        """SQLAlchemy closes a connection: it is broken, or was detached or invalidated."""
+        """Close a connection that is broken, or was detached or invalidated."""
         conn = self._dialect.get_driver_connection(dbapi_connection)
         for pool in self._pools:
             if pool.reservoir.pid == os.getpid() and id(conn) in pool.reservoir.core.items:
                 self._later(pool, partial(pool.reservoir.discard, conn))
 
-    def suspect_all(self) -> None:
-        """Ask every ready connection for a sign of life, because one was lost."""
+    def ping_ready(self) -> None:
+        """Ping every ready connection, because one was lost."""
         if self.pool.reservoir.usable:
-            self.pool.reservoir.upkeep.examine(0.0, PING_TIMEOUT)
+            self.pool.reservoir.upkeep.ping_idle(0.0, PING_TIMEOUT)
 
     def _prepare(self, on_connect: Callable[[Any], object] | None) -> Callable[[Any], None]:
         def prepare(dbapi_connection: Any) -> None:
             if on_connect is not None:
                 on_connect(dbapi_connection)
             conn = self._dialect.get_driver_connection(dbapi_connection)
-            _teach(conn, self._parameters.get("context"))
+            _register_hstore(conn, self._parameters.get("context"))
 
         return prepare
 
     @contextmanager
     def _errors_of(self, pool: P) -> Iterator[None]:
-        """Turn a pool's errors into those that SQLAlchemy knows."""
+        """Translate a pool's errors into SQLAlchemy's."""
         try:
             yield
         except ServerUnreachable as error:
@@ -373,22 +376,24 @@ class _Source(ABC, Generic[P]):
             raise EngineTimeout(str(error)) from None
         except PoolClosed:
             if pool is self.pool:
-                raise  # else somebody has disposed of the engine meanwhile
+                raise  # else the engine was disposed of meanwhile: try the new pool
 
     def dispose(self) -> None:
         """Close the pool; the next use opens a new one."""
         self._close(self._renew())
 
     def _renew(self) -> P:
-        """From now on connections come from a new pool, opened at first use; returns the old one,
-        to which those go back that are in use."""
+        """Replace the current pool by a new one, opened at first use; return the former one.
+
+        Connections in use are returned to the pool that they came from.
+        """
         former, *older = self._pools
         left = [pool for pool in older if pool.reservoir.core.items]
         self._pools = [self._make(), former, *left]
         return former
 
-    def _forsaken(self) -> None:
-        """The engine is gone, and nobody has disposed of it."""
+    def _on_engine_collected(self) -> None:
+        """Close the pool of an engine that was garbage-collected without `dispose()`."""
         if self.pool.reservoir.usable:
             self._close_soon(self.pool)
 
@@ -401,28 +406,30 @@ class _Source(ABC, Generic[P]):
 
     @abstractmethod
     def _make(self) -> P:
-        """A new pool, not open yet."""
+        """Create a pool, without opening it."""
 
     @abstractmethod
     def _take(self) -> tuple[P, Item[Any]]:
-        """A connection from the pool that is in use now, after waiting for it if need be."""
+        """Check out a connection of the current pool, after waiting for it if need be."""
 
     @abstractmethod
     def _adapted(self, conn: Any) -> Any:
-        """A driver's connection as SQLAlchemy uses it."""
+        """Wrap a driver's connection as SQLAlchemy needs it."""
 
     @abstractmethod
     def _roll_back(self, dbapi_connection: Any) -> None:
-        """Undo a transaction within `PING_TIMEOUT`, or close the connection and raise."""
+        """Roll back within `PING_TIMEOUT`, or close the connection and raise."""
 
     @abstractmethod
     def _give(self, pool: P, item: Item[Any]) -> None:
-        """Give a clean connection back."""
+        """Return a clean connection to its pool."""
 
     @abstractmethod
     def _later(self, pool: P, call: Callable[[], None]) -> None:
-        """Tell a pool something, wherever this is called from: a garbage collector may be at work,
-        in any thread, in the middle of anything."""
+        """Call a function that takes the pool's lock, now or soon on the pool's loop.
+
+        This may run inside the garbage collector: in any thread, which may hold that lock.
+        """
 
     @abstractmethod
     def _close(self, pool: P) -> None:
@@ -458,7 +465,7 @@ class _Threads(_Source[ConnectionPool[Any]]):
     def _give(self, pool: ConnectionPool[Any], item: Item[Any]) -> None:
         lock = pool._lock
         if not (lock.acquire(False) or lock.acquire(timeout=PATIENCE)):
-            # This thread holds it: the garbage collector has interrupted the reservoir.
+            # This thread holds the lock: the garbage collector runs inside the reservoir's code.
             pool.reservoir.upkeep.later(partial(self._give, pool, item))
             return
         try:
@@ -490,7 +497,7 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
             with extra("asyncpg", "postgresql+asyncpg://"):
                 import asyncpg
             settings["connect"] = asyncpg.connect
-        # SQLAlchemy ends the transaction, and leaves the rest of a session to its events.
+        # Like SQLAlchemy's own pool: end the transaction, and leave the session unchanged.
         return AsyncConnectionPool(self._place(), reset=False, **settings)
 
     def _take(self) -> tuple[AsyncConnectionPool[Any], Item[Any]]:
@@ -498,7 +505,7 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
         loop = asyncio._get_running_loop()
         item = pool._take(pool._monotonic()) if pool._loop is loop else None
         if item is None:
-            self._follow()
+            self._follow_loop()
             return _await(self._wait())  # type: ignore[no-any-return]
         item.holder = asyncio.current_task(loop)
         return pool, item
@@ -512,7 +519,7 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
     def _adapted(self, conn: Any) -> Any:
         adapter = {name: self._parameters[name] for name in ADAPTER if name in self._parameters}
         dbapi: Any = self._dialect.loaded_dbapi
-        return dbapi.connect(async_creator_fn=partial(_at_hand, conn), **adapter)
+        return dbapi.connect(async_creator_fn=partial(_existing, conn), **adapter)
 
     def _roll_back(self, dbapi_connection: Any) -> None:
         conn = self._dialect.get_driver_connection(dbapi_connection)
@@ -520,7 +527,7 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
         if driver.name == "psycopg":
             _await(driver.rollback(conn, PING_TIMEOUT))
             return
-        # SQLAlchemy's adapter of asyncpg keeps a transaction of its own, which must know of it.
+        # SQLAlchemy's adapter of asyncpg has its own transaction object, which must be ended, too.
         timer = asyncio.get_running_loop().call_later(PING_TIMEOUT, conn.terminate)
         try:
             self._do_rollback(dbapi_connection)
@@ -538,15 +545,15 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
     def _later(self, pool: AsyncConnectionPool[Any], call: Callable[[], None]) -> None:
         pool.reservoir.upkeep.later(call)
 
-    def _follow(self) -> None:
-        """A loop that has ended, or was a parent process's, is left for the one that runs."""
+    def _follow_loop(self) -> None:
+        """Replace the pool if its event loop has ended, or belongs to a parent process."""
         reservoir, home = self.pool.reservoir, self.pool._loop
         if home is None or home is asyncio.get_running_loop():
             return
         if reservoir.pid == os.getpid() and not home.is_closed():
             raise RuntimeError(
-                f"{self.pool!r} runs on another event loop, and so do its connections: make one "
-                "engine for each loop, or dispose of it there before it is used here"
+                f"{self.pool!r} runs on another event loop: create one engine for each loop, or "
+                "dispose of the engine there before it is used here"
             )
         self._close(self._renew())
 
@@ -561,18 +568,18 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
             try:
                 _await(pool.close())
             except exc.MissingGreenlet:
-                self._close_soon(pool)  # of `sync_engine`, so it cannot be awaited
+                self._close_soon(pool)  # `dispose()` of a `sync_engine` cannot await
 
 
-# -- small things ----------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
-def _teach(conn: Any, context: Any) -> None:
-    """Tell a psycopg connection of a type that SQLAlchemy found after the connection was opened."""
+def _register_hstore(conn: Any, context: Any) -> None:
+    """Register hstore with a connection that was opened before SQLAlchemy found the type."""
     hstore = None if context is None else context.adapters.types.get("hstore")
     if hstore is not None and conn.adapters.types.get("hstore") is None:
         register_hstore(hstore, conn)
 
 
-async def _at_hand(conn: Any) -> Any:
+async def _existing(conn: Any) -> Any:
     return conn

@@ -1,17 +1,17 @@
-"""Code that is written once, as a coroutine, for pools of asyncio and of threads."""
+"""Run a coroutine of the shared slow paths in a pool for threads."""
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["at_once"]
+__all__ = ["run_sync"]
 
 T = TypeVar("T")
 
 
-def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Run a slow path in a pool for threads, in which nothing suspends."""
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, and return its result."""
     try:
         work.send(None)
     except StopIteration as ended:

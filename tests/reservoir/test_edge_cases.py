@@ -25,7 +25,7 @@ from moored.reservoir._item import Item
 from moored.reservoir._recipe import _endpoint_of
 
 
-def test_pools_made_anew_keep_to_the_rate_of_those_before_them(module_url: str) -> None:
+def test_recreated_pools_keep_to_the_rate_of_their_predecessors(module_url: str) -> None:
     born: list[float] = []
     rate = burst = 6
     config = ReservoirConfig(max_size=6, rate=rate, burst=burst, start_stagger=0.0)
@@ -47,7 +47,7 @@ def test_pools_made_anew_keep_to_the_rate_of_those_before_them(module_url: str) 
 
 
 @pytest.mark.parametrize("settings", [{"config": ReservoirConfig(enabled=False)}, {"min_size": 0}])
-def test_to_open_a_pool_that_connects_on_demand_does_not_wait(
+def test_open_with_wait_returns_at_once_if_the_pool_connects_on_demand(
     module_url: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with ConnectionPool(module_url, open=False, max_size=3, **settings) as pool:
@@ -58,14 +58,16 @@ def test_to_open_a_pool_that_connects_on_demand_does_not_wait(
     assert "starting anyway" not in caplog.text
 
 
-async def test_to_open_an_async_pool_that_connects_on_demand_does_not_wait(module_url: str) -> None:
+async def test_async_open_with_wait_returns_at_once_if_the_pool_connects_on_demand(
+    module_url: str,
+) -> None:
     pool: AsyncConnectionPool = AsyncConnectionPool(module_url, min_size=0, max_size=3)
     async with asyncio.timeout(60.0):
         await pool.open(wait=True, timeout=600.0)
     await pool.close()
 
 
-def test_a_conninfo_function_that_fails_is_not_a_matter_of_leases() -> None:
+def test_a_failing_conninfo_function_is_counted_as_a_failed_connect() -> None:
     def where() -> str:
         raise RuntimeError("the vault is sealed")
 
@@ -124,7 +126,7 @@ def test_an_endpoint_is_the_server_that_libpq_connects_to(
 @pytest.mark.parametrize(
     "conninfo", ["DRIVER=x;SERVER=db;PWD=secret", "app:secret@db:port", "http://a:secret@[db"]
 )
-def test_an_endpoint_that_cannot_be_read_is_not_told(conninfo: str) -> None:
+def test_an_unparsable_endpoint_is_hashed(conninfo: str) -> None:
     endpoint = _endpoint_of(conninfo, {})
     assert endpoint is not None
     assert "secret" not in str(endpoint)
@@ -156,7 +158,7 @@ def test_a_full_cluster_is_no_failure_to_reconnect(
     assert "no connection could be opened" not in caplog.text
 
 
-def test_what_is_wrong_is_told_before_the_reservoir_is_turned_on() -> None:
+def test_a_disabled_reservoir_is_validated_as_an_enabled_one() -> None:
     environ = {"MOORED_RESERVOIR_TARGET_READY": "20"}
     with pytest.raises(ValueError, match="target_ready=20 must be between 0 and max_size=10"):
         ReservoirConfig.from_env(environ=environ)
@@ -165,7 +167,7 @@ def test_what_is_wrong_is_told_before_the_reservoir_is_turned_on() -> None:
         ReservoirConfig(enabled=False, low_watermark=11)
 
 
-def test_an_async_pool_whose_loop_has_ended_says_so(module_url: str) -> None:
+def test_an_async_pool_whose_loop_has_ended_raises_pool_closed(module_url: str) -> None:
     pool: AsyncConnectionPool = AsyncConnectionPool(module_url, max_size=1)
 
     async def use() -> psycopg.AsyncConnection[Any]:
@@ -192,7 +194,7 @@ async def test_an_async_pool_is_not_closed_from_another_loop(module_url: str) ->
             await conn.execute("select 1")
 
 
-def test_one_that_is_held_for_ever_does_not_keep_the_others_from_being_spread() -> None:
+def test_a_connection_held_for_ever_does_not_stop_replacements() -> None:
     """A listener holds one of ten for hours: it was doomed, and nothing else replaced ahead."""
     config = ReservoirConfig(max_size=10, lifetime_jitter=0.0)
     core: Core[object] = Core(config)
@@ -224,8 +226,9 @@ def test_one_that_is_held_for_ever_does_not_keep_the_others_from_being_spread() 
     assert max(sum(start <= born < start + every for born in later) for start in later) <= 2
 
 
-def test_a_transaction_that_must_be_awaited_is_not_taken_for_done(module_url: str) -> None:
+def test_retry_transaction_refuses_a_coroutine_function_in_threads(module_url: str) -> None:
     async def work(conn: object) -> None: ...
 
-    with ConnectionPool(module_url, max_size=1) as pool, pytest.raises(TypeError, match="awaited"):
+    refused = pytest.raises(TypeError, match="is a coroutine function")
+    with ConnectionPool(module_url, max_size=1) as pool, refused:
         _ = retry_transaction(pool, work)

@@ -53,7 +53,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @in_virtual_time
-async def test_those_born_together_are_replaced_one_by_one_from_their_first_life_on(
+async def test_connections_opened_together_are_replaced_one_by_one(
     sim: Sim,
 ) -> None:
     """The schedule is made when the filling ends, not at the next look at all of them."""
@@ -68,7 +68,7 @@ async def test_those_born_together_are_replaced_one_by_one_from_their_first_life
 
 
 @in_virtual_time
-async def test_replacements_that_were_held_up_are_made_up_for(sim: Sim) -> None:
+async def test_delayed_replacements_are_made_up_for(sim: Sim) -> None:
     """A connection in use cannot be replaced; when it is back, the next ones do not wait in turn
     until their life is over."""
     server = Server(Clock.current())
@@ -85,7 +85,7 @@ async def test_replacements_that_were_held_up_are_made_up_for(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_a_pool_that_was_refused_a_lease_may_use_its_own_again_at_once(sim: Sim) -> None:
+async def test_a_released_lease_is_used_again_without_the_backoff(sim: Sim) -> None:
     clock = Clock.current()
     server = Server(clock)
     config = ReservoirConfig(lease_limit=3)
@@ -104,7 +104,7 @@ async def test_a_pool_that_was_refused_a_lease_may_use_its_own_again_at_once(sim
 
 
 @in_virtual_time
-async def test_where_one_gives_no_sign_of_life_the_rest_are_asked_together(sim: Sim) -> None:
+async def test_after_a_failed_ping_all_idle_connections_are_pinged_together(sim: Sim) -> None:
     clock = Clock.current()
     server = Server(clock)
     async with server.pool(6, check_idle=30.0) as pool:
@@ -122,7 +122,7 @@ async def test_where_one_gives_no_sign_of_life_the_rest_are_asked_together(sim: 
 
 
 @in_virtual_time
-async def test_a_turn_is_not_kept_for_a_token_that_is_late(sim: Sim) -> None:
+async def test_a_connect_that_waited_for_a_token_takes_another_turn(sim: Sim) -> None:
     clock = Clock.current()
     server = Server(clock)
 
@@ -145,7 +145,7 @@ async def test_a_turn_is_not_kept_for_a_token_that_is_late(sim: Sim) -> None:
 
 
 @in_virtual_time
-async def test_overload_is_over_when_somebody_was_served_at_once(sim: Sim) -> None:
+async def test_a_checkout_without_a_wait_ends_the_overload(sim: Sim) -> None:
     server = Server(Clock.current())
     async with server.pool(1, queue_target=1.0, queue_interval=2.0) as pool:
         await pool.wait()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from moored.reservoir._at_once import at_once
+from moored.reservoir._run_sync import run_sync
 
 
 async def plain(value: int) -> int:
@@ -18,7 +18,7 @@ async def calling_others() -> int:
 
 
 def test_a_coroutine_that_never_suspends_returns_its_result() -> None:
-    assert at_once(calling_others()) == 3
+    assert run_sync(calling_others()) == 3
 
 
 def test_an_error_of_the_coroutine_is_raised() -> None:
@@ -26,7 +26,7 @@ def test_an_error_of_the_coroutine_is_raised() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        at_once(failing())
+        run_sync(failing())
 
 
 def test_a_coroutine_that_suspends_is_ended_and_reported() -> None:
@@ -39,5 +39,5 @@ def test_a_coroutine_that_suspends_is_ended_and_reported() -> None:
             ended.append("yes")
 
     with pytest.raises(RuntimeError, match="awaited something: use a plain function"):
-        at_once(suspending())
+        run_sync(suspending())
     assert ended == ["yes"]

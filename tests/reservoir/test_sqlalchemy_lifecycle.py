@@ -42,7 +42,9 @@ async def pid_of(engine: AsyncEngine) -> Any:
 # -- nobody closes it ------------------------------------------------------------------------------
 
 
-async def test_a_connection_that_nobody_closes(way: Way, postgres_url: str) -> None:
+async def test_a_connection_that_is_not_closed_is_returned_by_the_garbage_collector(
+    way: Way, postgres_url: str
+) -> None:
     async with Desk(way, postgres_url, pool_size=1, max_overflow=0) as desk:
         held = await desk.take()
         first = await held.ask()
@@ -58,7 +60,9 @@ async def test_a_connection_that_nobody_closes(way: Way, postgres_url: str) -> N
 
 
 @pytest.mark.parametrize("poolclass", [None, NullPool])
-def test_the_garbage_collector_interrupts_a_reservoir(poolclass: Any, postgres_url: str) -> None:
+def test_the_garbage_collector_may_return_a_connection_while_the_lock_is_held(
+    poolclass: Any, postgres_url: str
+) -> None:
     """It may do so where a thread holds the lock that the connection's way back would take."""
     engine = create_engine(postgres_url, config=ReservoirConfig(max_size=1), poolclass=poolclass)
     gc.disable()
@@ -84,7 +88,9 @@ def test_the_garbage_collector_interrupts_a_reservoir(poolclass: Any, postgres_u
     engine.dispose()
 
 
-async def test_an_engine_that_nobody_ends(way: Way, postgres_url: str) -> None:
+async def test_a_garbage_collected_engine_closes_its_connections(
+    way: Way, postgres_url: str
+) -> None:
     desk = Desk(way, postgres_url, pool_size=2, max_overflow=0)
     await desk.ask()
     del desk
@@ -92,7 +98,7 @@ async def test_an_engine_that_nobody_ends(way: Way, postgres_url: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["psycopg", "asyncpg"])
-async def test_dispose_where_nothing_can_be_awaited(way: Way, postgres_url: str) -> None:
+async def test_dispose_of_the_sync_engine_closes_the_pool(way: Way, postgres_url: str) -> None:
     desk = Desk(way, postgres_url, pool_size=2, max_overflow=0)
     await desk.ask()
     desk.sync_engine.dispose()
@@ -167,7 +173,7 @@ print(asyncio.run(pid(False)) != asyncio.run(pid(True)))
 """
 
 
-def test_an_engine_outlives_its_event_loop(postgres_url: str) -> None:
+def test_an_engine_works_on_a_new_loop_after_its_loop_has_ended(postgres_url: str) -> None:
     """With SQLAlchemy's own connections this is an error; a reservoir can begin anew.
 
     In a process of its own, because what a loop leaves behind when it is ended under a supervisor
@@ -184,7 +190,7 @@ def test_an_engine_outlives_its_event_loop(postgres_url: str) -> None:
     assert "its event loop has ended" in done.stderr
 
 
-async def test_an_engine_of_another_event_loop(postgres_url: str) -> None:
+async def test_an_engine_is_refused_on_a_second_running_loop(postgres_url: str) -> None:
     async with Desk("psycopg", postgres_url, pool_size=2, max_overflow=0) as desk:
         await desk.ask()
         assert isinstance(desk.engine, AsyncEngine)
@@ -193,7 +199,7 @@ async def test_an_engine_of_another_event_loop(postgres_url: str) -> None:
         assert await desk.ask("select 1") == 1
 
 
-def test_two_threads_open_it_at_once(postgres_url: str) -> None:
+def test_two_threads_open_the_pool_of_an_engine_once(postgres_url: str) -> None:
     for _ in range(5):
         engine = create_engine(postgres_url, pool_size=4, max_overflow=0)
         together = threading.Barrier(4)

@@ -32,7 +32,7 @@ def pg8000_options(postgres: SyncEmbeddedPostgres) -> dict[str, object]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_connection_that_dies_in_use_is_not_kept_though_its_driver_cannot_tell(
+def test_a_connection_lost_in_use_is_not_kept_if_the_driver_cannot_tell(
     pg8000_options: dict[str, object],
 ) -> None:
     with ConnectionPool[Any](
@@ -58,21 +58,23 @@ def test_an_error_in_a_query_keeps_the_connection(
         assert pool.statistics().discards == {}
 
 
-def test_where_it_connects_to_is_told_from_the_options_too() -> None:
+def test_repr_shows_a_server_that_is_given_in_kwargs() -> None:
     where = {"host": "db", "port": 6432, "dbname": "orders", "user": "app", "password": "secret"}
     assert repr(ConnectionPool(kwargs=where, open=False)) == "<ConnectionPool db:6432/orders: new>"
     unknown = ConnectionPool[Any](connect=lambda: object(), name="mine", open=False)
     assert repr(unknown) == "<ConnectionPool mine: new>"
 
 
-async def test_open_waits_although_the_pool_is_open(caplog: pytest.LogCaptureFixture) -> None:
+async def test_open_with_wait_also_waits_if_the_pool_is_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with AsyncConnectionPool(NOBODY, max_size=1) as pool:
         await pool.open(wait=True, timeout=0.01)
     assert "has 0 of 1 connections after 0.01 s" in caplog.text
     assert "starting anyway" in caplog.text
 
 
-async def test_the_check_of_psycopg_pool_has_its_name_here(postgres_url: str) -> None:
+async def test_check_connection_is_accepted_as_check(postgres_url: str) -> None:
     async with AsyncConnectionPool(
         postgres_url, check=AsyncConnectionPool.check_connection, max_size=1, num_workers=2
     ) as pool:
@@ -84,7 +86,7 @@ async def test_the_check_of_psycopg_pool_has_its_name_here(postgres_url: str) ->
             assert conn is not dead
 
 
-def test_the_check_of_psycopg_pool_has_its_name_in_threads(postgres_url: str) -> None:
+def test_check_connection_is_accepted_as_check_in_threads(postgres_url: str) -> None:
     with psycopg.connect(postgres_url) as conn:
         ConnectionPool.check_connection(conn)
         assert conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
@@ -92,7 +94,7 @@ def test_the_check_of_psycopg_pool_has_its_name_in_threads(postgres_url: str) ->
         ConnectionPool.check_connection(conn)
 
 
-def test_a_leak_is_told_with_the_name_of_its_thread(
+def test_a_leak_is_logged_with_the_name_of_its_thread(
     postgres_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = threading.Event()
@@ -113,10 +115,10 @@ def test_a_leak_is_told_with_the_name_of_its_thread(
     finally:
         logging.getLogger("moored.reservoir").removeHandler(listener)
     assert f'checkout of thread "{threading.current_thread().name}", at:' in caplog.text
-    assert "test_first_use.py" in caplog.text
+    assert "test_usability.py" in caplog.text
 
 
-def test_an_error_is_named_where_users_find_it() -> None:
+def test_errors_are_named_by_the_public_module() -> None:
     for name in reservoir.__all__:
         public = getattr(reservoir, name)
         if isinstance(public, type) and issubclass(public, Exception):
@@ -124,7 +126,7 @@ def test_an_error_is_named_where_users_find_it() -> None:
     assert issubclass(PoolTimeout, TimeoutError)
 
 
-def test_a_pool_that_nobody_closes_ends_in_silence(postgres_url: str) -> None:
+def test_a_pool_that_is_not_closed_ends_without_output(postgres_url: str) -> None:
     program = (
         "from moored.reservoir import ConnectionPool\n"
         f"pool = ConnectionPool({postgres_url!r}, max_size=2)\n"
@@ -140,7 +142,7 @@ def test_a_pool_that_nobody_closes_ends_in_silence(postgres_url: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_its_types_are_those_of_psycopg() -> None:
+def test_type_checkers_see_psycopgs_connections() -> None:
     """Looked at by mypy: what users of psycopg_pool need not say, they need not say here."""
     pool = ConnectionPool(NOBODY, open=False)
     known: ConnectionPool[psycopg.Connection] = pool
