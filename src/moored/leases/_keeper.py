@@ -74,9 +74,8 @@ class Keeper:
 
     async def renew_now(self, lease: Lease) -> None:
         """Renew one lease ahead of its schedule."""
-        entry = lease._entry
-        if not entry.local and self.table.get(entry.id) is entry:
-            await self._renew([entry.request])
+        if not lease._entry.local:
+            await self._renew([lease._entry.request])
 
     async def release(self, entry: Entry) -> None:
         """Release a lease in the store, at once or later."""

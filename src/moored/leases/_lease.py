@@ -142,7 +142,7 @@ class Lease(LeaseInfo):
             )
         if self._error is not None:
             self._call(callback, self._error)
-        elif not self._released:
+        else:
             self._callbacks.append(callback)
 
     async def lost(self) -> LeaseLost | None:
@@ -155,8 +155,6 @@ class Lease(LeaseInfo):
 
     def _lose(self, error: LeaseLost) -> None:
         """Notify the holder, once; called by the keeper."""
-        if self._error is not None or self._released:
-            return
         self._error = error
         callbacks = self._callbacks
         self._wake()

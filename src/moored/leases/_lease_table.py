@@ -214,10 +214,6 @@ class LeaseTable:
 
     # -- state ---------------------------------------------------------------------------------
 
-    def get(self, lease_id: str) -> Entry | None:
-        """Return the held lease with this id, or None."""
-        return self._entries.get(lease_id)
-
     def local(self) -> list[Entry]:
         """Return the local leases."""
         return list(self._local.values())
