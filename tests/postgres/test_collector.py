@@ -17,7 +17,7 @@ from moored.postgres.consume._store import StateStore
 from moored.postgres.decode._transaction import Committed
 from moored.postgres.server._setup import Findings, Step
 from moored.postgres.stream._collector import LogCollector
-from moored.postgres.stream._replication import ReplicationClient
+from moored.postgres.stream._replication import ReceivedTotals, ReplicationClient
 
 from .conftest import Sql
 from .server import LIMIT, one, until
@@ -112,6 +112,7 @@ async def test_a_log_of_ones_own_takes_the_place_of_the_hub(
             clock=Clock.current(),
             report=lambda step: ready.set() if step is Step.READY_TO_STREAM else None,
             first_message=lambda: None,
+            totals=ReceivedTotals(),
         )
         running = asyncio.create_task(client.run())
         await asyncio.wait_for(ready.wait(), LIMIT)

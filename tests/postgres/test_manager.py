@@ -24,7 +24,7 @@ from moored.postgres.report._outages import Outages
 from moored.postgres.report._phases import CHART
 from moored.postgres.server._faults import Diagnosis
 from moored.postgres.server._resolver import Resolver
-from moored.postgres.stream._replication import ReplicationClient
+from moored.postgres.stream._replication import ReceivedTotals, ReplicationClient
 from moored.testing import Sim, run_one
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
@@ -65,6 +65,7 @@ def make(store: StateStore, tmp_path: Path) -> Manager:
         emit=lambda name, detail: None,
         outages=Outages(clock),
         resolver=Resolver(),
+        totals=ReceivedTotals(),
         used=lambda: None,
     )
 

@@ -53,6 +53,7 @@ from .report import (
     with_health,
 )
 from .server import Resolver, _admin, connect
+from .stream import ReceivedTotals
 
 __all__ = ["Postgres", "StackEvent"]
 
@@ -178,7 +179,7 @@ class Postgres:
         self._emit = self._events.emit
         #: The last events, the oldest first.
         self.last_events = self._events.last
-        self._received = (0, 0)
+        self._totals = ReceivedTotals()
         self.machine = Machine("postgres", CHART, clock=self.clock, recorder=self.recorder)
         self.monitor: StatusMonitor[Status] = StatusMonitor(
             CONDITIONS,
@@ -251,7 +252,7 @@ class Postgres:
     async def _run_manager(self, ctx: Context) -> None:
         # Each run finds its own route: the server behind the name may be another one.
         self._resolver.forget()
-        manager = Manager(
+        self._manager = manager = Manager(
             self.settings,
             self._core,
             self._hub,
@@ -262,12 +263,9 @@ class Postgres:
             emit=self._emit,
             outages=self._outages,
             resolver=self._resolver,
+            totals=self._totals,
             used=self._restarter.used,
         )
-        if self._manager is not None:
-            before, more = self._received, self._manager.received()
-            self._received = (before[0] + more[0], before[1] + more[1])
-        self._manager = manager
         try:
             await manager.run(ctx)
         except Exception:
@@ -518,7 +516,6 @@ class Postgres:
     def statistics(self) -> dict[str, Any]:
         """Return the whole state as plain data, as `/v1/status` of the service shows it."""
         self._check_opened()
-        before = self._manager.received_before if self._manager is not None else (0, 0)
         return report(
             Sources(
                 settings=self.settings,
@@ -532,7 +529,7 @@ class Postgres:
                 consumers=self._hub.consumers(),
                 events=self.last_events,
                 counts=self._events.counts,
-                received=(self._received[0] + before[0], self._received[1] + before[1]),
+                totals=self._totals,
                 restarts=self._restarts,
             )
         )

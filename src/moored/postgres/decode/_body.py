@@ -216,19 +216,14 @@ class _Spilled:
                 elif size > _CHUNK:
                     # Read a large message by itself, without a copy.
                     offset += begin - len(data)
-                    yield self._read_one(offset, size)
+                    yield os.pread(self._file, size, offset)
                     offset += size
                     data, at = b"", 0
                 else:
                     break
             rest = data[at:]
 
-    def _read_one(self, offset: int, size: int) -> bytes:
-        assert self._file is not None
-        return os.pread(self._file, size, offset)
-
     def _write(self) -> None:
-        assert self._file is not None
         with self._writing:
             self._write_all(self._gathered)
             self._gathered = bytearray()

@@ -37,7 +37,7 @@ from ..consume import Hub, Integrity, Publisher, _backpressure
 from ..decode import Shelf
 from ..report import CONDITIONS, Outages, Status, lock_words
 from ..server import Resolver, _admin, connect, diagnose
-from ..stream import KEEPALIVES, ReplicationClient
+from ..stream import KEEPALIVES, ReceivedTotals, ReplicationClient
 from ._manager_core import Act, Action, Actions, ManagerCore, Role, Timer
 from ._parts import Parts, PostedEvent
 from ._pools import ManagedPool, pool_sizes
@@ -74,9 +74,11 @@ class Manager:
         emit: Callable[[str, str], None],
         outages: Outages,
         resolver: Resolver,
+        totals: ReceivedTotals,
         used: Callable[[], None],
     ) -> None:
         self._resolver = resolver
+        self._totals = totals
         self._used = used
         self._settings = settings
         self._core = core
@@ -106,8 +108,6 @@ class Manager:
         #: query.
         self.holder: _admin.LockHolder | None = None
         self.blockers: list[_admin.Blocker] = []
-        #: Transactions and bytes that earlier clients of this run have received.
-        self.received_before = (0, 0)
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -211,7 +211,6 @@ class Manager:
 
     async def _start_client(self) -> None:
         settings, post = self._settings, self._parts.replace("replication")
-        self.received_before = self.received()
         if self.client is not None and not self.client.dialled:
             self._resolver.forget()  # the known route may have stopped working
         self.client = ReplicationClient(
@@ -224,15 +223,9 @@ class Manager:
             clock=self._clock,
             report=lambda step: post(lambda: self._core.client_at(step)),
             first_message=lambda: post(self._core.first_message),
+            totals=self._totals,
         )
         await self._parts.own("replication", self.client.run, self._core.client_failed, post)
-
-    def received(self) -> tuple[int, int]:
-        """Return the transactions and bytes that all clients of this run have received."""
-        transactions, size = self.received_before
-        if self.client is None:
-            return transactions, size
-        return transactions + self.client.received_transactions, size + self.client.received_bytes
 
     async def _start_pools(self) -> None:
         settings = self._settings

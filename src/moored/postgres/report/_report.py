@@ -22,6 +22,7 @@ from ._phases import CLIENT, WORDS
 if TYPE_CHECKING:
     from .._postgres import StackEvent
     from ..manage import ManagedPool, Manager
+    from ..stream import ReceivedTotals
 
 __all__ = ["Sources", "report"]
 
@@ -48,8 +49,7 @@ class Sources:
     events: Iterable[StackEvent]
     #: How often each event has occurred.
     counts: Mapping[str, int]
-    #: Transactions and bytes that earlier connections have received.
-    received: tuple[int, int]
+    totals: ReceivedTotals
     #: Restarts of the connection subsystem.
     restarts: int
 
@@ -103,29 +103,23 @@ def _server(of: Sources) -> dict[str, Any] | None:
 
 def _stream(of: Sources, now: float) -> dict[str, Any]:
     """Return the positions and the lag of the stream, and how much was received."""
-    client = of.manager.client if of.manager is not None else None
-    positions = client.positions if client is not None else None
-    transactions, size = of.received
-    if client is not None:
-        transactions += client.received_transactions
-        size += client.received_bytes
-    places: dict[str, Any] = dict.fromkeys(("received", "flushed", "last_seen", "lag"))
-    if positions is not None and client is not None:
-        places = {
-            # `Positions` holds last bytes; an LSN is the position after one.
-            "received": str(Lsn(positions.received + 1)),
-            "flushed": str(Lsn(positions.flushed + 1)),
-            "last_seen": str(Lsn(positions.last_seen)),
-            "lag": None,
+    manager = of.manager
+    client = manager.client if manager is not None else None
+    found: dict[str, Any] = dict.fromkeys(("received", "flushed", "last_seen", "lag"))
+    if manager is not None and client is not None and client.positions is not None:
+        # `Positions` holds last bytes; an LSN is the position after one.
+        received, flushed = client.positions.received + 1, client.positions.flushed + 1
+        seen = client.positions.last_seen
+        found |= {
+            "received": str(Lsn(received)),
+            "flushed": str(Lsn(flushed)),
+            "last_seen": str(Lsn(seen)),
         }
         if of.machine.phase == "running":
-            kept = of.manager.retained if of.manager is not None else None
-            ahead = max(positions.received + 1, 0 if kept is None else kept.current)
-            places["lag"] = {
-                "bytes": max(ahead - positions.flushed - 1, 0),
-                "seconds": client.lag.seconds(positions.flushed + 1, positions.last_seen, now),
-            }
-    return {**places, "transactions": transactions, "bytes": size}
+            end = max(received, 0 if manager.retained is None else manager.retained.current)
+            seconds = client.lag.seconds(flushed, seen, now)
+            found["lag"] = {"bytes": max(end - flushed, 0), "seconds": seconds}
+    return {**found, "transactions": of.totals.transactions, "bytes": of.totals.bytes}
 
 
 def _slot(of: Sources, now: float) -> dict[str, Any]:
@@ -146,8 +140,8 @@ def _slot(of: Sources, now: float) -> dict[str, Any]:
 def _lock(of: Sources) -> dict[str, Any]:
     """Return whether this instance holds the lock; during the wait, the known holder."""
     held = of.monitor.conditions()["pg_lock_acquired"].met
-    waiting = of.machine.step == LOCKING and of.manager is not None
-    holder = of.manager.holder if waiting and of.manager is not None else None
+    waiting = of.machine.step == LOCKING
+    holder = of.manager.holder if of.manager is not None and waiting else None
     return {"held": held, "holder": None if holder is None else holder._asdict()}
 
 

@@ -2,10 +2,11 @@
 
 from ._collector import LogCollector
 from ._link import KEEPALIVES
-from ._replication import ReplicationClient
+from ._replication import ReceivedTotals, ReplicationClient
 
 __all__ = [
     "KEEPALIVES",
     "LogCollector",
+    "ReceivedTotals",
     "ReplicationClient",
 ]

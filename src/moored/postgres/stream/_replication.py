@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from ._lag import Lag
 from ._link import ReplicationLink
 from ._positions import Positions
 
-__all__ = ["ReplicationClient"]
+__all__ = ["ReceivedTotals", "ReplicationClient"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -45,11 +46,20 @@ PROGRESS_EVERY = 0.1
 SIGN_OF_LIFE = 15.0
 
 
+@dataclass
+class ReceivedTotals:
+    """What all connections of a stream have received."""
+
+    transactions: int = 0
+    bytes: int = 0
+
+
 class ReplicationClient:
     """One connection that streams, from its setup to its end.
 
     :param report: called with each step of the setup.
     :param first_message: called when the first message of the stream was received.
+    :param totals: counts what this connection receives, too.
     """
 
     def __init__(
@@ -64,6 +74,7 @@ class ReplicationClient:
         clock: Clock,
         report: Callable[[Step], None],
         first_message: Callable[[], None],
+        totals: ReceivedTotals,
     ) -> None:
         self._conninfo = conninfo
         self._dial_options = dial_options or {}
@@ -84,9 +95,7 @@ class ReplicationClient:
         self.positions: Positions | None = None
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
-        #: All bytes and transactions that were received.
-        self.received_bytes = 0
-        self.received_transactions = 0
+        self._totals = totals
 
     # -- the connection ------------------------------------------------------------------------
 
@@ -203,8 +212,8 @@ class ReplicationClient:
         if now >= self.lag.due:
             self.lag.note(self.positions.last_seen, self.positions.flushed + 1, now)
         self.positions.committed(end)
-        self.received_bytes += sum(each.body.size for each in done)
-        self.received_transactions += len(done)
+        self._totals.bytes += sum(each.body.size for each in done)
+        self._totals.transactions += len(done)
 
     def _check_progress(self) -> None:
         """Send a status update for transactions that need no acknowledgement of a consumer."""
