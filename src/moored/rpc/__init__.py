@@ -49,7 +49,7 @@ from .topology._sources import CallableTopology, DnsTopology, HttpTopology, Stat
 from .topology._topology import Capability, Member, Topology
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
-    # What users call
+    # Channels, managers, configuration
     "aio",
     "channel",
     "AsyncConnectionManager",

@@ -316,9 +316,9 @@ class Background:
 
     async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
         verdict = judge(error, made=channel is not None)
-        kept, told = _put(managed, error, verdict, made=channel is not None)
+        kept, text = _error_and_text(managed, error, verdict, made=channel is not None)
         level = logging.INFO if verdict is Verdict.RETRY else logging.WARNING
-        log.log(level, "%s: %s", managed.address, told)
+        log.log(level, "%s: %s", managed.address, text)
         if channel is not None:
             await self._discard(channel)
         forget_frames(kept)
@@ -336,8 +336,8 @@ class Background:
                 async with asyncio.timeout(PROBE_TIMEOUT):
                     healthy = await self._channels.probe(live.channel)
             except Exception as error:
-                told = safe_text(error, _secrets(managed))
-                log.info("%s: the probe failed: %s", managed.address, told)
+                text = safe_text(error, _secrets(managed))
+                log.info("%s: the probe failed: %s", managed.address, text)
         self._tell(managed, managed.core.probed, generation, healthy)
 
     # -- credentials and calls -----------------------------------------------------------------
@@ -396,10 +396,10 @@ class Background:
             self._watching = True
             self._sweep_later(weakref.ref(self))
 
-    def _sweep_later(self, works: weakref.ref[Background]) -> None:
+    def _sweep_later(self, background: weakref.ref[Background]) -> None:
         # The timer holds it weakly, so that an unreferenced manager can be collected.
         def sweep() -> None:
-            if (found := works()) is not None:
+            if (found := background()) is not None:
                 found._sweep()
 
         self._set_timer("sweep", self._policy.linger / 4, sweep)
@@ -418,8 +418,8 @@ class Background:
     async def _close(self, managed: Managed) -> None:
         with self._lock:
             self._table.remove(managed)
-            nobody = not len(self._table)
-        if nobody:
+            empty = not len(self._table)
+        if empty:
             self._timers.cancel("sweep")
             self._watching = False
         self._timers.cancel((managed, "age"))
@@ -428,8 +428,8 @@ class Background:
             await run_callback(managed.strategy.close_async, managed)
             await run_callback(managed.handler._wait_closed)
         except Exception as error:
-            told = safe_text(error, _secrets(managed))
-            log.warning("%s: closing the connection failed: %s", managed.address, told)
+            text = safe_text(error, _secrets(managed))
+            log.warning("%s: closing the connection failed: %s", managed.address, text)
         finally:
             self._closings.pop(managed, None)
 
@@ -458,7 +458,7 @@ def _secrets(managed: Managed) -> list[str]:
     return secrets_of(managed.config.token, *managed.handler._sent.lately)
 
 
-def _put(
+def _error_and_text(
     managed: Managed, error: Exception, verdict: Verdict, *, made: bool
 ) -> tuple[BaseException, str]:
     """Return the error to keep and the text to log, also for an error that cannot be printed."""

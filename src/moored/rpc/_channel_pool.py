@@ -117,13 +117,13 @@ class ChannelPool(FourKinds, grpc.Channel):  # type: ignore[misc]
         """Add a connectivity callback; the state of the pool is READY if all channels are."""
         watch = _Watch(callback, len(self.lanes))
         self._watches[callback] = [partial(watch, number) for number in range(len(self.lanes))]
-        for lane, told in zip(self.lanes, self._watches[callback], strict=True):
-            lane.channel.subscribe(told, try_to_connect)
+        for lane, each in zip(self.lanes, self._watches[callback], strict=True):
+            lane.channel.subscribe(each, try_to_connect)
 
     def unsubscribe(self, callback: Connectivity) -> None:
         """Remove a connectivity callback."""
-        for lane, told in zip(self.lanes, self._watches.pop(callback, ()), strict=False):
-            lane.channel.unsubscribe(told)
+        for lane, each in zip(self.lanes, self._watches.pop(callback, ()), strict=False):
+            lane.channel.unsubscribe(each)
 
     def close(self) -> None:
         """Close all channels."""
@@ -144,15 +144,15 @@ class _Watch:
         self._callback = callback
         self._lock = threading.Lock()
         self._states = [grpc.ChannelConnectivity.IDLE] * number
-        self._told: grpc.ChannelConnectivity | None = None
+        self._last: grpc.ChannelConnectivity | None = None
 
     def __call__(self, number: int, state: grpc.ChannelConnectivity) -> None:
         with self._lock:
             self._states[number] = state
             now = _worst(self._states)
-            if now is self._told:
+            if now is self._last:
                 return
-            self._told = now
+            self._last = now
         self._callback(now)
 
 

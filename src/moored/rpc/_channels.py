@@ -55,8 +55,8 @@ class Channels:
     async def _ready(self, channel: Any) -> None:
         if channel is None or isinstance(channel, self.other):
             raise ConfigError(
-                f"this manager needs a {self.wanted}, and what handler_factory or the strategy has "
-                f"made is {'None' if channel is None else 'for the other kind of manager'}"
+                f"handler_factory or the strategy must return a {self.wanted} for this manager, "
+                f"not {'None' if channel is None else 'a channel for the other kind of manager'}"
             )
         if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
             await ready(channel)

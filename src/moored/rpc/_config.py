@@ -196,7 +196,7 @@ def split_uri(uri: str) -> SplitResult:
     for name, value in (("query", parts.query), ("fragment", parts.fragment)):
         if value:
             raise ConfigError(
-                f"{redacted(uri)!r} has a {name}, which means nothing here: "
+                f"{redacted(uri)!r} has a {name}, which is not supported: "
                 "pass options beside the URI; in a password, percent-encode ? and #"
             )
     return parts

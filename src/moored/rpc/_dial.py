@@ -193,8 +193,8 @@ def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str
 def reports_too_many_pings(error: BaseException | None) -> bool:
     """Whether the server has ended the connection because it received too many pings."""
     details = getattr(error, "details", None)
-    told = str(details() if callable(details) else error or "").lower()
-    return any(words in told for words in _TOO_MANY_PINGS)
+    text = str(details() if callable(details) else error or "").lower()
+    return any(words in text for words in _TOO_MANY_PINGS)
 
 
 def with_rarer_pings(config: ConnectionConfig, factor: int) -> ConnectionConfig:
@@ -243,7 +243,7 @@ async def ready(channel: Any) -> None:
 
     It takes both kinds of channels, on any loop, and has no timeout of its own. It makes a health
     check: any answer shows that the server is reachable. Watching the channel's state would not
-    tell why a connect fails; and for a `grpc.Channel`, gRPC watches with a thread that stays in its
+    show why a connect fails; and for a `grpc.Channel`, gRPC watches with a thread that stays in its
     core for up to 0.2 s longer, which delays a close, and may break the child of a fork.
     """
     ask = channel.unary_unary(_ANY_METHOD)

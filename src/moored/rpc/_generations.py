@@ -250,8 +250,8 @@ class Generations:
             error = self._unsent_error(*cannot_connect(self._address, self._verdict))
             error.__cause__ = self._verdict
         elif now >= deadline:
-            told = unsent(self._address, now - began, own, self._last_error)
-            error = self._unsent_error(*told)
+            reason = unsent(self._address, now - began, own, self._last_error)
+            error = self._unsent_error(*reason)
         else:
             return None
         self._unsent(error)

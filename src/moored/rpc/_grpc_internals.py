@@ -76,20 +76,14 @@ async def cut_async(channel: Any, why: str) -> None:
     such a call, as if that task had been cancelled.
     """
     calls = [call for lane in lanes_of(channel) for call in _calls_of(lane) if not call.done()]
-    if calls:
-        await asyncio.wait(
-            [asyncio.ensure_future(call.cut(why)) for call in calls], timeout=CUT_TIMEOUT
-        )
-        # An interceptor may still have work to do for its call, which `close()` would cancel too.
-        await channel.close(CUT_TIMEOUT)
-    else:
-        await channel.close()
+    if ending := [asyncio.ensure_future(call.cut(why)) for call in calls]:
+        await asyncio.wait(ending, timeout=CUT_TIMEOUT)
+    # An interceptor may still have work to do for an aborted call: let it end.
+    await channel.close(CUT_TIMEOUT if ending else None)
 
 
 def _calls_of(lane: Any) -> list[_CuttableCall]:
-    calls = {
-        getattr(call, "_cython_call", None) for call in list(getattr(lane, "_active_calls", ()))
-    }
+    calls = {getattr(call, "_cython_call", None) for call in getattr(lane, "_active_calls", ())}
     calls.update(getattr(getattr(lane, "_channel", None), "calls", ()))
     return [call for call in calls if isinstance(call, _CuttableCall)]
 

@@ -237,9 +237,9 @@ class ConnectionManager(ManagerBase[Handler]):
 
     def _after_fork_in_child(self) -> None:
         """Drop all channels, which belong to the parent: the next call connects anew."""
-        lock, held, works = self._lock, self._held, self._background
+        lock, held, background = self._lock, self._held, self._background
         self._begin()
-        _fork.keep(works)
+        _fork.keep(background)
         # A thread of the parent may have held it.
         ConnectionManager._making = threading.RLock()
         for handler in self._handlers:

@@ -271,12 +271,12 @@ class ManagerBase(Generic[H]):
         try:
             return self._manage(handler, known.config, known.key, known.dedicated, limit)
         except Exception as error:
-            told = self._background.without_secrets(known, error).with_traceback(
+            failure = self._background.without_secrets(known, error).with_traceback(
                 error.__traceback__
             )
         # Outside of the except clause: the error's context may repeat the token.
-        handler._fail_waiting(told)
-        raise told
+        handler._fail_waiting(failure)
+        raise failure
 
     def _failed(self, managed: ManagedConnection[H], error: BaseException, generation: int) -> None:
         if self._policy.classify(error):

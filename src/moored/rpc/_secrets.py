@@ -99,7 +99,7 @@ def hidden(text: str, secrets: Iterable[str]) -> str:
 def without_secrets(error: BaseException, secrets: list[str]) -> BaseException:
     """Return the error, or a redacted one if it shows a secret anywhere."""
     try:
-        if not any(secret in text for text in _told(error) for secret in secrets):
+        if not any(secret in text for text in _texts_of(error) for secret in secrets):
             return error
     except Exception:  # the error cannot be printed
         return same_kind(error, safe_text(error, secrets))
@@ -129,7 +129,7 @@ def trace(error: BaseException, secrets: Iterable[str]) -> str:
         return type(error).__name__
 
 
-def _told(error: BaseException) -> Iterator[str]:
+def _texts_of(error: BaseException) -> Iterator[str]:
     """Yield all texts of an error and of its causes; raise if one cannot be printed."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
@@ -140,9 +140,9 @@ def _told(error: BaseException) -> Iterator[str]:
         seen.add(id(found))
         yield f"{found} {found!r} {found.args!r} {getattr(found, '__notes__', '')}"
         for name in ("details", "debug_error_string"):
-            told = ""
+            text = ""
             with suppress(Exception):  # other classes may use these names differently
-                if callable(tell := getattr(found, name, None)):
-                    told = str(tell())
-            yield told
+                if callable(method := getattr(found, name, None)):
+                    text = str(method())
+            yield text
         todo += [found.__cause__, found.__context__]

@@ -40,21 +40,21 @@ def with_hint(config: ConnectionConfig, error: Exception, *, known: bool = False
     """
     if isinstance(error, (ConfigError, TopologyError)):
         return error  # it is not an error of this connection
-    told = _details(error)
-    if (hint := _hint(config, told, known)) is None:
+    text = _details(error)
+    if (hint := _hint(config, text, known)) is None:
         return error
     # The hint first: gRPC's text is long, and may be truncated.
-    return ConnectFailed(f"{hint} ({told})")
+    return ConnectFailed(f"{hint} ({text})")
 
 
-def _hint(config: ConnectionConfig, told: str, known: bool) -> str | None:
-    hung_up = any(words in told for words in _HUNG_UP)
+def _hint(config: ConnectionConfig, text: str, known: bool) -> str | None:
+    hung_up = any(words in text for words in _HUNG_UP)
     if not config.secure:
         if known:
             return None  # the server stops or restarts
         return "perhaps the server wants TLS: then write https:// for http://" if hung_up else None
     if not hung_up:
-        hint = next((hint for words, hint in _HINTS.items() if words in told), None)
+        hint = next((hint for words, hint in _HINTS.items() if words in text), None)
         return _OTHER_AUTHORITY if hint is _AUTHORITY and config.options.get("ca") else hint
     if config.options.get("certificate") is None:
         return "perhaps it wants a certificate: give the options certificate and private_key"

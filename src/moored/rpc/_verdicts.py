@@ -50,21 +50,21 @@ def judge(error: BaseException, *, made: bool) -> Verdict:
 def raised(verdict: BaseException, address: str) -> ChannelError:
     """Return the error to raise in a waiting caller; each gets an instance of its own."""
     if isinstance(verdict, (ConfigError, TopologyRefused)):
-        told: ChannelError = _another(verdict)
-        told.__cause__ = verdict.__cause__
+        error: ChannelError = _another(verdict)
+        error.__cause__ = verdict.__cause__
     else:
-        told = ConfigError(f"no channel to {address} can be made: {describe(verdict)}")
-        told.__cause__ = verdict
-    return told
+        error = ConfigError(f"no channel to {address} can be made: {describe(verdict)}")
+        error.__cause__ = verdict
+    return error
 
 
 def _another(verdict: ChannelError) -> ChannelError:
     """Return a copy of an error; a user's own class may not support copying."""
     text = str(verdict)
     try:
-        told = copy.copy(verdict)
-        if told is not verdict and type(told) is type(verdict) and str(told) == text:
-            return told
+        error = copy.copy(verdict)
+        if error is not verdict and type(error) is type(verdict) and str(error) == text:
+            return error
     except Exception:
         pass
     return same_kind(verdict, text)

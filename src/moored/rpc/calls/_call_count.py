@@ -96,8 +96,8 @@ class _CountedStream:
         try:
             return next(self._stream)
         except BaseException as error:
-            told = isinstance(error, grpc.RpcError) and callable(getattr(error, "code", None))
-            self._end(error if told else None)
+            has_code = isinstance(error, grpc.RpcError) and callable(getattr(error, "code", None))
+            self._end(error if has_code else None)
             raise
 
     def _end(self, error: BaseException | None) -> None:

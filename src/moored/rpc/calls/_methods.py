@@ -73,14 +73,7 @@ class _ThreadMethod(_BoundMethod["Handler"]):
             return start_later(self._handler, start, timeout)
         return start(live, timeout)
 
-    def _go_on(
-        self,
-        how: str,
-        request: Any,
-        rest: tuple[Any, ...],
-        live: LiveChannel,
-        timeout: float | None,
-    ) -> Any:
+    def _go_on(self, how: str, request: Any, rest: Any, live: LiveChannel, timeout: Any) -> Any:
         handler = self._handler
         credential = handler._credential
         try:
@@ -93,15 +86,8 @@ class _ThreadMethod(_BoundMethod["Handler"]):
         failed = partial(handler._report, live=live, credential=credential)
         return counted(call, live.calls, failed, live.tell_watcher)
 
-    def _start(
-        self,
-        how: str,
-        live: LiveChannel,
-        request: Any,
-        timeout: float | None,
-        metadata: Any,
-        *rest: Any,
-    ) -> Any:
+    def _start(self, how: str, live: LiveChannel, *given: Any) -> Any:
+        request, timeout, metadata, *rest = given
         call = getattr(self._inner(live), how)
         return call(request, timeout, self._handler._signed(metadata), *rest)
 

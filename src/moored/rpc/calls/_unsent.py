@@ -18,14 +18,7 @@ from moored.kernel import describe, duration
 
 from .._errors import ConnectFailed
 
-__all__ = [
-    "AsyncCallUnsent",
-    "CallUnsent",
-    "cannot_connect",
-    "cut_off",
-    "from_finalizer",
-    "unsent",
-]
+__all__ = ["AsyncCallUnsent", "CallUnsent", "cannot_connect", "cut_off", "from_finalizer", "unsent"]
 
 
 def unsent(

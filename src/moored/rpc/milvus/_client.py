@@ -115,11 +115,11 @@ class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
         """Return whether PyMilvus may retry a call."""
         if isinstance(error, CallUnsent):
             raise MilvusUnreachable(error.details()) from error
-        if told := refused_write(error):
+        if reason := refused_write(error):
             managed = self._manager._table.of(self._channel)
-            if managed is not None and LoopThread.shared().run(may_be_repeated(managed, told)):
+            if managed is not None and LoopThread.shared().run(may_be_repeated(managed, reason)):
                 return True
-            raise MilvusException(message=told) from error
+            raise MilvusException(message=reason) from error
         # The channel has reported errors of gRPC already, with their generation.
         return isinstance(error, MilvusException) and self._manager.handle_error(
             self._channel, error
@@ -217,11 +217,11 @@ class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
         """Return whether PyMilvus may retry a call."""
         if isinstance(error, AsyncCallUnsent):
             raise MilvusUnreachable(str(error.details())) from error
-        if told := refused_write(error):
+        if reason := refused_write(error):
             managed = self._manager._table.of(self._async_channel)
-            if managed is not None and await may_be_repeated(managed, told):
+            if managed is not None and await may_be_repeated(managed, reason):
                 return True
-            raise MilvusException(message=told) from error
+            raise MilvusException(message=reason) from error
         return isinstance(error, MilvusException) and await self._manager.handle_error(
             self._async_channel, error
         )
@@ -334,7 +334,7 @@ def _refused(channel: Handler | AsyncHandler) -> MilvusRefused | None:
     why = None if live is None else refusal(live.channel)
     if why is None:
         return None
-    said = f"{why.code().name}: {why.details()}"
-    error = MilvusRefused(f"{channel.address} refuses this client: {said}")
+    text = f"{why.code().name}: {why.details()}"
+    error = MilvusRefused(f"{channel.address} refuses this client: {text}")
     error.__cause__ = why
     return error

@@ -122,16 +122,16 @@ def _not_primary(answer: Any, address: str) -> str:
 
 def refused_write(error: BaseException) -> str:
     """Return the reason if the error comes from a server that is not the primary; or ""."""
-    told = error.message if isinstance(error, MilvusException) else ""
+    reason = error.message if isinstance(error, MilvusException) else ""
     if isinstance(error, grpc.RpcError) and callable(getattr(error, "details", None)):
-        told = error.details()
-    return str(told) if NOT_PRIMARY in str(told) else ""
+        reason = error.details()
+    return str(reason) if NOT_PRIMARY in str(reason) else ""
 
 
-async def may_be_repeated(managed: Any, told: str) -> bool:
+async def may_be_repeated(managed: Any, reason: str) -> bool:
     """Whether a write that was refused with this reason may be retried: the primary has moved."""
-    _, _, address = told.rpartition(_ANSWERED_BY)
-    if _ANSWERED_BY in told and address != managed.address:
+    _, _, address = reason.rpartition(_ANSWERED_BY)
+    if _ANSWERED_BY in reason and address != managed.address:
         return True  # the connection has moved since
     return isinstance(managed.strategy, Follower) and await managed.strategy.has_left(
         managed.address

@@ -249,9 +249,9 @@ class Follower(TopologyMixin):
             self.counters.topology_fetch_failures += 1
             pacing.failed(error, self._now())
             failure = self._failure(source, error)
-            if isinstance(error, TopologyRefused) and self._follows_token and not source.renewed:
-                if self.on_refused is not None:
-                    self.on_refused()
+            refused = isinstance(error, TopologyRefused) and not source.renewed
+            if refused and self._follows_token and self.on_refused is not None:
+                self.on_refused()
         else:
             self.counters.topology_fetches += 1
             pacing.answered(found, self._pace, self._now())
@@ -262,7 +262,7 @@ class Follower(TopologyMixin):
     def _failure(self, source: TopologySource, error: Exception) -> Exception:
         """Return the error to raise, without the token."""
         kept = without_secrets(
-            error, [form for tell in self._tokens for form in secrets_of(tell())]
+            error, [form for token in self._tokens for form in secrets_of(token())]
         )
         if isinstance(error, TopologyRefused) and self.topology is not None:
             log.warning("%s: the old topology is kept: %s", self._name, kept)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
-from moored.kernel import Clock, Recorder
+from moored.kernel import Clock, Recorder, first_of
 
 __all__ = ["Refresher"]
 
@@ -45,75 +46,63 @@ class Refresher:
         self._recorder = recorder
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._wanted = False
-        self._stopped = False
+        # Set by any thread, and copied into the events by the loop.
+        self._wanted = self._stopped = False
+        self._wake, self._end = asyncio.Event(), asyncio.Event()
         #: The number of refreshes, and of failed ones.
         self.refreshes = 0
         self.failures = 0
 
     async def run(self) -> None:
-        """Refresh until it is stopped, or this is cancelled."""
-        if self._task is not None:
+        """Refresh until `stop` is called, or this task is cancelled."""
+        if self._loop is not None:
             raise RuntimeError(f"{self.name} runs already")
-        self._wake = asyncio.Event()
-        task = self._task = asyncio.create_task(self._rounds(self._wake), name=self.name)
         self._loop = asyncio.get_running_loop()
-        # From here on the others reach us by the loop; what they said before is looked at now.
-        self._listen()
-        try:
-            await asyncio.wait((task,))
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
-            self._loop = None
-        if not task.cancelled():
-            task.result()
+        # From here on other threads notify the loop; what they wanted before is read now.
+        self._notice()
+        if not self._stopped:
+            await first_of(self._end.wait(), self._rounds())
 
     def trigger(self) -> None:
         """Refresh soon."""
         self._wanted = True
-        self._tell()
+        self._notify()
 
     def stop(self) -> None:
         """End `run`, and cancel a refresh in progress; return at once."""
         self._stopped = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        # A fork inherits the object, but not the loop.
-        if (loop := self._loop) is None or os.getpid() != self._pid:
-            return
-        try:
-            loop.call_soon_threadsafe(self._listen)
-        except RuntimeError:
-            pass  # the loop has been closed, and we have ended with it
+    def _notify(self) -> None:
+        # A forked child inherits the object, but not the loop.
+        if (loop := self._loop) is not None and os.getpid() == self._pid:
+            with suppress(RuntimeError):  # the loop is closed: `run` has ended
+                loop.call_soon_threadsafe(self._notice)
 
-    def _listen(self) -> None:
-        if self._stopped and self._task is not None:
-            self._task.cancel()
-        if self._wanted and self._wake is not None:
+    def _notice(self) -> None:
+        if self._stopped:
+            self._end.set()
+        elif self._wanted:
             self._wake.set()
 
-    async def _rounds(self, wake: asyncio.Event) -> None:
+    async def _rounds(self) -> None:
         clock = self._clock or Clock.current()
-        asked_at = float("-inf")
+        began_at = float("-inf")
         while True:
-            asked = await self._wait(wake, clock)
-            if asked and (rest := asked_at + self._pause - clock.monotonic()) > 0:
+            triggered = await self._wait(clock)
+            if triggered and (rest := began_at + self._pause - clock.monotonic()) > 0:
                 await asyncio.sleep(rest)
             self._wanted = False
-            wake.clear()
-            asked_at = clock.monotonic()
+            self._wake.clear()
+            began_at = clock.monotonic()
             await self._round()
 
-    async def _wait(self, wake: asyncio.Event, clock: Clock) -> bool:
+    async def _wait(self, clock: Clock) -> bool:
         """Wait for the next round; return whether it was triggered."""
         chance = JITTER * (2 * clock.random.random() - 1)
         try:
             async with asyncio.timeout(self._every * (1 + chance)):
-                await wake.wait()
+                await self._wake.wait()
         except TimeoutError:
             return False
         return True

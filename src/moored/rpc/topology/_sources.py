@@ -394,8 +394,8 @@ def _shorter(own: float, given: float | None) -> float:
 def _failure(what: str, error: Exception, limit: float) -> TopologyError:
     if isinstance(error, TimeoutError) and not str(error):
         return TopologyError(f"{what}: no answer within {limit:.1f} s")
-    told = str(error) if isinstance(error, TopologyError) else describe(error)
-    return TopologyError(f"{what}: {told}")
+    text = str(error) if isinstance(error, TopologyError) else describe(error)
+    return TopologyError(f"{what}: {text}")
 
 
 async def _awaited(future: Future[T], limit: float) -> T:
