@@ -22,9 +22,7 @@ def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
         yield started
 
 
-def test_it_shows_the_conditions_the_tree_the_machines_and_the_events(
-    service: Running, page: Page
-) -> None:
+def test_the_page_shows_conditions_tree_machines_and_events(service: Running, page: Page) -> None:
     page.open(service.url)
     page.until(f"{STATUS} === 'active'")
     assert f"pid {service.process.pid}" in page.text("#about")
@@ -54,7 +52,7 @@ def test_it_shows_the_conditions_the_tree_the_machines_and_the_events(
     assert page.complaints == []
 
 
-def test_it_changes_live_when_postgres_is_killed_and_comes_back(tmp_path: Path, page: Page) -> None:
+def test_the_page_updates_when_postgres_is_killed_and_restarts(tmp_path: Path, page: Page) -> None:
     with running("--data-dir", str(tmp_path / "data")) as service:
         service.wait_active()
         page.open(service.url)
@@ -79,9 +77,7 @@ def test_it_changes_live_when_postgres_is_killed_and_comes_back(tmp_path: Path, 
         assert page.complaints == []
 
 
-def test_it_says_when_the_service_is_gone_and_finds_the_next_one(
-    postgres_url: str, page: Page
-) -> None:
+def test_the_page_shows_a_lost_service_and_reconnects(postgres_url: str, page: Page) -> None:
     with running("--database-url", postgres_url) as first:
         first.wait_active()
         url = first.url
@@ -96,7 +92,7 @@ def test_it_says_when_the_service_is_gone_and_finds_the_next_one(
         assert not page.evaluate("document.querySelector('#lost').checkVisibility()")
 
 
-def test_with_a_token_it_asks_for_it_and_remembers(postgres_url: str, page: Page) -> None:
+def test_the_page_requires_the_token_and_keeps_the_session(postgres_url: str, page: Page) -> None:
     environ = {"MOORED_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
     with running(environ=environ) as service:
         service.wait_active()
@@ -130,7 +126,7 @@ def test_names_and_causes_are_text_and_never_markup(service: Running, page: Page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_readable_in_light_and_dark(service: Running, page: Page, scheme: str) -> None:
+def test_the_page_is_readable_in_light_and_dark(service: Running, page: Page, scheme: str) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     page.command("Emulation.setEmulatedMedia", features=features)
     page.open(service.url)

@@ -76,7 +76,9 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
     assert json.loads(capsys.readouterr().out)["component"] == "moored/postgres"
 
 
-def test_explain_lists_what_there_is(service: Running, bare: Path, capsys: Output) -> None:
+def test_explain_of_an_unknown_component_lists_the_known_ones(
+    service: Running, bare: Path, capsys: Output
+) -> None:
     line = refused(capsys, "explain", "database", "--url", service.url)
     assert line.startswith(
         "moored: there is no component 'database'; known: moored, moored/http, "
@@ -117,7 +119,7 @@ def test_a_file_that_others_can_write_to_is_not_trusted(bare: Path, capsys: Outp
     assert "it is not a file" in refused(capsys, "status")
 
 
-def test_a_token_is_not_sent_where_a_file_says(
+def test_a_token_is_not_sent_to_a_host_from_another_source(
     bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOORED_ADMIN_TOKEN", "t0ken")
@@ -198,7 +200,7 @@ def test_another_program_at_the_address_is_one_line_on_stderr(
     assert "no service responds" in refused(capsys, "status", "--url", "http://127.0.0.1:99999")
 
 
-def test_a_token_is_asked_for_and_sent(
+def test_a_missing_token_is_an_error_and_a_given_one_is_sent(
     postgres_url: str, bare: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"MOORED_ADMIN_TOKEN": "t0ken", "DATABASE_URL": postgres_url}
@@ -242,7 +244,7 @@ def test_config_shows_where_the_data_will_be(bare: Path, capsys: Output) -> None
     assert told["data_dir"]["from"] == "default"
 
 
-def test_a_named_file_must_be_there(bare: Path, capsys: Output) -> None:
+def test_a_missing_or_unreadable_config_file_is_an_error(bare: Path, capsys: Output) -> None:
     assert refused(capsys, "config", "--config", "no.toml") == (
         "moored: --config: there is no file no.toml"
     )

@@ -38,7 +38,7 @@ def held(
     return lease
 
 
-def test_list_shows_who_holds_what(
+def test_list_shows_leases_and_their_holders(
     holder: sync.SyncLeases, postgres_url: str, capsys: Output
 ) -> None:
     second = held(holder, "db/users", owner="importer")
@@ -113,13 +113,13 @@ def test_release_refuses_unknown_and_ambiguous_ids(
     assert len(holder.held()) == 2
 
 
-def test_a_store_that_is_none(bare: Path, capsys: Output) -> None:
+def test_an_invalid_store_url_is_one_line_on_stderr(bare: Path, capsys: Output) -> None:
     assert "only in the process" in refused(capsys, "list", "--store", "memory://")
     assert "unknown scheme mongodb://" in refused(capsys, "list", "--store", "mongodb://x")
     assert "--store" in refused(capsys, "list")
 
 
-def test_a_store_that_does_not_answer(bare: Path, capsys: Output) -> None:
+def test_an_unreachable_store_is_one_line_on_stderr(bare: Path, capsys: Output) -> None:
     line = refused(capsys, "list", "--store", "postgresql://x:secret@127.0.0.1:1/x?timeout=1")
     assert "secret" not in line
 
@@ -140,7 +140,9 @@ def test_a_store_that_does_not_answer(bare: Path, capsys: Output) -> None:
         "postgresql:/x:s3=crt@127.0.0.1:1/0",
     ],
 )
-def test_a_store_whose_password_is_not_escaped(store: str, bare: Path, capsys: Output) -> None:
+def test_an_unescaped_password_in_a_store_url_is_refused(
+    store: str, bare: Path, capsys: Output
+) -> None:
     line = refused(capsys, "list", "--store", store)
     assert "s3" not in line
     assert "crt" not in line

@@ -23,12 +23,12 @@ sys.exit(main(["serve"]))
 """
 
 
-def test_the_version(capsys: Output) -> None:
+def test_version_prints_the_version(capsys: Output) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"moored {package.__version__}\n"
 
 
-def test_alone_it_shows_its_help(bare: Path, capsys: Output) -> None:
+def test_without_a_command_the_help_is_shown(bare: Path, capsys: Output) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
     for command in ("serve", "status", "tree", "explain", "config"):
@@ -64,7 +64,7 @@ def test_there_is_completion_for_shells(shell: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "uvicorn", "starlette", "structlog"])
-def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+def test_without_the_extra_the_error_names_what_to_install(missing: str) -> None:
     program = WITHOUT.format(missing=missing)
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
@@ -89,7 +89,7 @@ def test_a_missing_module_that_is_not_of_the_extra_is_a_defect() -> None:
     assert "ModuleNotFoundError" in ended.stderr
 
 
-def test_a_reader_that_has_seen_enough_is_told_nothing_more() -> None:
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
     command = [sys.executable, "-m", "moored.cli", "config", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

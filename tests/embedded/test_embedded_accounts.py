@@ -98,7 +98,7 @@ def test_run_as_root_or_an_unknown_user_is_refused(name: str, text: str) -> None
 
 
 @as_root
-def test_data_below_a_closed_directory(outside: Path) -> None:
+def test_data_below_a_closed_directory_can_be_used(outside: Path) -> None:
     below = outside / "closed" / "below"
     below.mkdir(parents=True)
     below.parent.chmod(0o700)
@@ -113,7 +113,9 @@ def test_data_below_a_closed_directory(outside: Path) -> None:
 
 
 @as_root
-def test_binaries_below_a_closed_directory(closed: Path, caches: tuple[Path, Path]) -> None:
+def test_binaries_below_a_closed_directory_are_copied(
+    closed: Path, caches: tuple[Path, Path]
+) -> None:
     told: list[str] = []
     with SyncEmbeddedPostgres(bin_dir=bin_dir(closed), on_progress=told.append) as pg:
         assert sql(pg.url, "select 1") == [(1,)]
@@ -134,7 +136,9 @@ def test_binaries_below_a_closed_directory(closed: Path, caches: tuple[Path, Pat
 
 
 @as_root
-def test_an_environment_below_a_closed_directory(closed: Path, outside: Path) -> None:
+def test_a_virtual_environment_below_a_closed_directory_can_be_used(
+    closed: Path, outside: Path
+) -> None:
     shutil.copytree(Path(moored.__file__).parent, closed / "moored")
     program = """
 import sys
@@ -159,7 +163,7 @@ with SyncEmbeddedPostgres() as pg:
 
 
 @as_root
-def test_makers_of_a_copy_do_not_disturb_each_other(
+def test_concurrent_copies_of_the_binaries_do_not_conflict(
     closed: Path, caches: tuple[Path, Path]
 ) -> None:
     binaries = Binaries.at(bin_dir(closed))
@@ -279,7 +283,7 @@ print(json.dumps(report))
 
 
 @as_root
-def test_an_unprivileged_user_needs_nothing(outside: Path) -> None:
+def test_an_unprivileged_user_can_run_the_server(outside: Path) -> None:
     python = python_for_everybody()
     shutil.copytree(Path(moored.__file__).parent, outside / "source" / "moored")
     home = outside / "home"

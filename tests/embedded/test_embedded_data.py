@@ -56,7 +56,7 @@ def test_data_that_stays_is_written_to_disk(place: Path) -> None:
         assert sql(pg.url, "show fsync") == [("off",)]
 
 
-def test_the_password_is_for_its_owner_alone(place: Path) -> None:
+def test_only_the_owner_can_read_the_password_file(place: Path) -> None:
     with Kept(place) as pg:
         assert stat.S_IMODE((place / "pgpass").stat().st_mode) == 0o600
         assert stat.S_IMODE((place / "data").stat().st_mode) == 0o700
@@ -85,7 +85,7 @@ def test_the_password_file_is_one_that_psql_reads(place: Path) -> None:
         assert sql(pg.url, "select current_user") == [(pg.user,)]
 
 
-def test_another_user_than_the_data_knows(place: Path) -> None:
+def test_a_user_without_a_stored_password_is_an_error(place: Path) -> None:
     with Kept(place, user="first"):
         pass
     with pytest.raises(EmbeddedError, match="has the password of 'first', not of 'second'"):
@@ -102,7 +102,7 @@ def test_a_lost_password_can_be_given(place: Path) -> None:
         assert sql(pg.url, "select 1") == [(1,)]
 
 
-def test_half_made_data_is_made_again(place: Path) -> None:
+def test_incomplete_data_is_created_again(place: Path) -> None:
     left = place / "data.new-killed" / "data"
     left.mkdir(parents=True)
     (left / "PG_VERSION").write_text("18\n")
@@ -170,7 +170,7 @@ def test_symbolic_links_in_the_data_directory_are_not_followed(
         pytest.param("postgresql.conf", "fifo", marks=pytest.mark.soak),
     ],
 )
-def test_what_a_stranger_in_the_server_leaves_is_neither_shown_nor_waited_for(
+def test_links_and_fifos_left_by_an_attacker_are_neither_read_nor_waited_for(
     place: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
     victim = tmp_path / "victim"
@@ -217,7 +217,7 @@ def test_passwords_by_user(name: str) -> None:
     assert pgpass_passwords(f"# not this one\n{line}") == {name: f"{name}!{name}"}
 
 
-def test_data_of_another_version(place: Path) -> None:
+def test_data_of_another_major_version_is_refused(place: Path) -> None:
     with Kept(place, version=16) as pg:
         assert pg.version is not None
         assert pg.version.startswith("16.")
@@ -281,7 +281,7 @@ else:
         assert process.returncode == 0
 
 
-def test_a_server_that_somebody_else_started(place: Path) -> None:
+def test_a_server_started_by_another_program_is_refused(place: Path) -> None:
     with Kept(place) as pg:
         pid = pg.pid
         # As if another program than ours had started it: it knows nothing of our lock.
@@ -292,7 +292,7 @@ def test_a_server_that_somebody_else_started(place: Path) -> None:
         assert sql(pg.url, "select 1") == [(1,)]
 
 
-def test_a_stale_pid_file_is_no_server(place: Path) -> None:
+def test_a_stale_pid_file_is_ignored(place: Path) -> None:
     with Kept(place) as pg:
         pg.kill()
         stale = place / "data" / "postmaster.pid"
@@ -305,7 +305,7 @@ def test_a_stale_pid_file_is_no_server(place: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is found in /proc")
-def test_a_pid_that_another_program_has_by_now_is_no_server(place: Path) -> None:
+def test_a_pid_file_whose_pid_was_reused_is_removed(place: Path) -> None:
     told: list[str] = []
     with Kept(place, on_progress=told.append) as pg:
         user = (place / "data").stat().st_uid
@@ -324,7 +324,7 @@ def test_a_pid_that_another_program_has_by_now_is_no_server(place: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is found in /proc")
-def test_a_pid_that_the_server_of_other_data_has_by_now_is_no_server(place: Path) -> None:
+def test_a_pid_file_whose_pid_was_reused_by_another_server_is_removed(place: Path) -> None:
     with Kept(place) as pg, SyncEmbeddedPostgres() as other:
         pg.kill()
         stale = place / "data" / "postmaster.pid"
@@ -383,7 +383,7 @@ def test_a_long_log_is_put_aside(place: Path) -> None:
     assert (place / "postgres.log.1").stat().st_size == 10_000_001
 
 
-def test_where_data_goes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_data_dir_depends_on_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert default_data_dir() == Path("/var/lib/moored/postgres")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

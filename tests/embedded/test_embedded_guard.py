@@ -50,7 +50,7 @@ def test_a_killed_owner_leaves_nothing(number: signal.Signals) -> None:
         until(lambda: not directory.exists(), "the temporary directory removed")
 
 
-def test_an_owner_that_just_ends_leaves_nothing() -> None:
+def test_an_owner_that_exits_without_stop_leaves_nothing() -> None:
     program = """
 import json, sys
 from moored.embedded import SyncEmbeddedPostgres
@@ -193,7 +193,7 @@ def test_other_child_processes_do_not_keep_the_guard_waiting(tmp_path: Path) -> 
             other.kill()
 
 
-def test_signals_to_a_whole_group_leave_the_order_to_the_owner() -> None:
+def test_the_guard_ignores_signals_and_has_its_own_session() -> None:
     with SyncEmbeddedPostgres() as pg:
         assert pg.guard_pid is not None
         assert os.getsid(pg.guard_pid) == pg.guard_pid != os.getsid(0)

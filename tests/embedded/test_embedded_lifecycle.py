@@ -43,7 +43,7 @@ def test_the_server_runs_without_asyncio() -> None:
     assert pg.wait_ended() == Ended(status=0, expected=True)
 
 
-async def test_its_repr_tells_its_state_and_no_secret() -> None:
+async def test_the_repr_shows_the_state_and_no_secret() -> None:
     pg = EmbeddedPostgres()
     assert repr(pg) == "<EmbeddedPostgres stopped, temporary data>"
     async with pg:
@@ -67,7 +67,7 @@ async def test_url_and_wait_ended_before_the_start_are_errors() -> None:
     await pg.kill()
 
 
-async def test_a_second_start_says_that_it_runs() -> None:
+async def test_a_second_start_is_refused() -> None:
     async with EmbeddedPostgres() as pg:
         with pytest.raises(EmbeddedError, match=f"running already \\(pid {pg.pid}\\)"):
             await pg.start()
@@ -146,7 +146,7 @@ async def test_a_server_that_ends_by_itself_is_noticed() -> None:
         assert pg.running
 
 
-async def test_waiting_for_the_end_can_be_given_up() -> None:
+async def test_a_cancelled_wait_ended_can_be_repeated() -> None:
     async with EmbeddedPostgres() as pg:
         for _ in range(3):
             with pytest.raises(TimeoutError):

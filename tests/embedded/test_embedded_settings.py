@@ -45,7 +45,7 @@ def check_logical_decoding(url: str) -> None:
 
 
 @pytest.mark.parametrize("version", [pytest.param(16, marks=pytest.mark.soak), 18])
-def test_each_version_of_the_wheel(version: int, tmp_path: Path) -> None:
+def test_each_version_of_the_wheel_runs(version: int, tmp_path: Path) -> None:
     with SyncEmbeddedPostgres(version=version) as pg:
         assert pg.version is not None
         assert pg.version.startswith(f"{version}.")
@@ -60,7 +60,7 @@ def test_each_version_of_the_wheel(version: int, tmp_path: Path) -> None:
         ) == [("2026-07-01 14:00:00", "UTF8", "äé", True, "C.UTF-8")]
 
 
-def test_an_installed_one_by_its_bin_directory(debian: Path, tmp_path: Path) -> None:
+def test_an_installed_postgres_runs_by_its_bin_directory(debian: Path, tmp_path: Path) -> None:
     with SyncEmbeddedPostgres(tmp_path / "pg", bin_dir=debian) as pg:
         assert pg.bin_dir == debian
         assert sql(pg.url, "show server_version")[0][0].startswith(str(pg.version))
@@ -73,7 +73,7 @@ def test_an_installed_one_by_its_bin_directory(debian: Path, tmp_path: Path) -> 
         SyncEmbeddedPostgres(tmp_path / "pg").start()
 
 
-async def test_the_defaults_and_the_options() -> None:
+async def test_options_override_the_defaults() -> None:
     options = {"max_connections": "17", "application_name": "it's \\ here", "work_mem": "5MB"}
     async with EmbeddedPostgres(options=options) as pg:
         assert sql(pg.url, "show wal_level") == [("logical",)]
@@ -89,14 +89,14 @@ async def test_the_defaults_and_the_options() -> None:
         assert sql(pg.url, "show wal_level") == [("replica",)]
 
 
-def test_it_listens_on_loopback_alone(postgres: SyncEmbeddedPostgres) -> None:
+def test_the_server_listens_on_loopback_only(postgres: SyncEmbeddedPostgres) -> None:
     assert sql(postgres.url, "show listen_addresses") == [("127.0.0.1",)]
     assert sql(postgres.url, "show unix_socket_directories") == [("",)]
     rules = sql(postgres.url, "select distinct auth_method from pg_hba_file_rules")
     assert rules == [("scram-sha-256",)]
 
 
-def test_the_other_loopback() -> None:
+def test_the_server_listens_on_ipv6_loopback() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -105,7 +105,7 @@ def test_the_other_loopback() -> None:
         assert sql(pg.url, "select host(inet_server_addr())") == [("::1",)]
 
 
-def test_a_socket_instead_of_a_port(tmp_path: Path) -> None:
+def test_the_server_listens_on_a_unix_socket(tmp_path: Path) -> None:
     place = tmp_path / "s"
     with SyncEmbeddedPostgres(socket_dir=place) as pg:
         assert sql(pg.url, "select inet_server_addr()") == [(None,)]
@@ -117,14 +117,14 @@ def test_a_socket_instead_of_a_port(tmp_path: Path) -> None:
             sql(wrong, "select 1")
 
 
-def test_a_database_by_name(tmp_path: Path) -> None:
+def test_a_missing_database_is_created(tmp_path: Path) -> None:
     for _ in range(2):
         with SyncEmbeddedPostgres(tmp_path / "pg", database='or"ders ü') as pg:
             assert sql(pg.url, "select current_database()") == [('or"ders ü',)]
             assert sql(pg.url_of("postgres"), "select current_database()") == [("postgres",)]
 
 
-def test_a_taken_port() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         pg = SyncEmbeddedPostgres(port=port)
@@ -135,7 +135,7 @@ def test_a_taken_port() -> None:
         assert pg.port == port
 
 
-def test_a_lost_race_for_a_free_port_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_race_for_a_free_port_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = iter([other.getsockname()[1]])
 
@@ -148,7 +148,7 @@ def test_a_lost_race_for_a_free_port_is_run_again(monkeypatch: pytest.MonkeyPatc
             assert sql(pg.url, "select 1") == [(1,)]
 
 
-def test_free_ports_are_not_those_that_clients_get() -> None:
+def test_free_ports_are_below_the_ephemeral_range() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 < choose_port("127.0.0.1") < min(low, 32768) for _ in range(20))
 
@@ -192,12 +192,12 @@ def test_an_unknown_setting_shows_the_log() -> None:
     assert "wal_levle" in caught.value.log
 
 
-def test_an_unknown_version() -> None:
+def test_a_version_that_the_wheel_does_not_contain_is_an_error() -> None:
     with pytest.raises(VersionMismatch, match="the wheel contains PostgreSQL 18 and 16, not 9"):
         SyncEmbeddedPostgres(version=9).start()
 
 
-def test_a_wrong_bin_directory(tmp_path: Path) -> None:
+def test_a_bin_directory_without_postgres_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BinariesNotFound, match="contains no postgres and no initdb"):
         SyncEmbeddedPostgres(bin_dir=tmp_path).start()
     for name in ("postgres", "initdb"):
@@ -206,13 +206,13 @@ def test_a_wrong_bin_directory(tmp_path: Path) -> None:
         SyncEmbeddedPostgres(bin_dir=tmp_path).start()
 
 
-def test_without_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BinariesNotFound, match=r"pip install 'moored\[embedded\]'"):
         SyncEmbeddedPostgres().start()
 
 
-def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
+def test_a_start_that_exceeds_start_timeout_is_an_error(tmp_path: Path) -> None:
     pg = SyncEmbeddedPostgres(tmp_path / "pg", start_timeout=0.001)
     with pytest.raises(EmbeddedError, match=re.escape("within start_timeout=0.001 s")):
         pg.start()

@@ -18,7 +18,7 @@ seconds = st.floats(0.001, 1000)
 factors = st.floats(1, 10)
 
 
-def test_waits_double_from_start_to_max() -> None:
+def test_delays_double_from_start_to_max() -> None:
     backoff = Backoff(1.0, 10.0)
     assert [backoff.fail() for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     assert backoff.attempts == 6
@@ -40,7 +40,7 @@ def test_success_returns_the_retry_time_and_starts_over() -> None:
     assert backoff.fail() == 1.0
 
 
-def test_max_attempts_counts_failures_and_says_the_numbers() -> None:
+def test_max_attempts_counts_failures_and_the_error_has_the_numbers() -> None:
     clock = FakeClock()
     backoff = Backoff(max_attempts=3, clock=clock)
     assert backoff.fail() == 1.0
@@ -56,7 +56,7 @@ def test_max_attempts_counts_failures_and_says_the_numbers() -> None:
     assert backoff.fail() == 1.0
 
 
-def test_a_fresh_one_has_the_policy_but_not_the_past() -> None:
+def test_fresh_copies_the_settings_and_not_the_failures() -> None:
     clock = FakeClock()
     backoff = Backoff(2, 50, factor=3, jitter=0.5, max_attempts=9, clock=clock)
     backoff.fail()
@@ -71,7 +71,7 @@ def test_thousands_of_failures_do_not_overflow() -> None:
     assert {backoff.fail() for _ in range(5000)} == {1.0, 60.0}
 
 
-def test_the_repr_tells_policy_and_state() -> None:
+def test_the_repr_shows_settings_and_state() -> None:
     clock = FakeClock()
     backoff = Backoff(1, 10, jitter="full", max_attempts=5, clock=clock)
     assert repr(backoff) == "<Backoff 1 s x2 to 10 s, jitter full: nothing failed>"
@@ -99,7 +99,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (1.0, 2.0, 2.0, math.nan),
     ],
 )
-def test_numbers_that_make_no_wait_are_refused(
+def test_invalid_numbers_are_refused(
     start: float, longest: float, factor: float, jitter: Jitter
 ) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -125,7 +125,7 @@ def bounds(jitter: Jitter, base: float) -> tuple[float, float]:
     jitter=st.one_of(st.sampled_from(["none", "full", "half"]), st.floats(0, 1)),
     seed=st.integers(),
 )
-def test_every_wait_is_within_its_bounds(
+def test_every_delay_is_within_its_bounds(
     start: float, more: float, factor: float, jitter: Jitter, seed: int
 ) -> None:
     backoff = Backoff(start, start + more, factor=factor, jitter=jitter, clock=FakeClock(seed))

@@ -30,7 +30,7 @@ def names(states: tuple[State, ...]) -> list[str]:
     return [str(state) for state in states]
 
 
-def test_states_are_named_as_people_write_them() -> None:
+def test_a_state_is_found_by_each_of_its_notations() -> None:
     dial = State("starting", "dial")
     assert LINK.find("starting/dial") == LINK.find(("starting", "dial")) == LINK.find(dial) == dial
     assert LINK.find("starting") == dial
@@ -90,7 +90,7 @@ def test_a_state_that_is_never_reached_is_a_mistake() -> None:
         )
 
 
-def test_without_phases() -> None:
+def test_a_chart_without_phases_is_refused() -> None:
     with pytest.raises(ValueError, match="there must be at least one"):
         Chart(phases={}, moves=[], initial="a")
 
@@ -162,5 +162,5 @@ def test_as_dict_is_ready_for_json() -> None:
     assert plain["moves"][0] == {"from": "starting/dial", "to": "starting/login"}
 
 
-def test_the_repr_counts() -> None:
+def test_the_repr_counts_phases_states_and_moves() -> None:
     assert repr(LINK) == "<Chart: 4 phases, 6 states, 7 moves, from starting/dial>"

@@ -14,7 +14,7 @@ from moored.testing import simulate
 pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
 
 
-def test_time_left() -> None:
+def test_remaining_time_decreases_with_the_clock() -> None:
     clock = FakeClock()
     deadline = Deadline.after(5, clock)
     clock.advance(2)
@@ -25,7 +25,7 @@ def test_time_left() -> None:
     assert repr(deadline) == "<Deadline of 5 s, 3.0 s left>"
 
 
-def test_time_runs_out() -> None:
+def test_an_expired_deadline_raises_with_the_numbers() -> None:
     clock = FakeClock()
     deadline = Deadline.after(5, clock)
     clock.advance(5.25)
@@ -45,7 +45,7 @@ def test_never(deadline: Deadline) -> None:
     assert repr(deadline) == "<Deadline never>"
 
 
-def test_nan_is_no_time() -> None:
+def test_nan_seconds_are_refused() -> None:
     with pytest.raises(ValueError, match="nan"):
         Deadline.after(math.nan)
 
@@ -60,7 +60,7 @@ def test_the_earlier_of_two_even_on_different_clocks() -> None:
     assert Deadline.never().min(long) is long
 
 
-async def test_a_block_that_ends_in_time_is_left_alone() -> None:
+async def test_a_block_that_ends_in_time_is_not_cancelled() -> None:
     deadline = Deadline.after(60)
     async with deadline.enforce("work") as inner:
         assert inner is deadline
@@ -69,7 +69,7 @@ async def test_a_block_that_ends_in_time_is_left_alone() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_block_that_takes_too_long_is_ended() -> None:
+async def test_a_block_that_takes_too_long_raises_deadline_exceeded() -> None:
     with pytest.raises(DeadlineExceeded, match=r"^opening the stream did not end within 0\.01"):
         async with Deadline.after(0.01).enforce("opening the stream"):
             await asyncio.Event().wait()
@@ -78,7 +78,7 @@ async def test_a_block_that_takes_too_long_is_ended() -> None:
     assert task.cancelling() == 0
 
 
-async def test_without_time_left_the_block_does_not_begin() -> None:
+async def test_a_block_of_an_expired_deadline_is_not_entered() -> None:
     clock = FakeClock()
     deadline = Deadline.after(1, clock)
     clock.advance(1)
@@ -109,7 +109,7 @@ async def test_the_blocks_own_timeout_is_kept_even_when_the_deadline_fired_too()
     assert str(caught.value) == "of the driver"
 
 
-async def test_a_cancellation_from_outside_stays_one() -> None:
+async def test_a_cancellation_from_outside_passes_through() -> None:
     entered = asyncio.Event()
 
     async def work() -> None:
@@ -125,7 +125,9 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner", "fires"), [(60, 0.01, "inner"), (0.01, 60, "outer")])
-async def test_of_two_nested_ones_the_earlier_fires(outer: float, inner: float, fires: str) -> None:
+async def test_of_two_nested_deadlines_the_earlier_one_fires(
+    outer: float, inner: float, fires: str
+) -> None:
     async def work() -> None:
         async with (
             Deadline.after(outer).enforce("the outer"),

@@ -62,13 +62,13 @@ async def test_callers_share_one_attempt() -> None:
     assert len(flight) == 0
 
 
-async def test_nothing_is_kept_after_the_end() -> None:
+async def test_a_call_after_the_end_is_a_new_attempt() -> None:
     flight, attempts = SingleFlight(), Attempts()
     attempts.gate.set()
     assert [await flight.do("k", attempts) for _ in range(3)] == [1, 2, 3]
 
 
-async def test_who_asks_in_the_turn_of_the_end_asks_anew() -> None:
+async def test_a_call_in_the_loop_iteration_of_the_end_is_a_new_attempt() -> None:
     flight, ending = SingleFlight(), asyncio.Event()
 
     async def first() -> str:
@@ -134,7 +134,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_others() -> None:
     assert attempts.ended == []
 
 
-async def test_when_the_last_caller_leaves_the_attempt_is_cancelled() -> None:
+async def test_when_the_last_caller_is_cancelled_so_is_the_attempt() -> None:
     flight, attempts = SingleFlight(), Attempts()
     callers = [asyncio.create_task(flight.do("k", attempts)) for _ in range(3)]
     await turns()
@@ -147,7 +147,7 @@ async def test_when_the_last_caller_leaves_the_attempt_is_cancelled() -> None:
     assert len(flight) == 0
 
 
-async def test_a_newcomer_waits_for_the_end_of_a_cancelled_attempt() -> None:
+async def test_a_new_caller_waits_for_the_end_of_a_cancelled_attempt() -> None:
     flight, attempts = SingleFlight(), Attempts()
     attempts.tidy.clear()
     leaving = asyncio.create_task(flight.do("k", attempts))
@@ -205,7 +205,7 @@ async def test_an_attempt_cancelled_from_elsewhere_is_an_error_not_a_cancellatio
         await flight.do("k", gives_in)
 
 
-async def test_an_attempt_that_waits_for_itself_is_told() -> None:
+async def test_an_attempt_that_waits_for_itself_raises() -> None:
     flight = SingleFlight()
 
     async def selfish() -> int:
@@ -215,7 +215,7 @@ async def test_an_attempt_that_waits_for_itself_is_told() -> None:
         await flight.do("k", selfish)
 
 
-async def test_an_error_that_nobody_waits_for_is_not_reported_as_lost() -> None:
+async def test_an_error_without_waiters_is_not_logged_as_never_retrieved() -> None:
     flight, complaints = SingleFlight(), []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     stubborn = asyncio.Event()

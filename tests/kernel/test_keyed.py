@@ -139,7 +139,7 @@ async def test_a_key_is_idle_in_the_step_of_its_last_result() -> None:
     assert seen == [0]
 
 
-async def test_a_crash_fails_what_waits_behind_it_and_no_other_key(
+async def test_a_failed_item_fails_those_behind_it_and_no_other_key(
     desk: Desk, workers: KeyedWorkers[str, str, str]
 ) -> None:
     first, *behind = [workers.submit("k", item) for item in "abc"]
@@ -194,7 +194,7 @@ async def test_an_item_that_its_caller_cancelled_before_cancel_counts_as_skipped
     assert (now.failed, now.crashed, now.skipped, now.cancelled) == (0, 0, 1, 2)
 
 
-async def test_those_behind_a_crash_each_have_an_error_of_their_own(
+async def test_items_behind_a_failed_one_each_have_their_own_error(
     desk: Desk, workers: KeyedWorkers[str, str, str]
 ) -> None:
     futures = [workers.submit("k", item) for item in "abc"]
@@ -248,7 +248,7 @@ async def test_the_first_item_cancelled_before_it_starts_is_skipped(
     assert desk.log == ["+b", "-b"]
 
 
-async def test_running_work_goes_on_when_its_caller_leaves(
+async def test_a_running_item_continues_when_its_caller_cancels_the_future(
     desk: Desk, workers: KeyedWorkers[str, str, str]
 ) -> None:
     caller = asyncio.create_task(workers.run("k", "a"))
@@ -264,7 +264,7 @@ async def test_running_work_goes_on_when_its_caller_leaves(
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_a_failure_that_nobody_reads_is_counted_and_not_complained_about(
+async def test_an_unread_failure_is_counted_and_not_logged_as_never_retrieved(
     desk: Desk,
     workers: KeyedWorkers[str, str, str],
     complaints: list[dict[str, Any]],
@@ -389,7 +389,7 @@ async def test_a_handler_that_ignores_the_cancellation_has_its_result() -> None:
     assert workers.statistics().completed == 1
 
 
-async def test_a_handler_cancelled_from_within_is_an_outcome_for_all() -> None:
+async def test_a_handler_that_raises_cancelled_error_settles_every_item() -> None:
     async def handler(key: str, item: str) -> str:
         raise asyncio.CancelledError
 
@@ -403,7 +403,7 @@ async def test_a_handler_cancelled_from_within_is_an_outcome_for_all() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-async def test_pumps_cancelled_by_somebody_else_fail_their_work(
+async def test_pumps_cancelled_by_other_code_fail_their_items(
     desk: Desk, workers: KeyedWorkers[str, str, str], started: bool
 ) -> None:
     futures = [workers.submit("k", item) for item in "abc"]
@@ -419,7 +419,7 @@ async def test_pumps_cancelled_by_somebody_else_fail_their_work(
     assert accounted(workers.statistics()) == 4
 
 
-async def test_a_pump_cancelled_by_cancel_and_by_somebody_else_ends(
+async def test_a_pump_cancelled_by_cancel_and_by_other_code_ends(
     desk: Desk, workers: KeyedWorkers[str, str, str]
 ) -> None:
     first = workers.submit("k", "a")
@@ -432,7 +432,7 @@ async def test_a_pump_cancelled_by_cancel_and_by_somebody_else_ends(
     assert len(workers) == 0
 
 
-def test_an_interrupt_goes_up_and_leaves_nobody_waiting() -> None:
+def test_a_keyboard_interrupt_propagates_and_settles_every_item() -> None:
     async def handler(key: str, item: int) -> None:
         raise KeyboardInterrupt
 
@@ -469,7 +469,9 @@ async def test_drain_waits_until_nothing_is_left(
     assert all(future.done() for future in futures)
 
 
-async def test_drain_says_what_is_left(desk: Desk, workers: KeyedWorkers[str, str, str]) -> None:
+async def test_a_drain_that_times_out_counts_the_remaining_work(
+    desk: Desk, workers: KeyedWorkers[str, str, str]
+) -> None:
     for item in "abc":
         workers.submit("k", item)
     with pytest.raises(WaitTimeout, match=r"desk still has 1 key at work and 2 items waiting"):
@@ -492,7 +494,7 @@ async def test_close_refuses_new_work_and_waits_for_the_old(
     assert future.result() == "A"
 
 
-async def test_close_cancels_what_is_left_after_its_time(
+async def test_close_cancels_the_remaining_work_after_its_timeout(
     desk: Desk, workers: KeyedWorkers[str, str, str]
 ) -> None:
     future = workers.submit("k", "a")
@@ -514,7 +516,7 @@ async def test_a_cancelled_close_cancels_the_work(
         await future
 
 
-async def test_as_a_context_it_closes(desk: Desk) -> None:
+async def test_leaving_the_context_closes(desk: Desk) -> None:
     desk.finish("a")
     async with KeyedWorkers(desk) as workers:
         future = workers.submit("k", "a")
@@ -535,7 +537,7 @@ async def test_a_context_left_by_an_error_does_not_wait(desk: Desk) -> None:
     assert isinstance(futures[0].exception(), WorkCancelled)
 
 
-async def test_the_repr_tells_the_state(desk: Desk, workers: KeyedWorkers[str, str, str]) -> None:
+async def test_the_repr_shows_the_state(desk: Desk, workers: KeyedWorkers[str, str, str]) -> None:
     for item in "abc":
         workers.submit("k", item)
     await desk.reached["a"].wait()
@@ -546,14 +548,14 @@ async def test_the_repr_tells_the_state(desk: Desk, workers: KeyedWorkers[str, s
     assert workers
 
 
-def test_a_queue_needs_room() -> None:
+def test_max_queue_must_be_at_least_1() -> None:
     async def handler(key: str, item: str) -> None: ...
 
     with pytest.raises(ValueError, match="max_queue=0 must be at least 1"):
         KeyedWorkers(handler, max_queue=0)
 
 
-def test_outside_a_loop_nothing_is_accepted() -> None:
+def test_submit_without_a_running_loop_raises() -> None:
     async def handler(key: str, item: str) -> None: ...
 
     workers: KeyedWorkers[str, str, None] = KeyedWorkers(handler)

@@ -116,5 +116,5 @@ def test_order_and_outcomes_hold_in_every_schedule() -> None:
     simulate(anything_goes, scaled(2000))
 
 
-def test_they_hold_on_a_busy_machine_too() -> None:
+def test_order_and_outcomes_hold_on_a_busy_machine() -> None:
     simulate(anything_goes, scaled(500), lateness=0.05, timer_slack=0.001)

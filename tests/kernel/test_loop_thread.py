@@ -60,12 +60,12 @@ def test_work_runs_on_the_loops_own_thread(loop_thread: LoopThread) -> None:
     assert "running" in repr(loop_thread)
 
 
-def test_an_error_of_the_work_is_the_callers(loop_thread: LoopThread) -> None:
+def test_an_error_of_the_coroutine_is_raised_to_the_caller(loop_thread: LoopThread) -> None:
     with pytest.raises(LookupError, match="not there"):
         loop_thread.run(fails())
 
 
-def test_many_threads_share_it(loop_thread: LoopThread) -> None:
+def test_many_threads_share_one_loop_thread(loop_thread: LoopThread) -> None:
     results: list[tuple[str, int]] = []
 
     def work() -> None:
@@ -80,7 +80,9 @@ def test_many_threads_share_it(loop_thread: LoopThread) -> None:
     assert len(set(results)) == 1
 
 
-def test_a_timeout_cancels_the_work_and_says_the_number(loop_thread: LoopThread) -> None:
+def test_a_timeout_cancels_the_coroutine_and_the_error_has_the_number(
+    loop_thread: LoopThread,
+) -> None:
     stuck = Stuck()
     with pytest.raises(DeadlineExceeded, match=r"not end within 0\.01 s and was cancelled"):
         loop_thread.run(stuck(), timeout=0.01)
@@ -96,7 +98,7 @@ def test_a_timeout_of_the_work_itself_is_passed_on(loop_thread: LoopThread) -> N
     assert not isinstance(caught.value, MooredError)
 
 
-def test_from_its_own_thread_it_refuses_to_wait_for_itself(loop_thread: LoopThread) -> None:
+def test_run_from_the_loops_own_thread_is_refused(loop_thread: LoopThread) -> None:
     async def deadlock() -> None:
         loop_thread.run(where())
 
@@ -186,7 +188,7 @@ def test_an_interrupt_cancels_the_work(loop_thread: LoopThread) -> None:
     assert stuck.cancelled.wait(LIMIT)
 
 
-def test_stop_cancels_the_work_and_fails_who_waits() -> None:
+def test_stop_cancels_the_work_and_fails_its_waiters() -> None:
     loop_thread = LoopThread("test-loop")
     stuck = Stuck()
     outcome: list[BaseException] = []
@@ -210,7 +212,7 @@ def test_stop_cancels_the_work_and_fails_who_waits() -> None:
     loop_thread.stop()
 
 
-def test_after_stop_it_takes_no_work() -> None:
+def test_submit_after_stop_is_refused() -> None:
     for start in (False, True):
         loop_thread = LoopThread("test-loop")
         if start:
@@ -232,7 +234,7 @@ def test_stop_from_within_does_not_wait_for_itself() -> None:
     assert not loop_thread.alive
 
 
-def test_work_that_will_not_end_is_named() -> None:
+def test_stop_names_the_tasks_that_do_not_end() -> None:
     loop_thread = LoopThread("test-loop")
     entered, release = threading.Event(), threading.Event()
 
@@ -252,7 +254,7 @@ def test_work_that_will_not_end_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_loop_that_is_broken_from_within_leaves_nobody_waiting() -> None:
+def test_a_system_exit_on_the_loop_settles_every_waiter() -> None:
     loop_thread = LoopThread("test-loop")
 
     async def gives_up() -> None:
@@ -271,7 +273,7 @@ def test_a_loop_that_is_broken_from_within_leaves_nobody_waiting() -> None:
     assert not loop_thread.alive
 
 
-def test_the_shared_one_is_one_per_process() -> None:
+def test_shared_returns_one_loop_thread_per_process() -> None:
     shared = LoopThread.shared()
     assert LoopThread.shared() is shared
     shared.stop()
@@ -357,11 +359,11 @@ def run_script(script: str) -> str:
     return done.stdout
 
 
-def test_after_a_fork_the_child_has_a_fresh_one() -> None:
+def test_after_a_fork_the_child_has_a_new_loop_thread() -> None:
     assert run_script(FORK).split("\n") == ["child ok", "parent ok", ""]
 
 
-def test_at_the_end_of_the_interpreter_work_is_tidied_up() -> None:
+def test_work_is_cancelled_when_the_interpreter_exits() -> None:
     assert run_script(EXIT) == "tidied up\n"
 
 
@@ -372,7 +374,7 @@ async def _nothing() -> None:
     pass
 
 
-def test_work_is_submitted_in_the_middle_of_a_submit(loop_thread: LoopThread) -> None:
+def test_a_finalizer_may_submit_during_a_submit(loop_thread: LoopThread) -> None:
     """As a finalizer does that the garbage collector has called there."""
     done: list[None] = []
 
@@ -387,7 +389,7 @@ def test_work_is_submitted_in_the_middle_of_a_submit(loop_thread: LoopThread) ->
     assert done == [None]
 
 
-def test_in_the_middle_of_the_start_it_is_refused(
+def test_submit_by_a_finalizer_during_the_start_is_refused(
     loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -402,7 +404,7 @@ def test_in_the_middle_of_the_start_it_is_refused(
     assert loop_thread.is_current is False
 
 
-def test_on_its_own_thread_before_there_is_a_loop_it_is_refused(
+def test_submit_on_the_new_thread_before_its_loop_exists_is_refused(
     loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter = asyncio.Runner.__enter__

@@ -35,7 +35,7 @@ def machine(clock: FakeClock) -> Machine:
     return Machine("link", LINK, clock=clock)
 
 
-def test_it_begins_where_it_is_told(machine: Machine) -> None:
+def test_a_machine_begins_in_the_initial_state(machine: Machine) -> None:
     assert machine.state == State("starting", "dial") == ("starting", "dial")
     assert (machine.phase, machine.step, machine.since) == ("starting", "dial", 0.0)
     assert machine.history == ()
@@ -70,12 +70,12 @@ def test_an_illegal_move_names_both_states_and_the_legal_ones(machine: Machine) 
     assert machine.history == ()
 
 
-def test_a_move_to_an_unknown_state_says_so(machine: Machine) -> None:
+def test_a_move_to_an_unknown_state_names_the_legal_ones(machine: Machine) -> None:
     with pytest.raises(IllegalMove, match=r"to starting/gone .*, which is not a declared state; "):
         machine.move("starting/gone", cause="test")
 
 
-def test_nothing_follows_an_end(clock: FakeClock) -> None:
+def test_no_move_leaves_a_final_state(clock: FakeClock) -> None:
     machine = Machine("x", phases={"a": (), "b": ()}, moves=[("a", "b")], initial="a", clock=clock)
     machine.move("b", cause="done")
     with pytest.raises(IllegalMove, match="from b it may move to nothing"):
@@ -126,7 +126,7 @@ def test_observers_see_each_move_in_order_even_if_one_moves_again(machine: Machi
     assert second[-1] == "active"
 
 
-def test_an_observer_that_raises_is_reported_once_and_breaks_nothing(
+def test_an_observer_that_raises_is_logged_once_and_the_others_run(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Move] = []
@@ -192,18 +192,18 @@ def test_as_dict_and_repr(machine: Machine, clock: FakeClock) -> None:
     }
 
 
-def test_it_renders_its_chart(machine: Machine) -> None:
+def test_a_machine_renders_its_chart(machine: Machine) -> None:
     assert machine.text() == LINK.text()
     assert machine.mermaid() == LINK.mermaid()
 
 
 @pytest.mark.parametrize("given", [{}, {"chart": LINK, "phases": {"a": ()}}])
-def test_a_chart_or_its_parts(given: dict[str, object]) -> None:
+def test_a_machine_needs_either_a_chart_or_its_parts(given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"Machine 'x': pass either .*; history=-1 must be"):
         Machine("x", history=-1, **given)  # type: ignore[arg-type]
 
 
-def test_without_a_clock_it_takes_the_current_one() -> None:
+def test_the_default_clock_is_the_current_one() -> None:
     machine = Machine("link", LINK)
     assert machine.as_dict()["for"] >= 0.0
 

@@ -42,7 +42,7 @@ class AdminShutdown(Exception):
     sqlstate = "57P01"
 
 
-def test_an_event_carries_what_happened_when_and_why(recorder: Recorder, clock: FakeClock) -> None:
+def test_an_event_has_text_time_and_cause(recorder: Recorder, clock: FakeClock) -> None:
     clock.advance(1.5)
     event = recorder.record("link", "lost", kind="failure", cause="the peer hung up", port=5432)
     assert event == Event(
@@ -99,7 +99,7 @@ def test_the_ring_keeps_the_newest_and_counts_the_rest(clock: FakeClock) -> None
     assert repr(recorder) == "<Recorder: 4 events of 2 components, 2 dropped>"
 
 
-def test_the_component_untouched_longest_goes_first(clock: FakeClock) -> None:
+def test_the_least_recently_changed_component_is_dropped_first(clock: FakeClock) -> None:
     recorder = Recorder(max_components=2, clock=clock)
     recorder.record("a", "1")
     recorder.record("b", "2")
@@ -112,7 +112,7 @@ def test_the_component_untouched_longest_goes_first(clock: FakeClock) -> None:
     assert statistics.dropped == 1
 
 
-def test_forgetting_is_not_dropping(recorder: Recorder) -> None:
+def test_forgotten_events_do_not_count_as_dropped(recorder: Recorder) -> None:
     recorder.record("a", "1")
     recorder.forget("a")
     recorder.forget("never seen")
@@ -138,7 +138,7 @@ def test_a_cause_is_found_by_number_while_it_is_kept(clock: FakeClock) -> None:
     assert effect.because == ("restarted",)
 
 
-def test_an_event_of_another_recorder_is_a_cause_in_words_only(recorder: Recorder) -> None:
+def test_an_event_of_another_recorder_is_a_cause_as_text_only(recorder: Recorder) -> None:
     foreign = Recorder().record("link", "theirs")
     recorder.record("link", "ours")
     effect = recorder.record("link", "lost", cause=foreign)
@@ -188,7 +188,7 @@ def test_sinks_see_each_event_until_they_unsubscribe(recorder: Recorder) -> None
     assert seen == ["one"]
 
 
-def test_a_sink_that_raises_is_counted_and_reported_once(
+def test_a_sink_that_raises_is_counted_and_logged_once(
     recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[str] = []
@@ -208,7 +208,7 @@ def test_a_sink_that_raises_is_counted_and_reported_once(
     assert "disk full" in caplog.text
 
 
-def test_mistakes_are_named_at_once() -> None:
+def test_all_wrong_arguments_are_in_one_error() -> None:
     with pytest.raises(ValueError, match=r"size=0 .* at least 1; max_components=-1 .*"):
         Recorder(0, max_components=-1)
 
@@ -293,7 +293,9 @@ class TestExplain:
             "  because  peer reset (ConnectionResetError)",
         ]
 
-    def test_without_a_telling_event_the_newest_note_is_the_head(self, recorder: Recorder) -> None:
+    def test_without_a_state_or_failure_the_newest_note_is_the_first_line(
+        self, recorder: Recorder
+    ) -> None:
         recorder.record("link", "one")
         recorder.record("link", "two", advice="look at one")
         assert recorder.explain("link").splitlines() == [
@@ -313,12 +315,12 @@ class TestExplain:
             "  then     note 4",
         ]
 
-    def test_a_note_with_a_cause_of_its_own_says_it(self, recorder: Recorder) -> None:
+    def test_a_note_with_its_own_cause_shows_it(self, recorder: Recorder) -> None:
         recorder.record("link", "up", kind="state")
         recorder.record("link", "ping late", cause="the machine slept")
         assert recorder.explain("link").endswith("0.0 s ago, because the machine slept")
 
-    def test_a_forgotten_cause_keeps_its_words(self, recorder: Recorder) -> None:
+    def test_a_dropped_cause_is_still_shown_as_text(self, recorder: Recorder) -> None:
         cause = recorder.record("server", "restarted")
         recorder.record("link", "down", kind="failure", cause=cause)
         recorder.forget("server")
@@ -332,7 +334,9 @@ class TestExplain:
         assert len(lines) == 12
         assert lines[-1] == "  because  19 earlier causes"
 
-    def test_a_day_later_the_date_is_told(self, recorder: Recorder, clock: FakeClock) -> None:
+    def test_an_event_older_than_a_day_is_shown_with_its_date(
+        self, recorder: Recorder, clock: FakeClock
+    ) -> None:
         recorder.record("link", "lost", kind="failure")
         clock.advance(2 * 86_400)
         assert recorder.explain("link") == "lost on 2026-11-15 at 12:00:00, 2 days 0 h ago"
@@ -349,13 +353,13 @@ class TestExplain:
         assert second.startswith("  known    part00, part01, ")
         assert second.endswith(", part19 and 5 more")
 
-    def test_a_slip_of_the_keys(self, recorder: Recorder) -> None:
+    def test_a_misspelt_component_gets_a_suggestion(self, recorder: Recorder) -> None:
         recorder.record("root/postgres", "up")
         assert "did you mean 'root/postgres'?" in recorder.explain("postgres")
         assert "did you mean 'root/postgres'?" in recorder.explain("root/postgrse")
         assert "did you mean" not in recorder.explain("zzz")
 
-    def test_an_unknown_component_that_may_have_been_forgotten(self, clock: FakeClock) -> None:
+    def test_an_unknown_component_may_have_been_dropped(self, clock: FakeClock) -> None:
         recorder = Recorder(max_components=1, clock=clock)
         recorder.record("first", "up")
         recorder.record("second", "up")

@@ -56,7 +56,7 @@ async def test_a_given_owner_keeps_the_key() -> None:
     assert len(registry) == 0
 
 
-async def test_nobody_registers_for_an_owner_that_has_ended() -> None:
+async def test_an_owner_that_has_ended_is_refused() -> None:
     registry: Registry[str, int] = Registry()
     task = asyncio.create_task(asyncio.sleep(0))
     await task
@@ -109,7 +109,7 @@ async def test_a_monitor_gives_exactly_one_down_with_the_reason(
     assert await registry.monitor("k") == Down("k", "unknown")
 
 
-async def test_a_monitor_of_a_key_given_up_says_so() -> None:
+async def test_a_monitor_reports_that_a_key_was_unregistered() -> None:
     registry: Registry[str, int] = Registry()
     registration = registry.register("k", 1)
     down = registry.monitor("k")
@@ -125,7 +125,7 @@ async def test_waiting_for_a_key_that_has_an_owner_does_not_wait() -> None:
         assert await registry.via("k").wait(timeout=None) == 1
 
 
-async def test_a_waiter_that_leaves_does_not_take_the_others_with_it() -> None:
+async def test_a_cancelled_waiter_does_not_affect_the_others() -> None:
     registry: Registry[str, int] = Registry()
     waiters = [asyncio.create_task(registry.wait_for("k")) for _ in range(3)]
     await asyncio.sleep(0)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_a_coroutine_that_nobody_waits_for_any_more_is_closed(at_once: bool) -> None:
+async def test_a_coroutine_returned_after_the_caller_was_cancelled_is_closed(at_once: bool) -> None:
     began, may_end, made = threading.Event(), threading.Event(), list[object]()
 
     async def open_later() -> None:

@@ -142,7 +142,7 @@ def test_only_the_newest_secrets_are_kept() -> None:
     assert repr(known) == "<Secrets: 256>"
 
 
-def test_describe_hides_what_this_process_was_given() -> None:
+def test_describe_hides_the_secrets_of_this_process() -> None:
     SECRETS.add("q7-very-secret-q7")
     error = ValueError("invalid token q7-very-secret-q7")
     assert describe(error) == "invalid token *** (ValueError)"

@@ -71,7 +71,7 @@ class Holder:
             raise self.error
 
 
-def test_at_first_nothing_is_met(monitor: StatusMonitor[Level]) -> None:
+def test_no_condition_is_met_at_first(monitor: StatusMonitor[Level]) -> None:
     assert monitor.status() is Level.STARTING
     assert monitor.conditions() == {
         "connected": Condition("connected", False, 0.0, None),
@@ -142,7 +142,9 @@ async def test_the_end_of_the_owner_clears_its_condition(monitor: StatusMonitor[
     assert monitor.conditions()["connected"].detail == "its owner link ended: it returned"
 
 
-async def test_the_reason_tells_how_the_owner_ended(monitor: StatusMonitor[Level]) -> None:
+async def test_the_reason_of_a_cleared_condition_is_how_its_owner_ended(
+    monitor: StatusMonitor[Level],
+) -> None:
     failed = await Holder(monitor, "connected", "link").begin()
     stopped = await Holder(monitor, "migrated", "setup").begin()
     await failed.end(ConnectionResetError("peer reset"))
@@ -163,7 +165,9 @@ async def test_the_end_of_a_former_owner_changes_nothing(monitor: StatusMonitor[
     assert monitor.conditions()["connected"].detail == "its owner new ended: it returned"
 
 
-async def test_an_owner_may_be_given_and_may_give_up(monitor: StatusMonitor[Level]) -> None:
+async def test_an_owner_may_be_given_and_may_clear_its_condition(
+    monitor: StatusMonitor[Level],
+) -> None:
     other = asyncio.create_task(asyncio.sleep(0))
     monitor.set("connected", owner=other)
     monitor.set("migrated", owner=other)
@@ -185,7 +189,7 @@ async def test_a_cleared_condition_is_not_cleared_again_by_its_owners_end(
     assert monitor.conditions()["connected"].detail == "on purpose"
 
 
-async def test_an_owner_is_not_burdened_by_conditions_it_has_lost(
+async def test_a_former_owner_keeps_no_clean_ups(
     monitor: StatusMonitor[Level],
 ) -> None:
     owner = asyncio.current_task()
@@ -200,7 +204,9 @@ async def test_an_owner_is_not_burdened_by_conditions_it_has_lost(
     assert len(_owned[owner]._clean_ups) == before
 
 
-async def test_waiting_for_what_is_already_so(monitor: StatusMonitor[Level]) -> None:
+async def test_waiting_for_the_current_status_returns_at_once(
+    monitor: StatusMonitor[Level],
+) -> None:
     assert await monitor.wait_until(lambda status: status is Level.STARTING) is Level.STARTING
 
 
@@ -216,7 +222,7 @@ async def test_all_waiters_wake_at_the_change(monitor: StatusMonitor[Level]) -> 
     assert "0 waiting" in repr(monitor)
 
 
-async def test_a_status_that_lasts_less_than_a_turn_is_not_missed(
+async def test_a_status_that_is_undone_before_the_waiter_runs_is_not_missed(
     monitor: StatusMonitor[Level],
 ) -> None:
     waiter = asyncio.create_task(monitor.wait_until(is_active))
@@ -228,7 +234,7 @@ async def test_a_status_that_lasts_less_than_a_turn_is_not_missed(
     assert await waiter is Level.ACTIVE
 
 
-async def test_a_timeout_says_what_is_missing_since_when_and_why(
+async def test_a_timeout_names_what_is_missing_since_when_and_why(
     monitor: StatusMonitor[Level], clock: FakeClock
 ) -> None:
     monitor.set("connected", owner="nobody")
@@ -252,7 +258,7 @@ async def test_a_timeout_with_nothing_missing(monitor: StatusMonitor[Level]) -> 
         await monitor.wait_until(lambda status: False, timeout=0)
 
 
-async def test_a_cancelled_waiter_is_forgotten(monitor: StatusMonitor[Level]) -> None:
+async def test_a_cancelled_waiter_is_removed(monitor: StatusMonitor[Level]) -> None:
     gone, stays = [asyncio.create_task(monitor.wait_until(is_active, 60)) for _ in range(2)]
     await asyncio.sleep(0)
     gone.cancel()
@@ -263,7 +269,7 @@ async def test_a_cancelled_waiter_is_forgotten(monitor: StatusMonitor[Level]) ->
     assert await stays is Level.ACTIVE
 
 
-async def test_a_waiter_cancelled_as_it_times_out_leaves_no_complaint(
+async def test_a_waiter_cancelled_as_it_times_out_logs_nothing(
     monitor: StatusMonitor[Level],
 ) -> None:
     loop, complaints = asyncio.get_running_loop(), []
@@ -308,7 +314,7 @@ class Fragile:
         return conditions["a"].met
 
 
-async def test_a_status_function_that_raises_fails_who_sets_and_who_waits() -> None:
+async def test_a_status_function_that_raises_fails_setters_and_waiters() -> None:
     status = Fragile()
     monitor = StatusMonitor(["a"], status)
     waiter = asyncio.create_task(monitor.wait_until(bool))
@@ -320,7 +326,7 @@ async def test_a_status_function_that_raises_fails_who_sets_and_who_waits() -> N
         await waiter
 
 
-async def test_a_broken_status_function_does_not_stop_an_owners_end(
+async def test_a_status_function_that_raises_does_not_stop_an_owners_clean_ups(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     status = Fragile()

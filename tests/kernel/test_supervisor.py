@@ -48,7 +48,7 @@ def test_children_start_in_order_and_stop_in_reverse() -> None:
         ("rest_for_one", "-d1 -c1 +b2 +c2"),
     ],
 )
-def test_a_failure_takes_along_the_siblings_that_the_strategy_names(
+def test_a_failure_restarts_the_siblings_that_the_strategy_names(
     strategy: str, expected: str
 ) -> None:
     async def scenario() -> None:
@@ -95,7 +95,7 @@ def test_a_finished_transient_child_can_be_started_again() -> None:
     virtual(scenario)
 
 
-def test_intensity_is_exceeded_upward_with_the_history_of_causes() -> None:
+def test_too_many_restarts_fail_the_supervisor_with_the_history_of_causes() -> None:
     async def scenario() -> None:
         stage = Stage()
         root = Supervisor(
@@ -173,7 +173,7 @@ def test_a_failing_start_during_a_restart_counts_as_a_restart() -> None:
     virtual(scenario)
 
 
-def test_a_child_that_does_not_start_fails_the_caller_and_is_forgotten() -> None:
+def test_a_child_that_does_not_start_fails_the_caller_and_is_removed() -> None:
     async def scenario() -> None:
         async def broken(ctx: Context) -> None:
             raise OSError("no route")
@@ -237,7 +237,7 @@ def test_auto_shutdown(auto: str, ended_after: int | None) -> None:
     virtual(scenario)
 
 
-def test_significance_needs_a_supervisor_that_heeds_it_and_a_child_that_can_end() -> None:
+def test_significant_requires_auto_shutdown_and_a_child_that_is_not_permanent() -> None:
     async def run(ctx: Context) -> None: ...
 
     with pytest.raises(ValueError, match="auto_shutdown='never'"):
@@ -248,7 +248,7 @@ def test_significance_needs_a_supervisor_that_heeds_it_and_a_child_that_can_end(
         Child("a", run, start_timeout=0, shutdown=-1)
 
 
-def test_stopping_a_significant_child_on_purpose_ends_nothing() -> None:
+def test_stop_child_of_a_significant_child_does_not_end_the_supervisor() -> None:
     async def scenario() -> None:
         stage = Stage()
         child = stage.child("x", restart="temporary", significant=True)
@@ -351,7 +351,7 @@ def test_cancelling_the_owner_twice_keeps_the_order() -> None:
     virtual(scenario)
 
 
-def test_cancelling_start_child_stops_the_child_before_it_goes_on() -> None:
+def test_cancelling_start_child_stops_the_child_before_it_raises() -> None:
     async def scenario() -> None:
         trace: list[str] = []
 
@@ -395,7 +395,7 @@ def test_stopping_while_a_child_starts_and_while_another_waits_is_prompt() -> No
     virtual(scenario)
 
 
-def test_backoff_delays_each_restart_and_begins_anew_after_health() -> None:
+def test_backoff_delays_each_restart_and_starts_over_after_healthy() -> None:
     async def scenario() -> None:
         starts: list[float] = []
 
@@ -432,7 +432,7 @@ def test_an_exhausted_backoff_fails_the_supervisor() -> None:
     virtual(scenario)
 
 
-def test_one_slow_start_holds_up_no_other_child_of_one_for_one() -> None:
+def test_a_slow_start_delays_no_other_child_of_one_for_one() -> None:
     async def scenario() -> None:
         stage = Stage()
 
@@ -453,7 +453,7 @@ def test_one_slow_start_holds_up_no_other_child_of_one_for_one() -> None:
     virtual(scenario)
 
 
-def test_stop_child_goes_before_a_pending_backoff() -> None:
+def test_stop_child_interrupts_a_pending_backoff() -> None:
     async def scenario() -> None:
         stage = Stage()
         async with Supervisor(children=[stage.child("a", backoff=Backoff(1000, 1000))]) as root:
@@ -490,7 +490,7 @@ def test_a_child_may_stop_its_own_supervisor_or_itself() -> None:
     virtual(scenario)
 
 
-def test_a_child_that_starts_a_sibling_too_early_is_told_so() -> None:
+def test_a_child_that_starts_a_sibling_before_started_gets_an_error() -> None:
     async def scenario() -> None:
         stage = Stage()
 
@@ -504,7 +504,7 @@ def test_a_child_that_starts_a_sibling_too_early_is_told_so() -> None:
     virtual(scenario)
 
 
-def test_a_child_cancelled_by_somebody_else_is_a_failure() -> None:
+def test_a_child_cancelled_by_other_code_has_failed() -> None:
     async def scenario() -> None:
         stage = Stage()
         async with Supervisor(children=[stage.child("a", restart="transient")]) as root:
@@ -545,7 +545,7 @@ def test_the_same_name_twice_is_refused_and_unknown_names_are_listed() -> None:
     virtual(scenario)
 
 
-def test_the_tree_reads_well() -> None:
+def test_the_tree_is_drawn_as_text() -> None:
     async def scenario() -> None:
         stage = Stage()
         inner = Supervisor.child("account", strategy="rest_for_one", children=[stage.child("link")])
@@ -569,7 +569,7 @@ def test_the_tree_reads_well() -> None:
     run_one(play, 1)
 
 
-def test_a_failure_explains_itself() -> None:
+def test_explain_shows_the_failure_behind_a_restart() -> None:
     async def scenario() -> None:
         stage = Stage()
         async with Supervisor(
@@ -586,7 +586,7 @@ def test_a_failure_explains_itself() -> None:
 
 
 @pytest.mark.every_loop
-async def test_no_task_is_lost_and_no_exception_goes_unread() -> None:
+async def test_no_task_is_left_and_every_exception_is_retrieved() -> None:
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
 
@@ -609,7 +609,7 @@ async def test_no_task_is_lost_and_no_exception_goes_unread() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_child_that_asks_for_a_restart_is_restarted_without_a_traceback(
+async def test_restart_requested_is_logged_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lives: list[int] = []

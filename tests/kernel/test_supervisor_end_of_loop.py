@@ -17,7 +17,7 @@ async def work(ctx: Context) -> None:
     await asyncio.Event().wait()
 
 
-def test_the_end_of_the_loop_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_the_loop_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         root = Supervisor("root", children=[Child("work", work)])
         await root.start()
@@ -28,7 +28,7 @@ def test_the_end_of_the_loop_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-async def test_a_child_that_somebody_cancels_is_restarted_while_the_maker_lives() -> None:
+async def test_a_child_cancelled_by_other_code_is_restarted_while_the_loop_runs() -> None:
     tasks: list[asyncio.Task[None]] = []
     again = asyncio.Event()
 

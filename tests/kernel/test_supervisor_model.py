@@ -453,7 +453,9 @@ SETTINGS = settings(
 @seed(base_seed())
 @SETTINGS
 @given(specs(2), schedules(["crash", "crash", "finish"]), st.integers(0, 2**16))
-def test_in_turn_the_trace_is_the_models(spec: Spec, actions: list[Action], chance: int) -> None:
+def test_operations_in_turn_give_the_trace_of_the_model(
+    spec: Spec, actions: list[Action], chance: int
+) -> None:
     actions = [
         a if a.verb == "crash" else Action(a.verb, a.leaf, a.at) for a in actions
     ]  # only a crash is followed by starts that fail
@@ -472,7 +474,9 @@ def test_in_turn_the_trace_is_the_models(spec: Spec, actions: list[Action], chan
     schedules(["crash", "crash", "finish", "restart", "stop", "add", "cancel"]),
     st.integers(0, 2**16),
 )
-def test_in_a_heap_the_invariants_hold(spec: Spec, actions: list[Action], chance: int) -> None:
+def test_the_invariants_hold_for_concurrent_operations(
+    spec: Spec, actions: list[Action], chance: int
+) -> None:
     async def scenario(sim: object) -> None:
         await perform_in_a_heap(spec, actions)
 

@@ -56,7 +56,7 @@ def test_a_failure_does_not_keep_what_the_failed_code_held(
     virtual(scenario)
 
 
-def test_an_error_handed_to_a_waiter_does_not_hurt_who_handed_it_over() -> None:
+def test_an_error_raised_to_a_waiter_does_not_affect_its_source() -> None:
     async def scenario() -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         beats = 0
@@ -109,7 +109,7 @@ def test_a_restart_of_a_child_that_is_stopped_meanwhile_starts_nothing() -> None
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_giving_up_while_a_later_child_starts_raises_the_reason(nested: bool) -> None:
+def test_a_supervisor_that_fails_while_a_later_child_starts_raises_the_reason(nested: bool) -> None:
     async def scenario() -> None:
         async def fragile(ctx: Context) -> None:
             ctx.started()
@@ -151,7 +151,7 @@ def test_a_child_stopped_while_it_starts_a_sibling_is_not_abandoned() -> None:
     virtual(scenario)
 
 
-def test_a_restart_by_hand_that_fails_leaves_the_child_to_the_usual_rules() -> None:
+def test_a_failed_restart_child_leaves_the_child_to_the_usual_rules() -> None:
     async def scenario() -> None:
         starts: list[float] = []
 
@@ -173,7 +173,7 @@ def test_a_restart_by_hand_that_fails_leaves_the_child_to_the_usual_rules() -> N
     virtual(scenario)
 
 
-def test_an_abandoned_child_cannot_speak_for_its_successor() -> None:
+def test_a_call_of_an_abandoned_child_does_not_affect_its_successor() -> None:
     async def scenario() -> None:
         async def run(ctx: Context) -> None:
             if ctx.generation == 2:  # stopped while it prepares, and says started() far too late
@@ -269,7 +269,7 @@ def test_siblings_that_fail_together_are_restarted_once() -> None:
         run_one(scenario, seed)
 
 
-def test_a_failure_that_a_restart_by_hand_has_overtaken_restarts_nothing() -> None:
+def test_a_failure_before_restart_child_restarts_nothing_after_it() -> None:
     async def scenario(sim: Sim) -> None:
         stage = Stage()
         async with Supervisor(children=[stage.child("a")], intensity=None) as root:
@@ -304,7 +304,7 @@ def test_a_failure_of_a_child_that_was_replaced_under_its_name_restarts_nothing(
         run_one(scenario, seed)
 
 
-def test_an_uptime_as_long_as_the_longest_wait_lets_the_backoff_begin_anew() -> None:
+def test_an_uptime_as_long_as_the_longest_delay_resets_the_backoff() -> None:
     async def scenario() -> None:
         starts: list[float] = []
         uptimes = iter([0, 0, 0, 7.9, 8.1, 0, 0])
@@ -325,7 +325,7 @@ def test_an_uptime_as_long_as_the_longest_wait_lets_the_backoff_begin_anew() -> 
     virtual(scenario)
 
 
-def test_a_child_that_says_started_while_it_is_stopped_does_not_run() -> None:
+def test_started_during_a_stop_has_no_effect() -> None:
     async def scenario() -> None:
         async def run(ctx: Context) -> None:
             try:
@@ -369,7 +369,7 @@ def test_a_caller_of_stop_child_that_is_cancelled_does_not_wait_for_the_supervis
     virtual(scenario)
 
 
-def test_health_is_of_one_generation_and_needs_no_backoff() -> None:
+def test_healthy_counts_for_its_own_generation_and_works_without_a_backoff() -> None:
     async def scenario() -> None:
         starts: list[float] = []
 
@@ -399,7 +399,7 @@ def test_health_is_of_one_generation_and_needs_no_backoff() -> None:
     virtual(scenario)
 
 
-def test_a_second_stop_of_a_child_leaves_its_successor_alone() -> None:
+def test_a_second_stop_of_a_child_does_not_affect_its_successor() -> None:
     async def scenario(sim: Sim) -> None:
         stage = Stage()
 
@@ -423,7 +423,7 @@ def test_a_second_stop_of_a_child_leaves_its_successor_alone() -> None:
         run_one(scenario, seed)
 
 
-def test_a_child_that_fails_while_it_is_stopped_has_failed_once() -> None:
+def test_a_child_that_fails_while_stopping_is_recorded_once() -> None:
     async def scenario() -> None:
         async def run(ctx: Context) -> None:
             ctx.started()
@@ -480,7 +480,7 @@ def test_a_supervisor_starts_once() -> None:
     virtual(scenario)
 
 
-def test_patience_raises_the_cancellation_when_the_task_has_ended() -> None:
+def test_patiently_raises_the_cancellation_when_the_task_has_ended() -> None:
     async def scenario() -> None:
         work = asyncio.create_task(asyncio.sleep(10))
         waiting = asyncio.create_task(patiently(work))
@@ -523,7 +523,7 @@ def test_the_error_of_a_block_has_a_note_only_if_its_supervisor_failed_too() -> 
     virtual(scenario)
 
 
-def test_an_abandoned_child_can_own_nothing_more() -> None:
+def test_an_abandoned_child_cannot_be_an_owner() -> None:
     async def scenario() -> None:
         registry: Registry[str, int] = Registry()
         refusals: list[str] = []
@@ -550,7 +550,7 @@ def test_an_abandoned_child_can_own_nothing_more() -> None:
     virtual(scenario)
 
 
-def test_a_restart_by_hand_does_not_interrupt_the_restart_of_a_group() -> None:
+def test_restart_child_does_not_interrupt_the_restart_of_a_group() -> None:
     async def scenario() -> None:
         stage = Stage()
         children = [stage.child("a", backoff=Backoff(5, 5)), stage.child("b")]

@@ -63,7 +63,7 @@ async def test_cancel_waits_for_the_clean_up_of_every_task() -> None:
     assert len(tasks) == 0
 
 
-async def test_an_exception_that_no_one_awaits_goes_to_the_loops_handler() -> None:
+async def test_an_exception_of_a_task_that_is_not_awaited_goes_to_the_loops_handler() -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     tasks = Tasks()

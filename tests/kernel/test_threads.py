@@ -31,7 +31,9 @@ async def test_an_error_is_raised_where_it_is_awaited() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-async def test_even_an_error_that_ends_programs_is_an_outcome(error: BaseException) -> None:
+async def test_a_base_exception_is_raised_where_it_is_awaited(
+    error: BaseException,
+) -> None:
     def fail() -> None:
         raise error
 
@@ -40,7 +42,7 @@ async def test_even_an_error_that_ends_programs_is_an_outcome(error: BaseExcepti
     assert outcome.exception() is error
 
 
-async def test_a_stop_iteration_is_told_as_an_error() -> None:
+async def test_a_stop_iteration_is_raised_as_a_runtime_error() -> None:
     """It cannot be raised where somebody awaits; without this, they would wait for ever."""
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         async with asyncio.timeout(10.0):
@@ -48,7 +50,7 @@ async def test_a_stop_iteration_is_told_as_an_error() -> None:
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-async def test_the_loop_goes_on_meanwhile() -> None:
+async def test_the_loop_is_not_blocked_by_the_call() -> None:
     may_end = threading.Event()
     outcome = in_thread(lambda: may_end.wait(30.0), name="helper")
     for _ in range(100):
@@ -58,7 +60,7 @@ async def test_the_loop_goes_on_meanwhile() -> None:
     assert await outcome is True
 
 
-async def test_a_result_that_nobody_wants_any_more_is_cleared_away() -> None:
+async def test_a_result_after_a_cancellation_is_passed_to_unwanted() -> None:
     may_end = threading.Event()
     loop = asyncio.get_running_loop()
     unwanted: asyncio.Future[tuple[str, int]] = loop.create_future()
@@ -77,14 +79,14 @@ async def test_a_result_that_nobody_wants_any_more_is_cleared_away() -> None:
         assert await unwanted == ("a connection", threading.get_ident())
 
 
-async def test_a_result_that_is_wanted_is_not_cleared_away() -> None:
+async def test_an_awaited_result_is_not_passed_to_unwanted() -> None:
     unwanted: list[int] = []
     assert await in_thread(lambda: 5, name="helper", unwanted=unwanted.append) == 5
     await asyncio.sleep(0)
     assert unwanted == []
 
 
-async def test_a_result_that_nobody_wants_or_clears_away_is_no_error() -> None:
+async def test_a_result_after_a_cancellation_without_unwanted_is_ignored() -> None:
     complaints: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(context))
@@ -104,7 +106,7 @@ def joined(name: str) -> bool:
     return True
 
 
-async def test_an_error_that_nobody_wants_any_more_is_nothing_to_clear_away() -> None:
+async def test_an_error_after_a_cancellation_is_not_passed_to_unwanted() -> None:
     complaints: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(context))
@@ -125,7 +127,7 @@ async def test_an_error_that_nobody_wants_any_more_is_nothing_to_clear_away() ->
     assert unwanted == []
 
 
-def test_a_result_that_comes_after_the_end_of_the_loop_is_cleared_away() -> None:
+def test_a_result_after_the_end_of_the_loop_is_passed_to_unwanted() -> None:
     may_end, cleared = threading.Event(), threading.Event()
     unwanted: list[str] = []
 
@@ -146,13 +148,13 @@ def test_a_result_that_comes_after_the_end_of_the_loop_is_cleared_away() -> None
     assert unwanted == ["a connection"]
 
 
-def test_a_thread_can_wait_for_it_too() -> None:
+def test_a_thread_can_wait_for_the_result() -> None:
     assert start_thread(lambda: threading.current_thread().name, name="helper").result(30.0) == (
         "helper"
     )
 
 
-def test_a_thread_is_told_what_failed() -> None:
+def test_an_error_is_raised_in_the_waiting_thread() -> None:
     def fail() -> None:
         raise ZeroDivisionError("no")
 
@@ -161,7 +163,7 @@ def test_a_thread_is_told_what_failed() -> None:
     assert isinstance(outcome.exception(30.0), RuntimeError)
 
 
-def test_what_has_begun_cannot_be_called_off() -> None:
+def test_a_started_call_cannot_be_cancelled() -> None:
     may_end = threading.Event()
     outcome = start_thread(lambda: may_end.wait(30.0), name="helper")
     assert not outcome.cancel()

@@ -46,7 +46,7 @@ async def test_sleep_until_ends_when_the_clock_has_reached_the_time() -> None:
         assert clock.monotonic() >= at
 
 
-async def test_sleep_until_a_time_that_has_passed_lets_others_run_once() -> None:
+async def test_sleep_until_a_time_that_has_passed_yields_to_the_loop_once() -> None:
     ran = asyncio.Event()
     asyncio.get_running_loop().call_soon(ran.set)
     await sleep_until(0.0)
@@ -115,7 +115,7 @@ async def _beats(sim: Sim) -> None:
     assert sim.now >= 12.3
 
 
-def test_timers_that_the_loop_fires_early_wait_for_the_rest() -> None:
+def test_timers_that_the_loop_fires_early_are_armed_again() -> None:
     simulate(_beats, 100, timer_slack=SLACK)
 
 

@@ -43,7 +43,7 @@ async def test_first_of_cancels_and_awaits_the_others() -> None:
     assert (first.ended, other.ended) == ("done", "cancelled")
 
 
-async def test_first_of_raises_what_the_first_raised() -> None:
+async def test_first_of_raises_the_error_of_the_first() -> None:
     other = Job()
     with pytest.raises(ValueError, match="failed"):
         await first_of(other.run(), fail())

@@ -58,7 +58,7 @@ def test_an_error_is_one_line(error: BaseException, words: str) -> None:
     assert describe(error) == words
 
 
-def test_a_group_tells_its_first_errors_and_counts_the_rest() -> None:
+def test_a_group_shows_its_first_errors_and_counts_the_rest() -> None:
     group = ExceptionGroup("many", [ValueError(str(n)) for n in range(10)])
     assert describe(group).endswith("2 (ValueError), 7 more (ExceptionGroup)")
 
@@ -70,7 +70,7 @@ def test_a_long_message_is_cut() -> None:
     assert len(words) == MAX_TEXT + len(" (ValueError)")
 
 
-def test_causes_are_told_nearest_first_and_not_without_end() -> None:
+def test_causes_are_listed_nearest_first_up_to_a_limit() -> None:
     error: Exception = ValueError("0")
     for depth in range(1, 20):
         outer = ValueError(str(depth))
@@ -100,7 +100,7 @@ def test_durations(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
-def test_all_mistakes_are_named_at_once() -> None:
+def test_refuse_raises_one_error_with_all_mistakes() -> None:
     refuse("Thing", [])
     with pytest.raises(ValueError, match=r"^Thing: a is wrong; b is wrong$"):
         refuse("Thing", ["a is wrong", "b is wrong"])

@@ -52,13 +52,13 @@ async def client(
             yield asking
 
 
-async def test_without_a_token_everyone_on_the_machine_may_ask() -> None:
+async def test_without_a_token_every_local_user_has_access() -> None:
     async with client(Config()) as asking:
         assert (await asking.get("/v1/status")).status_code == 200
         assert (await asking.get("/")).status_code == 200
 
 
-async def test_with_a_token_everything_but_health_asks_for_it() -> None:
+async def test_with_a_token_everything_but_health_requires_it() -> None:
     async with client(Config(admin_token=TOKEN)) as asking:
         assert (await asking.get("/v1/health")).status_code == 202
         for path in LOCKED:
@@ -99,7 +99,7 @@ async def test_a_browser_gets_a_form_and_then_a_session() -> None:
         assert (await asking.get("/v1/status")).status_code == 401
 
 
-async def test_a_session_ends_with_its_time_and_with_another_token() -> None:
+async def test_a_session_expires_and_ends_when_the_token_changes() -> None:
     old = _auth.issue_session(TOKEN, now=0.0)
     other = _auth.issue_session("another", now=Clock.system().wall())
     async with client(Config(admin_token=TOKEN)) as asking:
@@ -108,7 +108,7 @@ async def test_a_session_ends_with_its_time_and_with_another_token() -> None:
             assert answer.status_code == 401
 
 
-async def test_a_cookie_over_https_is_for_https_alone() -> None:
+async def test_a_cookie_set_over_https_is_secure() -> None:
     async with client(Config(admin_token=TOKEN), "https://127.0.0.1:8089") as asking:
         answer = await asking.post("/login", data={"token": TOKEN})
         assert "Secure" in answer.headers["set-cookie"]
@@ -121,13 +121,13 @@ async def test_a_form_that_is_too_long_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1:8089", "localhost", "[::1]:8089", "proxy.example"])
-async def test_the_names_of_this_machine_and_of_its_proxies_are_known(name: str) -> None:
+async def test_local_names_and_allowed_hosts_are_accepted(name: str) -> None:
     async with client(Config(allowed_hosts=("proxy.example",))) as asking:
         answer = await asking.get("/v1/status", headers={"Host": name})
         assert answer.status_code == 200
 
 
-async def test_a_page_elsewhere_cannot_reach_a_local_service_by_a_name_of_its_own() -> None:
+async def test_an_unknown_host_header_is_refused_by_a_local_service() -> None:
     async with client(Config()) as asking:
         evil = {"Host": "evil.example:8089"}
         answer = await asking.get("/v1/status", headers=evil)
@@ -136,14 +136,14 @@ async def test_a_page_elsewhere_cannot_reach_a_local_service_by_a_name_of_its_ow
         assert (await asking.get("/v1/health", headers=evil)).status_code == 202
 
 
-async def test_a_public_service_goes_by_any_name_because_it_has_a_token() -> None:
+async def test_a_public_service_accepts_any_host_header_because_it_has_a_token() -> None:
     async with client(Config(host="0.0.0.0", admin_token=TOKEN)) as asking:
         answer = await asking.get("/v1/status", headers={**BEARER, "Host": "any.example"})
         assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://evil.example:8089"])
-async def test_a_page_elsewhere_cannot_send_a_form_to_a_local_service(origin: str) -> None:
+async def test_a_form_from_another_origin_is_refused_by_a_local_service(origin: str) -> None:
     async with client(Config()) as asking:
         foreign = await asking.post("/logout", headers={"Origin": origin})
         assert (foreign.status_code, foreign.json()["error"]) == (403, "foreign origin")
@@ -153,7 +153,7 @@ async def test_a_page_elsewhere_cannot_send_a_form_to_a_local_service(origin: st
         assert (await asking.get("/", headers={"Origin": origin})).status_code == 200
 
 
-async def test_a_page_of_a_known_proxy_may_send_forms() -> None:
+async def test_a_form_from_an_allowed_host_is_accepted() -> None:
     async with client(Config(allowed_hosts=("moored.corp",))) as asking:
         answer = await asking.post("/logout", headers={"Origin": "https://moored.corp"})
         assert answer.status_code == 303
@@ -176,7 +176,7 @@ async def test_errors_are_json_too() -> None:
         assert (await asking.get("/static/secrets.txt")).status_code == 404
 
 
-async def test_every_answer_is_safe_to_show() -> None:
+async def test_every_response_has_the_security_headers() -> None:
     async with client(Config()) as asking:
         for path in ("/", "/v1/health", "/v1/status", "/static/page.css", "/nothing"):
             headers = (await asking.get(path)).headers
@@ -187,7 +187,7 @@ async def test_every_answer_is_safe_to_show() -> None:
             assert headers["cache-control"] in ("no-store", "no-cache"), path
 
 
-async def test_the_page_takes_nothing_from_elsewhere() -> None:
+async def test_the_page_loads_nothing_from_other_hosts() -> None:
     async with client(Config()) as asking:
         page = await asking.get("/")
         assert "Log out" in page.text  # there, and hidden

@@ -27,7 +27,7 @@ def test_the_token_is_read_from_its_header(header: str | None, token: str | None
     assert _auth.bearer_of(header) == token
 
 
-def test_a_session_is_good_for_its_time_and_its_token() -> None:
+def test_a_session_is_valid_for_its_lifetime_and_its_token() -> None:
     session = _auth.issue_session("token", now=1000.0)
     assert "token" not in session
     assert _auth.session_holds("token", session, now=1000.0)
@@ -41,12 +41,12 @@ def test_a_forged_session_is_refused(session: str | None) -> None:
     assert not _auth.session_holds("token", session, now=0.0)
 
 
-def test_a_session_cannot_be_prolonged() -> None:
+def test_a_session_with_a_changed_expiry_is_refused() -> None:
     until, _, signature = _auth.issue_session("token", now=1000.0).partition(".")
     assert not _auth.session_holds("token", f"{int(until) + 1}.{signature}", now=1000.0)
 
 
-def test_our_cookie_is_found_among_others() -> None:
+def test_the_session_cookie_is_found_among_others() -> None:
     assert _auth.session_of(f"a=b; {_auth.COOKIE}=1.2; c=d") == "1.2"
     assert _auth.session_of("a=b") is None
     assert _auth.session_of(None) is None

@@ -36,7 +36,7 @@ async def test_events_come_in_order_and_the_stream_ends_at_close() -> None:
     assert await everything(client) == b"01234"
 
 
-async def test_a_slow_reader_loses_the_oldest_and_is_told_how_many() -> None:
+async def test_a_slow_reader_loses_the_oldest_events_and_gets_their_number() -> None:
     streams = BrowserStreams(size=3)
     slow, quick = joined(streams), joined(streams)
     for number in range(5):

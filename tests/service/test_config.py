@@ -48,17 +48,17 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file()
     }
 
 
-def test_the_database_url_has_the_name_that_everyone_uses() -> None:
+def test_the_database_url_is_read_from_database_url() -> None:
     config = load({}, {"DATABASE_URL": "postgresql://app@db/orders"})
     assert config.database_url == "postgresql://app@db/orders"
     assert not config.is_embedded
 
 
-def test_a_variable_that_is_set_to_nothing_is_not_set() -> None:
+def test_an_empty_variable_counts_as_not_set() -> None:
     assert load({}, {"MOORED_PORT": "", "DATABASE_URL": ""}) == Config()
 
 
-def test_all_mistakes_of_all_sources_are_told_at_once_with_their_names() -> None:
+def test_all_mistakes_of_all_sources_are_reported_at_once() -> None:
     found = mistakes(
         {"port": "abc"},
         {"MOORED_LOG_LEVEL": "loud", "MOORED_PROT": "1"},
@@ -75,7 +75,7 @@ def test_all_mistakes_of_all_sources_are_told_at_once_with_their_names() -> None
     ]
 
 
-def test_variables_of_others_with_the_same_prefix_are_left_alone() -> None:
+def test_unknown_variables_with_the_same_prefix_are_ignored() -> None:
     environ = {"MOORED_SCALE": "1", "MOORED_SERVICE_HOST": "x", "MOORED_PORT_8089_TCP": "y"}
     assert load({}, environ) == Config()
 
@@ -90,7 +90,7 @@ def test_a_broken_file_is_one_mistake() -> None:
     assert found.startswith("moored.toml: it is not valid TOML: ")
 
 
-def test_an_unknown_setting_that_is_near_nothing_lists_what_there_is() -> None:
+def test_an_unknown_setting_without_a_near_match_lists_all_settings() -> None:
     (found,) = mistakes(toml="[zzz]\nx = 1")
     assert found.startswith("zzz in moored.toml: there is no such setting; there are: host, port,")
 
@@ -148,7 +148,7 @@ def test_a_replication_url_belongs_to_a_database_url() -> None:
         ("database_url", "postgresql://db/x?nonsense=1", "libpq"),
     ],
 )
-def test_each_mistake_says_what_to_write_instead(name: str, value: object, complaint: str) -> None:
+def test_each_mistake_names_the_fix(name: str, value: object, complaint: str) -> None:
     (found,) = mistakes({name: value})
     assert found.startswith(f"--{name.replace('_', '-')}: ")
     assert complaint in found
@@ -203,7 +203,7 @@ def test_a_token_that_is_a_number_is_refused_without_showing_it() -> None:
     assert found == "admin_token in moored.toml: a int is not a str: put it in quotes"
 
 
-def test_what_is_shown_has_no_secrets() -> None:
+def test_settings_and_repr_hide_secrets() -> None:
     url = "postgresql://app:hunter2@db/orders"
     config = load({}, {"DATABASE_URL": url, "MOORED_ADMIN_TOKEN": "hunter2"})
     shown = {setting.name: setting for setting in config.settings()}
@@ -220,7 +220,7 @@ def test_a_config_is_validated_on_construction_and_immutable() -> None:
         Config().port = 1  # type: ignore[misc]
 
 
-def test_lists_are_written_between_commas_or_as_lists() -> None:
+def test_lists_are_strings_with_commas_or_toml_lists() -> None:
     by_text = load({"allowed_hosts": "a.example, B.example"}, {})
     by_list = load({}, {}, 'allowed_hosts = ["a.example", "B.example"]')
     assert by_text.allowed_hosts == by_list.allowed_hosts == ("a.example", "b.example")
@@ -230,7 +230,7 @@ def test_lists_are_written_between_commas_or_as_lists() -> None:
     st.sampled_from([knob.name for knob in knobs()]),
     st.one_of(st.text(), st.integers(), st.booleans(), st.none()),
 )
-def test_whatever_is_written_is_a_value_or_a_mistake(name: str, value: object) -> None:
+def test_any_input_gives_a_config_or_a_config_error(name: str, value: object) -> None:
     try:
         config = load({name: value}, {})
     except ConfigError:

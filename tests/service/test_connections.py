@@ -104,7 +104,7 @@ async def test_a_websocket_over_which_nothing_is_sent_is_not_closed(
             assert await asyncio.wait_for(socket.recv(), LIMIT) == "still here"
 
 
-async def test_idle_connections_make_room_for_those_who_ask(
+async def test_idle_connections_are_closed_for_new_ones_with_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 5)
@@ -132,7 +132,7 @@ async def test_the_newest_is_refused_if_all_others_are_busy(
         assert await rest_of(refused) == b""
 
 
-async def test_half_sent_forms_make_room_for_those_who_ask(
+async def test_connections_with_half_a_form_are_closed_for_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 5)
@@ -152,7 +152,7 @@ async def test_a_head_that_is_too_long_is_refused(end: bytes) -> None:
             assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
 
 
-async def test_a_head_of_30_kilobytes_that_comes_in_two_parts_is_taken() -> None:
+async def test_a_head_of_30_kilobytes_in_two_parts_is_accepted() -> None:
     async with house() as it:
         sent = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\nCookie: " + b"a" * 30_000
         async with line(it, sent) as (reader, writer):
@@ -170,7 +170,9 @@ FORM = (
 )
 
 
-async def test_a_login_that_is_cut_off_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_login_cut_off_by_the_client_is_not_logged_as_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with house(Config(port=0, admin_token="correct-horse")) as it:
         async with line(it, FORM) as (_, writer):
             await writer.drain()
@@ -179,7 +181,7 @@ async def test_a_login_that_is_cut_off_is_no_error(caplog: pytest.LogCaptureFixt
     assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
 
 
-async def test_a_login_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_login_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_app, "FORM_TIMEOUT", 0.1)
     async with (
         house(Config(port=0, admin_token="correct-horse")) as it,

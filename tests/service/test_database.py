@@ -228,7 +228,7 @@ async def test_a_database_that_is_lost_after_the_start_does_not_end_the_service(
         await it.until("active")
 
 
-async def test_all_connections_go_with_the_service(postgres_url: str, tmp_path: Path) -> None:
+async def test_the_service_closes_all_its_connections(postgres_url: str, tmp_path: Path) -> None:
     async with front(postgres_url) as proxy:
         async with service(behind(proxy, postgres_url), tmp_path) as it:
             await it.until("active")
@@ -270,7 +270,7 @@ async def test_a_wrong_password_is_explained(postgres_url: str, tmp_path: Path) 
         assert "wr0ng" not in text + str(await it.stream())
 
 
-async def test_a_server_that_cannot_be_followed_is_503_and_says_what_to_change(
+async def test_a_server_without_logical_replication_is_503_and_names_what_to_change(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -301,9 +301,7 @@ async def test_a_user_that_may_not_replicate_is_503_too(
             conn.execute("drop role plain_user")
 
 
-async def test_a_state_directory_that_cannot_be_used_is_told(
-    postgres_url: str, tmp_path: Path
-) -> None:
+async def test_an_unusable_state_directory_is_reported(postgres_url: str, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("a file")
     async with service(postgres_url, tmp_path, state_dir=taken / "below") as it:
@@ -315,7 +313,9 @@ async def test_a_state_directory_that_cannot_be_used_is_told(
 # -- the words of health -------------------------------------------------------------------------
 
 
-async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_path: Path) -> None:
+async def test_a_second_instance_waits_and_names_the_lock_holder(
+    postgres_url: str, tmp_path: Path
+) -> None:
     stream = own_stream()["MOORED_STREAM_ID"]
     async with service(postgres_url, tmp_path / "1", stream=stream) as first:
         await first.until("active")
@@ -350,7 +350,7 @@ async def test_a_second_instance_waits_and_says_for_whom(postgres_url: str, tmp_
     # Without a token, everybody can read it.
     [(None, ""), ("t0ken", "create table pending (id int)")],
 )
-async def test_a_slot_that_cannot_be_made_says_who_blocks_it(
+async def test_a_slot_that_cannot_be_created_names_the_blocking_backend(
     postgres_url: str, tmp_path: Path, token: str | None, query: str
 ) -> None:
     async with await psycopg.AsyncConnection.connect(postgres_url) as blocker:
@@ -373,7 +373,7 @@ async def test_a_slot_that_cannot_be_made_says_who_blocks_it(
             assert (await it.stream())["slot_blockers"] == []
 
 
-async def test_asleep_it_is_200_sleeping_and_nothing_is_left_at_the_server(
+async def test_a_sleeping_service_is_200_and_has_no_connections(
     postgres_url: str, tmp_path: Path
 ) -> None:
     async with front(postgres_url) as proxy, service(behind(proxy, postgres_url), tmp_path) as it:
@@ -418,7 +418,7 @@ async def test_a_consumer_that_stops_reading_makes_the_service_degraded_until_it
         assert (await it.health())[1]["parts"]["postgres"] == "active"
 
 
-async def test_while_the_stream_works_and_the_pooler_does_not_it_is_200_degraded(
+async def test_a_lost_pooler_is_200_degraded_while_the_stream_works(
     postgres_url: str, tmp_path: Path
 ) -> None:
     """The pools' database URL leads through the proxy, as through a pooler; the stream does not."""
@@ -476,7 +476,7 @@ async def _eventually(it: Asked, found: Any) -> Any:
 # -- status and metrics --------------------------------------------------------------------------
 
 
-async def test_the_status_is_what_statistics_says(postgres_url: str, tmp_path: Path) -> None:
+async def test_the_status_contains_the_statistics(postgres_url: str, tmp_path: Path) -> None:
     async with service(postgres_url, tmp_path) as it:
         await it.until("active")
         over_http, here = await it.stream(), it.pg.statistics()

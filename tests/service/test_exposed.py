@@ -18,7 +18,7 @@ from moored.service._connections import BACKLOG
 HALVES = (b"", b"GET /v1/health HT", b"POST /login HTTP/1.1\r\n")
 
 
-def test_a_flood_of_silent_connections_keeps_nobody_out(postgres_url: str) -> None:
+def test_a_flood_of_silent_connections_does_not_lock_out_clients(postgres_url: str) -> None:
     with (
         running("--database-url", postgres_url, descriptors=256) as service,
         ExitStack() as flood,

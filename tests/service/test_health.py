@@ -30,7 +30,7 @@ def test_the_table_of_the_docs_is_the_one_of_the_code() -> None:
     assert rows == [(word, str(code)) for word, code in HTTP.items()]
 
 
-def test_the_words_are_the_same_everywhere_and_in_the_same_order() -> None:
+def test_the_states_are_those_of_postgres_in_the_same_order() -> None:
     assert tuple(HTTP) == WORDS == tuple(health.value for health in Health)
 
 

@@ -45,7 +45,7 @@ def test_a_taken_port_names_its_holder_and_what_to_do() -> None:
     assert message.endswith(". Stop it, or choose another with --port.")
 
 
-def test_a_port_that_is_bound_and_not_listened_on_is_in_use_by_nobody_known() -> None:
+def test_a_port_that_is_bound_without_listening_has_no_known_holder() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
@@ -54,12 +54,12 @@ def test_a_port_that_is_bound_and_not_listened_on_is_in_use_by_nobody_known() ->
             listen("127.0.0.1", port)
 
 
-def test_an_address_of_another_machine_cannot_be_had() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(CannotListen, match="this machine does not have this address"):
         listen("192.0.2.1", 0)
 
 
-def test_a_name_that_nobody_knows_cannot_be_had() -> None:
+def test_a_name_that_cannot_be_resolved_is_refused() -> None:
     with pytest.raises(CannotListen, match="the name cannot be resolved"):
         listen("nobody.invalid", 0)
 

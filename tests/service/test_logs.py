@@ -44,7 +44,7 @@ def test_a_notice_is_a_plain_line_whatever_the_level() -> None:
     assert said.lines == ["moored: ready"]
 
 
-def test_an_event_is_one_line_that_says_who_what_and_why() -> None:
+def test_an_event_is_one_line_with_component_text_and_cause() -> None:
     said, recorder = Said(), Recorder()
     with logs(stream=said) as it:
         recorder.subscribe(it.sink)
@@ -106,7 +106,7 @@ def test_an_unexpected_failure_is_logged_with_its_traceback() -> None:
     assert f'secret = "{secret}"' not in text.replace("            secret =", "")
 
 
-def test_what_is_recorded_and_logged_is_one_line() -> None:
+def test_a_failure_that_is_recorded_and_logged_is_one_line() -> None:
     said, recorder = Said(), Recorder()
     with logs(stream=said) as it:
         recorder.subscribe(it.sink)
@@ -119,7 +119,7 @@ def test_what_is_recorded_and_logged_is_one_line() -> None:
     assert [line.count("next try") for line in said.lines] == [1, 1, 0]
 
 
-def test_what_a_stranger_can_cause_at_will_is_told_once_a_minute() -> None:
+def test_lines_that_any_client_can_provoke_are_logged_once_a_minute() -> None:
     said = Said()
     with logs(stream=said):
         for _ in range(100):

@@ -19,7 +19,7 @@ def test_events_are_counted_by_component_and_kind() -> None:
     assert counter.counts() == {("db", "failure"): 2, ("db", "info"): 1}
 
 
-def test_beyond_so_many_components_they_share_one_name() -> None:
+def test_components_beyond_the_limit_are_counted_as_others() -> None:
     recorder, counter = Recorder(), EventCounter(max_components=2)
     recorder.subscribe(counter)
     for number in range(5):

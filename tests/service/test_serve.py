@@ -41,7 +41,7 @@ def test_a_signal_stops_everything_in_order_with_exit_code_0(
     assert "Traceback" not in said
 
 
-def test_a_stop_before_it_is_ready_is_a_stop_too(tmp_path: Path) -> None:
+def test_a_stop_before_the_service_is_ready_exits_with_0(tmp_path: Path) -> None:
     with running("--data-dir", str(tmp_path / "data")) as service:
         service.wait_for("PostgreSQL: creating the data")
         family = service.family()
@@ -49,7 +49,7 @@ def test_a_stop_before_it_is_ready_is_a_stop_too(tmp_path: Path) -> None:
         gone(family)
 
 
-def test_an_open_stream_does_not_hold_up_the_stop(postgres_url: str) -> None:
+def test_an_open_stream_does_not_delay_the_stop(postgres_url: str) -> None:
     with running("--database-url", postgres_url) as service:
         service.wait_active()
         with httpx.stream("GET", f"{service.url}/v1/events", timeout=60, trust_env=False) as stream:
@@ -105,7 +105,7 @@ def test_health_is_202_before_it_is_ready_and_200_after(tmp_path: Path) -> None:
         assert service.stop() == 0
 
 
-def test_a_server_that_dies_is_restarted_and_health_tells(spare_data: Path) -> None:
+def test_a_server_that_dies_is_restarted_and_health_shows_it(spare_data: Path) -> None:
     with running("--data-dir", str(spare_data)) as service:
         service.wait_active()
         http = service.get("/v1/status").json()["tree"]["children"][1]
@@ -196,7 +196,7 @@ def test_an_unreachable_database_is_one_line_and_exit_code_2() -> None:
     assert "s3cret" not in ended.stdout + ended.stderr
 
 
-def test_a_database_that_cannot_be_followed_is_its_text_and_exit_code_2() -> None:
+def test_a_database_without_logical_replication_is_one_line_and_exit_code_2() -> None:
     with SyncEmbeddedPostgres(options={"wal_level": "replica"}) as server:
         ended = moored("serve", "--port", "0", "--database-url", server.url)
     assert ended.returncode == 2
@@ -286,7 +286,7 @@ def test_other_machines_are_refused_without_a_token() -> None:
     assert "requires an admin token: set MOORED_ADMIN_TOKEN" in line
 
 
-def test_with_a_token_everything_but_health_asks_for_it(postgres_url: str) -> None:
+def test_with_a_token_everything_but_health_requires_it(postgres_url: str) -> None:
     token = "correct-horse-battery-staple"
     environ = {"DATABASE_URL": postgres_url, "MOORED_ADMIN_TOKEN": token}
     with running("--host", "0.0.0.0", environ=environ) as service:
@@ -310,7 +310,7 @@ def test_with_a_token_everything_but_health_asks_for_it(postgres_url: str) -> No
     assert token not in "\n".join(service.lines)
 
 
-def test_every_line_is_json_when_asked(postgres_url: str) -> None:
+def test_every_line_is_json_with_log_format_json(postgres_url: str) -> None:
     with running("--database-url", postgres_url, "--log-format", "json") as service:
         service.wait_for('"event": "ready after')
         assert service.stop() == 0
@@ -398,7 +398,7 @@ def test_a_service_that_is_killed_leaves_no_process_behind(spare_data: Path) -> 
         gone(family)
 
 
-def test_a_service_that_gives_up_says_why_with_exit_code_1(
+def test_a_service_that_fails_prints_the_reason_with_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def burn(ctx: Context) -> None:

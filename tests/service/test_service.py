@@ -178,13 +178,13 @@ async def test_too_many_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         assert (answer.status_code, answer.json()["error"]) == (503, "too many streams")
 
 
-async def test_asking_for_the_head_of_a_stream_does_not_open_one() -> None:
+async def test_a_head_request_does_not_open_a_stream() -> None:
     async with house() as it:
         assert (await it.client.head("/v1/events")).status_code == 200
         assert "moored_streams 0.0" in (await it.client.get("/metrics")).text
 
 
-async def test_a_stream_that_a_client_has_left_is_forgotten() -> None:
+async def test_a_stream_is_removed_when_its_client_disconnects() -> None:
     async with house() as it:
         async with it.client.stream("GET", "/v1/events") as stream:
             await anext(stream.aiter_lines())
@@ -194,7 +194,7 @@ async def test_a_stream_that_a_client_has_left_is_forgotten() -> None:
                 pass
 
 
-async def test_the_metrics_tell_the_tree_the_conditions_and_the_events() -> None:
+async def test_the_metrics_include_the_tree_the_conditions_and_the_events() -> None:
     async with house() as it:
         await it.light()
         it.lamp.broken.set()
@@ -216,7 +216,7 @@ async def test_the_metrics_tell_the_tree_the_conditions_and_the_events() -> None
     assert ("process_open_fds",) in samples
 
 
-async def test_a_part_can_mount_an_app_behind_the_same_door() -> None:
+async def test_a_mounted_app_has_the_same_access_checks() -> None:
     async with house(Config(port=0, admin_token="t0ken")) as it:
         assert (await it.client.get("/v1/lamp/x")).status_code == 401
         answer = await it.client.get("/v1/lamp/x", headers={"Authorization": "Bearer t0ken"})
@@ -245,7 +245,7 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
         (None, {"Host": "evil.example"}, False),
     ],
 )
-async def test_a_websocket_passes_the_same_door(
+async def test_a_websocket_has_the_same_access_checks(
     token: str | None, headers: dict[str, str], enters: bool
 ) -> None:
     lamp = Lamp()
@@ -484,7 +484,7 @@ async def test_a_part_that_does_not_work_is_not_shown_as_running() -> None:
         assert 'moored_child_up{path="moored/lamp"} 1.0' in metrics
 
 
-async def test_after_a_recovery_the_explanation_tells_what_happened_when_and_how_long() -> None:
+async def test_after_a_recovery_the_explanation_shows_the_last_outage() -> None:
     async with house() as it:
         wiring = it.lamp.wiring
         assert wiring is not None

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.pure
         ("", []),
     ],
 )
-def test_the_end_of_a_path_is_enough(wanted: str, found: list[str]) -> None:
+def test_a_component_is_found_by_the_end_of_its_path(wanted: str, found: list[str]) -> None:
     known = ("app", "app/db", "app/db/watch", "app/mq", "app/mq/watch")
     assert find_component(wanted, known) == found
 

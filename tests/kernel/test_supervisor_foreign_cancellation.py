@@ -63,7 +63,7 @@ Cancel = Callable[[Starts], None]
 
 @CANCEL
 @pytest.mark.every_loop
-async def test_it_is_restarted_when_the_task_that_made_the_supervisor_has_ended(
+async def test_a_cancelled_child_is_restarted_when_the_task_that_made_the_supervisor_has_ended(
     cancel: Cancel,
 ) -> None:
     starts = Starts()
@@ -84,7 +84,9 @@ async def test_it_is_restarted_when_the_task_that_made_the_supervisor_has_ended(
 
 
 @CANCEL
-def test_it_is_restarted_when_the_supervisor_was_made_where_no_loop_ran(cancel: Cancel) -> None:
+def test_a_cancelled_child_is_restarted_when_its_supervisor_was_made_without_a_loop(
+    cancel: Cancel,
+) -> None:
     starts: list[Starts] = []
 
     def child(ctx: Context) -> Coroutine[Any, Any, None]:
@@ -102,7 +104,7 @@ def test_it_is_restarted_when_the_supervisor_was_made_where_no_loop_ran(cancel: 
 
 
 @CANCEL
-def test_it_is_restarted_on_a_loop_thread(cancel: Cancel) -> None:
+def test_a_cancelled_child_is_restarted_on_a_loop_thread(cancel: Cancel) -> None:
     async def set_up() -> tuple[Supervisor, Starts]:
         starts = Starts()
         root = Supervisor("root", children=[starts.child()])
@@ -121,7 +123,7 @@ def test_it_is_restarted_on_a_loop_thread(cancel: Cancel) -> None:
 
 
 @CANCEL
-def test_it_is_restarted_when_no_other_task_runs(cancel: Cancel) -> None:
+def test_a_cancelled_child_is_restarted_when_no_other_task_runs(cancel: Cancel) -> None:
     """The supervised child is the only task of the loop: its cancellation is not the loop's end."""
     loop = asyncio.new_event_loop()
     root: list[Supervisor] = []
