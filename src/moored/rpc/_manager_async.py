@@ -16,10 +16,7 @@ from ._changes import Work
 from ._channels import AioChannels
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
-from ._errors import (
-    ChannelError,
-    no_config,
-)
+from ._errors import ChannelError, no_config
 from ._fork import refuse_broken
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
