@@ -106,7 +106,7 @@ def test_credentials_factory_cannot_use_its_own_manager(echo: EchoServer) -> Non
             manager.get_or_create(config, timeout=LIMIT)
 
     with ConnectionManager(credentials=credentials) as manager:
-        with pytest.raises(ConfigError, match="called again from a credentials or strategy factory"):
+        with pytest.raises(ConfigError, match="called again from a credentials"):
             manager.get_or_create(ConnectionConfig.from_uri(echo.uri, token="secret"))
         assert manager.get_stats()["total_connections"] == 0
 
@@ -136,7 +136,7 @@ async def test_rpc_error_without_a_code_is_raised_unchanged() -> None:
 @both
 async def test_channel_factory_that_returns_none_is_refused(kind: Kind, echo: EchoServer) -> None:
     async with kind(handler_factory=lambda config: None) as side:
-        with pytest.raises(ConfigError, match=r"needs a grpc\.(aio\.)?Channel, and .* is None"):
+        with pytest.raises(ConfigError, match=r"a grpc\.(aio\.)?Channel .*, not None"):
             await side.get(config_of(echo), timeout=LIMIT)
 
 
@@ -148,7 +148,7 @@ async def test_channel_or_strategy_of_the_other_manager_is_refused(
     if kind is Threads:
         options = {"strategy": lambda config: AsyncRegularStrategy()}
     async with kind(**options) as side:
-        with pytest.raises(ConfigError, match="is for the other kind of manager"):
+        with pytest.raises(ConfigError, match="not a channel for the other kind of manager"):
             await side.get(config_of(echo), timeout=LIMIT)
 
 
