@@ -1,4 +1,4 @@
-"""How a scripted server gets below the real manager: the few places where it touches the world."""
+"""Connect the real manager to a scripted server: replacements for its I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers whose past can be changed: backups and restores, standbys, copies of their disk."""
+"""Servers with backups, restores, standbys, and copies of their disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database for each test whose slots go with it, and a manager on it."""
+"""A database for each test, whose slots are dropped with it, and a manager for it."""
 
 from __future__ import annotations
 

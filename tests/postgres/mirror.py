@@ -1,4 +1,4 @@
-"""A consumer that trusts only what it is told: it copies a table when it gets a `Reset`."""
+"""A consumer that maintains a copy of a table, and copies it again after a `Reset`."""
 
 from __future__ import annotations
 

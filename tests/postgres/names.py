@@ -1,4 +1,4 @@
-"""Host names of a test's own, and whether this machine has IPv6."""
+"""Host names for tests, and whether this machine has IPv6."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the decoder share: messages made by hand, and streams recorded from a server."""
+"""Helpers for tests of the decoder: hand-made messages, and streams recorded from a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the manager has of a scripted server: its replication connection, plain ones, and pools."""
+"""The connections of a scripted server: replication, plain ones, and pools."""
 
 from __future__ import annotations
 

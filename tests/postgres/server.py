@@ -1,4 +1,4 @@
-"""Servers of a test's own, which it may harm, and consumers in processes of their own."""
+"""Servers that a test may damage, and consumers in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From messages to committed transactions: whole, in parts, in two phases, and out of order."""
+"""Messages are assembled into transactions: complete, in parts, prepared, and out of order."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def emitted(lsn: int = 0x77, *, transactional: bool = False, xid: int | None = N
 # -- whole transactions --------------------------------------------------------------------------
 
 
-def test_a_transaction_and_where_it_lies() -> None:
+def test_a_transaction_has_its_lsns_and_its_changes() -> None:
     assembler = Assembler()
     states = []
     committed = None
@@ -110,12 +110,12 @@ def test_a_transaction_and_where_it_lies() -> None:
     assert rows(committed) == [[1, 2]]
 
 
-def test_transactions_one_after_the_other_know_the_tables_of_before() -> None:
+def test_later_transactions_know_tables_that_were_described_before() -> None:
     found = feed_all([begin(), T, add(1), commit(), begin(), add(2), commit(), begin(), commit()])
     assert rows(*found) == [[1], [2], []]
 
 
-def test_a_transaction_keeps_the_tables_as_they_were_then() -> None:
+def test_a_transaction_keeps_the_table_descriptions_of_its_time() -> None:
     wide = relation([("id", 23), ("name", 25)])
     first, second = feed_all(
         [begin(), T, add(1), commit(), begin(), wide, insert(texts("2", "b")), commit()]
@@ -125,19 +125,19 @@ def test_a_transaction_keeps_the_tables_as_they_were_then() -> None:
     assert first.touched() == {16400}
 
 
-def test_types_are_known_by_their_names() -> None:
+def test_type_messages_are_recorded_by_oid() -> None:
     assembler = Assembler()
     message = b"Y" + struct.pack("!I", 16500) + text("shop") + text("mood")
     feed_all([begin(), message, T, commit()], assembler)
     assert assembler.type_names == {16500: "shop.mood"}
 
 
-def test_an_origin() -> None:
+def test_an_origin_belongs_to_its_transaction() -> None:
     (committed,) = feed_all([begin(), b"O" + bytes(8) + text("up"), T, commit()])
     assert committed.origin == "up"
 
 
-def test_a_message_without_a_transaction_is_one_by_itself() -> None:
+def test_a_message_outside_of_a_transaction_is_a_transaction_of_its_own() -> None:
     assembler = Assembler()
     alone = assembler.feed(framed(emitted(), sent=1_000_000))
     assert alone is not None
@@ -147,7 +147,7 @@ def test_a_message_without_a_transaction_is_one_by_itself() -> None:
     assert not assembler.inside
 
 
-def test_it_does_not_end_the_transaction_that_it_comes_in() -> None:
+def test_a_non_transactional_message_does_not_end_the_current_transaction() -> None:
     first, second = feed_all([begin(), T, add(1), emitted(), add(2), commit()])
     assert list(first) == [Emitted("app", b"x")]
     assert rows(second) == [[1, 2]]
@@ -158,7 +158,7 @@ def test_it_does_not_end_the_transaction_that_it_comes_in() -> None:
     assert rows(second) == [[1]]
 
 
-def test_a_message_of_a_transaction_is_one_of_its_changes() -> None:
+def test_a_transactional_message_is_a_change_of_its_transaction() -> None:
     (committed,) = feed_all([begin(), T, add(1), emitted(transactional=True), commit()])
     assert [change.kind for change in committed] == ["insert", "message"]
 
@@ -169,7 +169,7 @@ def test_a_message_of_a_transaction_is_one_of_its_changes() -> None:
 PART = [start(1), streamed_relation(1), add(1, 1)]
 
 
-def test_transactions_in_parts_come_when_they_are_committed() -> None:
+def test_streamed_transactions_are_returned_at_their_commit() -> None:
     found = feed_all(
         [
             start(1), streamed_relation(1), add(1, 1), STOP,
@@ -189,7 +189,7 @@ def test_transactions_in_parts_come_when_they_are_committed() -> None:
     assert [each.streamed for each in found] == [False, True, True]
 
 
-def test_what_was_rolled_back_is_forgotten() -> None:
+def test_a_rolled_back_streamed_transaction_is_discarded() -> None:
     assembler = Assembler()
     parts = [start(1), streamed_relation(1), add(1, 1), STOP]
     assert feed_all([*parts, stream_abort(1)], assembler) == []
@@ -199,7 +199,7 @@ def test_what_was_rolled_back_is_forgotten() -> None:
     assert rows(committed) == [[1]]
 
 
-def test_subtransactions_that_were_rolled_back_are_left_out() -> None:
+def test_rolled_back_subtransactions_are_left_out() -> None:
     with_place = stream_abort(1, 13) + struct.pack("!Qq", 0x99, 0)
     (committed,) = feed_all(
         [
@@ -215,7 +215,7 @@ def test_subtransactions_that_were_rolled_back_are_left_out() -> None:
     assert len(committed) == 8, "what was rolled back is counted among what came"
 
 
-def test_a_rollback_of_what_was_never_sent_is_nothing_new() -> None:
+def test_a_rollback_of_an_unknown_transaction_is_ignored() -> None:
     """PostgreSQL 18 tells of it, when it skips what it knows to be rolled back."""
     assembler = Assembler()
     assert feed_all([stream_abort(1, 11), stream_abort(1)], assembler) == []
@@ -223,7 +223,7 @@ def test_a_rollback_of_what_was_never_sent_is_nothing_new() -> None:
     assert rows(committed) == [[1]]
 
 
-def test_what_is_pending_is_counted_once() -> None:
+def test_pending_bytes_are_counted_once() -> None:
     assembler = Assembler()
     size = len(framed(add(1, 1)))
     feed_all([start(1), streamed_relation(1), add(1, 1)], assembler)
@@ -237,7 +237,7 @@ def test_what_is_pending_is_counted_once() -> None:
 # -- in two phases -------------------------------------------------------------------------------
 
 
-def test_a_prepared_transaction_comes_when_it_is_committed() -> None:
+def test_a_prepared_transaction_is_returned_at_its_commit() -> None:
     assembler = Assembler()
     assert feed_all([begin_prepare(), T, add(1), prepare()], assembler) == []
     assert not assembler.inside
@@ -249,7 +249,7 @@ def test_a_prepared_transaction_comes_when_it_is_committed() -> None:
     assert assembler.pending == 0
 
 
-def test_a_prepared_transaction_that_is_rolled_back_is_forgotten() -> None:
+def test_a_rolled_back_prepared_transaction_is_discarded() -> None:
     assembler = Assembler()
     messages = [begin_prepare(), T, add(1), prepare(), rollback_prepared()]
     assert feed_all(messages, assembler) == []
@@ -258,7 +258,7 @@ def test_a_prepared_transaction_that_is_rolled_back_is_forgotten() -> None:
     assert len(feed_all([begin_prepare(), prepare(), commit_prepared()], assembler)) == 1
 
 
-def test_one_that_came_in_parts_can_be_prepared() -> None:
+def test_a_streamed_transaction_can_be_prepared() -> None:
     (committed,) = feed_all(
         [
             start(1), streamed_relation(1), add(1, 1), add(2, 11), STOP,
@@ -313,7 +313,7 @@ DISORDER: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("messages", DISORDER.values(), ids=DISORDER)
-def test_what_is_out_of_order(messages: list[bytes]) -> None:
+def test_messages_out_of_order_are_errors(messages: list[bytes]) -> None:
     assembler = Assembler()
     for message in messages[:-1]:
         assembler.feed(framed(message))
@@ -322,13 +322,13 @@ def test_what_is_out_of_order(messages: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("size", range(26))
-def test_a_message_without_content(size: int) -> None:
+def test_an_empty_message_is_an_error(size: int) -> None:
     with pytest.raises(DecodeError):
         Assembler().feed(framed(b"\0")[:size])
 
 
 @pytest.mark.parametrize("message", [begin()[:-1], begin() + b"\0", commit()[:-1], commit() + b"x"])
-def test_begins_and_commits_of_the_wrong_size(message: bytes) -> None:
+def test_begins_and_commits_of_the_wrong_size_are_errors(message: bytes) -> None:
     assembler = Assembler()
     if message[:1] == b"C":
         assembler.feed(framed(begin()))
@@ -336,13 +336,13 @@ def test_begins_and_commits_of_the_wrong_size(message: bytes) -> None:
         assembler.feed(framed(message))
 
 
-def test_a_streamed_row_that_is_too_short_for_its_transaction() -> None:
+def test_a_streamed_row_without_an_xid_is_an_error() -> None:
     (committed,) = feed_all([*PART, b"I\0", STOP, stream_abort(1, 11), stream_commit(1)])
     with pytest.raises(DecodeError, match="truncated"):
         list(committed)
 
 
-def test_only_changes_are_kept() -> None:
+def test_a_body_with_other_messages_than_changes_is_an_error() -> None:
     body = Body()
     body.append(framed(STOP))
     with pytest.raises(DecodeError, match="StreamStop is not a change"):
@@ -385,7 +385,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("number", range(scaled(20, least=2)))
-def test_all_versions_of_the_protocol_tell_the_same(
+def test_all_protocol_versions_give_the_same_transactions(
     recorder: Recorder, number: int, tmp_path: Path
 ) -> None:
     """Large transactions at once, with subtransactions that are rolled back, and new columns."""
@@ -410,7 +410,7 @@ def test_all_versions_of_the_protocol_tell_the_same(
             assert [told(each) for each in found if any(each)] == wanted, name
 
 
-def test_an_abort_tells_its_place_only_in_parallel_mode(recorder: Recorder) -> None:
+def test_an_abort_has_its_lsn_only_in_parallel_mode(recorder: Recorder) -> None:
     recorder.run("create table t (id int)")
     slot = recorder.slot()
     # One that is rolled back as a whole is not streamed if the server knows that already.
@@ -431,7 +431,7 @@ def test_an_abort_tells_its_place_only_in_parallel_mode(recorder: Recorder) -> N
     assert sizes == {"on": {9}, "parallel": {25}}
 
 
-def test_origins(recorder: Recorder) -> None:
+def test_origins_of_a_real_server(recorder: Recorder) -> None:
     recorder.run("create table t (id int)", "select pg_replication_origin_create('upstream')")
     slot = recorder.slot()
     try:
@@ -460,7 +460,7 @@ def test_origins(recorder: Recorder) -> None:
         recorder.run("select pg_replication_origin_drop('upstream')")
 
 
-def test_types_that_are_not_built_in_are_told_by_name(recorder: Recorder) -> None:
+def test_types_that_are_not_built_in_are_described_by_name(recorder: Recorder) -> None:
     recorder.run("create schema shop", "create type shop.mood as enum ('happy')")
     recorder.run("create table t (id int, mood shop.mood)")
     slot = recorder.slot()
@@ -473,7 +473,7 @@ def test_types_that_are_not_built_in_are_told_by_name(recorder: Recorder) -> Non
     assert assembler.type_names[change.relation.columns[1].type_oid] == "shop.mood"
 
 
-def test_messages_with_and_without_a_transaction(recorder: Recorder) -> None:
+def test_emitted_messages_of_a_real_server(recorder: Recorder) -> None:
     recorder.run("create table t (id int)")
     slot = recorder.slot()
     recorder.transaction(
@@ -491,7 +491,7 @@ def test_messages_with_and_without_a_transaction(recorder: Recorder) -> None:
     ]
 
 
-def test_two_phases() -> None:
+def test_prepared_transactions_of_a_real_server() -> None:
     options = {"max_prepared_transactions": "10"}
     with SyncEmbeddedPostgres(options=options) as server, Recorder.on(server.url) as recorder:
         recorder.run("set logical_decoding_work_mem = '64kB'", "create table t (id int)")

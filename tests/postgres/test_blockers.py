@@ -1,4 +1,4 @@
-"""SQL of other sessions is shown without what may be a secret in it."""
+"""SQL of other sessions is shown without literals and comments."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ pytestmark = pytest.mark.pure
         ("select 's3\ncret', $$s3\ncret$$", "select …, …"),
     ],
 )
-def test_literals_and_comments_are_cut_out(query: str, shown: str) -> None:
+def test_literals_and_comments_are_removed_from_queries(query: str, shown: str) -> None:
     assert without_literals(query) == shown

@@ -56,7 +56,7 @@ entries_of_all_kinds = st.lists(
 )
 
 
-def test_what_is_small_stays_in_memory(tmp_path: Path) -> None:
+def test_a_small_body_stays_in_memory(tmp_path: Path) -> None:
     body = Body(Shelf(tmp_path))
     assert filled(body, [b"one", tables[0], b"two"]) is body
     assert not body.spilled
@@ -65,7 +65,7 @@ def test_what_is_small_stays_in_memory(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
-def test_it_goes_to_a_file_when_it_passes_the_limit(tmp_path: Path) -> None:
+def test_a_body_above_the_limit_is_written_to_a_file(tmp_path: Path) -> None:
     body = Body(Shelf(tmp_path, spill_after=10))
     filled(body, [b"12345", tables[0], b"67890"])
     spilled = [body.spilled]
@@ -78,13 +78,13 @@ def test_it_goes_to_a_file_when_it_passes_the_limit(tmp_path: Path) -> None:
     assert list(body.entries()) == wanted, "it can be read again"
 
 
-def test_the_limit_that_counts_if_none_is_given() -> None:
+def test_the_default_limit_applies() -> None:
     assert Shelf().spill_after == SPILL_AFTER == 16 * 2**20
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entries_of_all_kinds, st.integers(0, 500), st.integers(1, 200))
-def test_in_a_file_it_is_what_it_would_be_in_memory(
+def test_a_body_in_a_file_equals_one_in_memory(
     tmp_path: Path, entries: list[Entry], limit: int, chunk: int
 ) -> None:
     """Wherever the file is cut into pieces."""
@@ -98,7 +98,7 @@ def test_in_a_file_it_is_what_it_would_be_in_memory(
         assert spilled.described == kept.described
 
 
-def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:
+def test_a_body_can_be_read_while_it_grows(tmp_path: Path) -> None:
     body = filled(Body(Shelf(tmp_path, spill_after=1)), [b"one", b"two"])
     before = body.entries()
     assert next(before) == b"one"
@@ -116,7 +116,7 @@ def test_a_reader_that_began_in_memory_is_not_disturbed_by_the_file(tmp_path: Pa
     assert list(reader) == [b"two", b"three"]
 
 
-def test_several_readers_at_once(tmp_path: Path) -> None:
+def test_several_readers_interleave(tmp_path: Path) -> None:
     entries: list[Entry] = [b"%d" % number for number in range(100)]
     body = filled(Body(Shelf(tmp_path, spill_after=1)), entries)
     readers = [body.entries() for _ in range(3)]
@@ -144,7 +144,7 @@ def test_several_readers_in_threads(tmp_path: Path) -> None:
         assert found == [True] * 4
 
 
-def test_no_file_is_left_behind(tmp_path: Path) -> None:
+def test_the_file_is_deleted_with_its_body(tmp_path: Path) -> None:
     body = filled(Body(Shelf(tmp_path / "new" / "one", spill_after=1)), [b"12", b"34"])
     assert body.spilled
     assert list((tmp_path / "new" / "one").iterdir()) == [], "it has no name"
@@ -160,14 +160,14 @@ def test_no_file_is_left_behind(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
-def test_where_no_file_can_be_made_that_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     body = Body(Shelf(tmp_path / "file", spill_after=1))
     with pytest.raises(StateError, match=r"file \(File exists\).*another state_dir"):
         filled(body, [b"12"])
 
 
-def test_a_message_of_many_pieces_is_read_at_once(
+def test_a_message_larger_than_a_chunk_is_read_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Piece by piece it would be copied once for each: a gigabyte in a thousand copies."""
@@ -186,7 +186,7 @@ def test_a_message_of_many_pieces_is_read_at_once(
     assert len(sizes) == 4, "a piece, the rest of the large one, a piece, and the end"
 
 
-def test_a_transaction_that_spills_says_the_same(tmp_path: Path) -> None:
+def test_a_transaction_in_a_file_has_the_same_changes(tmp_path: Path) -> None:
     """Relations are described in between, where the columns change."""
     messages = [begin(), relation([("id", 23)])]
     messages += [insert(texts(str(number))) for number in range(100)]
@@ -204,7 +204,7 @@ def test_a_transaction_that_spills_says_the_same(tmp_path: Path) -> None:
     assert last.new == {"id": 99, "name": "x" * 99}
 
 
-def test_a_reader_that_stops_midway_can_be_followed_by_another(tmp_path: Path) -> None:
+def test_a_body_can_be_read_again_after_an_unfinished_read(tmp_path: Path) -> None:
     messages = [begin(), relation([("id", 23)]), *[insert(texts("1"))] * 50, commit()]
     (spilled,) = feed_all(messages, Assembler(lambda: Body(Shelf(tmp_path, spill_after=100))))
     for change in spilled:
@@ -213,7 +213,7 @@ def test_a_reader_that_stops_midway_can_be_followed_by_another(tmp_path: Path) -
     assert sum(1 for _ in spilled) == 50
 
 
-def test_sizes_count_what_came_with_its_header(tmp_path: Path) -> None:
+def test_the_size_includes_the_headers(tmp_path: Path) -> None:
     (committed,) = feed_all([begin(), relation([("id", 23)]), insert(texts("1")), commit()])
     assert committed.body.size == len(framed(insert(texts("1"))))
 

@@ -1,4 +1,4 @@
-"""Changes: what they tell of the row before and after, by hand and from a real server."""
+"""Changes have the right old and new rows, with hand-made messages and a real server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def recorder(postgres_url: str) -> Iterator[Recorder]:
 # -- by hand -------------------------------------------------------------------------------------
 
 
-def test_an_insert() -> None:
+def test_an_insert_has_a_new_row_only() -> None:
     change = row_change(insert(texts("1", "a", None)))
     assert isinstance(change, Insert)
     assert (change.kind, change.schema, change.table) == ("insert", "public", "t")
@@ -68,20 +68,20 @@ def test_an_insert() -> None:
     assert repr(change) == "<Insert public.t>"
 
 
-def test_an_update_that_leaves_its_key() -> None:
+def test_an_update_without_a_change_of_the_key_has_no_old_row() -> None:
     change = row_change(update(texts("1", "b", None)))
     assert isinstance(change, Update)
     assert (change.kind, change.old) == ("update", None)
     assert change.new == {"id": 1, "name": "b", "body": None}
 
 
-def test_an_update_of_the_key_tells_the_old_one_and_nothing_else() -> None:
+def test_an_update_of_the_key_has_the_old_key_only() -> None:
     change = row_change(update(texts("2", "b", None), old=(b"K", texts("1", None, None))))
     assert change.old == {"id": 1}
     assert change.new == {"id": 2, "name": "b", "body": None}
 
 
-def test_an_update_with_the_whole_old_row() -> None:
+def test_an_update_with_full_identity_has_the_whole_old_row() -> None:
     change = row_change(update(texts("1", "b", None), old=(b"O", texts("1", "a", "long"))))
     assert change.old == {"id": 1, "name": "a", "body": "long"}
     assert change.new == {"id": 1, "name": "b", "body": None}
@@ -101,7 +101,7 @@ def test_a_large_value_that_was_not_sent_is_taken_from_the_old_row_if_there_is_o
     ("kind", "old"),
     [(b"K", {"id": 1}), (b"O", {"id": 1, "name": None, "body": None})],
 )
-def test_a_delete(kind: bytes, old: dict[str, object]) -> None:
+def test_a_delete_has_an_old_row_only(kind: bytes, old: dict[str, object]) -> None:
     change = row_change(delete(texts("1", None, None), kind=kind))
     assert isinstance(change, Delete)
     assert (change.kind, change.old, change.new) == ("delete", old, None)
@@ -121,14 +121,14 @@ def test_a_truncate_is_one_for_each_table() -> None:
     assert repr(first) == "<Truncate public.t>"
 
 
-def test_a_message_that_somebody_emitted() -> None:
+def test_an_emitted_message_has_prefix_and_content() -> None:
     change = one(b"M\x01" + bytes(8) + b"app\0" + struct.pack("!I", 3) + b"a\0b")
     assert isinstance(change, Emitted)
     assert (change.kind, change.prefix, change.content) == ("message", "app", b"a\0b")
     assert repr(change) == "<Emitted 'app', 3 bytes>"
 
 
-def test_changes_are_equal_when_they_say_the_same() -> None:
+def test_changes_with_the_same_table_and_rows_are_equal() -> None:
     assert row_change(insert(texts("1", "a", None))) == row_change(insert(texts("1", "a", None)))
     number = b"b", struct.pack("!i", 1)
     assert row_change(insert(texts("1", "a", None))) == row_change(
@@ -155,7 +155,7 @@ def test_changes_are_equal_when_they_say_the_same() -> None:
             hash(change)
 
 
-def test_match_statements() -> None:
+def test_changes_support_match_statements() -> None:
     def told(change: Change | Truncate | Emitted) -> str:
         match change:
             case Insert("t", {"name": name}):
@@ -177,7 +177,7 @@ def test_match_statements() -> None:
     assert told(one(b"M\x01" + bytes(8) + b"app\0" + struct.pack("!I", 1) + b"!")) == "!"
 
 
-def test_a_change_is_read_once_and_only_when_it_is_asked() -> None:
+def test_a_change_is_decoded_once_and_only_on_access() -> None:
     broken = row_change(insert(texts("one", "a", None)))
     assert broken.table == "t"
     with pytest.raises(DecodeError, match=r"t\.id is not valid for its type"):
@@ -208,7 +208,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("message", BROKEN.values(), ids=BROKEN)
-def test_a_message_that_is_none(message: bytes) -> None:
+def test_an_invalid_row_message_is_an_error(message: bytes) -> None:
     change = row_change(message)
     for _ in range(2):  # it stays broken, however often it is asked
         with pytest.raises(DecodeError, match=r"public\.t"):
@@ -216,13 +216,13 @@ def test_a_message_that_is_none(message: bytes) -> None:
 
 
 @pytest.mark.parametrize("message", [b"I", b"U\0", b"D\0\0\x40"])
-def test_a_message_without_a_table(message: bytes) -> None:
+def test_a_row_message_without_a_table_is_an_error(message: bytes) -> None:
     (committed,) = feed_all([begin(), T, message, commit()])
     with pytest.raises(DecodeError, match="truncated"):
         list(committed)
 
 
-def test_a_table_that_nobody_described() -> None:
+def test_a_row_of_an_undescribed_table_is_an_error() -> None:
     (committed,) = feed_all([begin(), insert(texts("1")), commit()])
     with pytest.raises(DecodeError, match=r"not described before \(oid 16400\)"):
         list(committed)
@@ -248,7 +248,7 @@ def test_a_table_that_nobody_described() -> None:
         ),
     ],
 )
-def test_replica_identities(
+def test_the_old_row_depends_on_the_replica_identity(
     recorder: Recorder,
     identity: str,
     kind: ReplicaIdentity,
@@ -288,7 +288,7 @@ def _moved(old: dict[str, object]) -> dict[str, object]:
     return {name: {"id": 2, "code": "y"}[name] for name in old}
 
 
-def test_without_a_replica_identity_only_inserts_are_told(recorder: Recorder) -> None:
+def test_without_a_replica_identity_only_inserts_are_sent(recorder: Recorder) -> None:
     recorder.run("create table t (id int primary key)", "alter table t replica identity nothing")
     slot = recorder.slot()
     recorder.run("insert into t values (1)", "truncate t")
@@ -301,7 +301,7 @@ def test_without_a_replica_identity_only_inserts_are_told(recorder: Recorder) ->
 
 @pytest.mark.parametrize("form", ["false", "true"], ids=["text", "binary"])
 @pytest.mark.parametrize("full", [False, True])
-def test_large_values_that_were_not_touched(recorder: Recorder, full: bool, form: str) -> None:
+def test_unchanged_large_values_are_marked(recorder: Recorder, full: bool, form: str) -> None:
     recorder.run(
         "create table t (id int primary key, n int, body text)",
         "alter table t alter column body set storage external",
@@ -322,7 +322,7 @@ def test_large_values_that_were_not_touched(recorder: Recorder, full: bool, form
     assert (counted[2] is not None) is full
 
 
-def test_several_tables_emptied_together(recorder: Recorder) -> None:
+def test_a_truncate_of_several_tables(recorder: Recorder) -> None:
     recorder.run("create table t (id int primary key)", "create table u (id int references t)")
     slot = recorder.slot()
     recorder.run("truncate t, u restart identity cascade", "truncate u")
@@ -334,7 +334,7 @@ def test_several_tables_emptied_together(recorder: Recorder) -> None:
     assert [(c.table, c.cascade) for c in single if isinstance(c, Truncate)] == [("u", False)]
 
 
-def test_columns_that_come_and_go_between_transactions(recorder: Recorder) -> None:
+def test_columns_added_and_dropped_between_transactions(recorder: Recorder) -> None:
     recorder.run("create table t (id int primary key)")
     slot = recorder.slot()
     recorder.run(
@@ -369,7 +369,7 @@ def test_columns_that_come_and_go_between_transactions(recorder: Recorder) -> No
 
 
 @pytest.mark.parametrize("form", ["false", "true"], ids=["text", "binary"])
-def test_columns_that_come_and_go_within_a_transaction(recorder: Recorder, form: str) -> None:
+def test_columns_added_and_dropped_within_a_transaction(recorder: Recorder, form: str) -> None:
     recorder.run("create table t (id int primary key)", "alter table t replica identity full")
     slot = recorder.slot()
     recorder.transaction(
@@ -395,7 +395,7 @@ def test_columns_that_come_and_go_within_a_transaction(recorder: Recorder, form:
         assert [(change.old, change.new) for change in changes] == wanted
 
 
-def test_nulls_of_a_key_mean_nothing(recorder: Recorder) -> None:
+def test_null_columns_outside_of_the_key_are_left_out_of_the_old_row(recorder: Recorder) -> None:
     """The server sends the other columns of an old key as null: they must not look like values."""
     recorder.run("create table t (a int, b text, c int, primary key (c, a))")
     slot = recorder.slot()
@@ -407,5 +407,5 @@ def test_nulls_of_a_key_mean_nothing(recorder: Recorder) -> None:
     ]
 
 
-def test_a_null_in_the_only_row() -> None:
+def test_a_row_with_only_a_null() -> None:
     assert row_change(insert([NULL]), relation([("id", 23)])).new == {"id": None}

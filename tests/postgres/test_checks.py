@@ -1,4 +1,4 @@
-"""Values that cannot be what their type says are refused before psycopg's loaders see them."""
+"""Values that are invalid for their type are refused before psycopg's loaders see them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def numeric(digits: int, present: int) -> bytes:
 
 
 @pytest.mark.parametrize("digits", [0, 1, 2, 9])
-def test_a_numeric_has_the_digits_that_it_says(digits: int) -> None:
+def test_a_numeric_must_have_the_size_of_its_digits(digits: int) -> None:
     check = check_of(NUMERIC)
     assert check is not None
     check(numeric(digits, digits))

@@ -1,4 +1,4 @@
-"""The seam behind the replication client: something else than the hub can take what comes."""
+"""A replacement of the hub can receive the transactions of a replication client."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def as_collector(hub: Hub) -> LogCollector:
     return hub
 
 
-async def test_a_log_of_ones_own_takes_the_place_of_the_hub(
+async def test_a_local_log_can_replace_the_hub(
     sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     await sql.execute("create publication everything for table orders")

@@ -1,4 +1,4 @@
-"""A connect that is given up is over for the server, too."""
+"""An abandoned connection attempt ends at the server, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moored.postgres.server._connect import connect
 from moored.postgres.stream._link import ReplicationLink
 
 
-async def test_one_that_is_cancelled_hangs_up_at_once() -> None:
+async def test_a_cancelled_attempt_closes_its_socket() -> None:
     async with silent_server() as server, asyncio.timeout(3.0):
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         task = asyncio.create_task(connect(conninfo))
@@ -22,7 +22,7 @@ async def test_one_that_is_cancelled_hangs_up_at_once() -> None:
         assert task.cancelled()  # whoever has the task does not have the socket
 
 
-async def test_one_that_takes_too_long_hangs_up_at_once() -> None:
+async def test_an_attempt_that_times_out_closes_its_socket() -> None:
     async with silent_server() as server, asyncio.timeout(3.0):
         conninfo = f"host=127.0.0.1 port={server.port} user=x dbname=x"
         with pytest.raises(TimeoutError) as kept:

@@ -1,4 +1,4 @@
-"""Whether the log is the same one: what a slot sends again, compared with what was received."""
+"""A restored copy is detected by the commits that a slot sends again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mark(end: int) -> CommitMark:
     return CommitMark(end, 7 * end)
 
 
-def test_a_log_that_has_the_last_commit_is_the_same() -> None:
+def test_a_history_with_the_last_commit_is_the_same() -> None:
     log = Continuity(last=mark(200), received=250, confirmed=50)
     assert [log.committed(mark(end)) for end in (100, 200)] == [None, None]
     assert not log.proven
@@ -31,18 +31,18 @@ def test_a_log_that_has_the_last_commit_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("end", [201, 249, 250, 251, 1000])
-def test_a_log_without_the_last_commit_is_another(end: int) -> None:
+def test_a_history_without_the_last_commit_is_another(end: int) -> None:
     log = Continuity(last=mark(200), received=250, confirmed=50)
     assert log.committed(mark(100)) is None
     assert "other commits" in str(log.committed(mark(end)))
 
 
-def test_a_commit_before_the_told_place_that_was_never_received_is_of_another_log() -> None:
+def test_a_new_commit_before_the_received_lsn_is_of_another_history() -> None:
     log = Continuity(last=mark(200), received=250, confirmed=210)
     assert "a new one ends at 0/E6" in str(log.committed(mark(230)))
 
 
-def test_a_commit_that_ends_at_the_same_place_at_another_time_is_another() -> None:
+def test_a_commit_with_the_same_end_and_another_time_is_of_another_history() -> None:
     log = Continuity(last=mark(200), received=250, confirmed=50)
     assert "a new one ends at" in str(log.committed(CommitMark(200, 7)))
 
@@ -57,13 +57,13 @@ def test_a_keepalive_beyond_the_last_commit_shows_that_it_is_missing() -> None:
     ("last", "received", "confirmed"),
     [(0, 0, 0), (0, 250, 50), (200, 200, 199), (200, 200, 200), (200, 250, 249), (200, 100, 300)],
 )
-def test_nothing_is_expected_where_nothing_is_sent_again(
+def test_there_is_nothing_to_compare_if_nothing_is_sent_again(
     last: int, received: int, confirmed: int
 ) -> None:
     assert Continuity(mark(last) if last else NO_COMMIT, received, confirmed).proven
 
 
-def test_the_last_commit_is_not_expected_where_the_slot_has_passed_it() -> None:
+def test_the_last_commit_is_not_expected_if_the_slot_has_passed_it() -> None:
     log = Continuity(last=mark(200), received=250, confirmed=199)
     assert not log.proven
     assert log.committed(mark(300)) is None
@@ -73,7 +73,7 @@ def apply(hub: Hub, *ends: int) -> None:
     hub.apply_all([Committed(1, Body(), {}, streamed=False).complete(e - 5, e, 0) for e in ends])
 
 
-async def test_nobody_is_given_anything_of_another_log(tmp_path: Path) -> None:
+async def test_no_transaction_of_another_history_is_delivered(tmp_path: Path) -> None:
     store, history = StateStore(tmp_path / "state.db"), History("1", 1)
     hub = Hub(store, Recorder())
     hub.begin(history, 100)

@@ -1,4 +1,4 @@
-"""The pages about `moored.postgres` say what the code does today, and the tutorial runs."""
+"""The pages about `moored.postgres` agree with the code, and the tutorial runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of errors: every class of the research, by SQLSTATE and by words."""
+"""Errors are classified by SQLSTATE, message text and errno."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("text", "kind", "verdict"), WORDS)
-def test_errors_while_connecting_are_known_by_their_words(
+def test_errors_while_connecting_are_classified_by_their_text(
     text: str, kind: str, verdict: FaultVerdict
 ) -> None:
     found = diagnose(said(text))
@@ -148,7 +148,7 @@ CODES = [
 
 
 @pytest.mark.parametrize(("state", "text", "kind", "verdict"), CODES)
-def test_errors_of_commands_are_known_by_their_code(
+def test_errors_of_commands_are_classified_by_their_sqlstate(
     state: str, text: str, kind: str, verdict: FaultVerdict
 ) -> None:
     found = diagnose(coded(state, text))
@@ -168,25 +168,27 @@ def test_errors_of_commands_are_known_by_their_code(
         (RuntimeError("surprise"), "unknown"),
     ],
 )
-def test_errors_of_the_system_and_our_own(error: Exception, kind: str) -> None:
+def test_system_errors_and_errors_of_this_package_are_classified(
+    error: Exception, kind: str
+) -> None:
     assert diagnose(error).type == kind
 
 
-def test_a_mistake_in_the_configuration_is_fatal_in_its_own_words() -> None:
+def test_a_configuration_error_is_fatal_with_its_own_text() -> None:
     found = diagnose(ConfigurationError("the publication leaves out some changes"))
     assert found.verdict is FATAL
     assert str(found) == "the publication leaves out some changes"
 
 
-def test_a_slot_that_is_lost_is_made_anew() -> None:
+def test_a_lost_slot_is_dropped_and_created_again() -> None:
     assert diagnose(SlotLost("the slot has lost WAL")).verdict is DROP
 
 
-def test_the_cause_counts_where_a_wrapper_says_nothing() -> None:
+def test_the_cause_of_an_unknown_error_is_classified() -> None:
     wrapper = RuntimeError("could not start")
     wrapper.__cause__ = said('FATAL:  password authentication failed for user "x"')
     assert diagnose(wrapper).type == "invalid_username_or_password"
 
 
-def test_every_fatal_one_says_what_to_do() -> None:
+def test_every_fatal_error_has_a_remedy() -> None:
     assert all(fault.remedy for fault in FAULTS if fault.verdict is not RETRY)

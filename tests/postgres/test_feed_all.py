@@ -1,4 +1,4 @@
-"""Messages by the batch make the same transactions as one by one."""
+"""Batches of messages give the same transactions as single messages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fed(assembler: Assembler, batch: list[bytes]) -> tuple[list[Committed], int]
 
 @often
 @given(shapes, st.lists(st.integers(min_value=0)), st.lists(st.integers(min_value=0)))
-def test_batches_make_the_same_transactions(
+def test_batches_and_single_messages_give_the_same_transactions(
     sizes: list[tuple[int, bool]], keepalives: list[int], places: list[int]
 ) -> None:
     messages, one = stream(sizes), Assembler()
@@ -94,7 +94,7 @@ def test_batches_make_the_same_transactions(
     assert other.inside is one.inside
 
 
-def test_large_ones_go_to_a_file(tmp_path: Path) -> None:
+def test_large_transactions_in_batches_go_to_a_file(tmp_path: Path) -> None:
     assembler = Assembler(lambda: Body(Shelf(tmp_path, 1_000)))
     messages = stream([(3, False), (40, True)])
     small, large = fed(assembler, messages)[0]
@@ -115,7 +115,9 @@ def test_large_ones_go_to_a_file(tmp_path: Path) -> None:
     ids=["row", "unknown", "commit", "empty", "short"],
 )
 @pytest.mark.parametrize("more", [[], [framed(begin(900))]], ids=["last", "not last"])
-def test_what_came_before_a_wrong_message_is_not_lost(wrong: bytes, more: list[bytes]) -> None:
+def test_transactions_before_an_invalid_message_are_not_lost(
+    wrong: bytes, more: list[bytes]
+) -> None:
     messages = stream([(1, False), (2, False)])
     batch, assembler = [*messages, wrong, *more], Assembler()
     done, place = assembler.feed_all(batch)

@@ -1,4 +1,4 @@
-"""The bytes of a line become messages, however they come."""
+"""The bytes of a socket are split into messages, however they are received."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_pieces(data: bytes, places: list[int]) -> list[bytes]:
 
 @often
 @given(contents, st.lists(st.integers(min_value=0), max_size=30), st.sampled_from([6, 20, 2**20]))
-def test_messages_are_the_same_however_the_bytes_come(
+def test_messages_do_not_depend_on_how_the_bytes_are_split(
     messages: list[bytes], places: list[int], long: int
 ) -> None:
     line = b"".join(map(framed, messages))
@@ -51,7 +51,7 @@ def test_messages_are_the_same_however_the_bytes_come(
 
 @often
 @given(st.binary(max_size=100), st.lists(st.integers(min_value=0), max_size=10))
-def test_whatever_comes_is_a_message_or_an_error(data: bytes, places: list[int]) -> None:
+def test_random_bytes_are_messages_or_a_decode_error(data: bytes, places: list[int]) -> None:
     whole, parts = CopyFrames(), CopyFrames()
     try:
         wanted = whole.cut(data)
@@ -63,14 +63,14 @@ def test_whatever_comes_is_a_message_or_an_error(data: bytes, places: list[int])
     assert parts.ended == whole.ended
 
 
-def test_a_long_message_is_put_together() -> None:
+def test_a_long_message_is_assembled() -> None:
     message = bytes(range(256)) * 20_000
     line, frames = framed(message) + framed(b"after"), CopyFrames()
     pieces = [line[at : at + 10_000] for at in range(0, len(line), 10_000)]
     assert [found for piece in pieces for found in frames.cut(piece)] == [message, b"after"]
 
 
-def test_an_error_ends_the_stream_after_what_came_before_it() -> None:
+def test_an_error_ends_the_stream_after_the_messages_before_it() -> None:
     frames = CopyFrames()
     said = fields(S="FATAL", C="57P01", M="terminating connection due to administrator command")
     assert frames.cut(framed(b"last") + other(b"E", said)) == [b"last"]
@@ -83,7 +83,7 @@ def test_the_server_may_end_the_stream_without_an_error() -> None:
     assert frames.ended == "the server ended the stream"
 
 
-def test_what_the_server_says_beside_the_stream() -> None:
+def test_notices_and_parameters_are_not_messages() -> None:
     frames = CopyFrames()
     line = other(b"S", b"TimeZone\0UTC\0") + other(b"N", fields(C="55000", M="skipped"))
     assert frames.cut(line + framed(b"next")) == [b"next"]
@@ -96,7 +96,7 @@ def test_what_the_server_says_beside_the_stream() -> None:
     [b"d\0\0\0\3abc", b"d\0\0\0\0", b"d\xff\xff\xff\xff", b"d\x40\0\0\1", other(b"q")],
     ids=["short", "empty", "endless", "too long", "unknown"],
 )
-def test_what_is_no_message(line: bytes) -> None:
+def test_an_invalid_frame_is_an_error(line: bytes) -> None:
     frames = CopyFrames()
     with pytest.raises(DecodeError, match="message of"):
         frames.cut(framed(b"before") + line)

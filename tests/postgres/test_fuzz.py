@@ -1,4 +1,4 @@
-"""Whatever comes, the decoder says `DecodeError` or tells what it was told: nothing else."""
+"""The decoder returns correct data or raises `DecodeError` for any input."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def mutations(draw: st.DrawFn, message: bytes) -> bytes:
 
 @often
 @given(streams())
-def test_messages_of_which_some_bytes_are_others(messages: list[bytes]) -> None:
+def test_messages_with_changed_bytes(messages: list[bytes]) -> None:
     consume([framed(message) for message in messages])
 
 
@@ -279,7 +279,7 @@ def test_byte_flips_of_a_recorded_stream(recorded: list[bytes]) -> None:
     assert 0 < refused < rounds, "some flips make another value, and some are noticed"
 
 
-def test_every_message_that_is_cut_or_longer(recorded: list[bytes]) -> None:
+def test_truncated_and_extended_messages(recorded: list[bytes]) -> None:
     """Not only does nothing break: that something is missing is always noticed."""
     described(recorded)
     for place, message in looked_at(recorded):
@@ -293,7 +293,7 @@ def test_every_message_that_is_cut_or_longer(recorded: list[bytes]) -> None:
 FRAME = {b"B", b"C", b"S", b"E"}
 
 
-def test_a_beginning_or_an_end_that_is_missing_or_comes_twice(recorded: list[bytes]) -> None:
+def test_missing_and_duplicate_begins_and_commits(recorded: list[bytes]) -> None:
     for place, message in enumerate(recorded):
         if message[25:26] not in FRAME or place == len(recorded) - 1:
             continue
@@ -301,7 +301,7 @@ def test_a_beginning_or_an_end_that_is_missing_or_comes_twice(recorded: list[byt
         assert consume([*recorded[:place], message, *recorded[place:]]) is None
 
 
-def test_a_table_that_is_not_described(recorded: list[bytes]) -> None:
+def test_missing_table_descriptions(recorded: list[bytes]) -> None:
     without = [message for message in recorded if message[25:26] != b"R"]
     assert consume(without) is None
 
@@ -319,7 +319,7 @@ def frames(message: bytes, at: int) -> Iterator[tuple[int, int]]:
             at += 1
 
 
-def test_counts_and_sizes_that_are_others(recorded: list[bytes]) -> None:
+def test_changed_counts_and_sizes(recorded: list[bytes]) -> None:
     """A row that does not fill its message is never taken for one."""
     chance = random.Random(base_seed())
     streamed = any(message[25:26] == b"S" for message in recorded)
@@ -341,5 +341,5 @@ def same_after(change: Callable[[bytes], bytes], recorded: list[bytes]) -> bool:
     return consume([change(message) for message in recorded]) == consume(recorded)
 
 
-def test_the_header_of_a_message_says_nothing_about_its_content(recorded: list[bytes]) -> None:
+def test_changed_headers_do_not_affect_the_content(recorded: list[bytes]) -> None:
     assert same_after(lambda message: framed(message[25:], 2**64 - 1, 7, -5), recorded)

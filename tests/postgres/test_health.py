@@ -1,4 +1,4 @@
-"""What the conditions amount to."""
+"""Status and health are derived from the conditions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of(*met: str, asleep: bool = False, loaded: bool = True) -> Status:
     return status_of(conditions(*met), asleep=asleep, loaded=loaded)
 
 
-def test_the_conditions_are_the_seven() -> None:
+def test_there_are_seven_conditions_in_order() -> None:
     assert CONDITIONS == (
         "pg_lock_acquired",
         "replication_client_ready",
@@ -40,7 +40,7 @@ def test_the_conditions_are_the_seven() -> None:
     )
 
 
-def test_without_the_lock_it_waits() -> None:
+def test_without_the_lock_the_health_is_waiting() -> None:
     assert of().conn is ConnectionState.WAITING_ON_LOCK
     assert of().health is Health.WAITING
 
@@ -50,20 +50,20 @@ def test_a_standby_that_has_not_read_its_state_is_starting() -> None:
     assert of(loaded=False).health is Health.STARTING
 
 
-def test_with_all_it_is_active() -> None:
+def test_with_all_conditions_met_the_health_is_active() -> None:
     assert of(*CONDITIONS) == Status(ConnectionState.UP, Persistent.UP)
     assert of(*CONDITIONS).health is Health.ACTIVE
 
 
 @pytest.mark.parametrize("missing", CONDITIONS)
-def test_with_any_one_missing_it_is_not(missing: str) -> None:
+def test_with_one_condition_missing_the_health_is_not_active(missing: str) -> None:
     assert of(*(set(CONDITIONS) - {missing})).health is not Health.ACTIVE
 
 
 POOLS = {"admin_connection_pool_ready", "snapshot_connection_pool_ready"}
 
 
-def test_with_nothing_but_a_pool_missing_it_is_degraded_and_with_anything_else_it_is_not() -> None:
+def test_the_health_is_degraded_only_if_nothing_but_pools_is_missing() -> None:
     for number in range(len(CONDITIONS) + 1):
         for missing in map(set, itertools.combinations(CONDITIONS, number)):
             status = of(*(set(CONDITIONS) - missing))
@@ -74,13 +74,13 @@ def test_with_nothing_but_a_pool_missing_it_is_degraded_and_with_anything_else_i
             )
 
 
-def test_asleep_it_sleeps_whatever_else_holds() -> None:
+def test_asleep_the_health_is_sleeping_whatever_the_conditions() -> None:
     for number in range(len(CONDITIONS) + 1):
         for met in itertools.combinations(CONDITIONS, number):
             assert of(*met, asleep=True).health is Health.SLEEPING
 
 
-def test_the_answers_of_the_health_check() -> None:
+def test_the_http_status_of_each_health() -> None:
     assert {health.value: health.http for health in Health} == {
         "active": 200,
         "sleeping": 200,

@@ -1,4 +1,4 @@
-"""Who consumes, without a server: what is given, acknowledged, queued and told."""
+"""Consumers without a server: delivery, acknowledgements, queues and resets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def at(lsn: int) -> Position:
 # -- coming and going ----------------------------------------------------------------------------
 
 
-async def test_a_loop_that_failed_can_be_tried_again(hub: Hub) -> None:
+async def test_a_consumer_can_attach_again_after_its_loop_failed(hub: Hub) -> None:
     """In the same frame, with the last transaction still at hand."""
     seen = []
     for attempt in range(3):
@@ -99,7 +99,7 @@ async def test_a_loop_that_failed_can_be_tried_again(hub: Hub) -> None:
     assert not hub.attached()
 
 
-async def test_a_loop_without_a_name_for_its_changes_can_be_tried_again(hub: Hub) -> None:
+async def test_a_consumer_can_attach_again_after_an_anonymous_loop_failed(hub: Hub) -> None:
     errors = []
     for _ in range(3):
         try:
@@ -119,7 +119,7 @@ def ready(hub: Hub) -> Changes:
     return changes
 
 
-def test_a_name_that_somebody_holds_is_taken(hub: Hub) -> None:
+def test_a_second_consumer_of_the_same_name_is_refused(hub: Hub) -> None:
     changes = hub.attach("search")
     with pytest.raises(PostgresError, match="async with"):
         hub.attach("search")
@@ -127,7 +127,7 @@ def test_a_name_that_somebody_holds_is_taken(hub: Hub) -> None:
     hub.attach("search")
 
 
-async def test_what_was_given_before_the_end_can_be_acknowledged_after_it(hub: Hub) -> None:
+async def test_delivered_transactions_can_be_acknowledged_after_close(hub: Hub) -> None:
     async with hub.attach("search") as changes:
         apply(hub, 1100, 1200)
         first, second = await following(changes), await following(changes)
@@ -145,7 +145,7 @@ async def test_what_was_given_before_the_end_can_be_acknowledged_after_it(hub: H
     assert acknowledged(hub, "search") == str(Lsn(1200))
 
 
-async def test_an_acknowledgement_after_a_reset_does_not_count(
+async def test_an_acknowledgement_after_a_reset_is_invalid(
     hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "moored.postgres")
@@ -161,7 +161,7 @@ async def test_an_acknowledgement_after_a_reset_does_not_count(
     assert "came too late" in caplog.text
 
 
-async def test_whoever_is_dropped_while_it_is_here_is_told(hub: Hub) -> None:
+async def test_an_attached_consumer_that_is_dropped_gets_an_error(hub: Hub) -> None:
     changes = hub.attach("search")
     waiting = [asyncio.create_task(anext(changes)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -175,7 +175,7 @@ async def test_whoever_is_dropped_while_it_is_here_is_told(hub: Hub) -> None:
     hub.attach("search")  # and may come back, as a new one
 
 
-async def test_who_comes_back_gets_the_same_again_without_a_new_stream(hub: Hub) -> None:
+async def test_attaching_again_redelivers_from_memory(hub: Hub) -> None:
     rewinds = []
     hub.on_rewind = lambda: rewinds.append(True)
     for attempt in range(3):
@@ -193,7 +193,7 @@ async def test_who_comes_back_gets_the_same_again_without_a_new_stream(hub: Hub)
     assert not rewinds
 
 
-async def test_what_was_given_before_a_new_stream_comes_again_after_it(hub: Hub) -> None:
+async def test_attaching_again_redelivers_transactions_from_before_a_reconnect(hub: Hub) -> None:
     changes = hub.attach("search")
     apply(hub, 1100, 1200)
     await following(changes)
@@ -206,7 +206,7 @@ async def test_what_was_given_before_a_new_stream_comes_again_after_it(hub: Hub)
 
 
 @pytest.mark.parametrize("start", [None, 1000])
-async def test_who_needs_more_than_is_kept_gets_a_new_stream(
+async def test_attaching_again_restarts_the_stream_if_the_backlog_is_incomplete(
     tmp_path: Path, start: int | None
 ) -> None:
     store = StateStore(tmp_path / "state.db")
@@ -230,7 +230,7 @@ async def test_who_needs_more_than_is_kept_gets_a_new_stream(
     store.close()
 
 
-async def test_what_came_while_a_new_stream_was_waited_for_comes_again(hub: Hub) -> None:
+async def test_transactions_before_a_requested_restart_are_delivered_after_it(hub: Hub) -> None:
     async with hub.attach("search"):
         apply(hub, 1100)
     await hub.drop("search", "too much")
@@ -246,7 +246,7 @@ async def test_what_came_while_a_new_stream_was_waited_for_comes_again(hub: Hub)
     assert [int((await following(back)).position.lsn) for _ in range(2)] == [1200, 1300]
 
 
-async def test_nothing_comes_after_a_reset_before_the_reset_was_told(hub: Hub) -> None:
+async def test_no_transaction_is_delivered_before_the_reset(hub: Hub) -> None:
     changes = hub.attach("search")
     await hub.reset("restored")
     hub.begin(HISTORY, 900)
@@ -258,7 +258,7 @@ async def test_nothing_comes_after_a_reset_before_the_reset_was_told(hub: Hub) -
     assert (await following(changes)).position.lsn == 960
 
 
-async def test_after_a_reset_no_table_counts_as_published(hub: Hub) -> None:
+async def test_after_a_reset_no_table_is_known_to_be_published(hub: Hub) -> None:
     hub.published.add(["orders"])
     await asyncio.wait_for(hub.published.wait(["orders"], hub.attached), LIMIT)
     await hub.reset("restored")
@@ -272,7 +272,7 @@ async def test_after_a_reset_no_table_counts_as_published(hub: Hub) -> None:
 # -- several tasks, one consumer -----------------------------------------------------------------
 
 
-async def test_each_transaction_comes_to_one_of_those_who_wait(hub: Hub) -> None:
+async def test_each_transaction_goes_to_one_of_several_tasks(hub: Hub) -> None:
     changes = hub.attach("search")
     waiting = [asyncio.create_task(following(changes)) for _ in range(3)]
     for _ in range(5):  # until all of them wait
@@ -283,7 +283,7 @@ async def test_each_transaction_comes_to_one_of_those_who_wait(hub: Hub) -> None
     assert found == [1100, 1200, 1300]  # whoever has waited longest is the first
 
 
-async def test_what_somebody_was_woken_for_who_is_cancelled_is_the_next_ones(hub: Hub) -> None:
+async def test_a_cancelled_task_passes_its_wakeup_to_the_next(hub: Hub) -> None:
     changes = hub.attach("search")
     first, second = (asyncio.create_task(anext(changes)) for _ in range(2))
     await asyncio.sleep(0)
@@ -297,7 +297,7 @@ async def test_what_somebody_was_woken_for_who_is_cancelled_is_the_next_ones(hub
 # -- back-pressure -------------------------------------------------------------------------------
 
 
-async def test_who_pauses_the_reading_is_known(tmp_path: Path) -> None:
+async def test_a_full_consumer_is_reported(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
     hub = Hub(store, Recorder())
     hub.pressure.queue_length = 2
@@ -320,7 +320,7 @@ async def test_who_pauses_the_reading_is_known(tmp_path: Path) -> None:
 # -- the places that consumers choose ------------------------------------------------------------
 
 
-def test_a_keepalive_before_the_stream_begins_again_moves_nobody_who_waits_for_that(
+def test_a_keepalive_does_not_advance_a_consumer_that_waits_for_a_restart(
     hub: Hub,
 ) -> None:
     changes = hub.attach("search")
@@ -339,7 +339,7 @@ def test_a_keepalive_before_the_stream_begins_again_moves_nobody_who_waits_for_t
     assert "is before the last acknowledged transaction" in item.reason
 
 
-async def test_a_place_beyond_the_log_is_a_reset_also_while_it_streams(hub: Hub) -> None:
+async def test_a_start_beyond_the_end_of_the_wal_is_a_reset(hub: Hub) -> None:
     rewinds = []
     hub.on_rewind = lambda: rewinds.append(True)
     other = hub.attach("other")
@@ -360,7 +360,7 @@ async def test_a_place_beyond_the_log_is_a_reset_also_while_it_streams(hub: Hub)
     assert [(await following(other)).position.lsn for _ in range(2)] == [1100, 1700]
 
 
-async def test_a_place_that_exists_is_taken_when_the_stream_has_begun_again(hub: Hub) -> None:
+async def test_an_existing_start_is_used_after_a_restart_of_the_stream(hub: Hub) -> None:
     hub.check_starts(HISTORY, Findings(wal_position=Lsn(1500), confirmed=Lsn(1000)))
     changes = hub.attach("far", start=at(2000))
     hub.check_starts(HISTORY, Findings(wal_position=Lsn(2000), confirmed=Lsn(1000)))
@@ -369,7 +369,7 @@ async def test_a_place_that_exists_is_taken_when_the_stream_has_begun_again(hub:
     assert (await following(changes)).position.lsn == 2100
 
 
-async def test_a_place_that_is_not_there_is_not_kept(hub: Hub) -> None:
+async def test_a_start_that_does_not_exist_is_not_stored(hub: Hub) -> None:
     """What is kept is compared with the log's end: for all, and at each beginning."""
     changes = hub.attach("far", start=at(5000))
     await hub.checkpoint(1000)
@@ -380,7 +380,7 @@ async def test_a_place_that_is_not_there_is_not_kept(hub: Hub) -> None:
     assert changes.name == "far"
 
 
-async def test_a_place_before_a_slot_that_was_made_here_is_a_reset(hub: Hub) -> None:
+async def test_a_start_before_the_creation_of_the_slot_is_a_reset(hub: Hub) -> None:
     hub.check_starts(
         HISTORY, Findings(wal_position=Lsn(1000), confirmed=Lsn(1000), slot_created=True)
     )
@@ -394,7 +394,7 @@ async def test_a_place_before_a_slot_that_was_made_here_is_a_reset(hub: Hub) -> 
 # -- resets --------------------------------------------------------------------------------------
 
 
-async def test_what_comes_while_a_reset_is_kept_holds_nothing_up(hub: Hub) -> None:
+async def test_transactions_received_during_a_reset_are_not_outstanding(hub: Hub) -> None:
     changes = hub.attach("slow")
     apply(hub, 1100)
     dropping = asyncio.create_task(hub.drop("slow", "too much"))
@@ -410,7 +410,7 @@ async def test_what_comes_while_a_reset_is_kept_holds_nothing_up(hub: Hub) -> No
     assert hub.consumers()["slow"]["outstanding"] == 0
 
 
-async def test_it_is_kept_before_anything_is_told(hub: Hub) -> None:
+async def test_positions_are_stored_before_they_are_confirmed(hub: Hub) -> None:
     changes = hub.attach("slow")
     apply(hub, 1100)
     dropping = asyncio.create_task(hub.drop("slow", "too much"))
@@ -421,7 +421,7 @@ async def test_it_is_kept_before_anything_is_told(hub: Hub) -> None:
     assert changes.name == "slow"
 
 
-async def test_nobody_uses_what_nobody_consumes(hub: Hub) -> None:
+async def test_only_acknowledgements_count_as_use(hub: Hub) -> None:
     """Scale to zero: what comes is no use of the database by itself."""
     uses = []
     hub.on_progress = lambda: uses.append(True)
@@ -465,7 +465,7 @@ def transactions(*groups: list[bytes], spill_after: int = 2**20) -> list[Committ
 
 
 @pytest.mark.parametrize("spill_after", [0, 2**20])
-async def test_messages_come_whatever_the_tables(hub: Hub, spill_after: int) -> None:
+async def test_emitted_messages_are_delivered_with_any_tables(hub: Hub, spill_after: int) -> None:
     orders, other = hub.attach("orders", tables=("orders",)), hub.attach("other", tables=("other",))
     rows = [insert(texts("1"), oid=ORDERS), emitted("with a row")]
     hub.apply_all(transactions(rows, [emitted("alone")], spill_after=spill_after))
@@ -479,7 +479,7 @@ async def test_messages_come_whatever_the_tables(hub: Hub, spill_after: int) -> 
 
 
 @pytest.mark.parametrize("spill_after", [0, 2**20])
-async def test_the_length_is_what_the_loop_gives(hub: Hub, spill_after: int) -> None:
+async def test_the_length_equals_the_number_of_iterated_changes(hub: Hub, spill_after: int) -> None:
     orders, everything = hub.attach("orders", tables=("orders",)), hub.attach("everything")
     mixed = [insert(texts(str(n)), oid=OTHER) for n in range(9)]
     mixed.append(insert(texts("1"), oid=ORDERS))
@@ -496,7 +496,7 @@ async def test_the_length_is_what_the_loop_gives(hub: Hub, spill_after: int) -> 
 
 
 @pytest.mark.parametrize("spill_after", [0, 2**20])
-async def test_what_was_rolled_back_concerns_nobody(hub: Hub, spill_after: int) -> None:
+async def test_rolled_back_changes_concern_no_consumer(hub: Hub, spill_after: int) -> None:
     assembler = Assembler(lambda: Body(Shelf(spill_after=spill_after)))
     messages = [
         b"S" + struct.pack("!IB", 50, 1),
@@ -520,7 +520,7 @@ async def test_what_was_rolled_back_concerns_nobody(hub: Hub, spill_after: int) 
     assert orders.name == "orders"
 
 
-def test_a_large_transaction_is_not_read_again_to_see_whom_it_concerns(
+def test_a_large_transaction_is_not_read_to_find_its_consumers(
     monkeypatch: pytest.MonkeyPatch, hub: Hub
 ) -> None:
     rows = [insert(texts(str(n)), oid=OTHER) for n in range(1000)]

@@ -1,4 +1,4 @@
-"""How old the first unacknowledged transaction is, without a note for each."""
+"""The age of the oldest unacknowledged transaction, with bounded memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stream:
         return self.now - waiting[0] if waiting else 0.0
 
 
-def test_nothing_waits_when_nothing_came_or_all_is_acknowledged() -> None:
+def test_the_lag_is_zero_if_all_is_acknowledged() -> None:
     it = Stream()
     assert it.said() == 0.0
     it.receive(1.0)
@@ -45,7 +45,7 @@ def test_nothing_waits_when_nothing_came_or_all_is_acknowledged() -> None:
     assert it.said() == 0.0
 
 
-def test_the_oldest_that_is_not_acknowledged_counts() -> None:
+def test_the_lag_is_the_age_of_the_oldest_unacknowledged_transaction() -> None:
     it = Stream()
     for _ in range(3):
         it.receive(1.0)
@@ -56,7 +56,7 @@ def test_the_oldest_that_is_not_acknowledged_counts() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.floats(0, 1)), min_size=1, max_size=80))
-def test_it_is_as_exact_as_it_says(steps: list[tuple[float, float]]) -> None:
+def test_the_lag_is_exact_to_its_resolution(steps: list[tuple[float, float]]) -> None:
     it = Stream()
     for pause, acknowledged in steps:
         it.receive(pause)
@@ -64,7 +64,7 @@ def test_it_is_as_exact_as_it_says(steps: list[tuple[float, float]]) -> None:
         assert 0 <= it.said() - it.true() <= EVERY + 1e-9
 
 
-def test_a_consumer_that_stands_still_costs_no_more_and_is_told_all_the_same() -> None:
+def test_a_stuck_consumer_needs_bounded_memory() -> None:
     it = Stream()
     for _ in range(20 * MOST):
         it.receive(EVERY)

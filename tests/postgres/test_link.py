@@ -1,4 +1,4 @@
-"""The stream is the same, read from the line or, as when that is encrypted, by libpq."""
+"""The stream is the same, read from the socket or, as when it is encrypted, by libpq."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def collected(changes: Changes, count: int) -> list[int]:
     return found
 
 
-async def test_rows_of_all_sizes_come_as_they_are(
+async def test_rows_of_all_sizes_are_received_unchanged(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, way: str
 ) -> None:
     async with make() as pg:
@@ -57,7 +57,7 @@ async def test_rows_of_all_sizes_come_as_they_are(
         assert found == [{"id": n, "name": chr(97 + n % 26) * 2**n} for n in range(23)]
 
 
-async def test_many_transactions_come_in_order(
+async def test_many_transactions_are_received_in_order(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     async with make() as pg:
@@ -84,7 +84,7 @@ async def until_safe(sql: Sql, pg: Postgres) -> None:
     await until(safe)
 
 
-async def test_a_sender_that_is_ended_is_followed_by_another(
+async def test_a_new_link_continues_after_the_sender_was_terminated(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     async with make() as pg:

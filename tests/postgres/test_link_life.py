@@ -1,4 +1,4 @@
-"""How long a replication connection can wait, and what counts as a sign of life."""
+"""Long waits of a replication connection, and what counts as a sign of life."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .server import LIMIT, following, through
 pytestmark = pytest.mark.every_loop
 
 
-async def test_a_link_can_be_asked_the_same_any_number_of_times(streamed_url: str) -> None:
+async def test_a_command_can_be_repeated_any_number_of_times(streamed_url: str) -> None:
     link = await ReplicationLink.dial(streamed_url)
     try:
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""What the manager ignores: events of parts that were replaced meanwhile. Without a server."""
+"""The manager and its children, without a server: replaced children, timers and checks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_a_timer_that_fires_early_waits_for_the_rest(manager: Manager) -> 
     assert Clock.current().monotonic() >= at
 
 
-async def test_a_timer_that_was_cancelled_is_no_event(manager: Manager) -> None:
+async def test_a_cancelled_timer_posts_no_event(manager: Manager) -> None:
     manager._set_timer(Timer.LIVENESS.value, 0.0)
     manager._set_timer(Timer.RETRY.value, 0.0)
     manager._timers.cancel(Timer.LIVENESS.value)
@@ -139,7 +139,7 @@ async def test_a_timer_that_was_cancelled_is_no_event(manager: Manager) -> None:
     assert manager._events.empty()
 
 
-async def test_a_look_is_not_begun_again_while_one_is_under_way(manager: Manager) -> None:
+async def test_a_check_is_not_started_while_the_last_one_is_running(manager: Manager) -> None:
     manager._core.start()
     await manager._start_client()
     looks: list[ReplicationClient] = []
@@ -159,7 +159,7 @@ async def test_a_look_is_not_begun_again_while_one_is_under_way(manager: Manager
     assert len(looks) == 2
 
 
-async def test_a_life_that_ends_by_a_defect_is_followed_by_a_wait_too(manager: Manager) -> None:
+async def test_a_run_that_ends_by_a_defect_is_restarted_after_the_backoff(manager: Manager) -> None:
     def defect() -> Actions:
         raise ZeroDivisionError("a defect")
 
@@ -172,7 +172,7 @@ async def test_a_life_that_ends_by_a_defect_is_followed_by_a_wait_too(manager: M
 
 
 @pytest.mark.parametrize("waiting", [[], ["orders"], None])
-def test_tables_are_looked_at_every_ten_seconds_whether_or_not_one_is_held_by_others(
+def test_tables_are_checked_at_least_every_ten_seconds(
     store: StateStore, tmp_path: Path, waiting: list[str] | None
 ) -> None:
     """None: the look itself failed."""
@@ -197,7 +197,7 @@ def test_tables_are_looked_at_every_ten_seconds_whether_or_not_one_is_held_by_ot
         assert max(waits) == pytest.approx(10.0)
 
 
-def test_a_consumer_that_fails_again_and_again_begins_a_stream_every_five_seconds_at_most(
+def test_the_stream_is_rewound_at_most_every_five_seconds(
     store: StateStore, tmp_path: Path
 ) -> None:
     begun: list[float] = []

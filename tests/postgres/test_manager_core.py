@@ -64,7 +64,7 @@ def to(step: str) -> ManagerCore:
     return made
 
 
-def test_the_way_from_the_start_to_streaming_is_the_declared_one() -> None:
+def test_the_steps_from_start_to_streaming_are_those_of_the_chart() -> None:
     made = to("streaming")
     way = [str(move.target) for move in made.machine.history]
     assert way == [
@@ -80,7 +80,7 @@ def test_the_way_from_the_start_to_streaming_is_the_declared_one() -> None:
     ]
 
 
-def test_waiting_for_the_lock_is_looked_at_after_a_second_then_every_ten() -> None:
+def test_the_wait_for_the_lock_is_checked_after_one_second_then_every_ten() -> None:
     made = core()
     made.start()
     actions = made.client_at(Step.ACQUIRE_LOCK)
@@ -90,7 +90,7 @@ def test_waiting_for_the_lock_is_looked_at_after_a_second_then_every_ten() -> No
     assert again == [Action(Act.BREAK_LOCK), Action(Act.SET_TIMER, "lock", 10.0)]
 
 
-def test_with_the_lock_its_timer_ends_and_the_condition_holds() -> None:
+def test_with_the_lock_its_timer_is_cancelled_and_its_condition_is_set() -> None:
     made = to("start_replication_client:acquiring_lock")
     actions = made.client_at(Step.CREATE_PUBLICATION)
     assert Action(Act.CANCEL_TIMER, "lock") in actions
@@ -99,12 +99,12 @@ def test_with_the_lock_its_timer_ends_and_the_condition_holds() -> None:
     assert Action(Act.SET_TIMER, "configuration", 10.0) in actions
 
 
-def test_a_slot_that_waits_is_looked_at() -> None:
+def test_the_wait_for_a_slot_is_checked() -> None:
     made = to("start_replication_client:configuring_connection")
     assert acts(made.timer(Timer.CONFIGURATION)) == [Act.UNBLOCK_SLOT, Act.SET_TIMER]
 
 
-def test_the_pools_start_when_the_client_is_ready_and_both_are_waited_for() -> None:
+def test_the_pools_start_when_the_client_is_ready_and_both_must_be_full() -> None:
     made = to("start_connection_pool:connecting")
     assert Act.CHECK_INTEGRITY not in acts(made.pool_ready(Role.ADMIN))
     assert Act.CHECK_INTEGRITY not in acts(made.pool_ready(Role.ADMIN))
@@ -121,7 +121,7 @@ def test_nothing_is_streamed_before_the_integrity_was_checked() -> None:
     assert Action(Act.EMIT, "ready") in actions
 
 
-def test_the_backoff_begins_anew_only_after_five_seconds_of_proven_streaming() -> None:
+def test_the_backoff_is_reset_only_after_five_seconds_of_streaming() -> None:
     made = core()
     made.start()
     made.client_failed(LOST)
@@ -179,7 +179,7 @@ def test_a_pool_that_fails_while_running_restarts_everything() -> None:
     assert acts(to("streaming").pool_failed(Role.ADMIN, LOST)) == [Act.EMIT, Act.RESTART]
 
 
-def test_a_pool_that_refills_is_no_failure() -> None:
+def test_a_repopulating_pool_is_not_a_failure() -> None:
     made = to("streaming")
     assert made.pool_repopulating(Role.SNAPSHOT, "one was lost") == [
         Action(Act.CLEAR, "snapshot_connection_pool_ready", detail="one was lost")
@@ -188,14 +188,14 @@ def test_a_pool_that_refills_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("step", ["start_replication_client:connecting", "start_shapes_supervisor"])
-def test_what_trying_again_cannot_mend_stops_it_before_it_was_active(step: str) -> None:
+def test_a_fatal_error_stops_it_before_it_was_active(step: str) -> None:
     actions = to(step).client_failed(WRONG)
     assert acts(actions) == [Act.EMIT, Act.GIVE_UP]
     assert actions[0].name == "config_error"
     assert actions[1].detail == "wrong password: check it"
 
 
-def test_nothing_is_final_after_it_was_active() -> None:
+def test_a_fatal_error_is_retried_after_it_was_active() -> None:
     made = to("streaming")
     assert acts(made.client_failed(WRONG)) == [Act.EMIT, Act.RESTART]
     made.start("again")
@@ -203,13 +203,13 @@ def test_nothing_is_final_after_it_was_active() -> None:
     assert acts(made.subsystem_failed(WRONG)) == [Act.EMIT, Act.RESTART]
 
 
-def test_a_pool_that_is_refused_does_not_end_a_stream_that_works() -> None:
+def test_a_fatal_error_of_a_pool_does_not_end_a_working_stream() -> None:
     assert to("streaming").pool_failed(Role.ADMIN, WRONG) == [
         Action(Act.CLEAR, "admin_connection_pool_ready", detail="wrong password: check it")
     ]
 
 
-def test_a_stream_that_begins_again_gives_the_lock_away_and_says_so_first() -> None:
+def test_a_rewind_clears_the_lock_condition_before_the_client_stops() -> None:
     made = to("streaming")
     actions = made.rewind()
     cleared = {action.name for action in actions if action.act is Act.CLEAR}
@@ -219,7 +219,7 @@ def test_a_stream_that_begins_again_gives_the_lock_away_and_says_so_first() -> N
     assert made.machine.step == "start_replication_client:connecting"
 
 
-def test_before_it_streams_there_is_nothing_to_begin_again() -> None:
+def test_a_rewind_before_streaming_does_nothing() -> None:
     assert to("start_shapes_supervisor").rewind() == []
 
 
@@ -227,7 +227,7 @@ def test_a_slot_that_cannot_be_read_is_dropped() -> None:
     assert acts(to("streaming").client_failed(GONE)) == [Act.EMIT, Act.DROP_SLOT]
 
 
-def test_the_waits_grow_to_ten_seconds() -> None:
+def test_the_backoff_grows_to_ten_seconds() -> None:
     made = core()
     waits = []
     for _ in range(6):
@@ -240,7 +240,7 @@ def test_the_waits_grow_to_ten_seconds() -> None:
 
 
 @pytest.mark.parametrize("step", ["start_shapes_supervisor", "streaming"])
-def test_a_first_message_counts_only_while_it_is_waited_for(step: str) -> None:
+def test_a_first_message_has_an_effect_only_while_waiting_for_it(step: str) -> None:
     made = to(step)
     assert made.first_message() == []
     assert made.machine.step == step

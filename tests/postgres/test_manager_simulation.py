@@ -38,17 +38,17 @@ def scripted() -> Iterator[None]:
 
 # A fifth at a time: each part ends within a test's time.
 @pytest.mark.parametrize("part", range(5))
-def test_five_thousand_bad_days(part: int) -> None:
+def test_random_faults_break_no_invariant(part: int) -> None:
     each = scaled(1000, least=20)
     report = simulate(a_bad_day, each, first_seed=base_seed() + part * each)
     assert report.distinct == report.schedules
 
 
-def test_bad_days_with_timers_that_fire_early_and_late() -> None:
+def test_random_faults_with_inexact_timers_break_no_invariant() -> None:
     simulate(a_bad_day, scaled(500, least=8), first_seed=base_seed(), timer_slack=0.002)
 
 
-def test_the_days_are_bad_enough() -> None:
+def test_the_schedules_reach_every_kind_of_fault() -> None:
     """Every kind of trouble, every step and every way to fail is met within a few dozen."""
     saw: Counter[str] = Counter()
     for seed in range(60):

@@ -1,4 +1,4 @@
-"""Every message of pgoutput, byte by byte as its documentation says, and what is none."""
+"""Every message of pgoutput, byte by byte as documented, and invalid messages."""
 
 from __future__ import annotations
 
@@ -151,19 +151,19 @@ every_message = pytest.mark.parametrize(("data", "streamed"), ALL.values(), ids=
 
 
 @pytest.mark.parametrize(("data", "streamed", "wanted"), MESSAGES.values(), ids=MESSAGES)
-def test_a_message(data: bytes, streamed: bool, wanted: Message) -> None:
+def test_each_message_is_parsed(data: bytes, streamed: bool, wanted: Message) -> None:
     message = parse(data, 0, streamed=streamed)
     assert type(message) is type(wanted)
     assert message == wanted
 
 
-def test_there_is_every_kind_of_message() -> None:
+def test_every_kind_of_message_has_a_sample() -> None:
     """All first bytes that the documentation knows, but those of rows."""
     assert {data[:1] for data, _ in ALL.values()} == {bytes([byte]) for byte in b"BCORYTMSEcAbPKrp"}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_relation(streamed: bool) -> None:
+def test_a_relation_has_its_columns(streamed: bool) -> None:
     data = RELATION[:1] + XID + RELATION[1:] if streamed else RELATION
     found = parse(data, 0, streamed=streamed)
     assert isinstance(found, Relation)
@@ -184,7 +184,7 @@ def test_a_relation(streamed: bool) -> None:
         (b"i", ReplicaIdentity.INDEX),
     ],
 )
-def test_every_replica_identity(letter: bytes, identity: ReplicaIdentity) -> None:
+def test_every_replica_identity_is_parsed(letter: bytes, identity: ReplicaIdentity) -> None:
     found = parse(relation([("id", 20)], identity=letter), 0, streamed=False)
     assert isinstance(found, Relation)
     assert found.identity is identity
@@ -198,12 +198,12 @@ def test_a_table_of_the_catalogue_has_no_schema_in_its_message() -> None:
 
 
 @pytest.mark.parametrize(("data", "streamed", "wanted"), MESSAGES.values(), ids=MESSAGES)
-def test_a_message_may_begin_anywhere(data: bytes, streamed: bool, wanted: Message) -> None:
+def test_a_message_may_begin_at_any_offset(data: bytes, streamed: bool, wanted: Message) -> None:
     assert parse(b"before" + data, 6, streamed=streamed) == wanted
 
 
 @every_message
-def test_every_message_that_is_too_short(data: bytes, streamed: bool) -> None:
+def test_every_truncated_message_is_an_error(data: bytes, streamed: bool) -> None:
     # An abort without its place is a shorter message, not a broken one.
     complete = {9} if data[:1] == b"A" else set()
     for size in set(range(len(data))) - complete:
@@ -212,7 +212,7 @@ def test_every_message_that_is_too_short(data: bytes, streamed: bool) -> None:
 
 
 @every_message
-def test_every_message_that_is_too_long(data: bytes, streamed: bool) -> None:
+def test_every_message_with_extra_bytes_is_an_error(data: bytes, streamed: bool) -> None:
     for extra in (b"\0", b"\0" * 5, b"x" * 100):
         with pytest.raises(DecodeError):
             parse(data + extra, 0, streamed=streamed)
@@ -225,7 +225,7 @@ def test_only_known_first_bytes_are_messages() -> None:
             parse(bytes([byte]) + bytes(60), 0, streamed=False)
 
 
-def test_an_empty_message() -> None:
+def test_an_empty_message_is_refused() -> None:
     with pytest.raises(DecodeError, match="is empty"):
         parse(b"", 0, streamed=False)
 
@@ -241,27 +241,27 @@ def test_an_empty_message() -> None:
         b"R\x00\x00\x40\x01public\0\xfe\0d\x00\x00",
     ],
 )
-def test_a_text_that_is_not_utf_8(data: bytes) -> None:
+def test_a_string_that_is_not_utf_8_is_an_error(data: bytes) -> None:
     with pytest.raises(DecodeError, match="not UTF-8"):
         parse(data, 0, streamed=False)
 
 
-def test_a_text_without_an_end() -> None:
+def test_an_unterminated_string_is_an_error() -> None:
     with pytest.raises(DecodeError, match="is not terminated"):
         parse(b"O" + PLACES[:8] + b"upstream", 0, streamed=False)
 
 
-def test_an_unknown_replica_identity() -> None:
+def test_an_unknown_replica_identity_is_an_error() -> None:
     with pytest.raises(DecodeError, match="unknown replica identity 0x78"):
         parse(relation([("id", 20)], identity=b"x"), 0, streamed=False)
 
 
-def test_two_columns_of_one_name() -> None:
+def test_two_columns_of_the_same_name_are_an_error() -> None:
     with pytest.raises(DecodeError, match="two columns of the same name"):
         parse(relation([("id", 20), ("id", 25)]), 0, streamed=False)
 
 
-def test_sizes_that_are_outside_of_the_message() -> None:
+def test_counts_beyond_the_message_are_errors() -> None:
     """Neither is so much memory taken, nor is there a wait for it."""
     for data in (
         b"T\xff\xff\xff\xff\x00\x00\x00\x40\x01",
@@ -272,7 +272,7 @@ def test_sizes_that_are_outside_of_the_message() -> None:
             parse(data, 0, streamed=False)
 
 
-def test_a_time_outside_of_the_calendar() -> None:
+def test_a_timestamp_outside_of_the_calendar_is_an_error() -> None:
     with pytest.raises(DecodeError, match="is not a valid timestamp"):
         parse(b"b" + PLACES + b"\x7f" + b"\xff" * 7 + XID + b"gid\0", 0, streamed=False)
     with pytest.raises(DecodeError, match="is not a valid timestamp"):
@@ -280,7 +280,7 @@ def test_a_time_outside_of_the_calendar() -> None:
 
 
 @given(st.integers(-(10**15), 10**15))
-def test_times(microseconds: int) -> None:
+def test_timestamps_are_converted(microseconds: int) -> None:
     assert (time_of(microseconds) - time_of(0)).total_seconds() * 1_000_000 == pytest.approx(
         microseconds
     )

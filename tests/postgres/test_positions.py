@@ -1,4 +1,4 @@
-"""How far the server may forget: never past what somebody still needs, and never back."""
+"""Flushed positions never pass an unacknowledged transaction, and never decrease."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_transaction_is_received_at_once_and_flushed_when_it_is_acknowledged()
     assert positions.up_to_date
 
 
-def test_the_same_acknowledgement_is_news_only_once() -> None:
+def test_a_repeated_acknowledgement_does_not_move_flushed() -> None:
     positions = Positions(100)
     positions.committed(150)
     assert positions.acknowledged(150)
@@ -46,7 +46,7 @@ def test_the_same_acknowledgement_is_news_only_once() -> None:
     assert positions.flushed == 149
 
 
-def test_a_quiet_database_moves_on() -> None:
+def test_a_keepalive_advances_both_positions_if_all_is_acknowledged() -> None:
     positions = Positions(100)
     assert keepalive(positions, 200)
     assert (positions.received, positions.flushed, positions.last_seen) == (199, 199, 200)
@@ -68,7 +68,7 @@ def test_a_keepalive_within_a_transaction_moves_nothing() -> None:
     assert (positions.received, positions.flushed) == (99, 99)
 
 
-def test_a_keepalive_that_came_too_early_counts_when_it_comes_again() -> None:
+def test_a_repeated_keepalive_advances_after_the_acknowledgement() -> None:
     """Much was written that concerns nobody, then all is quiet: the server need not keep it."""
     positions = Positions(100)
     positions.committed(150)
@@ -78,7 +78,7 @@ def test_a_keepalive_that_came_too_early_counts_when_it_comes_again() -> None:
     assert positions.flushed == 8_999
 
 
-def test_positions_at_the_end_of_the_log() -> None:
+def test_positions_near_the_greatest_lsn() -> None:
     positions = Positions(LAST - 20)
     positions.committed(LAST - 10)
     positions.acknowledged(LAST - 10)
@@ -87,7 +87,7 @@ def test_positions_at_the_end_of_the_log() -> None:
     assert len(positions.status(0.0)) == 34
 
 
-def test_positions_at_its_beginning() -> None:
+def test_positions_at_lsn_zero() -> None:
     positions = Positions(0)
     assert positions.up_to_date
     assert not keepalive(positions, 0)

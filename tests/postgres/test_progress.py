@@ -1,4 +1,4 @@
-"""How far a consumer is, whatever the order of its acknowledgements."""
+"""The progress of a consumer with acknowledgements in any order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_a_gap_holds_back_what_was_acknowledged_behind_it() -> None:
     assert progress.outstanding == 1
 
 
-def test_what_was_given_is_not_given_again() -> None:
+def test_a_delivered_transaction_is_not_delivered_again() -> None:
     progress = Progress(10)
     assert progress.given(20)
     assert not progress.given(20)
     assert not progress.given(15)
 
 
-def test_what_does_not_concern_it_is_passed_once_all_before_it_is_acknowledged() -> None:
+def test_a_skipped_transaction_is_acknowledged_with_all_before_it() -> None:
     progress = Progress(10)
     progress.given(20)
     progress.passed(30)
@@ -40,7 +40,7 @@ def test_what_does_not_concern_it_is_passed_once_all_before_it_is_acknowledged()
     assert progress.acknowledged == 50
 
 
-def test_who_comes_back_gets_again_what_it_has_not_acknowledged() -> None:
+def test_after_a_rewind_unacknowledged_transactions_are_delivered_again() -> None:
     progress = Progress(10)
     progress.given(20)
     progress.given(30)
@@ -59,7 +59,7 @@ def test_an_acknowledgement_from_before_the_rewind_changes_nothing() -> None:
     assert progress.acknowledged == 10
 
 
-def test_what_another_process_has_acknowledged_is_done_and_the_rest_does_not_come_again() -> None:
+def test_acknowledgements_of_another_process_are_taken_over() -> None:
     progress = Progress(10)
     for end in (20, 30, 40, 50):
         progress.given(end)
@@ -76,7 +76,9 @@ def test_what_another_process_has_acknowledged_is_done_and_the_rest_does_not_com
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.randoms())
-def test_acknowledged_never_passes_one_that_is_open(concerns: list[bool], chance: object) -> None:
+def test_acknowledged_never_passes_an_outstanding_transaction(
+    concerns: list[bool], chance: object
+) -> None:
     progress = Progress(0)
     open_ends = []
     for number, concerned in enumerate(concerns, start=1):

@@ -1,4 +1,4 @@
-"""What the publisher does between its questions to the server. Without a server."""
+"""The publisher, without a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moored.postgres.server import _admin
 pytestmark = pytest.mark.every_loop
 
 
-async def test_a_look_does_not_keep_a_consumer_alive_that_its_user_dropped(
+async def test_publishing_does_not_keep_an_unreferenced_consumer_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking, may_answer = asyncio.Event(), asyncio.Event()

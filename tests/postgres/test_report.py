@@ -1,4 +1,4 @@
-"""How a stream is, as data and in words, at a real server; and what the metrics make of it."""
+"""Report, explanation and metrics of a stream, with a real server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def samples(collector: PostgresCollector) -> dict[tuple[str, ...], float]:
 # -- data ----------------------------------------------------------------------------------------
 
 
-async def test_it_is_json_at_every_moment(make: MakePostgres, sql: Sql) -> None:
+async def test_the_report_is_json_in_every_state(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         seen = {pg.statistics()["step"]}
         moves: list[str] = []
@@ -57,7 +57,7 @@ async def test_it_is_json_at_every_moment(make: MakePostgres, sql: Sql) -> None:
         assert json.loads(json.dumps(pg.statistics()))["pools"] == {}
 
 
-async def test_the_docs_list_everything_that_it_holds(make: MakePostgres, sql: Sql) -> None:
+async def test_the_docs_list_every_field_of_the_report(make: MakePostgres, sql: Sql) -> None:
     table = OPERATIONS.partition("### Everything")[2].partition("\n### ")[0]
     firsts = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
     listed = {name for cell in firsts for name in re.findall(r"`(\w+)`", cell)}
@@ -85,7 +85,7 @@ async def test_lag_and_consumers_follow_what_is_acknowledged(make: MakePostgres,
         assert pg.statistics()["consumers"]["search"]["outstanding"] == 0
 
 
-async def test_explain_names_who_is_away_and_who_must_begin_anew(
+async def test_explain_names_detached_consumers_and_unhandled_resets(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
@@ -106,7 +106,7 @@ async def test_explain_names_who_is_away_and_who_must_begin_anew(
         assert "too much was kept for it" in pg.explain()
 
 
-async def test_a_consumer_that_takes_nothing_makes_it_degraded(
+async def test_a_consumer_with_a_full_queue_degrades_the_health(
     make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_backpressure, "STALLED_AFTER", 0.0)
@@ -135,7 +135,7 @@ async def _caught_up(pg: Postgres) -> bool:
     return lag is not None and lag["seconds"] == 0.0
 
 
-async def test_the_slot_is_looked_at_soon(make: MakePostgres, sql: Sql) -> None:
+async def test_the_slot_is_queried_soon_after_the_start(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         await pg.wait_until_active(LIMIT)
 
@@ -149,7 +149,7 @@ async def test_the_slot_is_looked_at_soon(make: MakePostgres, sql: Sql) -> None:
         assert slot["active_pid"] == await walsender(sql, pg)
 
 
-async def test_what_was_received_is_counted_over_all_connections(
+async def test_received_transactions_are_counted_over_all_connections(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
@@ -166,9 +166,7 @@ async def test_what_was_received_is_counted_over_all_connections(
         assert now["event_counts"]["connection_error"] >= 2
 
 
-async def test_a_consumer_that_comes_back_needs_no_other_connection(
-    make: MakePostgres, sql: Sql
-) -> None:
+async def test_attaching_again_needs_no_new_connection(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
         await pg.wait_until_published("orders", timeout=LIMIT)
@@ -205,7 +203,7 @@ async def _cut(pg: Postgres, sql: Sql) -> None:
     await until(back)
 
 
-async def test_while_it_pauses_before_a_new_life_it_does_not_say_that_it_streams(
+async def test_during_the_backoff_the_report_does_not_show_streaming(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
@@ -217,7 +215,7 @@ async def test_while_it_pauses_before_a_new_life_it_does_not_say_that_it_streams
         assert "waiting streaming" not in steps
 
 
-async def test_a_wait_for_the_lock_that_fails_is_told(make: MakePostgres, sql: Sql) -> None:
+async def test_a_failed_wait_for_the_lock_is_an_event(make: MakePostgres, sql: Sql) -> None:
     """The event `failed_to_acquire_connection_lock` is reported, and the lock is tried again."""
     async with connected(make().settings.database_url) as other, make() as pg:
         await other.execute("select pg_advisory_lock(hashtext(%s))", (pg.settings.slot_name,))
@@ -239,7 +237,7 @@ async def test_a_wait_for_the_lock_that_fails_is_told(make: MakePostgres, sql: S
         await pg.wait_until_active(LIMIT)
 
 
-async def test_going_to_sleep_is_no_failure_on_the_way(make: MakePostgres, sql: Sql) -> None:
+async def test_no_failure_is_reported_while_going_to_sleep(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         await pg.wait_until_active(LIMIT)
         healths: list[Health] = []
@@ -250,7 +248,7 @@ async def test_going_to_sleep_is_no_failure_on_the_way(make: MakePostgres, sql: 
         assert pg.machine.phase == "connection_setup"
 
 
-async def test_it_can_be_looked_at_when_it_is_closed_and_not_before_it_is_opened(
+async def test_statistics_work_after_close_and_not_before_open(
     make: MakePostgres, sql: Sql
 ) -> None:
     pg = make()

@@ -1,4 +1,4 @@
-"""How a server is reached: names with addresses that lead nowhere, servers that know no TLS."""
+"""Routes to a server: unreachable addresses, and servers that close TLS requests."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ async def streams(pg: Postgres, sql: Sql, url: str, stream_id: str) -> None:
 # -- IPv6, and no way there ----------------------------------------------------------------------
 
 
-def test_a_trial_leaves_time_for_another_within_the_time_of_a_connection() -> None:
+def test_a_trial_leaves_time_for_another_within_the_connect_timeout() -> None:
     assert TRIAL <= 5.0
 
 
-async def test_nobody_listens_on_the_first_address(
+async def test_a_refused_first_address_falls_back_to_ipv4(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, name: Name
 ) -> None:
     require_ipv6()
@@ -79,7 +79,7 @@ async def test_nobody_listens_on_the_first_address(
         await streams(pg, sql, streamed_url, stream_id)
 
 
-async def test_the_first_address_does_not_answer(
+async def test_a_silent_first_address_falls_back_to_ipv4(
     sql: Sql,
     streamed_url: str,
     stream_id: str,
@@ -102,7 +102,7 @@ async def test_the_first_address_does_not_answer(
         assert hole.statistics().accepted == 1  # found out once, for all connections
 
 
-async def test_what_was_found_out_is_kept_and_the_addresses_are_not(
+async def test_the_route_is_remembered_and_the_addresses_are_not(
     streamed_url: str, name: Name
 ) -> None:
     require_ipv6()
@@ -136,7 +136,7 @@ async def test_all_addresses_of_the_other_family_are_tried(streamed_url: str, na
         assert await works(found)
 
 
-async def test_no_address_answers(streamed_url: str, name: Name) -> None:
+async def test_an_error_is_raised_if_no_address_answers(streamed_url: str, name: Name) -> None:
     require_ipv6()
     name("::1", "127.0.0.9")
     port = port_of(streamed_url)
@@ -154,7 +154,7 @@ async def test_no_address_answers(streamed_url: str, name: Name) -> None:
     assert "check the host, the port and firewalls" in str(found)
 
 
-async def test_an_address_of_ipv6_for_a_host(
+async def test_an_ipv6_address_as_host_is_used_unchanged(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     require_ipv6()
@@ -165,7 +165,7 @@ async def test_an_address_of_ipv6_for_a_host(
             await streams(pg, sql, streamed_url, stream_id)
 
 
-async def test_a_name_that_nobody_knows() -> None:
+async def test_an_unknown_host_name_is_an_error() -> None:
     url = f"postgresql://{NAME}/orders"
     with pytest.raises(psycopg.OperationalError) as caught:
         await Resolver().conninfo(url)
@@ -245,7 +245,7 @@ async def hanging_up(url: str, times: int = 1000) -> AsyncIterator[tuple[HangsUp
             await between.close()
 
 
-async def test_a_server_that_hangs_up_when_it_is_asked_for_tls(
+async def test_a_server_that_closes_tls_requests_is_reached_without_tls(
     sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with hanging_up(streamed_url) as (between, url):
@@ -258,7 +258,7 @@ async def test_a_server_that_hangs_up_when_it_is_asked_for_tls(
 
 
 @pytest.mark.parametrize("mode", ["", "?sslmode=prefer"])
-async def test_where_tls_is_a_wish(streamed_url: str, mode: str) -> None:
+async def test_modes_that_permit_a_fallback_without_tls(streamed_url: str, mode: str) -> None:
     async with hanging_up(streamed_url) as (_, url):
         found = await Resolver().conninfo(url + mode)
         assert conninfo_to_dict(found)["sslmode"] == "disable"
@@ -266,7 +266,7 @@ async def test_where_tls_is_a_wish(streamed_url: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["require", "verify-ca", "verify-full"])
-async def test_where_tls_is_demanded_it_is_never_given_up(
+async def test_modes_that_require_tls_never_fall_back(
     streamed_url: str, mode: str, tmp_path: Path
 ) -> None:
     async with hanging_up(streamed_url) as (_, url):
@@ -285,7 +285,7 @@ async def test_where_tls_is_demanded_it_is_never_given_up(
     ],
     ids=str,
 )
-async def test_nor_where_the_environment_demands_it(
+async def test_tls_required_by_the_environment_never_falls_back(
     streamed_url: str, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "services").write_text("[orders]\nsslmode=require\n")
@@ -299,7 +299,7 @@ async def test_nor_where_the_environment_demands_it(
 
 
 @pytest.mark.parametrize("parameter", ["sslrootcert=system", "service=orders"])
-async def test_nor_where_the_url_demands_it_in_another_way(
+async def test_tls_required_by_other_parameters_never_falls_back(
     streamed_url: str, parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "services").write_text("[orders]\nsslmode=require\n")
@@ -309,13 +309,13 @@ async def test_nor_where_the_url_demands_it_in_another_way(
             await Resolver().conninfo(f"{url}?{parameter}")
 
 
-async def test_a_server_that_was_away_for_a_moment_keeps_its_tls(streamed_url: str) -> None:
+async def test_a_server_that_was_down_for_a_moment_is_reached_with_tls(streamed_url: str) -> None:
     async with hanging_up(streamed_url, times=1) as (between, url):
         assert await Resolver().conninfo(url) == url
         assert between.asked == 2
 
 
-async def test_a_server_that_is_silent_is_not_asked_without_tls(streamed_url: str) -> None:
+async def test_a_silent_server_is_not_tried_without_tls(streamed_url: str) -> None:
     async with FaultProxy("127.0.0.1", port_of(streamed_url)) as proxy:
         proxy.black_hole()
         with pytest.raises((psycopg.Error, OSError)):
@@ -323,7 +323,7 @@ async def test_a_server_that_is_silent_is_not_asked_without_tls(streamed_url: st
         assert proxy.statistics().accepted == 1
 
 
-async def test_the_next_life_asks_again(streamed_url: str) -> None:
+async def test_the_next_run_tries_tls_again(streamed_url: str) -> None:
     resolver = Resolver()
     async with hanging_up(streamed_url, times=2) as (between, url):
         assert conninfo_to_dict(await resolver.conninfo(url))["sslmode"] == "disable"
@@ -333,7 +333,7 @@ async def test_the_next_life_asks_again(streamed_url: str) -> None:
         assert await resolver.conninfo(url) == url
 
 
-async def test_what_the_server_says_in_the_end_is_what_counts(streamed_url: str) -> None:
+async def test_the_error_of_the_server_is_raised(streamed_url: str) -> None:
     """Without TLS it talks, and does not know the password: that is worth more than a hang-up."""
     known = conninfo_to_dict(streamed_url)
     async with hanging_up(streamed_url) as (_, url):
@@ -357,7 +357,7 @@ async def test_what_the_server_says_in_the_end_is_what_counts(streamed_url: str)
         ("host=127.0.0.1 orders", 'missing "="'),
     ],
 )
-async def test_a_url_that_cannot_be_is_fatal(url: str, said: str, tmp_path: Path) -> None:
+async def test_an_invalid_url_is_fatal(url: str, said: str, tmp_path: Path) -> None:
     async with Postgres(url, state_dir=tmp_path, pool_size=2) as pg:
         with pytest.raises(ConfigurationError) as caught:
             await pg.wait_until_active(LIMIT)
@@ -368,7 +368,7 @@ async def test_a_url_that_cannot_be_is_fatal(url: str, said: str, tmp_path: Path
 # -- when what was found out is not so any more --------------------------------------------------
 
 
-async def test_a_standby_finds_another_way_when_its_own_is_lost(
+async def test_a_standby_finds_another_route_after_its_own_broke(
     make: MakePostgres,
     sql: Sql,
     streamed_url: str,
@@ -401,7 +401,7 @@ async def waiting(sql: Sql, but: int = 0) -> int:
     return int(await one(sql, query, but) or 0)
 
 
-async def test_a_pool_finds_another_way_when_its_own_is_lost(
+async def test_a_pool_finds_another_route_after_its_own_broke(
     streamed_url: str,
     stream_id: str,
     name: Name,

@@ -1,4 +1,4 @@
-"""What the stream gives for a value is what a query gives, whatever its type."""
+"""A value of the stream equals that of a query, for every type."""
 
 from __future__ import annotations
 
@@ -116,13 +116,15 @@ def round_trip(recorder: Recorder, types: list[str], values: list[tuple[str | No
 @pytest.mark.parametrize("types", GROUPS, ids=lambda types: types[0])
 @quickly
 @given(data=st.data())
-def test_every_built_in_type(recorder: Recorder, types: list[str], data: st.DataObject) -> None:
+def test_every_built_in_type_equals_a_query(
+    recorder: Recorder, types: list[str], data: st.DataObject
+) -> None:
     round_trip(recorder, types, data.draw(st.lists(a_row(types), min_size=1, max_size=8)))
 
 
 @quickly
 @given(data=st.data())
-def test_random_tables(recorder: Recorder, data: st.DataObject) -> None:
+def test_random_tables_equal_a_query(recorder: Recorder, data: st.DataObject) -> None:
     types = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=WIDTH))
     round_trip(recorder, types, data.draw(st.lists(a_row(types), min_size=1, max_size=8)))
 

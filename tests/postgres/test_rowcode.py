@@ -1,4 +1,4 @@
-"""The code that is written for a table reads what the general way reads, and nothing else."""
+"""Generated code and general code read rows alike."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_the_same(known: Relation, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("sample", [AS_TEXT, AS_BINARY], ids=["text", "binary"])
-def test_a_usual_row(sample: list[Value]) -> None:
+def test_a_usual_row_is_read_by_generated_code(sample: list[Value]) -> None:
     relation = written(sample, *TYPES)
     check_the_same(relation, b"N" + row(sample))
     found = relation.whole(b"N" + row(sample), 0)
@@ -83,7 +83,9 @@ def test_a_usual_row(sample: list[Value]) -> None:
 @pytest.mark.parametrize("sample", [AS_TEXT, AS_BINARY], ids=["text", "binary"])
 @often
 @given(choices=st.lists(st.integers(0, 3), min_size=len(TYPES), max_size=len(TYPES)))
-def test_values_of_any_kind(sample: list[Value], choices: list[int]) -> None:
+def test_generated_and_general_code_agree_on_valid_rows(
+    sample: list[Value], choices: list[int]
+) -> None:
     relation = written(sample, *TYPES)
     forms = zip(choices, AS_TEXT, AS_BINARY, strict=True)
     values = [(NULL, TOAST, text, data)[choice] for choice, text, data in forms]
@@ -95,7 +97,9 @@ def test_values_of_any_kind(sample: list[Value], choices: list[int]) -> None:
 @pytest.mark.parametrize("sample", [AS_TEXT, AS_BINARY], ids=["text", "binary"])
 @often
 @given(data=st.data())
-def test_bytes_that_were_changed(sample: list[Value], data: st.DataObject) -> None:
+def test_generated_and_general_code_agree_on_changed_bytes(
+    sample: list[Value], data: st.DataObject
+) -> None:
     relation = written(sample, *TYPES)
     message = bytearray(b"N" + row(sample))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -104,7 +108,7 @@ def test_bytes_that_were_changed(sample: list[Value], data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("sample", [AS_TEXT, AS_BINARY], ids=["text", "binary"])
-def test_a_row_that_ends_early_or_late(sample: list[Value]) -> None:
+def test_truncated_and_extended_rows_are_errors(sample: list[Value]) -> None:
     relation = written(sample, *TYPES)
     message = b"N" + row(sample)
     for size in range(len(message)):
@@ -114,13 +118,13 @@ def test_a_row_that_ends_early_or_late(sample: list[Value]) -> None:
         relation.whole(message + b"x", 0)
 
 
-def test_names_are_names_and_not_code() -> None:
+def test_column_names_cannot_inject_code() -> None:
     names = ["a'b", 'c"d', "e\\f", "g\nh", "class", "{x}", "); raise SystemExit("]
     relation = written(AS_TEXT, *TYPES, names=names)
     assert list(relation.whole(b"N" + row(AS_TEXT), 0)) == names
 
 
-def test_a_value_that_python_cannot_hold_comes_as_its_text_from_then_on() -> None:
+def test_an_unrepresentable_value_is_a_string_also_in_later_rows() -> None:
     relation = written(texts("1", "2026-01-01 00:00:00+00"), INT4, TIMESTAMPTZ)
     for _ in range(5):
         assert relation.whole(b"N" + row(texts("2", "infinity")), 0) == {"c0": 2, "c1": "infinity"}
@@ -129,12 +133,12 @@ def test_a_value_that_python_cannot_hold_comes_as_its_text_from_then_on() -> Non
     assert found == {"c0": 3, "c1": datetime(2026, 1, 1, tzinfo=UTC)}
 
 
-def test_a_value_that_was_not_sent() -> None:
+def test_an_unsent_value_is_unchanged() -> None:
     relation = written(texts("1", "a"), INT4, TEXT)
     assert relation.whole(b"N" + row([*texts("1"), TOAST]), 0) == {"c0": 1, "c1": UNCHANGED}
 
 
-def test_code_is_not_written_again_and_again() -> None:
+def test_code_is_generated_a_limited_number_of_times() -> None:
     relation = written(texts(*"123456789"), *[INT4] * 9)
     four = binary(struct.pack("!i", 4))
     for place in (*range(9), *range(9)):
@@ -144,7 +148,7 @@ def test_code_is_not_written_again_and_again() -> None:
     assert relation._tries == rows_module._TRIES
 
 
-def test_a_very_wide_table_is_read_in_the_general_way() -> None:
+def test_a_very_wide_table_is_read_by_general_code() -> None:
     relation = table(*[INT4] * (MOST_COLUMNS + 1))
     for _ in range(5):
         found = relation.whole(b"N" + row(texts(*["7"] * (MOST_COLUMNS + 1))), 0)

@@ -1,4 +1,4 @@
-"""Rows become values: text, binary and mixed, and what Python cannot hold."""
+"""Rows are decoded: text, binary and mixed, and values that Python cannot represent."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def int4(number: int) -> Value:
 # -- forms ---------------------------------------------------------------------------------------
 
 
-def test_a_row_of_texts() -> None:
+def test_a_row_in_text_format() -> None:
     relation = table(INT4, TEXT, FLOAT8, NUMERIC, JSON, 16)
     values = read(relation, *texts("-12", "aé", "1.5", "10.20", '{"a": [1]}', "t"))
     assert values == [-12, "aé", 1.5, Decimal("10.20"), {"a": [1]}, True]
 
 
-def test_a_row_of_binary_values() -> None:
+def test_a_row_in_binary_format() -> None:
     relation = table(INT4, TEXT, FLOAT8, 16)
     values = read(relation, int4(-12), binary("aé".encode()), binary(struct.pack("!d", 1.5)),
                   binary(b"\1"))  # fmt: skip
     assert values == [-12, "aé", 1.5, True]
 
 
-def test_a_row_of_both() -> None:
+def test_a_row_in_both_formats() -> None:
     relation = table(INT4, INT4, TEXT, JSON)
     assert read(relation, *texts("1"), int4(2), NULL, *texts("null")) == [1, 2, None, None]
     assert read(relation, int4(3), *texts("4", "x"), binary(b"[]")) == [3, 4, "x", []]
 
 
-def test_null_and_what_was_not_sent() -> None:
+def test_null_and_unchanged_values() -> None:
     relation = table(INT4, TEXT, TEXT)
     assert read(relation, NULL, NULL, NULL) == [None, None, None]
     assert read(relation, *texts("1"), TOAST, NULL) == [1, UNCHANGED, None]
@@ -78,13 +78,13 @@ def test_a_table_without_columns() -> None:
     assert read(table()) == []
 
 
-def test_unknown_types_are_text_and_in_binary_form_bytes() -> None:
+def test_unknown_types_are_strings_or_bytes() -> None:
     relation = table(99_999)
     assert read(relation, *texts("so; it is")) == ["so; it is"]
     assert read(relation, binary(b"\xff\0")) == [b"\xff\0"]
 
 
-def test_makes_change_from_row_to_row() -> None:
+def test_shapes_change_from_row_to_row() -> None:
     relation = table(INT4, TEXT, INT8)
     kinds = [NULL, TOAST, *texts("7"), None]
     for number, kind in enumerate(itertools.product(kinds, repeat=3)):
@@ -99,7 +99,7 @@ def test_makes_change_from_row_to_row() -> None:
         assert read(relation, *values) == wanted, number
 
 
-def test_more_makes_than_are_kept() -> None:
+def test_more_shapes_than_are_kept() -> None:
     """Seven columns that may be null are 128 makes; each is read as often as it comes."""
     relation = table(*[INT4] * 7)
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_more_makes_than_are_kept() -> None:
             assert len(relation._shapes) <= 64
 
 
-def test_rows_of_different_makes_in_threads() -> None:
+def test_rows_of_different_shapes_in_threads() -> None:
     """One thread never loads a row as if it were of the make that another one has just seen."""
     relation = table(INT4, INT4)
     rows = [
@@ -129,7 +129,7 @@ def test_rows_of_different_makes_in_threads() -> None:
     stress_threads(look, threads=4, iterations=scaled(5000, least=500))
 
 
-def test_keys_alone() -> None:
+def test_keys_returns_the_replica_identity() -> None:
     relation = table(INT4, TEXT, INT4, keys=(0, 2))
     data = row([*texts("1"), NULL, *texts("3")])
     assert relation.keys(data, 0) == ({"c0": 1, "c2": 3}, len(data))
@@ -138,7 +138,7 @@ def test_keys_alone() -> None:
 # -- rows that are none --------------------------------------------------------------------------
 
 
-def test_a_wrong_number_of_columns() -> None:
+def test_a_wrong_number_of_columns_is_an_error() -> None:
     with pytest.raises(DecodeError, match=r"public\.t has 1 columns instead of 2"):
         read(table(INT4, INT4), int4(1))
     with pytest.raises(DecodeError, match=r"public\.t has 3 columns instead of 2"):
@@ -146,7 +146,7 @@ def test_a_wrong_number_of_columns() -> None:
 
 
 @pytest.mark.parametrize("first", [NULL, *texts("1"), int4(1)], ids=["null", "text", "binary"])
-def test_an_unknown_kind_of_value(first: Value) -> None:
+def test_an_unknown_kind_of_value_is_an_error(first: Value) -> None:
     relation = table(INT4, TEXT)
     read(relation, first, *texts("a"))
     data = row([first, *texts("a")]).replace(b"t\0\0\0\1a", b"x\0\0\0\1a")
@@ -155,7 +155,7 @@ def test_an_unknown_kind_of_value(first: Value) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 2**31 - 1, 2**31, 2**32 - 1])
-def test_a_size_outside_of_the_message(size: int) -> None:
+def test_a_size_beyond_the_message_is_an_error(size: int) -> None:
     relation = table(TEXT)
     read(relation, *texts("a"))
     for kind in (b"t", b"b"):
@@ -163,7 +163,7 @@ def test_a_size_outside_of_the_message(size: int) -> None:
             relation.row(b"\0\1" + kind + struct.pack("!I", size) + b"a", 0)
 
 
-def test_what_is_not_utf_8() -> None:
+def test_a_value_that_is_not_utf_8_is_an_error() -> None:
     for value in ((b"t", b"\xff"), (b"b", b"\xff")):
         with pytest.raises(
             DecodeError, match=r"public\.t\.c0 is not valid for its type \(oid 25\)"
@@ -175,7 +175,7 @@ def test_what_is_not_utf_8() -> None:
     ("oid", "value"),
     [(INT4, "one"), (FLOAT8, "x"), (JSON, "{"), (JSON, ""), (NUMERIC, "1,5"), (869, "host")],
 )
-def test_a_text_that_is_not_of_its_type(oid: int, value: str) -> None:
+def test_an_invalid_text_value_is_an_error(oid: int, value: str) -> None:
     with pytest.raises(
         DecodeError, match=rf"public\.t\.c1 is not valid for its type \(oid {oid}\)"
     ):
@@ -198,14 +198,14 @@ def test_arrays_with_quotes(text: str, wanted: object) -> None:
     "text",
     [r"{a\,}", r"{a\}", r"\\", r'{"a\"}', r'{a"b\",}', r'{a{"b\}"}', r"[=\{", r'{a;"b\";}'],
 )
-def test_an_array_whose_quotes_are_wrong(text: str) -> None:
+def test_an_array_with_invalid_quoting_is_an_error(text: str) -> None:
     """The loader in C would write over the end of its memory."""
     with pytest.raises(DecodeError, match=r"c0 is not valid for its type"):
         read(table(TEXTS), *texts(text))
 
 
 @pytest.mark.parametrize("oid", SIZES)
-def test_a_binary_value_of_the_wrong_size(oid: int) -> None:
+def test_a_binary_value_of_the_wrong_size_is_an_error(oid: int) -> None:
     """The loaders would read memory that is not the value's."""
     for size in {0, 1, 3, SIZES[oid] - 1, SIZES[oid] + 1, 1000} - {SIZES[oid]}:
         relation = table(TEXT, oid)
@@ -284,12 +284,12 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize(("oid", "data", "wanted"), SOUND.values(), ids=SOUND)
-def test_binary_values_made_of_parts(oid: int, data: bytes, wanted: object) -> None:
+def test_binary_arrays_and_ranges(oid: int, data: bytes, wanted: object) -> None:
     assert read(table(oid), binary(data)) == [wanted]
 
 
 @pytest.mark.parametrize(("oid", "data"), UNSOUND.values(), ids=UNSOUND)
-def test_a_binary_value_that_is_not_of_its_type(oid: int, data: bytes) -> None:
+def test_an_invalid_binary_value_is_an_error(oid: int, data: bytes) -> None:
     with pytest.raises(DecodeError, match=r"public\.t\.c0 is not valid for its type"):
         read(table(oid), binary(data))
 
@@ -306,7 +306,7 @@ def test_random_bytes_are_a_value_or_an_error(oid: int, data: bytes) -> None:
     assert isinstance(value, str)
 
 
-def test_what_no_column_can_be_is_not_looked_into() -> None:
+def test_values_of_record_types_are_not_parsed() -> None:
     """The loaders of records would believe whatever the bytes say."""
     assert read(table(2249), binary(b"\0\0\0\1\0\0\0\x17\0\0\0\0")) == [
         b"\0\0\0\1\0\0\0\x17\0\0\0\0"
@@ -317,7 +317,7 @@ def test_what_no_column_can_be_is_not_looked_into() -> None:
 # -- types that Python has nothing for -----------------------------------------------------------
 
 
-def test_what_is_known_of_sizes_is_what_the_server_says(postgres_url: str) -> None:
+def test_fixed_sizes_are_those_of_the_server(postgres_url: str) -> None:
     with psycopg.connect(postgres_url) as connection:
         fixed = connection.execute(
             "select oid::int, typlen from pg_type "
@@ -345,12 +345,12 @@ def test_no_built_in_type_is_left_as_bytes(postgres_url: str) -> None:
     assert len(left) < 10
 
 
-def test_types_that_only_the_server_can_name() -> None:
+def test_reg_types_in_binary_format_are_numbers() -> None:
     """A regclass is a number, and only the catalogue knows its name."""
     assert read(table(2205), binary(struct.pack("!I", 16400))) == ["16400"]
 
 
-def test_xml_and_cursors_are_texts() -> None:
+def test_xml_and_cursors_are_strings() -> None:
     assert read(table(142, 1790), binary("<a>é</a>".encode()), binary(b"c")) == ["<a>é</a>", "c"]
 
 
@@ -394,7 +394,7 @@ def declared(types: list[str]) -> sql.Composed:
     return sql.SQL("create table t ({})").format(sql.SQL(", ").join(parts))
 
 
-def test_a_value_that_python_cannot_hold_comes_as_the_server_writes_it(postgres_url: str) -> None:
+def test_an_unrepresentable_value_is_the_string_that_the_server_writes(postgres_url: str) -> None:
     types = [name for name, _ in UNHELD]
     with Recorder.on(postgres_url) as recorder:
         recorder.connection.execute(declared(types))
@@ -410,7 +410,7 @@ def test_a_value_that_python_cannot_hold_comes_as_the_server_writes_it(postgres_
                 assert got == want, (form, name, value)
 
 
-def test_within_an_array_or_a_range_only_that_part_is_text(postgres_url: str) -> None:
+def test_within_an_array_or_a_range_only_that_element_is_a_string(postgres_url: str) -> None:
     with Recorder.on(postgres_url) as recorder:
         recorder.run("create table t (a date[], b tstzrange, c datemultirange, d int)")
         slot = recorder.slot()
@@ -428,7 +428,7 @@ def test_within_an_array_or_a_range_only_that_part_is_text(postgres_url: str) ->
             }
 
 
-def test_other_values_of_such_a_row_and_of_later_rows_are_as_ever() -> None:
+def test_other_values_beside_an_unrepresentable_one_are_unaffected() -> None:
     relation = table(1082, INT4, JSON)
     assert read(relation, *texts("infinity", "1", "[1]")) == ["infinity", 1, [1]]
     assert read(relation, *texts("2020-02-03", "1", "[1]")) == [date(2020, 2, 3), 1, [1]]
@@ -436,7 +436,7 @@ def test_other_values_of_such_a_row_and_of_later_rows_are_as_ever() -> None:
         read(relation, *texts("infinity", "one", "[1]"))
 
 
-def test_what_else_cannot_be_loaded_stays_text() -> None:
+def test_a_text_value_that_cannot_be_loaded_stays_a_string() -> None:
     assert read(table(INT4RANGES), *texts("{[1,")) == ["{[1,"]
 
 

@@ -1,4 +1,4 @@
-"""Consumers that come, go, stop taking and come back at the worst moments of a stream."""
+"""Consumers that attach, detach and stop reading at bad moments of a stream."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def fill(conn: Sql, first: int, number: int) -> None:
     await conn.execute(("begin; " + "; ".join(texts) + "; commit").encode())
 
 
-async def test_who_comes_back_in_a_flood_misses_nothing(
+async def test_attaching_again_under_load_misses_nothing(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """What is on its way when it comes back is newer than what it has missed."""
@@ -90,7 +90,7 @@ async def take(changes: Changes, seen: list[int], number: int) -> None:
         await txn.ack()
 
 
-def test_what_is_on_its_way_when_it_comes_back_does_not_count(tmp_path: Path) -> None:
+def test_transactions_in_flight_while_attaching_again_are_not_skipped(tmp_path: Path) -> None:
     hub = Hub(StateStore(tmp_path / "state.db"), Recorder())
     hub.pressure.queue_length = 0
     history = History("1", 1)
@@ -122,7 +122,7 @@ def taken(changes: Changes) -> list[int]:
     return found
 
 
-async def test_a_position_that_the_server_has_forgotten_is_a_reset(
+async def test_a_start_that_the_server_has_discarded_is_a_reset(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """A user's copy may be older than what was acknowledged: it was restored from a backup."""
@@ -154,7 +154,7 @@ async def test_a_position_that_the_server_has_forgotten_is_a_reset(
         assert str(positions[0].lsn) in (await next_reset(changes)).reason
 
 
-async def test_a_place_beyond_the_end_is_a_reset_while_the_stream_is_under_way(
+async def test_a_start_beyond_the_end_is_a_reset_while_streaming(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """And only for the one who came with it: the others go on."""
@@ -172,7 +172,7 @@ async def test_a_place_beyond_the_end_is_a_reset_while_the_stream_is_under_way(
         assert ids(await following(other)) == [2]
 
 
-async def test_a_place_before_the_slot_is_a_reset_while_the_stream_is_under_way(
+async def test_a_start_before_the_slot_is_a_reset_while_streaming(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     async with make() as pg:
@@ -188,7 +188,7 @@ async def test_a_place_before_the_slot_is_a_reset_while_the_stream_is_under_way(
         assert "older than the replication slot" in (await next_reset(changes)).reason
 
 
-async def test_a_loop_whose_body_fails_is_simply_tried_again(
+async def test_a_loop_whose_body_fails_can_be_retried(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     async with make() as pg:
@@ -214,7 +214,7 @@ async def test_a_loop_whose_body_fails_is_simply_tried_again(
         assert seen == [1, 1, 1, 1]
 
 
-async def test_who_is_dropped_while_it_waits_is_told(
+async def test_a_waiting_consumer_that_is_dropped_gets_an_error(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     async with make() as pg:
@@ -230,7 +230,7 @@ async def test_who_is_dropped_while_it_waits_is_told(
             assert ids(await following(again)) == [1]
 
 
-async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:
+async def test_the_connection_survives_while_reading_is_paused(tmp_path: Path) -> None:
     async with (
         own_server(wal_sender_timeout="1s") as server,
         connected(server.url) as conn,
@@ -255,7 +255,7 @@ async def test_the_connection_lives_while_nobody_takes(tmp_path: Path) -> None:
         assert await walsender(conn, pg) == before
 
 
-async def test_a_reset_while_the_queue_is_full_lets_the_stream_go_on(
+async def test_a_reset_while_the_queue_is_full_resumes_reading(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.postgres.stream._replication.SILENCE", 0.3)
@@ -318,7 +318,7 @@ async def counted(consumer: ConsumerProcess) -> bool:
     return bool(consumer.lines())
 
 
-def test_a_place_that_was_told_is_never_taken_back(tmp_path: Path) -> None:
+def test_a_stored_position_never_decreases(tmp_path: Path) -> None:
     """Two checkpoints at once may be written in any order; the server remembers the later one."""
     store = StateStore(tmp_path / "state.db")
     store.save(Lsn(200), {})

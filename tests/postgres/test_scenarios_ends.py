@@ -1,4 +1,4 @@
-"""What is left at the end, who is blamed for it, and what is said before there is anything."""
+"""Dropping, fatal errors, retained WAL of open transactions, and counts that survive a sleep."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PUBLICATIONS = "select count(*) from pg_publication"
 # -- drop ------------------------------------------------------------------------------------------
 
 
-async def test_dropping_what_was_never_opened(make: MakePostgres) -> None:
+async def test_drop_before_open_is_an_error(make: MakePostgres) -> None:
     with pytest.raises(PostgresError, match="is not open"):
         await make().drop()
 
 
-async def test_dropping_before_it_is_active(make: MakePostgres, sql: Sql) -> None:
+async def test_drop_before_it_is_active(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         await pg.wait_until_active(LIMIT)
     assert await one(sql, SLOTS) == 1
@@ -44,7 +44,7 @@ async def test_dropping_before_it_is_active(make: MakePostgres, sql: Sql) -> Non
     assert (await one(sql, SLOTS), await one(sql, PUBLICATIONS)) == (0, 0)
 
 
-async def test_a_standby_cannot_drop_what_another_reads(make: MakePostgres, sql: Sql) -> None:
+async def test_a_standby_cannot_drop_an_active_slot(make: MakePostgres, sql: Sql) -> None:
     async with make() as owner:
         changes = owner.changes(tables=["orders"])
         await owner.wait_until_published(timeout=LIMIT)
@@ -58,7 +58,7 @@ async def test_a_standby_cannot_drop_what_another_reads(make: MakePostgres, sql:
         assert ids(await following(changes)) == [1]
 
 
-async def test_dropping_what_cannot_be_reached(tmp_path: Path) -> None:
+async def test_drop_of_an_unreachable_server_is_an_error(tmp_path: Path) -> None:
     pg = Postgres(
         "postgresql://nobody@127.0.0.1:1/none", state_dir=tmp_path, pool_size=2, connect_timeout=2.0
     )
@@ -70,7 +70,7 @@ async def test_dropping_what_cannot_be_reached(tmp_path: Path) -> None:
 # -- after a fatal error ---------------------------------------------------------------------------
 
 
-async def test_whoever_comes_after_a_fatal_error_is_told(tmp_path: Path) -> None:
+async def test_changes_after_a_fatal_error_raises_it(tmp_path: Path) -> None:
     async with (
         own_server(wal_level="replica") as server,
         Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
@@ -84,7 +84,7 @@ async def test_whoever_comes_after_a_fatal_error_is_told(tmp_path: Path) -> None
 # -- the log that the server keeps -----------------------------------------------------------------
 
 
-async def test_nobody_is_dropped_for_what_an_open_transaction_keeps(
+async def test_no_consumer_is_dropped_for_wal_of_an_open_transaction(
     make: MakePostgres, sql: Sql, streamed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_manager, "WATCH_EVERY", 0.2)
@@ -114,9 +114,7 @@ async def test_nobody_is_dropped_for_what_an_open_transaction_keeps(
         assert ids(await following(changes)) == [0]
 
 
-async def test_how_often_it_began_again_is_not_forgotten_asleep(
-    make: MakePostgres, sql: Sql
-) -> None:
+async def test_the_number_of_restarts_survives_a_sleep(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         await pg.wait_until_active(LIMIT)
         query = (

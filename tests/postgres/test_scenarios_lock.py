@@ -1,4 +1,4 @@
-"""One stream has one owner: hand-over, stuck locks that are broken, healthy ones that are not."""
+"""A stream has one owner: hand-over, and which locks are broken."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def ended_with(first: ConsumerProcess, second: ConsumerProcess, last: int)
     return last in numbers(first) + numbers(second)
 
 
-async def test_there_and_back_again_is_no_reset(
+async def test_a_hand_over_and_back_is_no_reset(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     """Two processes on one machine share their state: who comes back later knows of it."""
@@ -167,7 +167,7 @@ async def test_a_stuck_lock_is_broken(
         assert await one(sql, query, pid) == 0
 
 
-async def test_one_that_is_used_is_not(
+async def test_a_lock_whose_holder_is_busy_is_not_broken(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """It may be a manager that is still setting itself up: it gives signs of life."""
@@ -185,7 +185,7 @@ async def test_one_that_is_used_is_not(
         assert "stuck" in str(said)
 
 
-async def test_one_whose_owner_streams_is_not(
+async def test_a_lock_whose_holder_streams_is_not_broken(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     async with make() as owner:
@@ -200,7 +200,7 @@ async def test_one_whose_owner_streams_is_not(
             assert pg.health is Health.WAITING
 
 
-async def test_one_whose_owner_waits_for_its_slot_is_not(
+async def test_a_lock_whose_holder_creates_its_slot_is_not_broken(
     make: MakePostgres, sql: Sql, streamed_url: str, tmp_path: Path
 ) -> None:
     async with connected(streamed_url) as blocker:
@@ -257,7 +257,7 @@ async def blocked(pg: Postgres) -> StackEvent:
     raise AssertionError("the events ended")
 
 
-async def test_a_slot_that_another_reads_is_waited_for(
+async def test_an_active_slot_is_retried(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """An old connection of ours that the server has not given up yet: 55006, and a retry."""

@@ -1,4 +1,4 @@
-"""Outages that pass: a stream that has worked comes back from each of them by itself."""
+"""A stream that was active recovers from temporary outages by itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ END = "select pg_terminate_backend(pid) from pg_stat_activity where usename = %s
 
 
 @pytest.mark.parametrize("outage", OUTAGES)
-async def test_an_outage_that_passes_is_not_final(
+async def test_a_temporary_fatal_error_is_retried_after_it_was_active(
     outage: str,
     streamed_url: str,
     stream_id: str,

@@ -1,4 +1,4 @@
-"""A pooler before the server: PgBouncer in transaction mode, and what happens to it."""
+"""PgBouncer in transaction mode before the server, and its failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def insert(pg: Postgres, number: int) -> None:
         await conn.execute("insert into orders values (%s, 'x')", (number,))
 
 
-async def test_a_pooler_that_is_restarted(
+async def test_the_pool_recovers_from_a_restarted_pooler(
     binary: str, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     """The stream does not go through it, and does not notice; who wants a connection waits."""
@@ -63,7 +63,7 @@ async def test_a_pooler_that_is_restarted(
             assert await walsender(sql, pg) == before
 
 
-async def test_the_connections_of_the_pooler_are_ended_at_the_server(
+async def test_the_pool_recovers_from_terminated_pooler_connections(
     binary: str, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     with pgbouncer(binary, streamed_url) as url:
@@ -94,7 +94,7 @@ async def inserted(pg: Postgres, number: int) -> bool:
     return True
 
 
-async def test_a_pooler_whose_server_is_gone_says_so_and_is_waited_for(
+async def test_the_pool_waits_for_the_server_behind_a_pooler(
     binary: str, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     """PgBouncer takes the connection, and ends it when it gets none to the server."""
@@ -118,7 +118,7 @@ async def said(pg: Postgres, words: str) -> bool:
     return words in str(pg.monitor.conditions()["snapshot_connection_pool_ready"].detail)
 
 
-async def test_a_pooler_with_too_few_connections(
+async def test_the_pool_waits_for_a_pooler_with_too_few_connections(
     binary: str, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     """For as many clients as the pool wants; those that the trial takes besides come and go."""

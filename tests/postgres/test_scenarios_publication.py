@@ -1,4 +1,4 @@
-"""What a publication tells, and under which name; and consumers that ask for something else."""
+"""Partitioned tables, locked tables, manual publications, and consumers that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def refusal(changes: Changes) -> str:
     return str(caught.value)
 
 
-async def test_a_partitioned_table_by_its_own_name(
+async def test_a_partitioned_table_is_published_by_its_own_name(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     for statement in PARTITIONED:
@@ -52,7 +52,7 @@ async def test_a_partitioned_table_by_its_own_name(
         assert ids(await following(others)) == [7]
 
 
-async def test_a_table_that_others_write_to_holds_up_nobody_else(
+async def test_a_locked_table_does_not_delay_other_tables(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """Neither other consumers, whenever they come, nor those who write."""
@@ -82,7 +82,7 @@ async def test_a_table_that_others_write_to_holds_up_nobody_else(
         assert pg.statistics()["restarts"] == 0
 
 
-async def test_who_comes_while_the_tables_of_another_are_published(
+async def test_a_consumer_that_attaches_during_publishing_is_published_too(
     make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await sql.execute("create table late (id int primary key)")
@@ -102,7 +102,7 @@ async def test_who_comes_while_the_tables_of_another_are_published(
         await first.aclose()
 
 
-async def test_a_partition_whose_changes_come_under_another_name(
+async def test_a_partition_published_via_its_root_is_refused(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     for statement in PARTITIONED:
@@ -122,7 +122,7 @@ async def test_a_partition_whose_changes_come_under_another_name(
         assert "sales_north" in await refusal(late)
 
 
-async def test_tables_that_a_publication_by_hand_leaves_out(
+async def test_tables_missing_in_a_manual_publication_are_refused(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     await sql.execute("create table stock (id int primary key)")
@@ -145,7 +145,7 @@ async def test_tables_that_a_publication_by_hand_leaves_out(
         "select 'there is none'",
     ],
 )
-async def test_what_cannot_be_published(
+async def test_tables_that_cannot_be_published_are_refused(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, statement: str
 ) -> None:
     """Who asks for it is told, and the others go on."""
@@ -159,7 +159,7 @@ async def test_what_cannot_be_published(
         assert pg.machine.state.phase == "running"
 
 
-async def test_a_schema_that_is_published_whole(
+async def test_a_publication_of_a_whole_schema(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     name = f"moored_publication_{stream_id}"
@@ -173,7 +173,7 @@ async def test_a_schema_that_is_published_whole(
     assert await one(sql, members) == 0, "it is published already: nothing is added"
 
 
-async def test_a_publication_by_hand_that_nobody_made(make: MakePostgres, sql: Sql) -> None:
+async def test_a_missing_manual_publication_is_fatal(make: MakePostgres, sql: Sql) -> None:
     async with make(manual_publication=True, publication="by_hand") as pg:
         text = await refusal(pg.changes(tables=["orders"]))
         assert 'CREATE PUBLICATION "by_hand"' in text

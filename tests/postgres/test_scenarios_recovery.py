@@ -1,4 +1,4 @@
-"""What breaks under a running stream: processes, servers, connections; and how it comes back."""
+"""Processes, servers and connections fail while streaming, and the stream recovers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def insert(url: str, *numbers: int) -> None:
 # -- the manager's process -----------------------------------------------------------------------
 
 
-async def test_what_a_killed_process_had_not_acknowledged_comes_again(
+async def test_unacknowledged_transactions_of_a_killed_process_are_delivered_again(
     streamed_url: str, stream_id: str, sql: Sql, tmp_path: Path
 ) -> None:
     consumer = ConsumerProcess(streamed_url, "ids", tmp_path, stream_id=stream_id, acks=False)
@@ -70,7 +70,7 @@ async def has(consumer: ConsumerProcess, lines: list[str]) -> bool:
     return consumer.lines() == lines
 
 
-async def test_what_it_had_acknowledged_does_not(
+async def test_acknowledged_transactions_of_a_killed_process_are_not_delivered_again(
     streamed_url: str, stream_id: str, sql: Sql, tmp_path: Path
 ) -> None:
     consumer = ConsumerProcess(streamed_url, "ids", tmp_path, stream_id=stream_id)
@@ -88,7 +88,7 @@ async def test_what_it_had_acknowledged_does_not(
         await until(lambda: has(consumer, ["1", "2"]))
 
 
-async def test_a_frozen_process_keeps_the_others_waiting_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_frozen_process_loses_nothing(tmp_path: Path) -> None:
     async with own_server(wal_sender_timeout="1s") as server:
         first = ConsumerProcess(server.url, "ids", tmp_path)
         with first:
@@ -110,7 +110,7 @@ async def test_a_frozen_process_keeps_the_others_waiting_and_loses_nothing(tmp_p
 # -- the server ----------------------------------------------------------------------------------
 
 
-async def test_a_server_that_was_stopped_and_started(tmp_path: Path) -> None:
+async def test_the_stream_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     async with (
         own_server() as server,
         Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
@@ -126,7 +126,7 @@ async def test_a_server_that_was_stopped_and_started(tmp_path: Path) -> None:
         assert ids(await following(changes)) == [2]
 
 
-async def test_while_the_server_is_away_the_status_says_so(tmp_path: Path) -> None:
+async def test_the_status_reports_an_outage(tmp_path: Path) -> None:
     async with (
         own_server() as server,
         Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
@@ -147,7 +147,7 @@ async def test_while_the_server_is_away_the_status_says_so(tmp_path: Path) -> No
         assert ids(await asking) == [1]
 
 
-async def test_who_asks_for_a_connection_during_the_outage_gets_one_after_it(
+async def test_a_connection_requested_during_an_outage_is_given_after_it(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -170,7 +170,7 @@ async def test_who_asks_for_a_connection_during_the_outage_gets_one_after_it(
         assert await asyncio.wait_for(asking, LIMIT) == 7
 
 
-async def test_a_server_that_shuts_down_is_not_held_up_by_a_slow_consumer(tmp_path: Path) -> None:
+async def test_a_slow_consumer_does_not_delay_the_shutdown_of_the_server(tmp_path: Path) -> None:
     """It waits until all that it sent is safe, and that may take a consumer any time."""
     async with (
         own_server() as server,
@@ -213,7 +213,7 @@ async def test_a_silent_drop_is_noticed(
             assert await walsender(sql, pg) != before
 
 
-async def test_a_look_at_tables_that_a_silent_server_holds_up_is_cancelled_at_once(
+async def test_publishing_on_a_silent_server_can_be_cancelled_at_once(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that begins again cancels it, and waits for its end before the next connect."""
@@ -297,7 +297,7 @@ async def told(pg: Postgres, name: str) -> bool:
     return any(event.name == name for event in pg.last_events)
 
 
-async def test_a_quiet_connection_is_kept(
+async def test_an_idle_connection_is_kept(
     make: MakePostgres, sql: Sql, stream_id: str, streamed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is asked answers: also if the loop was busy for longer than a silence may last."""
@@ -318,7 +318,7 @@ async def test_a_quiet_connection_is_kept(
         assert await walsender(sql, pg) == before
 
 
-async def test_connections_that_are_cut_at_any_byte(
+async def test_connections_cut_at_any_byte_lose_nothing(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     known = psycopg.conninfo.conninfo_to_dict(streamed_url)

@@ -1,4 +1,4 @@
-"""What a server is set to, and what others do to it: limits, lost slots, dropped publications."""
+"""Limits of a server, lost slots, dropped publications, poolers, and sleep."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- its settings --------------------------------------------------------------------------------
 
 
-async def test_a_server_that_does_not_write_what_is_needed(tmp_path: Path) -> None:
+async def test_a_wal_level_that_is_not_logical_is_fatal(tmp_path: Path) -> None:
     async with (
         own_server(wal_level="replica") as server,
         Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
@@ -58,7 +58,7 @@ async def is_zero(conn: Sql, query: str) -> bool:
     return bool(await one(conn, query) == 0)
 
 
-async def test_a_server_with_too_few_connections(tmp_path: Path) -> None:
+async def test_a_server_with_too_few_connections_is_retried(tmp_path: Path) -> None:
     async with own_server(max_connections="8", superuser_reserved_connections="0") as server:
         taken = [await psycopg.AsyncConnection.connect(server.url) for _ in range(6)]
         async with Postgres(server.url, state_dir=tmp_path, pool_size=4) as pg:
@@ -74,7 +74,7 @@ async def test_a_server_with_too_few_connections(tmp_path: Path) -> None:
             assert ids(await following(changes)) == [1]
 
 
-async def test_a_server_without_a_walsender_left(tmp_path: Path) -> None:
+async def test_a_server_without_a_free_walsender_is_retried(tmp_path: Path) -> None:
     async with (
         own_server(max_wal_senders="1") as server,
         connected(server.url, replication="database") as taken,
@@ -91,7 +91,7 @@ async def test_a_server_without_a_walsender_left(tmp_path: Path) -> None:
 # -- the slot ------------------------------------------------------------------------------------
 
 
-async def test_a_slot_that_was_invalidated_is_made_anew(tmp_path: Path) -> None:
+async def test_an_invalidated_slot_is_created_again(tmp_path: Path) -> None:
     async with own_server(
         max_slot_wal_keep_size="1MB", min_wal_size="32MB", max_wal_size="32MB"
     ) as server:
@@ -124,7 +124,7 @@ async def lose(server: EmbeddedPostgres) -> None:
             await conn.execute("checkpoint")
 
 
-async def test_a_publication_that_was_dropped_while_nobody_was_there(
+async def test_a_publication_dropped_between_runs_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     async with make() as pg:
@@ -143,7 +143,7 @@ async def test_a_publication_that_was_dropped_while_nobody_was_there(
         assert ids(await asking) == [2]
 
 
-async def test_a_publication_that_was_dropped_under_the_stream(
+async def test_a_publication_dropped_while_streaming_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """What is written meanwhile goes to nobody: that must be told, and never be silence."""
@@ -193,7 +193,7 @@ async def test_connections_through_a_pooler(
             assert [n for n in seen if n < 10] == [0, 1, 2, 3, 4]
 
 
-async def test_replication_through_a_pooler_cannot_work(
+async def test_replication_through_a_pooler_is_fatal(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     with pgbouncer(require_server("pgbouncer"), streamed_url) as pooled_url:
@@ -207,9 +207,7 @@ async def test_replication_through_a_pooler_cannot_work(
 ROWS = "select count(*) from pg_stat_activity where application_name = 'sleeper'"
 
 
-async def test_whoever_gives_up_while_it_falls_asleep_or_wakes_leaves_no_half_of_it(
-    make: MakePostgres, sql: Sql
-) -> None:
+async def test_cancelled_sleep_and_wake_calls_are_completed(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         await pg.wait_until_active(LIMIT)
         for turns in range(6):
@@ -226,7 +224,7 @@ async def test_whoever_gives_up_while_it_falls_asleep_or_wakes_leaves_no_half_of
             await pg.wait_until_active(LIMIT)
 
 
-async def test_asleep_there_is_nothing_of_it_and_awake_it_has_what_it_missed(
+async def test_asleep_it_has_no_connection_and_awake_it_delivers_what_it_missed(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     async with make(sleep_after=2.0, application_name="sleeper") as pg:

@@ -1,4 +1,4 @@
-"""What is kept, here and at the server, and goes missing: slots, directories, another's view."""
+"""Lost slots, lost state directories, and processes that share a state directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def confirmed(sql: Sql, pg: Postgres, at: Position) -> None:
 
 
 @pytest.mark.parametrize("acknowledges", [True, False])
-async def test_a_slot_that_others_have_made_anew(
+async def test_a_slot_recreated_by_another_program_is_a_reset(
     make: MakePostgres, sql: Sql, acknowledges: bool
 ) -> None:
     """It looks as if it had always been there, also to those who never acknowledged anything."""
@@ -95,7 +95,7 @@ async def test_a_slot_that_others_have_made_anew(
         assert ids(await asking) == [3]
 
 
-async def test_a_process_that_is_killed_before_it_has_told_of_a_new_slot(
+async def test_a_process_killed_before_its_reset_resets_again(
     sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     """The next one finds a slot, and nothing that looks wrong but where it stands."""
@@ -129,7 +129,7 @@ async def dropped(sql: Sql, slot: str) -> bool:
 
 
 @pytest.mark.parametrize("whose", ["physical", "of another database"])
-async def test_a_slot_of_that_name_that_is_not_ours_is_left_alone(
+async def test_a_foreign_slot_of_the_same_name_is_left_alone(
     make: MakePostgres, sql: Sql, stream_id: str, postgres: SyncEmbeddedPostgres, whose: str
 ) -> None:
     """Names are of the whole server: another database's service may have chosen the same."""
@@ -151,7 +151,7 @@ async def test_a_slot_of_that_name_that_is_not_ours_is_left_alone(
         await elsewhere.close()
 
 
-async def test_whoever_is_told_that_the_slot_was_lost_finds_the_new_one(tmp_path: Path) -> None:
+async def test_a_reset_for_a_lost_slot_is_delivered_with_the_new_slot(tmp_path: Path) -> None:
     """A copy that is taken before there is a slot would miss what is written between the two."""
     async with (
         cluster(idle_replication_slot_timeout="1s") as db,
@@ -177,7 +177,7 @@ async def invalidated(url: str, slot: str) -> bool:
         return await one(conn, LIVES, slot) is False
 
 
-async def test_a_process_that_is_killed_while_it_gives_up_a_slot(tmp_path: Path) -> None:
+async def test_a_process_killed_while_it_drops_a_lost_slot_resets_again(tmp_path: Path) -> None:
     async with cluster(idle_replication_slot_timeout="1s") as db:
         consumer = ConsumerProcess(db.url, "ids", tmp_path)
         with consumer:
@@ -201,7 +201,7 @@ async def test_a_process_that_is_killed_while_it_gives_up_a_slot(tmp_path: Path)
 # -- the directory -------------------------------------------------------------------------------
 
 
-async def test_a_lost_directory_loses_nothing_of_those_who_come_first(
+async def test_with_a_lost_state_dir_consumers_attached_at_the_start_lose_nothing(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
     async with make() as pg:
@@ -218,7 +218,7 @@ async def test_a_lost_directory_loses_nothing_of_those_who_come_first(
         assert ids(await following(changes)) == [3]
 
 
-async def test_a_lost_directory_is_told_to_those_who_come_later(
+async def test_with_a_lost_state_dir_consumers_attached_later_get_a_reset(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
     """What they had not acknowledged may be gone, and nobody knows who they are."""
@@ -251,7 +251,7 @@ async def received(pg: Postgres, place: Lsn) -> bool:
     return so_far is not None and Lsn.parse(so_far) >= place
 
 
-async def test_a_lost_directory_and_a_position_that_is_known(
+async def test_with_a_lost_state_dir_an_existing_start_is_used(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
     """A new machine with a position from the user's own database: nothing is wrong with that."""
@@ -272,7 +272,7 @@ async def test_a_lost_directory_and_a_position_that_is_known(
         assert ids(await following(changes)) == [2]
 
 
-async def test_a_lost_directory_and_a_position_of_another_history(
+async def test_with_a_lost_state_dir_a_start_of_another_history_is_a_reset(
     make: MakePostgres, sql: Sql
 ) -> None:
     """Its place may be far beyond the end of this log: nothing would ever come."""
@@ -286,7 +286,7 @@ async def test_a_lost_directory_and_a_position_of_another_history(
         assert ids(await asking) == [1]
 
 
-async def test_a_lost_directory_and_a_position_beyond_the_end_of_the_log(
+async def test_with_a_lost_state_dir_a_start_beyond_the_end_is_a_reset(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
     async with make() as pg:
@@ -302,7 +302,7 @@ async def test_a_lost_directory_and_a_position_beyond_the_end_of_the_log(
         assert ids(await following(changes)) == [1]
 
 
-async def test_a_lost_directory_and_a_lost_slot(
+async def test_with_a_lost_state_dir_and_slot_a_start_is_a_reset(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
     """Only the position shows that there was something before."""
@@ -323,7 +323,7 @@ async def test_a_lost_directory_and_a_lost_slot(
         assert ids(await asking) == [3]
 
 
-async def test_a_lost_directory_and_a_position_that_comes_too_late(
+async def test_with_a_lost_state_dir_a_discarded_start_given_later_is_a_reset(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
     async with make() as pg:
@@ -344,7 +344,7 @@ async def test_a_lost_directory_and_a_position_that_comes_too_late(
 # -- two processes, one directory ----------------------------------------------------------------
 
 
-async def test_who_came_while_another_process_waited_is_known_to_that_one(
+async def test_a_waiting_process_learns_of_new_consumers(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     first = make()
@@ -365,7 +365,7 @@ async def test_who_came_while_another_process_waited_is_known_to_that_one(
         await back.until(1, 2)
 
 
-async def test_a_reset_while_another_process_waits_is_known_to_that_one(
+async def test_a_waiting_process_learns_of_a_reset(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     first = make()
@@ -428,7 +428,7 @@ def two(tmp_path: Path) -> tuple[Process, Process]:
     return first, second
 
 
-async def test_who_waits_and_leaves_writes_nothing_over_what_is_new(
+async def test_a_waiting_process_overwrites_nothing_when_it_closes(
     two: tuple[Process, Process],
 ) -> None:
     first, second = two
@@ -447,7 +447,7 @@ async def test_who_waits_and_leaves_writes_nothing_over_what_is_new(
     assert given(changes) == ["restored", 60]
 
 
-async def test_what_another_has_acknowledged_does_not_come_again(
+async def test_acknowledgements_of_another_process_are_respected(
     two: tuple[Process, Process],
 ) -> None:
     first, second = two
@@ -464,7 +464,9 @@ async def test_what_another_has_acknowledged_does_not_come_again(
     del slow
 
 
-async def test_who_was_dropped_by_another_holds_nothing_up(two: tuple[Process, Process]) -> None:
+async def test_a_consumer_dropped_by_another_process_retains_nothing(
+    two: tuple[Process, Process],
+) -> None:
     first, second = two
     first.hub.attach("gone")
     here = first.hub.attach("here")
@@ -481,7 +483,7 @@ async def test_who_was_dropped_by_another_holds_nothing_up(two: tuple[Process, P
     del here
 
 
-async def test_an_acknowledgement_of_the_time_before_a_reset_is_none(tmp_path: Path) -> None:
+async def test_an_acknowledgement_from_before_a_reset_is_invalid(tmp_path: Path) -> None:
     """The place may be that of another transaction by now."""
     process = Process(tmp_path)
     changes = process.hub.attach("search")

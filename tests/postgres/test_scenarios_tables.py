@@ -114,7 +114,7 @@ async def test_a_mirror_agrees_after_a_table_fault_while_it_was_away(
         assert len(mirror.resets) == 1
 
 
-async def test_a_consumer_of_everything_is_told_when_a_table_leaves(
+async def test_a_consumer_of_all_tables_gets_a_reset_when_one_is_unpublished(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     await run(sql, f"create table other {NEW}")
@@ -187,7 +187,7 @@ async def test_a_renamed_table_is_noticed_without_waiting_for_the_watch(
         assert "another table" in (await next_reset(changes)).reason
 
 
-async def test_a_table_that_is_gone_is_waited_for(
+async def test_a_missing_table_is_waited_for(
     make: MakePostgres, sql: Sql, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make() as pg:
@@ -236,7 +236,7 @@ async def test_no_reset_is_delivered_before_the_tables_are_published_again(
             assert len(mirror.resets) == 1
 
 
-async def test_what_was_committed_before_a_reset_does_not_come_after_it(
+async def test_transactions_from_before_a_reset_are_not_delivered_after_it(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """A row whose deletion was not published would stay in the mirror for ever."""
@@ -262,7 +262,7 @@ async def test_what_was_committed_before_a_reset_does_not_come_after_it(
         await until(mirror.agrees)
 
 
-async def test_what_was_published_before_a_reset_is_published_again(
+async def test_tables_are_published_again_after_a_reset(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """`wait_until_published` speaks of the time after the reset."""
@@ -298,7 +298,7 @@ async def test_a_table_without_a_key_is_refused_before_it_is_published(
         assert ids(await following(changes)) == [3]
 
 
-async def test_a_table_without_a_key_that_others_published_is_warned_of(
+async def test_a_keyless_table_in_a_manual_publication_is_a_warning(
     make: MakePostgres, sql: Sql, stream_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await run(
@@ -319,7 +319,7 @@ WRONG = [[1], "wide", [""], ["a."], [".a"], [None], ["a\0b"], ["\ud800"]]
 
 
 @pytest.mark.parametrize("tables", WRONG)
-async def test_tables_that_cannot_be_names_are_refused_at_the_call(
+async def test_invalid_table_names_are_refused_at_the_call(
     make: MakePostgres, sql: Sql, tables: Any
 ) -> None:
     async with make() as pg:

@@ -1,4 +1,4 @@
-"""When history is not what it was: restored, exchanged, promoted; and everybody is told."""
+"""Another history of the server (restored, exchanged, promoted) is a `Reset`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kept(directory: Path, stream_id: str = "default") -> tuple[History | None, d
 # -- restored to an earlier point ----------------------------------------------------------------
 
 
-async def test_a_restore_under_a_running_stream(tmp_path: Path) -> None:
+async def test_a_restore_while_streaming_is_a_reset(tmp_path: Path) -> None:
     """Three consumers: one is there, one is away, one works on a transaction meanwhile."""
     async with cluster(archive_mode="on") as db:
         async with Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
@@ -95,7 +95,7 @@ async def test_a_restore_under_a_running_stream(tmp_path: Path) -> None:
             assert ids(await following(pg.changes("there", tables=["orders"]))) == [6]
 
 
-async def test_a_restore_while_nobody_is_there(tmp_path: Path) -> None:
+async def test_a_restore_between_runs_is_a_reset(tmp_path: Path) -> None:
     """A position of the old history, kept by a user, is recognised whenever it comes."""
     async with cluster(archive_mode="on") as db:
         async with Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
@@ -135,7 +135,7 @@ async def test_a_restore_while_nobody_is_there(tmp_path: Path) -> None:
             assert ids(await following(exact)) == [4]
 
 
-async def test_a_process_that_is_killed_in_the_middle_of_the_reset(tmp_path: Path) -> None:
+async def test_a_process_killed_during_a_reset_resets_again(tmp_path: Path) -> None:
     """However far it comes, the next one begins again, until the consumer was told."""
     async with cluster(archive_mode="on") as db:
         consumer = ConsumerProcess(db.url, "ids", tmp_path)
@@ -186,7 +186,7 @@ async def ends_with(consumer: ConsumerProcess, line: str) -> bool:
     return bool(consumer.lines()) and consumer.lines()[-1] == line
 
 
-async def test_a_copy_of_the_disk_that_was_put_back(tmp_path: Path) -> None:
+async def test_a_restored_copy_of_the_disk_is_a_reset(tmp_path: Path) -> None:
     """The timeline is the same, and the slot is there: only the log is too short."""
     async with cluster() as db, Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
         seen = Seen(pg.changes(tables=["orders"]))
@@ -210,7 +210,7 @@ async def test_a_copy_of_the_disk_that_was_put_back(tmp_path: Path) -> None:
         await seen.until(1, 2, reason, 3)
 
 
-async def test_a_copy_of_the_disk_that_was_put_back_and_written_past_the_old_place(
+async def test_a_restored_copy_with_as_much_wal_as_before_is_a_reset(
     tmp_path: Path,
 ) -> None:
     """The log is as long as it was: only the commits in it are others."""
@@ -245,7 +245,7 @@ async def test_a_copy_of_the_disk_that_was_put_back_and_written_past_the_old_pla
 # -- another database ----------------------------------------------------------------------------
 
 
-async def test_another_database_behind_the_same_url(tmp_path: Path) -> None:
+async def test_another_database_behind_the_same_url_is_a_reset(tmp_path: Path) -> None:
     async with cluster() as db, Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
         seen = Seen(pg.changes(tables=["orders"]))
         away = pg.changes("away", tables=["orders"])
@@ -278,7 +278,7 @@ async def test_another_database_behind_the_same_url(tmp_path: Path) -> None:
 # -- a promoted standby --------------------------------------------------------------------------
 
 
-async def test_a_promoted_standby_without_a_copy_of_the_slot(tmp_path: Path) -> None:
+async def test_a_promoted_standby_without_the_slot_is_a_reset(tmp_path: Path) -> None:
     """The standby takes over the address, first as it is and then promoted."""
     async with cluster() as db, Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
         seen = Seen(pg.changes(tables=["orders"]))
@@ -301,7 +301,9 @@ async def refused(pg: Postgres) -> bool:
     return any("read-only transaction" in event.detail for event in pg.last_events)
 
 
-async def test_a_promoted_standby_with_a_copy_of_the_slot(tmp_path: Path) -> None:
+async def test_a_promoted_standby_with_a_synced_slot_continues_after_a_reset(
+    tmp_path: Path,
+) -> None:
     """What nobody had acknowledged is in the copy, and comes after the reset.
 
     The manager is connected before the promotion, and waits for the lock meanwhile.
@@ -354,9 +356,7 @@ async def waits(pg: Postgres) -> bool:
     ],
     ids=["where a sign would change", "at the end"],
 )
-async def test_places_at_the_ends_of_the_log(
-    tmp_path: Path, segment: str, crosses: Lsn | None
-) -> None:
+async def test_streaming_at_extreme_lsns(tmp_path: Path, segment: str, crosses: Lsn | None) -> None:
     async with cluster() as db:
         await db.server.stop()
         await db.move_log(segment)

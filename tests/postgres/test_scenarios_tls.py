@@ -185,7 +185,7 @@ async def refused(pg: Postgres) -> str:
         ("?sslmode=verify-full&sslrootcert={ours}", True),
     ],
 )
-async def test_each_mode(
+async def test_each_sslmode_connects(
     make: Make, sql: Sql, url: str, tls: TlsServer, trust: Trust, mode: str, encrypted: bool
 ) -> None:
     async with make(url + mode.format(ours=trust.ours.root)) as pg:
@@ -193,7 +193,7 @@ async def test_each_mode(
         await streams(pg, sql, url, encrypted=encrypted)
 
 
-async def test_verify_ca_does_not_look_at_the_name(
+async def test_verify_ca_ignores_the_host_name(
     make: Make, sql: Sql, streamed_url: str, tls: TlsServer, trust: Trust
 ) -> None:
     async with make(f"{streamed_url}?sslmode=verify-ca&sslrootcert={trust.ours.root}") as pg:
@@ -201,7 +201,7 @@ async def test_verify_ca_does_not_look_at_the_name(
         await streams(pg, sql, streamed_url, encrypted=True)
 
 
-async def test_the_environment_counts_too(
+async def test_sslmode_of_the_environment_applies(
     make: Make, sql: Sql, url: str, tls: TlsServer, trust: Trust, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tls.admit("hostssl all all all scram-sha-256")
@@ -231,7 +231,7 @@ CHECK = "check sslrootcert, and that the certificate is for the host name in the
         ("verify-full", "missing", "missing.crt"),
     ],
 )
-async def test_a_certificate_of_somebody_else(
+async def test_an_untrusted_certificate_is_fatal(
     make: Make, url: str, sql: Sql, tls: TlsServer, trust: Trust, mode: str, root: str, said: str
 ) -> None:
     text = await refused(make(f"{url}?sslmode={mode}&sslrootcert={trust.root(root)}"))
@@ -239,7 +239,7 @@ async def test_a_certificate_of_somebody_else(
     assert CHECK in text
 
 
-async def test_a_certificate_for_another_name(
+async def test_a_certificate_for_another_name_is_fatal(
     make: Make, streamed_url: str, sql: Sql, tls: TlsServer, trust: Trust
 ) -> None:
     text = await refused(make(f"{streamed_url}?sslmode=verify-full&sslrootcert={trust.ours.root}"))
@@ -247,7 +247,7 @@ async def test_a_certificate_for_another_name(
     assert CHECK in text
 
 
-async def test_the_pool_alone_does_not_trust_it(
+async def test_an_untrusted_certificate_of_the_pool_is_fatal(
     make: Make, url: str, sql: Sql, tls: TlsServer, trust: Trust
 ) -> None:
     untrusted = f"{url}?sslmode=verify-full&sslrootcert={trust.theirs.root}"
@@ -259,7 +259,7 @@ async def test_the_pool_alone_does_not_trust_it(
 
 
 @pytest.mark.parametrize("mode", ["require", "verify-full"])
-async def test_a_server_without_tls(
+async def test_a_server_without_tls_is_fatal_if_tls_is_required(
     make: Make, url: str, sql: Sql, tls: TlsServer, trust: Trust, mode: str
 ) -> None:
     tls.switch("off")
@@ -269,7 +269,7 @@ async def test_a_server_without_tls(
 
 
 @pytest.mark.parametrize("mode", ["", "?sslmode=allow", "?sslmode=prefer"])
-async def test_a_server_without_tls_where_it_is_only_a_wish(
+async def test_a_server_without_tls_is_accepted_if_tls_is_preferred(
     make: Make, url: str, sql: Sql, tls: TlsServer, mode: str
 ) -> None:
     tls.switch("off")
@@ -278,7 +278,7 @@ async def test_a_server_without_tls_where_it_is_only_a_wish(
         await streams(pg, sql, url, encrypted=False)
 
 
-async def test_a_server_that_takes_encrypted_connections_only(
+async def test_sslmode_disable_is_fatal_if_the_server_requires_tls(
     make: Make, url: str, sql: Sql, tls: TlsServer
 ) -> None:
     tls.admit("hostssl all all all scram-sha-256")
@@ -288,14 +288,16 @@ async def test_a_server_that_takes_encrypted_connections_only(
 
 
 @pytest.mark.parametrize("mode", ["", "?sslmode=allow", "?sslmode=prefer", "?sslmode=require"])
-async def test_and_gets_them(make: Make, url: str, sql: Sql, tls: TlsServer, mode: str) -> None:
+async def test_a_server_that_requires_tls_is_reached_by_default(
+    make: Make, url: str, sql: Sql, tls: TlsServer, mode: str
+) -> None:
     tls.admit("hostssl all all all scram-sha-256")
     async with make(url + mode) as pg:
         await pg.wait_until_active(LIMIT)
         await streams(pg, sql, url, encrypted=True)
 
 
-async def test_a_server_that_takes_plain_connections_only(
+async def test_sslmode_require_is_fatal_if_the_server_rejects_tls(
     make: Make, url: str, sql: Sql, tls: TlsServer
 ) -> None:
     tls.admit("hostnossl all all all scram-sha-256")
@@ -320,7 +322,7 @@ def shown(url: str, trust: Trust) -> Callable[[Certificate], str]:
     return with_certificate
 
 
-async def test_a_certificate_instead_of_a_password(
+async def test_a_client_certificate_instead_of_a_password(
     make: Make, sql: Sql, tls: TlsServer, trust: Trust, shown: Callable[[Certificate], str]
 ) -> None:
     tls.admit("hostssl all all all cert")
@@ -331,7 +333,7 @@ async def test_a_certificate_instead_of_a_password(
 
 
 @pytest.mark.parametrize("mode", ["require", "prefer"])
-async def test_a_client_without_a_certificate(
+async def test_a_missing_client_certificate_is_fatal(
     make: Make, url: str, sql: Sql, tls: TlsServer, mode: str
 ) -> None:
     tls.admit("hostssl all all all scram-sha-256 clientcert=verify-ca")
@@ -340,7 +342,7 @@ async def test_a_client_without_a_certificate(
     assert "set sslcert and sslkey in the URL" in text
 
 
-async def test_a_client_with_a_certificate_that_the_server_does_not_trust(
+async def test_an_untrusted_client_certificate_is_fatal(
     make: Make, sql: Sql, tls: TlsServer, trust: Trust, shown: Callable[[Certificate], str]
 ) -> None:
     tls.admit("hostssl all all all cert")
@@ -348,7 +350,7 @@ async def test_a_client_with_a_certificate_that_the_server_does_not_trust(
     assert "a certificate that it trusts" in text
 
 
-async def test_a_key_that_is_missing_or_open_to_everybody(
+async def test_a_missing_or_world_readable_key_is_fatal(
     make: Make, sql: Sql, tls: TlsServer, trust: Trust, shown: Callable[[Certificate], str]
 ) -> None:
     signed = trust.ours.sign("open")
@@ -363,7 +365,7 @@ async def test_a_key_that_is_missing_or_open_to_everybody(
 # -- while it runs -------------------------------------------------------------------------------
 
 
-async def test_a_certificate_that_is_renewed_under_the_stream(
+async def test_the_stream_survives_a_renewed_certificate(
     make: Make, sql: Sql, url: str, tls: TlsServer, trust: Trust
 ) -> None:
     async with make(f"{url}?sslmode=verify-full&sslrootcert={trust.ours.root}") as pg:
@@ -379,7 +381,7 @@ async def test_a_certificate_that_is_renewed_under_the_stream(
         assert await walsender(sql, pg) != before
 
 
-async def test_nothing_stays_behind_in_the_layer_of_tls(
+async def test_no_message_stays_in_the_tls_layer(
     make: Make, sql: Sql, url: str, tls: TlsServer
 ) -> None:
     """What was decrypted and not read yet makes no socket readable: nobody must wait for that."""

@@ -92,7 +92,7 @@ async def event(pg: Postgres, name: str) -> str:
 # -- from nothing, to nothing --------------------------------------------------------------------
 
 
-async def test_it_starts_from_nothing_and_leaves_nothing(
+async def test_it_creates_and_drops_its_slot_and_publication(
     make: MakePostgres, sql: Sql, streamed_url: str, version: int
 ) -> None:
     async with make() as pg:
@@ -124,7 +124,7 @@ async def equal(sql: Sql, query: str, value: object) -> bool:
     return bool(await one(sql, query) == value)
 
 
-async def test_asleep_and_awake(
+async def test_it_sleeps_and_wakes(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     rows = "select count(*) from pg_stat_activity where application_name = 'sleeper'"
@@ -169,7 +169,7 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
-async def test_rows_come_as_a_query_gives_them(
+async def test_rows_equal_those_of_a_query(
     make: MakePostgres, sql: Sql, streamed_url: str, binary: bool
 ) -> None:
     declared = ", ".join(f"{name} {kind}" for name, (kind, _) in COLUMNS.items())
@@ -204,7 +204,7 @@ async def queried(sql: Sql) -> dict[str, Any]:
     return dict(zip((column.name for column in found.description), row, strict=True))
 
 
-async def test_a_column_that_comes_in_mid_stream(
+async def test_a_column_added_while_streaming(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     async with make(messages=True) as pg:
@@ -248,7 +248,7 @@ async def test_a_large_transaction(make: MakePostgres, sql: Sql, streamed_url: s
         assert await walsender(sql, pg) == before
 
 
-def test_all_versions_of_the_protocol_tell_the_same(postgres_url: str, version: int) -> None:
+def test_all_protocol_versions_give_the_same_transactions(postgres_url: str, version: int) -> None:
     """A transaction in parts, with one of its parts rolled back, and one in two phases."""
     with Recorder.on(postgres_url) as recorder:
         recorder.run("create table t (id int primary key, name text)")
@@ -275,7 +275,7 @@ def test_all_versions_of_the_protocol_tell_the_same(postgres_url: str, version: 
 # -- what breaks ---------------------------------------------------------------------------------
 
 
-async def test_the_connection_lives_while_nobody_takes(
+async def test_the_connection_survives_while_reading_is_paused(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     async with make() as pg:
@@ -293,7 +293,9 @@ async def test_the_connection_lives_while_nobody_takes(
         assert await walsender(sql, pg) == before
 
 
-async def test_a_server_that_is_killed(postgres: SyncEmbeddedPostgres, tmp_path: Path) -> None:
+async def test_the_stream_survives_a_killed_server(
+    postgres: SyncEmbeddedPostgres, tmp_path: Path
+) -> None:
     """Its own database: what a fixture holds would not live through it."""
     async with connected(postgres.url) as conn:
         await conn.execute("create table killed (id int primary key)")
@@ -325,7 +327,7 @@ async def test_a_server_that_is_killed(postgres: SyncEmbeddedPostgres, tmp_path:
         await pg.drop()
 
 
-async def test_a_slot_that_was_invalidated_under_nobody(
+async def test_a_slot_invalidated_between_runs_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     async with make() as pg:
@@ -359,7 +361,7 @@ async def kept_log(sql: Sql, size: str) -> AsyncIterator[None]:
         await sql.execute("select pg_reload_conf()")
 
 
-async def test_a_publication_that_was_dropped_under_the_stream(
+async def test_a_publication_dropped_while_streaming_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
     """A warning from 18 on, an error before: it is told in both."""
@@ -440,7 +442,7 @@ async def role(sql: Sql, url: str, attributes: str) -> AsyncIterator[str]:
         await sql.execute("drop role somebody")
 
 
-async def test_a_user_who_may_replicate_and_no_more(
+async def test_a_user_with_only_the_replication_privilege(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     async with (
@@ -453,7 +455,7 @@ async def test_a_user_who_may_replicate_and_no_more(
         assert ids(await following(changes)) == [1]
 
 
-async def test_a_user_who_may_not(
+async def test_a_user_without_the_replication_privilege_is_fatal(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     async with (
@@ -464,7 +466,7 @@ async def test_a_user_who_may_not(
             await pg.wait_until_active(LIMIT)
 
 
-async def test_a_user_without_a_connection_left(
+async def test_a_reached_connection_limit_is_reported(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     """One is enough to begin: the trial and the replication client; not for the pools."""
@@ -484,7 +486,7 @@ async def test_a_user_without_a_connection_left(
         await pg.wait_until_active(LIMIT)
 
 
-async def test_a_user_without_any_connection(
+async def test_a_connection_limit_of_zero_is_retried(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
     async with (
@@ -498,7 +500,7 @@ async def test_a_user_without_any_connection(
         await pg.wait_until_active(LIMIT)
 
 
-async def test_a_server_without_a_slot_left(make: MakePostgres, sql: Sql) -> None:
+async def test_a_server_without_a_free_slot_is_retried(make: MakePostgres, sql: Sql) -> None:
     names = [f"taken_{number}" for number in range(8)]
     for name in names:
         await sql.execute("select pg_create_physical_replication_slot(%s)", (name,))

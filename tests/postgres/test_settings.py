@@ -1,4 +1,4 @@
-"""Where the state is kept, and what of a URL gets into the name of a directory."""
+"""The default state directory, and secrets in its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_default_place_does_not_depend_on_the_working_directory(
+def test_the_default_state_dir_does_not_depend_on_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Postgres(URL).settings.state_dir
@@ -36,7 +36,7 @@ def test_the_default_place_does_not_depend_on_the_working_directory(
     assert before == tmp_path / ".local/state/moored/streams/db.example_6543_shop"
 
 
-def test_the_variables_and_the_option_override_it(
+def test_variables_and_the_option_override_the_state_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
@@ -46,12 +46,12 @@ def test_the_variables_and_the_option_override_it(
     assert Postgres(URL, state_dir="here").settings.state_dir == tmp_path / "here"
 
 
-def test_root_has_a_place_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_dir_of_root_is_in_var_lib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert default_state_dir(URL) == Path("/var/lib/moored/streams/db.example_6543_shop")
 
 
-def test_the_server_itself_names_it_not_the_pooler() -> None:
+def test_the_state_dir_is_named_by_the_replication_url() -> None:
     pg = Postgres("postgresql://pooler/shop", replication_url=URL)
     assert pg.settings.state_dir.name == "db.example_6543_shop"
 
@@ -64,7 +64,7 @@ def test_the_server_itself_names_it_not_the_pooler() -> None:
         ("postgresql://db/../etc", "db_5432_..-etc"),
     ],
 )
-def test_every_url_is_the_name_of_one_directory(
+def test_every_url_gives_a_valid_directory_name(
     url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("PGPORT", "PGDATABASE", "PGHOST", "PGUSER"):
@@ -72,7 +72,7 @@ def test_every_url_is_the_name_of_one_directory(
     assert default_state_dir(url).name == name
 
 
-def test_what_libpq_takes_from_the_environment_is_in_the_name(
+def test_libpqs_environment_variables_are_part_of_the_directory_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PGHOST", "db.example")
@@ -80,11 +80,11 @@ def test_what_libpq_takes_from_the_environment_is_in_the_name(
     assert default_state_dir("postgresql:///shop").name == "db.example_6543_shop"
 
 
-def test_a_url_that_cannot_be_read_is_refused_when_it_is_used_and_not_before() -> None:
+def test_an_invalid_url_is_refused_only_when_it_is_used() -> None:
     assert default_state_dir("postgresql://db/shop?nonsense=1").name
 
 
-def test_a_password_that_is_not_escaped_is_not_in_the_name() -> None:
+def test_an_unescaped_password_is_not_in_the_directory_name() -> None:
     assert "hidden" not in str(default_state_dir("postgresql://app:p@hidden@db/shop"))
 
 

@@ -1,4 +1,4 @@
-"""From a new connection to a stream: the steps, their commands, and what answers mean."""
+"""The setup of a replication connection: steps, commands, and answers."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_the_lock_is_requested_again_after_a_statement_timeout() -> None:
     assert setup.lock_timeouts == 2
 
 
-def test_from_ready_to_streaming() -> None:
+def test_the_last_steps_have_no_command() -> None:
     setup, _ = go(OPTIONS, everything_new())
     steps = [setup.step]
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_from_ready_to_streaming() -> None:
     assert steps == [Step.READY_TO_STREAM, Step.START_STREAMING, Step.STREAMING]
 
 
-def test_how_it_begins() -> None:
+def test_the_steps_run_in_the_documented_order() -> None:
     assert not OPTIONS.binary, "values come as text, which everybody can read"
     assert Setup(OPTIONS).step is Step.IDENTIFY_SYSTEM
     assert [step.value for step in Step if step.value not in OURS_ALONE] == ORDER
@@ -271,14 +271,14 @@ def check_combination(
     )
 
 
-def test_an_old_server_is_not_asked_for_what_it_does_not_know() -> None:
+def test_old_servers_get_no_unsupported_options() -> None:
     setup, _ = go(replace(OPTIONS, binary=True, messages=True), everything_new(130000))
     assert setup.start_command().endswith(
         "(proto_version '1', publication_names '\"moored_publication_default\"')"
     )
 
 
-def test_names_are_quoted_wherever_they_go() -> None:
+def test_names_are_quoted_in_every_command() -> None:
     options = options_of("it's", 'so "big"')
     setup, sent = go(options, everything_new())
     said = dict(sent)
@@ -295,7 +295,7 @@ def test_names_are_quoted_wherever_they_go() -> None:
 
 
 @pytest.mark.parametrize("timeout", ["0", None])
-def test_a_server_that_waits_for_ever(timeout: str | None) -> None:
+def test_a_disabled_wal_sender_timeout_is_zero(timeout: str | None) -> None:
     setup, _ = go(OPTIONS, everything_new() | {Step.QUERY_PG_INFO: [info(timeout=timeout)]})
     assert setup.findings.wal_sender_timeout == 0.0
 
@@ -310,13 +310,13 @@ def test_a_server_that_waits_for_ever(timeout: str | None) -> None:
         (Step.CREATE_SLOT, "42501"), (Step.SET_DISPLAY_SETTING, "57014"),
     ],
 )  # fmt: skip
-def test_any_other_refusal_is_the_end(step: Step, state: str) -> None:
+def test_any_other_error_is_raised(step: Step, state: str) -> None:
     script = everything_new() | {step: [state]}
     with pytest.raises(Refused, match=state):
         go(replace(OPTIONS, recreate_slot=True), script)
 
 
-def test_an_error_without_a_state_is_the_end() -> None:
+def test_an_error_without_a_sqlstate_is_raised() -> None:
     with pytest.raises(Refused, match="cut off"):
         Setup(OPTIONS).refused(None, Refused("cut off"))
 
@@ -335,13 +335,13 @@ def test_a_missing_publication_that_may_not_be_created_is_an_error(manual: bool)
         ((None, "reserved"), "was never completed"),
     ],
 )  # fmt: skip
-def test_a_slot_that_cannot_be_read_any_more(row: tuple[Any, ...], text: str) -> None:
+def test_a_lost_or_incomplete_slot_is_an_error(row: tuple[Any, ...], text: str) -> None:
     script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[(*row, *OURS)]]}
     with pytest.raises(SlotLost, match=text):
         go(OPTIONS, script)
 
 
-def test_a_slot_of_another_database() -> None:
+def test_a_slot_of_another_database_is_an_error() -> None:
     row = (None, "lost", "f", "logical pgoutput elsewhere")
     script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[row]]}
     with pytest.raises(ConfigurationError, match=r"pgoutput elsewhere.*another stream_id"):
@@ -349,7 +349,7 @@ def test_a_slot_of_another_database() -> None:
 
 
 @pytest.mark.parametrize("status", ["reserved", "extended", "unreserved", None])
-def test_a_slot_that_can(status: str | None) -> None:
+def test_a_slot_with_any_other_wal_status_is_used(status: str | None) -> None:
     script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[("0/99", status, *OURS)]]}
     setup, _ = go(OPTIONS, script)
     assert setup.findings.confirmed == 0x99
@@ -472,7 +472,7 @@ def run(url: str, *statements: str) -> None:
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
-async def test_up_to_streaming_and_on_after_a_break(
+async def test_a_second_connection_continues_at_the_confirmed_lsn(
     postgres_url: str, names: Settings, binary: bool
 ) -> None:
     options = replace(names, binary=binary)
@@ -513,7 +513,7 @@ async def test_up_to_streaming_and_on_after_a_break(
         assert again == [{"id": 4, "name": "d"}], "nothing is sent twice, and nothing is lost"
 
 
-async def test_a_slot_older_than_its_publication_is_made_again(
+async def test_a_slot_older_than_its_publication_is_created_again(
     postgres_url: str, names: Settings
 ) -> None:
     run(postgres_url, f"select pg_create_logical_replication_slot('{names.slot}', 'pgoutput')")
@@ -524,7 +524,7 @@ async def test_a_slot_older_than_its_publication_is_made_again(
         await link.stream(setup.start_command())
 
 
-async def test_a_temporary_slot_goes_with_its_connection(
+async def test_a_temporary_slot_is_dropped_with_its_connection(
     postgres_url: str, names: Settings
 ) -> None:
     async with dialled(postgres_url) as link:
@@ -537,9 +537,7 @@ async def test_a_temporary_slot_goes_with_its_connection(
         assert "query_slot_flushed_lsn" not in steps
 
 
-async def test_a_slot_for_failover_is_one_for_the_server(
-    postgres_url: str, names: Settings
-) -> None:
+async def test_failover_slots_are_created_as_such(postgres_url: str, names: Settings) -> None:
     for failover in (True, False):
         until_free(postgres_url, names.slot)
         async with dialled(postgres_url) as link:
@@ -565,7 +563,7 @@ async def test_generated_columns_are_published(postgres_url: str, names: Setting
 BEFORE_THE_LOCK = (Step.IDENTIFY_SYSTEM, Step.QUERY_PG_INFO, Step.ACQUIRE_LOCK)
 
 
-async def test_waiting_for_the_lock_through_a_statement_timeout(
+async def test_the_wait_for_the_lock_survives_statement_timeouts(
     postgres_url: str, names: Settings
 ) -> None:
     holder = await psycopg.AsyncConnection.connect(postgres_url, autocommit=True)
@@ -583,7 +581,7 @@ async def test_waiting_for_the_lock_through_a_statement_timeout(
         assert setup.lock_timeouts >= 2
 
 
-async def test_a_user_who_may_replicate_but_not_create(
+async def test_a_user_without_create_needs_an_existing_publication(
     postgres: SyncEmbeddedPostgres, postgres_url: str, names: Settings
 ) -> None:
     """First there is no publication, then there is one that others have made."""
@@ -604,7 +602,7 @@ async def test_a_user_who_may_replicate_but_not_create(
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
-async def test_a_database_that_is_not_in_utf_8(
+async def test_a_database_with_another_encoding_than_utf_8(
     postgres: SyncEmbeddedPostgres, names: Settings, binary: bool
 ) -> None:
     options = replace(names, binary=binary, temporary_slot=True)

@@ -1,4 +1,4 @@
-"""What survives the process."""
+"""The state file of a stream."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def again(store: StateStore) -> StateStore:
     return StateStore(store.path)
 
 
-def test_a_new_one_knows_nothing(store: StateStore) -> None:
+def test_a_new_store_is_empty(store: StateStore) -> None:
     assert store.history() is None
     assert store.confirmed() is None
     assert store.consumers() == {}
 
 
-def test_everything_is_there_again(store: StateStore) -> None:
+def test_the_state_survives_a_reopen(store: StateStore) -> None:
     store.set_history(History("7", 3))
     store.add("search", None)
     store.add("cache", 5)
@@ -50,7 +50,7 @@ def test_everything_is_there_again(store: StateStore) -> None:
     other.close()
 
 
-def test_a_reset_is_told_until_it_was_understood(store: StateStore) -> None:
+def test_a_reset_is_stored_until_it_was_handled(store: StateStore) -> None:
     store.add("search", 5)
     store.save(Lsn(5), {"search": 5})
     store.reset("restored from a backup")
@@ -62,7 +62,7 @@ def test_a_reset_is_told_until_it_was_understood(store: StateStore) -> None:
     assert store.consumers() == {"search": Saved(None, None)}
 
 
-def test_a_reset_of_one_leaves_the_others_alone(store: StateStore) -> None:
+def test_a_reset_of_one_consumer_does_not_affect_others(store: StateStore) -> None:
     store.add("slow", 5)
     store.add("quick", 50)
     store.save(Lsn(5), {})
@@ -72,20 +72,20 @@ def test_a_reset_of_one_leaves_the_others_alone(store: StateStore) -> None:
     assert store.confirmed() == 5
 
 
-def test_a_consumer_that_is_dropped_is_forgotten(store: StateStore) -> None:
+def test_a_dropped_consumer_is_removed(store: StateStore) -> None:
     store.add("search", 5)
     store.drop("search")
     assert store.consumers() == {}
 
 
-def test_the_greatest_place_there_is_fits(store: StateStore) -> None:
+def test_the_greatest_lsn_can_be_stored(store: StateStore) -> None:
     store.add("search", 2**64 - 1)
     store.save(Lsn(2**64 - 1), {"search": 2**64 - 1})
     assert store.confirmed() == 2**64 - 1
     assert store.consumers()["search"].acknowledged == 2**64 - 1
 
 
-def test_one_who_comes_late_changes_nothing(store: StateStore) -> None:
+def test_a_stale_save_changes_nothing(store: StateStore) -> None:
     """Another process may still be at what was before, and write it when it ends."""
     store.add("search", 5)
     store.save(Lsn(10), {"search": 20}, {"search": 18})
@@ -111,7 +111,7 @@ def test_resets_are_counted(store: StateStore) -> None:
     assert again(store).resets() == (2, "")
 
 
-def test_a_slot_that_was_given_up_is_remembered_until_there_is_another(store: StateStore) -> None:
+def test_a_given_up_slot_is_stored_until_the_next_history(store: StateStore) -> None:
     store.set_history(History("7", 3), Lsn(5))
     store.give_up("invalidated")
     assert store.given_up() == "invalidated"
@@ -124,7 +124,7 @@ def test_a_slot_that_was_given_up_is_remembered_until_there_is_another(store: St
     assert store.confirmed() == 9
 
 
-def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_file_that_is_not_sqlite_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     path.write_text("something else, and rather more of it than a line" * 100)
     with pytest.raises(ConfigurationError, match=r"cannot be stored in .*state\.db"):
@@ -133,7 +133,7 @@ def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:
         StateStore(path / "deeper" / "state.db")
 
 
-def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
+def test_saved_state_survives_a_kill(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -170,7 +170,7 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State
     opened.close()
 
 
-def test_a_save_works_again_after_a_reader_held_the_file(impatient: StateStore) -> None:
+def test_a_save_succeeds_after_a_reader_has_released_the_file(impatient: StateStore) -> None:
     reader = sqlite3.connect(impatient.path, isolation_level=None)
     reader.execute("begin")
     reader.execute("select * from consumers").fetchall()
@@ -202,7 +202,7 @@ def test_a_full_disk_is_named_with_its_path(impatient: StateStore) -> None:
     assert "another" in impatient.consumers()
 
 
-def test_a_read_that_cannot_be_done_names_the_path(impatient: StateStore) -> None:
+def test_a_failed_read_names_the_path(impatient: StateStore) -> None:
     writer = sqlite3.connect(impatient.path, isolation_level=None)
     writer.execute("begin exclusive")
     with pytest.raises(StateError, match=r"state\.db.*locked"):
@@ -219,7 +219,7 @@ def test_only_the_user_can_read_the_file(tmp_path: Path) -> None:
     assert store.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_symbolic_link_instead_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.db").touch()
     (tmp_path / "state.db").symlink_to(tmp_path / "elsewhere.db")
     with pytest.raises(ConfigurationError, match="state_dir"):

@@ -73,7 +73,7 @@ async def test_a_commit_reaches_the_consumer(make: MakePostgres, sql: Sql) -> No
         ]
 
 
-async def test_only_what_is_acknowledged_may_be_forgotten(make: MakePostgres, sql: Sql) -> None:
+async def test_only_acknowledged_transactions_are_confirmed(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
         await published(pg)
@@ -88,7 +88,7 @@ async def test_only_what_is_acknowledged_may_be_forgotten(make: MakePostgres, sq
         await until_confirmed(sql, pg, second.position.lsn)
 
 
-async def test_who_comes_back_gets_what_it_has_not_acknowledged(
+async def test_a_new_process_gets_unacknowledged_transactions_again(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
@@ -105,7 +105,9 @@ async def test_who_comes_back_gets_what_it_has_not_acknowledged(
         assert ids(await following(changes)) == [3]
 
 
-async def test_within_one_process_too(make: MakePostgres, sql: Sql) -> None:
+async def test_attaching_again_gets_unacknowledged_transactions_again(
+    make: MakePostgres, sql: Sql
+) -> None:
     async with make() as pg:
         async with pg.changes("search", tables=["orders"]) as changes:
             await published(pg)
@@ -117,7 +119,7 @@ async def test_within_one_process_too(make: MakePostgres, sql: Sql) -> None:
         await txn.ack()
 
 
-async def test_the_slowest_consumer_holds_the_log(make: MakePostgres, sql: Sql) -> None:
+async def test_the_slowest_consumer_retains_the_wal(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         slow, quick = pg.changes("slow", tables=["orders"]), pg.changes("quick", tables=["orders"])
         await published(pg)
@@ -131,7 +133,7 @@ async def test_the_slowest_consumer_holds_the_log(make: MakePostgres, sql: Sql) 
         await until_confirmed(sql, pg, of_slow.position.lsn)
 
 
-async def test_each_gets_its_own_tables(make: MakePostgres, sql: Sql) -> None:
+async def test_each_consumer_gets_its_own_tables(make: MakePostgres, sql: Sql) -> None:
     await sql.execute("create table other (id int primary key)")
     async with make() as pg:
         orders = pg.changes("orders", tables=["orders"])
@@ -147,9 +149,7 @@ async def test_each_gets_its_own_tables(make: MakePostgres, sql: Sql) -> None:
         assert ids(await following(orders)) == [1]
 
 
-async def test_a_position_kept_by_the_user_is_where_it_goes_on(
-    make: MakePostgres, sql: Sql
-) -> None:
+async def test_a_consumer_continues_at_its_start_position(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         changes = pg.changes("ledger", tables=["orders"])
         await published(pg)
@@ -172,7 +172,7 @@ async def test_a_position_of_another_history_is_a_reset(make: MakePostgres, sql:
         assert "another history" in item.reason
 
 
-async def test_a_name_can_be_used_once_at_a_time(make: MakePostgres, sql: Sql) -> None:
+async def test_a_consumer_name_can_be_attached_once_at_a_time(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         changes = pg.changes("search")
         with pytest.raises(PostgresError, match="give each its own name"):
@@ -181,7 +181,7 @@ async def test_a_name_can_be_used_once_at_a_time(make: MakePostgres, sql: Sql) -
         await pg.changes("search").aclose()
 
 
-async def test_a_quiet_database_does_not_keep_its_log_for_us(make: MakePostgres, sql: Sql) -> None:
+async def test_a_quiet_table_does_not_retain_wal(make: MakePostgres, sql: Sql) -> None:
     await sql.execute("create table unheard (id int)")
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
@@ -197,7 +197,7 @@ async def test_a_quiet_database_does_not_keep_its_log_for_us(make: MakePostgres,
         assert changes.name == "search"  # it is here all the time
 
 
-async def test_the_stream_comes_back_when_its_backend_is_ended(
+async def test_the_stream_recovers_when_its_backend_is_terminated(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
@@ -215,9 +215,7 @@ async def test_the_stream_comes_back_when_its_backend_is_ended(
         await txn.ack()
 
 
-async def test_a_slot_that_was_dropped_is_a_reset_and_a_new_beginning(
-    make: MakePostgres, sql: Sql
-) -> None:
+async def test_a_dropped_slot_is_created_again_with_a_reset(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
         await published(pg)
@@ -234,7 +232,7 @@ async def test_a_slot_that_was_dropped_is_a_reset_and_a_new_beginning(
         assert ids(await following(changes)) == [2]
 
 
-async def test_a_slot_that_was_moved_by_others_is_a_reset(make: MakePostgres, sql: Sql) -> None:
+async def test_a_slot_moved_by_another_program_is_a_reset(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
         await published(pg)
@@ -249,7 +247,9 @@ async def test_a_slot_that_was_moved_by_others_is_a_reset(make: MakePostgres, sq
         assert "has moved the replication slot" in item.reason
 
 
-async def test_a_reset_is_told_again_until_it_was_understood(make: MakePostgres, sql: Sql) -> None:
+async def test_a_reset_is_delivered_again_until_it_was_handled(
+    make: MakePostgres, sql: Sql
+) -> None:
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
         await published(pg)
@@ -271,7 +271,7 @@ async def test_a_reset_is_told_again_until_it_was_understood(make: MakePostgres,
         assert ids(await following(pg.changes("search", tables=["orders"]))) == [1]
 
 
-async def test_a_drop_request_leaves_nothing_behind(make: MakePostgres, sql: Sql) -> None:
+async def test_drop_removes_slot_and_publication(make: MakePostgres, sql: Sql) -> None:
     pg = make()
     await pg.open()
     await pg.wait_until_active(LIMIT)
@@ -283,7 +283,7 @@ async def test_a_drop_request_leaves_nothing_behind(make: MakePostgres, sql: Sql
     assert (slots, publications) == ([], [])
 
 
-async def test_a_slot_that_is_read_for_a_moment_more_is_dropped(
+async def test_drop_waits_for_the_reader_of_the_slot(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
     async with make() as pg:
@@ -307,9 +307,7 @@ async def test_a_slot_that_is_read_for_a_moment_more_is_dropped(
     )
 
 
-async def test_a_wrong_password_is_fatal_and_says_so(
-    make: MakePostgres, sql: Sql, streamed_url: str
-) -> None:
+async def test_a_wrong_password_is_fatal(make: MakePostgres, sql: Sql, streamed_url: str) -> None:
     wrong = psycopg.conninfo.make_conninfo(streamed_url, user="nobody_here", password="wrong")
     async with make(replication_url=wrong) as pg:
         changes = pg.changes("search")

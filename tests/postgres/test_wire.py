@@ -1,4 +1,4 @@
-"""The replication protocol around pgoutput, byte by byte."""
+"""Keepalives and status updates, byte by byte; and LSNs."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def test_a_status_update_byte_by_byte() -> None:
     )  # fmt: skip
 
 
-def test_a_status_update_may_ask_for_an_answer() -> None:
+def test_a_status_update_may_request_a_reply() -> None:
     quiet = status_update(1, 0, 0.0)
     assert len(quiet) == 34
     assert status_update(1, 0, 0.0, reply=True) == quiet[:-1] + b"\1"
 
 
 @given(places.filter(lambda place: place < LAST), places.filter(lambda place: place < LAST))
-def test_a_status_update_of_every_place(received: int, flushed: int) -> None:
+def test_a_status_update_of_every_lsn(received: int, flushed: int) -> None:
     kind, *places, time, reply = struct.unpack("!cQQQqB", status_update(received, flushed, 1e9))
     assert (kind, reply) == (b"r", 0)
     assert places == [received + 1, flushed + 1, flushed + 1]
     assert time == (1_000_000_000 - 946_684_800) * 1_000_000
 
 
-def test_what_positions_tell_the_server() -> None:
+def test_positions_are_sent_plus_one() -> None:
     positions = Positions(0x100)
     positions.committed(0x180)
     positions.committed(0x200)
@@ -59,7 +59,7 @@ def test_what_positions_tell_the_server() -> None:
     )
 
 
-def test_before_anything_is_received_the_server_hears_what_it_knows() -> None:
+def test_before_any_message_the_status_is_the_confirmed_lsn() -> None:
     """A slot that is confirmed up to a place is told that place, not one byte more or less."""
     for place in (0, 1, 0x1000, LAST):
         _, *told, _, _ = struct.unpack("!cQQQqB", Positions(place).status(0.0))
@@ -77,14 +77,14 @@ def test_a_keepalive_byte_by_byte() -> None:
 
 
 @given(places, st.booleans())
-def test_keepalives_of_every_place(end: int, reply: bool) -> None:
+def test_keepalives_of_every_lsn(end: int, reply: bool) -> None:
     data = struct.pack("!cQqB", b"k", end, -5, reply)
     assert read_keepalive(data) == (end, reply)
     assert isinstance(read_keepalive(data).end, Lsn)
 
 
 @pytest.mark.parametrize("size", [*range(18), 19, 25])
-def test_a_keepalive_of_the_wrong_size(size: int) -> None:
+def test_a_keepalive_of_the_wrong_size_is_an_error(size: int) -> None:
     with pytest.raises(DecodeError, match=f"has {size} bytes instead of 18"):
         read_keepalive((b"k" + bytes(30))[:size])
 
@@ -96,14 +96,14 @@ def test_a_keepalive_of_the_wrong_size(size: int) -> None:
     ("text", "place"),
     [("0/0", 0), ("16/B374D848", 0x16_B374D848), ("FFFFFFFF/FFFFFFFF", LAST), ("1/2", 2**32 + 2)],
 )
-def test_places_are_written_as_the_server_writes_them(text: str, place: int) -> None:
+def test_lsns_are_written_as_the_server_writes_them(text: str, place: int) -> None:
     assert Lsn.parse(text) == place
     assert str(Lsn(place)) == text
     assert repr(Lsn(place)) == f"Lsn('{text}')"
 
 
 @given(places)
-def test_every_place_can_be_written_and_read(place: int) -> None:
+def test_every_lsn_can_be_written_and_parsed(place: int) -> None:
     assert Lsn.parse(str(Lsn(place))) == place
 
 

@@ -1,4 +1,4 @@
-"""Random transactions of several connections at once: large ones, small ones, with savepoints."""
+"""Random transactions of several concurrent connections: large, small, with savepoints."""
 
 from __future__ import annotations
 
