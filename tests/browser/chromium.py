@@ -44,7 +44,7 @@ class Page:
             self.command(f"{domain}.enable")
 
     def command(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Tell the browser to do something, and return its answer."""
+        """Send a command to the browser, and return its response."""
         answer = self._exchange(method, **parameters)
         assert "error" not in answer, answer
         return dict(answer["result"])
@@ -67,12 +67,12 @@ class Page:
             self._note(message)
 
     def open(self, url: str) -> None:
-        """Go to an address."""
+        """Open a URL."""
         answer = self.command("Page.navigate", url=url)
         assert not answer.get("errorText"), answer
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -80,7 +80,7 @@ class Page:
         return answer["result"].get("value")
 
     def text(self, selector: str = "body") -> str:
-        """What a person reads there; nothing while it is not there."""
+        """Return the visible text of an element; empty if it does not exist."""
         found = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
         return str(found)
 
@@ -114,7 +114,7 @@ class Browser:
 
     @contextmanager
     def page(self) -> Iterator[Page]:
-        """A new tab with cookies and storage of its own."""
+        """Open a new tab with its own cookies and storage."""
         context = self._command("Target.createBrowserContext")["browserContextId"]
         target = self._command("Target.createTarget", url="about:blank", browserContextId=context)[
             "targetId"
@@ -124,7 +124,7 @@ class Browser:
         self._command("Target.disposeBrowserContext", browserContextId=context)
 
     def close(self) -> None:
-        """End the browser in order, which is quicker than by a signal."""
+        """Close the browser, which is quicker than a signal."""
         self._command("Browser.close")
 
     def _command(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tests in a browser share: one Chromium per worker."""
+"""Fixtures of the tests in a browser: one Chromium per worker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def postgres_url(postgres_url: str) -> Iterator[str]:
-    """The same database; the slots that a service leaves there go with it."""
+    """A database of the shared server; the slots that services leave are dropped with it."""
     yield postgres_url
     drop_slots(postgres_url)
 
 
 @pytest.fixture
 def page(chromium: Browser) -> Iterator[Page]:
-    """A new tab that remembers nothing."""
+    """A new tab without cookies or storage."""
     with chromium.page() as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""What the tests of the command share: a running service, and a place without any configuration."""
+"""Fixtures of the command's tests: a running service, and a directory without configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moored.embedded import SyncEmbeddedPostgres
 
 @pytest.fixture(scope="session")
 def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
-    """A running service, for tests that only ask it something."""
+    """A running service, for tests that only query it."""
     with running("--database-url", postgres.url) as started:
         started.wait_active()
         yield started
@@ -22,14 +22,14 @@ def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
 
 @pytest.fixture
 def postgres_url(postgres_url: str) -> Iterator[str]:
-    """The same database; the slots that a service leaves there go with it."""
+    """A database of the shared server; the slots that services leave are dropped with it."""
     yield postgres_url
     drop_slots(postgres_url)
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A working directory and an environment that configure nothing."""
+    """A working directory and an environment without any configuration."""
     for name in list(os.environ):
         if name.startswith("MOORED_") or name == "DATABASE_URL":
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""The commands that ask a running service, and those that need none."""
+"""The commands that query a running service, and those that need none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Output = pytest.CaptureFixture[str]
 
 
 def refused(capsys: Output, *arguments: str) -> str:
-    """The one line that a command says when it cannot do what was asked."""
+    """Run a command that must fail, and return its one line on stderr."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

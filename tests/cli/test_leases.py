@@ -16,7 +16,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def holder(postgres_url: str, bare: Path) -> Iterator[sync.SyncLeases]:
-    """A service that holds leases in the store that the command is asked about."""
+    """A client that holds leases in the store."""
     with sync.connect(postgres_url, service_name="orders", owner="pool-1") as leases:
         yield leases
 

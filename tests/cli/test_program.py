@@ -1,4 +1,4 @@
-"""The program itself: version, help, completion, and life without its extra."""
+"""The program itself: version, help, completion, and its error without the extra."""
 
 from __future__ import annotations
 

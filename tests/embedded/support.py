@@ -1,4 +1,4 @@
-"""What the tests of the embedded server share: SQL in one line, and owners that can be killed."""
+"""Helpers of the embedded server's tests: SQL in one line, and owners that can be killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sql(url: str, query: LiteralString, *parameters: Any) -> list[tuple[Any, ...
 
 
 def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
-    """Wait for something that another process does, and that nothing here can be told of."""
+    """Poll for an effect of another process that cannot be awaited."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
@@ -38,13 +38,13 @@ def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> Non
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and everything below it."""
+    """Return a process and all its descendants."""
     first = psutil.Process(pid)
     return [first, *first.children(recursive=True)]
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those of the processes that run; a dead one that nobody has collected does not."""
+    """Return the processes that run, without zombies."""
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -56,7 +56,7 @@ def gone(processes: list[psutil.Process]) -> None:
 
 @contextmanager
 def owner(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Another Python process that runs `program`, and talks with us through its pipes."""
+    """Start another Python process that runs `program`, connected by pipes."""
     command = [sys.executable, "-c", program, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:

@@ -1,4 +1,4 @@
-"""Who runs the server: nobody for root, and the user itself for everybody else."""
+"""The user that runs the server: `nobody` for root, otherwise the user of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER = "daemon"  # the second user that every system has
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A directory that everybody may enter, which root's tmp_path is not."""
+    """A directory that every user may enter, unlike root's tmp_path."""
     place = Path(tempfile.mkdtemp(prefix="moored-test-"))
     place.chmod(0o755)
     yield place
@@ -39,7 +39,7 @@ def outside() -> Iterator[Path]:
 
 @pytest.fixture
 def caches(outside: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Two places for copies of binaries, instead of the machine's own."""
+    """Two directories for copies of binaries, instead of the system's."""
     places = (outside / "first", outside / "second")
     monkeypatch.setattr(_binaries_copy, "CACHES", places)
     return places

@@ -1,4 +1,4 @@
-"""What lies in the directory: made once, used again, never mistaken, one process at a time."""
+"""The data directory: created once, used again, and by one process at a time."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def test_a_pid_file_whose_pid_was_reused_by_another_server_is_removed(place: Pat
 
 @pytest.fixture
 def programs() -> Iterator[Path]:
-    """A bin directory that everybody may enter, which root's tmp_path is not."""
+    """A bin directory that every user may enter, unlike root's tmp_path."""
     with tempfile.TemporaryDirectory(prefix="moored-test-") as made:
         Path(made).chmod(0o755)
         yield Path(made)

@@ -1,4 +1,4 @@
-"""Whatever is killed, nothing of the server stays behind."""
+"""No process of the server is left, whichever process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start, stop, restart, kill: what a caller sees of them."""
+"""Start, stop, restart and kill, as a caller sees them."""
 
 from __future__ import annotations
 

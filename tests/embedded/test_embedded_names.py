@@ -1,4 +1,4 @@
-"""The names that users may rely on."""
+"""The public names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How it is reached and configured, with which PostgreSQL, and what a mistake reads like."""
+"""Addresses, settings and versions of the server, and the errors for wrong options."""
 
 from __future__ import annotations
 

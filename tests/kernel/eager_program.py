@@ -1,4 +1,4 @@
-"""The kernel where tasks are eager: run by every interpreter that has such tasks.
+"""Checks of the kernel under eager tasks, run by every interpreter that has them.
 
 A program without pytest, because it runs on interpreters for which nothing else is installed. It
 prints the names of what passed; an assertion that fails ends it with a traceback.
@@ -32,7 +32,7 @@ LIMIT = 30.0
 
 
 class Stage:
-    """Children that note their starts and ends, and fail when they are told to."""
+    """Children that record their starts and ends, and fail on command."""
 
     def __init__(self) -> None:
         self.trace: list[str] = []

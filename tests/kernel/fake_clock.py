@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told the time."""
+"""A clock that moves only when the test advances it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children that write down what happens to them, for the tests of the supervisor."""
+"""Children that record what happens to them, for the tests of the supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moored.testing import run_one
 
 
 class Stage:
-    """Children that write down when they start and stop, and fail when they are told to."""
+    """Children that record their starts and stops, and fail on command."""
 
     def __init__(self) -> None:
         self.trace: list[str] = []
@@ -41,7 +41,7 @@ class Stage:
 
 
 async def settle() -> None:
-    """In virtual time a second is plenty for everything that is due now."""
+    """Wait a virtual second, in which everything that is due now happens."""
     await asyncio.sleep(1)
 
 

@@ -1,4 +1,4 @@
-"""Waits grow to the cap, jitter stays in its bounds, and nothing overflows."""
+"""Delays grow to the cap, jitter stays within its bounds, and nothing overflows."""
 
 from __future__ import annotations
 

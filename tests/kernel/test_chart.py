@@ -1,4 +1,4 @@
-"""A chart says what is wrong with it before anything runs, and can be read by people."""
+"""A chart reports its mistakes when it is made, and renders as text and as a diagram."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One limit for the whole operation, and only its own end is reported as such."""
+"""A deadline limits a whole operation, and raises only for its own expiry."""
 
 from __future__ import annotations
 

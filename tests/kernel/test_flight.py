@@ -1,4 +1,4 @@
-"""Many callers share one attempt, and no caller can spoil it for the others."""
+"""Concurrent callers share one attempt, and a cancelled caller does not affect the others."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ async def test_the_attempt_has_the_first_callers_context() -> None:
 
 
 def test_attempts_never_overlap_however_callers_follow_each_other() -> None:
-    """A new attempt may start between the end of the last one and asyncio's word that it ended."""
+    """A new attempt may start between the end of the last one and its done callback."""
 
     async def scenario(sim: Sim) -> None:
         flights, running, most = SingleFlight(), 0, 0

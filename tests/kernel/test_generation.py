@@ -1,4 +1,4 @@
-"""A stale user is told apart from the current one."""
+"""Stale tokens are recognised."""
 
 from __future__ import annotations
 

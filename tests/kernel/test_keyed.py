@@ -1,4 +1,4 @@
-"""Order within a key, nothing shared between keys, an outcome for every item, nothing kept."""
+"""Keyed workers: order within a key, independent keys, an outcome for every item, no leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Outcome = Callable[[], str]
 
 
 class Desk:
-    """A handler that waits for the test's word on each item."""
+    """A handler that waits until the test lets it finish each item."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

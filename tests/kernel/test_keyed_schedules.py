@@ -1,4 +1,4 @@
-"""Keyed workers on bad days: whatever the schedule, order holds and every item has an outcome."""
+"""Keyed workers in simulated schedules: order holds and every item has an outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = "abc"
 
 
 class Broken(Exception):
-    """What the handler of a schedule raises."""
+    """The error that a handler raises."""
 
 
 class Office:

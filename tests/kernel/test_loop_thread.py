@@ -29,7 +29,7 @@ def loop_thread() -> Iterator[LoopThread]:
 
 
 class Stuck:
-    """Work that waits until it is cancelled, and says so."""
+    """A coroutine that waits until it is cancelled, and records it."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -347,7 +347,7 @@ EXIT = """
 
 
 def run_script(script: str) -> str:
-    """In a process of its own, because pytest's must neither fork nor end."""
+    """Run a script in another process, because pytest's must neither fork nor exit."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-X", "dev", "-c", textwrap.dedent(script)],
         capture_output=True,
@@ -375,7 +375,7 @@ async def _nothing() -> None:
 
 
 def test_a_finalizer_may_submit_during_a_submit(loop_thread: LoopThread) -> None:
-    """As a finalizer does that the garbage collector has called there."""
+    """A finalizer may be called by the garbage collector at any point."""
     done: list[None] = []
 
     def nested() -> None:

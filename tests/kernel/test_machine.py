@@ -1,4 +1,4 @@
-"""A machine makes only declared moves, each with its cause, and remembers them."""
+"""A machine makes only declared moves, and keeps each with its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of the collectors: sources come and go, and a registry finds clashes of names."""
+"""The base class of collectors: sources are added and removed, and name clashes are detected."""
 
 from __future__ import annotations
 

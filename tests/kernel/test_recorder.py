@@ -1,4 +1,4 @@
-"""The recorder keeps what is newest, bounded, and can say why."""
+"""The recorder keeps a bounded number of the newest events, and explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for live things: atomic, freed with their owner, monitored once, never leaked."""
+"""Registered keys are unique, freed when their owner ends, monitored once, and never leaked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be written either way, plain or async, and is given up before it has come."""
+"""Callbacks, plain or async, whose caller is cancelled before the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets are hidden by their value, in every form in which others may quote them."""
+"""Secrets are hidden by their value, in every encoding in which a text may quote them."""
 
 from __future__ import annotations
 

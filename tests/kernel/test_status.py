@@ -1,4 +1,4 @@
-"""Conditions live as long as their owners, and who waits for a status never misses it."""
+"""Conditions are cleared when their owner ends, and a waiter never misses a status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def monitor(clock: FakeClock) -> StatusMonitor[Level]:
 
 
 class Holder:
-    """A task that sets a condition and keeps it until it is told to end."""
+    """A task that sets a condition and holds it until the test ends it."""
 
     def __init__(self, monitor: StatusMonitor[Any], condition: str, name: str = "holder") -> None:
         self.error: BaseException | None = None
@@ -304,7 +304,7 @@ async def test_a_predicate_that_raises_fails_its_own_waiter_only(
 
 
 class Fragile:
-    """A status function that can be broken."""
+    """A status function that raises on command."""
 
     broken = False
 

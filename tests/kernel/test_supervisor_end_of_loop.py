@@ -1,4 +1,4 @@
-"""A supervisor that nobody stopped when its loop ends."""
+"""A supervisor that was not stopped before its loop ends."""
 
 from __future__ import annotations
 

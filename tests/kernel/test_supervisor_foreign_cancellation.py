@@ -1,7 +1,7 @@
-"""A child that somebody else cancelled is restarted, whoever made its supervisor.
+"""A child that was cancelled by other code than its supervisor is restarted.
 
-Somebody else is a driver that cancels the future that the child awaits, or code that cancels the
-child's task. Only the end of the loop, which cancels every task, ends a child for good.
+The other code is a driver that cancels the future that the child awaits, or code that cancels the
+child's task. Only the end of the loop, which cancels every task, ends a child permanently.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_a_cancelled_child_is_restarted_when_no_other_task_runs(cancel: Cancel) 
 
 
 def test_a_child_whose_driver_cancelled_a_future_is_restarted_at_once() -> None:
-    """Nobody cancelled its task, so it cannot be the end of the loop."""
+    """Its task was not cancelled, so the loop is not ending."""
 
     async def scenario(sim: Sim) -> None:
         starts = Starts()
@@ -234,7 +234,7 @@ def test_the_end_of_the_loop_restarts_nothing_however_long_it_takes(
 def test_a_task_that_cancels_all_others_ends_children_like_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """How many programs react to SIGTERM."""
+    """Many programs react to SIGTERM in this way."""
 
     async def shut_down() -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

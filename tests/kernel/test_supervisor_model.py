@@ -1,8 +1,8 @@
-"""Random trees under random schedules behave as a small model of the OTP rules says.
+"""Random trees under random schedules behave like a small model of the OTP rules.
 
 The model is a recursive, synchronous rewriting of the rules, without tasks, locks or time. Each
 schedule is played twice: *in turn*, where each action has settled before the next, and the trace
-of starts and ends must equal the model's to the letter; and *in a heap*, where actions overlap
+of starts and ends must equal the model's exactly; and *in a heap*, where actions overlap
 starts, stops and each other, and the invariants must hold.
 """
 
@@ -51,7 +51,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Action:
-    """What happens to the nth leaf: `poison` makes its next starts fail, then crashes it."""
+    """An action on the nth leaf: `poison` makes its next starts fail, then crashes it."""
 
     verb: str
     leaf: int
@@ -136,7 +136,7 @@ class Model:
         self.nodes = []
 
     def leaf_ends(self, path: str, failed: bool, now: float) -> bool:
-        """An end of a leaf somewhere below; False when no such leaf runs."""
+        """End a leaf somewhere below; return False if that leaf does not run."""
         for node in self.nodes:
             if node.inner is not None and node.running:
                 try:
@@ -283,7 +283,7 @@ def leaves(spec: Spec, path: str = "root") -> Iterator[str]:
 
 
 def play_in_turn(spec: Spec, actions: list[Action]) -> tuple[list[str], str]:
-    """The model's trace and how the root ended."""
+    """Return the model's trace and how the root ended."""
     world = World()
     model = Model(spec, "root", world)
     paths = list(leaves(spec))

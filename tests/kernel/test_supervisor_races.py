@@ -1,4 +1,4 @@
-"""The supervisor when several things happen at once: restarts, stops, cancellations, late words."""
+"""Races of the supervisor: concurrent restarts, stops, cancellations and late calls."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
 
 
 def test_siblings_that_fail_together_are_restarted_once() -> None:
-    """The second reaction finds that its child lives in another generation by now."""
+    """The second reaction finds its child in a newer generation, and does nothing."""
 
     async def scenario(sim: Sim) -> None:
         stage = Stage()

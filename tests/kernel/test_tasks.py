@@ -1,4 +1,4 @@
-"""Background tasks that are held, drained and cancelled together."""
+"""Background tasks that are referenced, drained and cancelled together."""
 
 from __future__ import annotations
 

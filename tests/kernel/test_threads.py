@@ -1,4 +1,4 @@
-"""Calls that block, in threads of their own."""
+"""Blocking calls in threads of their own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_base_exception_is_raised_where_it_is_awaited(
 
 
 async def test_a_stop_iteration_is_raised_as_a_runtime_error() -> None:
-    """It cannot be raised where somebody awaits; without this, they would wait for ever."""
+    """A future cannot raise StopIteration: without this, its waiter would wait for ever."""
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         async with asyncio.timeout(10.0):
             await in_thread(iter([]).__next__, name="helper")

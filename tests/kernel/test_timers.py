@@ -1,4 +1,4 @@
-"""Timers by name: one per name, never early, and none that was replaced."""
+"""Named timers: one per name, never early, and never after a replacement."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_cancelled_timer_never_fires_even_when_it_was_due_in_this_turn() -> No
 
 
 async def _beats(sim: Sim) -> None:
-    """A callback that sets its own name again: each beat comes, and none before its time."""
+    """A callback that sets its own timer again: every beat comes, and none is early."""
     timers = Timers()
     beats: list[float] = []
     over = asyncio.Event()

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
 
 
 class Job:
-    """Waits for its event; remembers how it ended."""
+    """Waits for its event, and records how it ended."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Errors and lengths of time read as people say them."""
+"""Errors, causes and durations as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Code(Enum):
 
 
 class Unavailable(Exception):
-    """As those of gRPC are."""
+    """An error with the interface of gRPC's errors."""
 
     def code(self) -> Code:
         return Code.UNAVAILABLE

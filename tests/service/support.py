@@ -1,4 +1,4 @@
-"""A service in a process of its own, as people start it, and what tests ask of it."""
+"""A service in a process of its own, and helpers to query and stop it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMIT = 90.0
 
 
 def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
-    """Wait for something that another process does, and that nothing here can be told of."""
+    """Poll for an effect of another process that cannot be awaited."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
@@ -51,7 +51,7 @@ atexit.register(shutil.rmtree, _states, ignore_errors=True)
 
 
 def own_stream() -> dict[str, str]:
-    """A stream for one service: slots are of the whole server, and small pools do for a test."""
+    """The settings of a stream for one service: slots belong to the whole server."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     state = str(_states / name)
     return {
@@ -62,7 +62,7 @@ def own_stream() -> dict[str, str]:
 
 
 def drop_slots(url: str) -> None:
-    """Drop the slots of a database, which could not be dropped with them."""
+    """Drop the slots of a database, so that the database can be dropped."""
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute(
             "select pg_terminate_backend(active_pid) from pg_replication_slots "
@@ -87,7 +87,7 @@ def gone(processes: list[psutil.Process]) -> None:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment without what would configure the service."""
+    """This process's environment without variables that configure the service."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MOORED_", "DATABASE_URL"))}
     return {**kept, **more}
 
@@ -109,7 +109,7 @@ def moored(
 
 
 class Running:
-    """One `moored serve`; its output is read as it comes."""
+    """One `moored serve` process; a thread reads its output."""
 
     def __init__(self, process: subprocess.Popen[str], *, read: bool) -> None:
         self.process = process
@@ -130,7 +130,7 @@ class Running:
                 self._said.notify_all()
 
     def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
-        """The first line after so many that matches, as soon as it is said."""
+        """Wait for the first matching line of output, and return it."""
 
         def found() -> re.Match[str] | None:
             matches = (re.search(pattern, line) for line in self.lines[after:])
@@ -144,29 +144,29 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Where it listens, as it said itself."""
+        """The URL of the service, from its output."""
         return self.wait_for(r"(http://\S+)")[1]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """Ask it something."""
+        """Send a GET request."""
         return httpx.get(self.url + path, timeout=LIMIT, trust_env=False, **options)
 
     def health(self) -> tuple[int, str]:
-        """The code and the word of its health."""
+        """Return the HTTP code and the state of `/v1/health`."""
         answer = self.get("/v1/health")
         return answer.status_code, answer.json()["status"]
 
     def wait_active(self) -> None:
-        """Wait until it is ready."""
+        """Wait until the service is ready."""
         until(lambda: self.health() == (200, "active"), f"active; it said {self.lines}")
 
     def family(self) -> list[psutil.Process]:
-        """Its process and everything below it, the guard and PostgreSQL among them."""
+        """Return its process and all descendants, including the guard and PostgreSQL."""
         first = psutil.Process(self.process.pid)
         return [first, *first.children(recursive=True)]
 
     def postgres(self) -> psutil.Process:
-        """The first process of its embedded server."""
+        """Return the pid of the first process of its embedded server."""
         return next(p for p in self.family() if p.name() == "postgres")
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
@@ -175,7 +175,7 @@ class Running:
         return self.wait()
 
     def wait(self) -> int:
-        """Wait for its end, and for the last of what it said."""
+        """Wait for its end, and for the end of its output."""
         code = self.process.wait(LIMIT)
         for reader in self._readers:
             reader.join(LIMIT)
@@ -190,10 +190,10 @@ def running(
     read: bool = True,
     descriptors: int | None = None,
 ) -> Iterator[Running]:
-    """Start `moored serve` on a free port; it is ended with the block, however that goes.
+    """Start `moored serve` on a free port, and end it with the block.
 
-    With `read=False` nobody reads what it says but the test itself. Without a data directory of its
-    own it has a stream of its own. `descriptors` is how many it may have open.
+    With `read=False` only the test itself reads its output. Without a data directory of its
+    own it has a stream of its own. `descriptors` is the limit of its open descriptors.
     """
     limited = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
     own = {"MOORED_POOL_SIZE": "2"} if "--data-dir" in arguments else own_stream()

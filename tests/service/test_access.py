@@ -1,4 +1,4 @@
-"""Who is let in: tokens, sessions, names, and the headers on every answer."""
+"""Access control: tokens, sessions, host names, and the headers of every response."""
 
 from __future__ import annotations
 

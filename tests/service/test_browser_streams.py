@@ -1,4 +1,4 @@
-"""Many readers of one stream: bounded, counted, ended."""
+"""Event streams of browsers: bounded, counted, and closed."""
 
 from __future__ import annotations
 

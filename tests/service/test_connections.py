@@ -1,4 +1,4 @@
-"""Connections that do nothing are closed, and keep nobody else out."""
+"""Idle HTTP connections are closed, and do not lock out other clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def line(it: House, sent: bytes = b"") -> AsyncIterator[Line]:
-    """A connection over which these bytes were sent."""
+    """Open a connection and send these bytes."""
     place = urlsplit(it.service.view.address)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
@@ -33,7 +33,7 @@ async def line(it: House, sent: bytes = b"") -> AsyncIterator[Line]:
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the service closes the connection."""
+    """Return the bytes that arrive until the service closes the connection."""
     try:
         return await asyncio.wait_for(reader.read(), LIMIT)
     except ConnectionResetError:

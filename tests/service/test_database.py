@@ -32,7 +32,7 @@ LIMIT = 60.0
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code with shorter times."""
+    """Shorten the times of the manager."""
     monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
     monkeypatch.setattr(_manager_core, "CHECK_EVERY", 0.2)
     monkeypatch.setattr(_replication, "SILENCE", 0.5)
@@ -40,7 +40,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Asked:
-    """A running service, and what it answers."""
+    """A running service, and its responses."""
 
     def __init__(self, service: Service, said: list[str], client: httpx.AsyncClient) -> None:
         self.service = service
@@ -52,7 +52,7 @@ class Asked:
         return answer.status_code, answer.json()
 
     async def stream(self) -> dict[str, Any]:
-        """What `/v1/status` says of the stream."""
+        """Return the stream in `/v1/status`."""
         async with asyncio.timeout(LIMIT):
             while True:  # it is there as soon as there is a manager
                 state = (await self.client.get("/v1/status")).json()
@@ -62,12 +62,12 @@ class Asked:
                 await asyncio.sleep(0.02)
 
     async def explain(self) -> list[str]:
-        """The words of `/v1/explain/postgres`."""
+        """Return the text of `/v1/explain/postgres`."""
         answer = (await self.client.get("/v1/explain/postgres")).json()
         return str(answer["explanation"]).splitlines()
 
     async def until(self, *words: str) -> None:
-        """Wait for one of these words."""
+        """Wait until the health is one of these states."""
         await self.service.monitor.wait_until(lambda now: now in words, LIMIT)
 
     @property
@@ -105,7 +105,7 @@ async def service(
 
 
 def behind(proxy: FaultProxy, url: str) -> str:
-    """The same database, through the proxy."""
+    """Return the URL of the database through the proxy."""
     parts = urlsplit(url)
     login = parts.netloc.rpartition("@")[0]
     return parts._replace(netloc=f"{login}@{proxy.host}:{proxy.port}").geturl()
@@ -117,7 +117,7 @@ def front(url: str) -> FaultProxy:
 
 
 async def told(pg: Postgres, name: str, times: int = 1) -> None:
-    """Wait until an event was told so often from now on."""
+    """Wait until an event was recorded this many more times."""
     async with asyncio.timeout(LIMIT):
         async for event in pg.events():
             times -= event.name == name
@@ -126,7 +126,7 @@ async def told(pg: Postgres, name: str, times: int = 1) -> None:
 
 
 def states_down_to_the_manager(tree: dict[str, Any]) -> list[str]:
-    """The states of the nodes from the root to the one that owns the connections."""
+    """Return the states of the nodes from the root to the one that owns the connections."""
     states = [tree["state"]]
     for name in ("postgres", "manager", "connection", "manager", "manager"):
         (tree,) = (child for child in tree["children"] if child["name"] == name)
@@ -254,7 +254,7 @@ async def test_a_silent_server_does_not_hold_up_the_stop(postgres_url: str, tmp_
 
 
 async def failure(it: Asked) -> str:
-    """Why the service cannot go on."""
+    """Wait for the error that ends the service, and return its text."""
     with pytest.raises(MooredError) as caught:
         await asyncio.wait_for(asyncio.shield(it.service.failed), LIMIT)
     return str(caught.value)
@@ -445,7 +445,7 @@ async def test_a_lost_pooler_is_200_degraded_while_the_stream_works(
 
 
 async def _streams(it: Asked, url: str) -> Changes:
-    """Prove that a commit comes through; returns the consumer."""
+    """Check that a commit arrives; return the consumer."""
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
         await conn.execute("create table proof (id int primary key)")
         changes = it.pg.changes("proof", tables=["proof"])
@@ -465,7 +465,7 @@ async def _published(conn: psycopg.AsyncConnection[Any]) -> bool:
 
 
 async def _eventually(it: Asked, found: Any) -> Any:
-    """Wait until the status has something; nothing tells when."""
+    """Poll until the status satisfies the predicate."""
     async with asyncio.timeout(LIMIT):
         while True:
             if value := found(await it.stream()):

@@ -1,4 +1,4 @@
-"""What strangers can do to a running service, and what they can learn from it."""
+"""What an unauthorised client can do to a running service, and which secrets it exposes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_password_of_the_database_is_exposed_nowhere(tmp_path: Path) -> None
 
 
 def _all_answers(service: Running) -> dict[str, str]:
-    """What the service answers to every question."""
+    """Return the responses of all routes."""
     with httpx.Client(base_url=service.url, timeout=LIMIT, trust_env=False) as client:
         components = client.get("/v1/explain/nothing").json()["known"]
         assert "moored/postgres" in components

@@ -1,4 +1,4 @@
-"""One word for the whole service: what the parts say, and the worst of it."""
+"""The health of the service is the worst health of its parts."""
 
 from __future__ import annotations
 

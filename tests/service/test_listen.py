@@ -1,4 +1,4 @@
-"""The sockets, and who has them if we cannot."""
+"""The listening sockets, and the errors that name the holder of a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service says: lines for people, objects for programs, and few tracebacks."""
+"""The output of the service: text lines, JSON lines, and few tracebacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 
 
 class Said(io.StringIO):
-    """A stream that is no terminal."""
+    """A stream that is not a terminal."""
 
     @property
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Counting events without letting their number of series grow."""
+"""Events are counted with a bounded number of time series."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moored serve` as people run it: a process, real signals, a real PostgreSQL."""
+"""`moored serve` as a process, with real signals and a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_server_that_must_move_to_another_port_is_found_there(spare_data: Path
         seen = len(service.lines)
 
         def taken() -> bool:
-            """Whether its port was taken before it was back."""
+            """Whether another program took the port before the server was restarted."""
             processes = [p for p in service.family() if p.name() == "postgres"]
             if processes:
                 processes[0].kill()
@@ -210,7 +210,7 @@ def test_a_database_without_logical_replication_is_one_line_and_exit_code_2() ->
 
 
 def test_a_revoked_privilege_is_waited_for() -> None:
-    """What worked once is an outage, which may pass; only a start ends because of it."""
+    """After the start, a missing privilege is an outage; only a start fails because of it."""
     with SyncEmbeddedPostgres() as server, psycopg.connect(server.url, autocommit=True) as conn:
         conn.execute("create role follower login replication password 'follows'")
         conn.execute("grant create on database postgres to follower")

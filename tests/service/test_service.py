@@ -32,7 +32,7 @@ LIMIT = 30.0
 
 @dataclass
 class Lamp:
-    """A part: one child that meets its condition, and fails, when it is told to."""
+    """A part with one child that meets its condition, and fails, on command."""
 
     light: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,7 +70,7 @@ async def _shine(scope: Scope, receive: Receive, send: Send) -> None:
 
 @dataclass
 class House:
-    """A running service with one lamp, and a client that knows its address."""
+    """A running service with one lamp, and a client for it."""
 
     service: Service
     lamp: Lamp
@@ -377,7 +377,7 @@ async def test_what_a_part_shows_is_in_the_status_the_tree_and_the_explanation()
 
 
 class Broken(Bulb):
-    """A system that fails whenever it is asked."""
+    """A system whose methods raise."""
 
     def statistics(self) -> dict[str, Any]:
         raise RuntimeError("no lumen today")
@@ -390,7 +390,7 @@ class Broken(Bulb):
 
 
 class Unwritable(Bulb):
-    """A system whose numbers JSON cannot hold."""
+    """A system whose statistics JSON cannot represent."""
 
     def statistics(self) -> dict[str, Any]:
         return {"lumen": {(1, 2): 3}}

@@ -1,4 +1,4 @@
-"""What the service knows about itself."""
+"""The view: components, the whole state, and the tree."""
 
 from __future__ import annotations
 
