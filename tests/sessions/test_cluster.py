@@ -337,7 +337,7 @@ async def test_own_lease_that_the_store_still_has_is_not_a_takeover() -> None:
         assert ghost is not None
         with pytest.raises(LeaseLost):
             await lease.renew()
-        await until(lambda: "its own last lease" in alice.status()["reason"])
+        await until(lambda: "the last lease of this session" in alice.status()["reason"])
         assert isinstance(await alice.send("bob", b"", outcome=True), NotSent)
         await ghost.release()
         await alice.online(3 * SHORT)
@@ -379,7 +379,7 @@ async def test_cancelled_start_leaves_no_session_and_the_profile_can_start_again
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        with pytest.raises(StoreUnavailable, match="its own last lease"):
+        with pytest.raises(StoreUnavailable, match="the last lease of this session"):
             await sessions.start("alice", Demo(DemoServer()))
         store.may_answer.set()
         await free(leases)

@@ -35,7 +35,7 @@ from moored.sessions import (
     Text,
     _sessions,
 )
-from moored.sessions.events._sink import MOMENT
+from moored.sessions.events._sink import CLOSE_TIMEOUT
 from moored.sessions.link import _connection, _core
 from moored.sessions.mqtt import Mqtt
 from moored.sessions.sending import _senders
@@ -266,7 +266,7 @@ def test_table_of_numbers_matches_the_code() -> None:
         "a question to the server": [default(Session.query, "timeout")],
         "sends under way in a session": [_senders.LIMIT],
         "events that wait": [default(Sessions, "events")],
-        "a handler, at the end of its session": [MOMENT],
+        "a handler, at the end of its session": [CLOSE_TIMEOUT],
         "a new link for messages that were set aside": [protocol.redelivery],
         "the lease of a profile": [default(Sessions, "lease_ttl")],
         "the retry cache": [cache.size, cache.seconds],

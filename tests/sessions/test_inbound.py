@@ -12,13 +12,13 @@ from tests.sessions.support import until
 
 from moored.sessions import EventStream, Incoming, Session, Sessions, Text
 from moored.sessions.events._event_queue import MOST_LATE, EventQueue, QueuedEvent
-from moored.sessions.events._sink import MOMENT, Sink
+from moored.sessions.events._sink import CLOSE_TIMEOUT, Sink
 from moored.testing import Sim, simulate
 from moored.testing.demo import Demo, DemoServer
 from moored.testing.demo._protocol import DemoDialogue
 
 #: Three times the limit for the end of a session.
-AT_MOST = 3 * MOMENT
+AT_MOST = 3 * CLOSE_TIMEOUT
 
 
 # -- the event queue, which has no I/O ------------------------------------------------------------
@@ -423,8 +423,8 @@ def test_hung_handler_delays_the_end_by_one_limit_only(first: float, how: str) -
             await asyncio.sleep(0.1)
             begun = sim.now
             await (alice.stop() if how == "stop" else sessions.close())
-            assert sim.now - begun == pytest.approx(MOMENT)
-            assert server.mail("alice") == (2 if first > MOMENT else 1)
+            assert sim.now - begun == pytest.approx(CLOSE_TIMEOUT)
+            assert server.mail("alice") == (2 if first > CLOSE_TIMEOUT else 1)
 
     simulate(scenario, seeds=1)
 
@@ -461,7 +461,7 @@ async def test_handler_and_event_loop_can_stop_their_own_session(
     async for event in bob.events():
         if event.type == "messages_upsert":
             await bob.stop()
-    assert time.monotonic() - begun < MOMENT
+    assert time.monotonic() - begun < CLOSE_TIMEOUT
 
 
 async def test_disconnect_does_not_wait_for_the_handler_and_no_message_is_handled_twice(

@@ -355,7 +355,7 @@ async def test_connect_during_a_pause_raises_when_the_attempt_fails(server: Demo
         alice = await sessions.start("alice", Demo(server))
         await until(lambda: alice.state == "connecting/waiting")
         generation = alice.generation
-        with pytest.raises(NotConnected, match="takes no links"):
+        with pytest.raises(NotConnected, match="refuses new links"):
             await alice.connect(1.0)
         assert alice.generation == generation + 1
         assert alice.state == "connecting/waiting"
@@ -423,7 +423,7 @@ async def test_status_reports_reason_and_time_of_the_next_attempt(sim: Sim) -> N
         (status,) = sessions.status()
         assert status["state"] == "connecting/waiting"
         assert status["kind"] == CloseClass.TRANSIENT.value
-        assert "takes no links" in status["reason"]
+        assert "refuses new links" in status["reason"]
         assert status["next_attempt_in"] == pytest.approx(5.0)
         assert status["reconnects"] == 0
         json.dumps(status)

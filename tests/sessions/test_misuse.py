@@ -203,10 +203,10 @@ async def test_calls_from_another_event_loop_are_refused(
 async def test_invalid_profile_or_protocol_is_refused(
     sessions: Sessions, server: DemoServer
 ) -> None:
-    with pytest.raises(TypeError, match="profile must be a str, and not int"):
+    with pytest.raises(TypeError, match="profile must be a str, not int"):
         await sessions.start(5, Demo(server))  # type: ignore[arg-type]
     address: Any = "mqtt://user:s3cret@broker"
-    with pytest.raises(TypeError, match=r"protocol must be a Protocol, .* and not str$"):
+    with pytest.raises(TypeError, match=r"protocol must be a Protocol, .* not str$"):
         await sessions.start("alice", address)
     assert not len(sessions)
 
@@ -214,13 +214,13 @@ async def test_invalid_profile_or_protocol_is_refused(
 async def test_invalid_handler_or_steps_are_refused(sessions: Sessions, server: DemoServer) -> None:
     wrong: Any
     for wrong in ("handle", 5, []):
-        with pytest.raises(TypeError, match="events go to a function"):
+        with pytest.raises(TypeError, match="the handler must be a function"):
             await sessions.start("alice", Demo(server), on_event=wrong)
     for wrong in ([print], {"sign": print}, [("sign", "sign")], [("sign", print, 1)]):
         with pytest.raises(TypeError, match="steps are pairs"):
             await sessions.start("alice", Demo(server), steps=wrong)
     assert not len(sessions)
     alice = await sessions.connect("alice", Demo(server), steps=[("same", lambda send, _: send)])
-    with pytest.raises(TypeError, match="events go to a function"):
+    with pytest.raises(TypeError, match="the handler must be a function"):
         alice.attach(5)  # type: ignore[arg-type]
     assert isinstance(await alice.send("bob", b""), Acked)

@@ -210,4 +210,4 @@ async def test_inbound_step_that_returns_another_type_sets_the_message_aside(
     server.deliver("alice", Text("hello"))
     await until(lambda: "message_set_aside" in [each.type for each in events])
     (aside,) = [each.data for each in events if each.type == "message_set_aside"]
-    assert "the inbound step 'wrong' must return the event" in str(aside.error)
+    assert "the inbound step 'wrong' must return an Incoming" in str(aside.error)

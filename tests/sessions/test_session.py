@@ -563,7 +563,7 @@ async def test_missing_feature_of_a_protocol_is_reported(
         features = frozenset()
 
     alice = await sessions.connect("alice", Plain(server))
-    with pytest.raises(Unsupported, match="demo has no polls"):
+    with pytest.raises(Unsupported, match="demo does not support polls"):
         await alice.send_poll("bob", Poll("tea?", ("yes", "no")))
 
 

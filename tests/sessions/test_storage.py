@@ -298,5 +298,5 @@ def test_invalid_address_is_refused(where: str, says: str) -> None:
 
 async def test_empty_profile_is_refused() -> None:
     async with open_storage("memory:") as storage:
-        with pytest.raises(ValueError, match="needs a name"):
+        with pytest.raises(ValueError, match="must not be empty"):
             await storage.put("", "creds", "me", b"x")

@@ -111,9 +111,7 @@ async def test_sends_above_the_limit_of_one_recipient_are_not_sent_and_the_error
         await alice.send("very-secret", b"", timeout=0.001, outcome=True)
     outcome = await alice.send("very-secret", b"", outcome=True)
     assert isinstance(outcome, NotSent)
-    assert str(outcome.reason) == (
-        "3 sends to this recipient wait already: wait for some of them first"
-    )
+    assert str(outcome.reason) == "3 sends to this recipient are queued: wait for outcomes first"
     gate.set()
     await first
     assert await alice.send("very-secret", b"")
@@ -401,7 +399,7 @@ async def test_refused_account_is_logged_as_a_warning(
     await until(lambda: alice.state == "offline/refused")
     (line,) = lines(caplog, "WARNING")
     assert line.startswith("sessions/alice is offline/refused (authentication): ")
-    assert line.endswith("; it stays so until connect()")
+    assert line.endswith("; call connect() to retry")
 
 
 async def test_session_that_crashes_too_often_is_logged_as_a_warning(
@@ -414,7 +412,7 @@ async def test_session_that_crashes_too_often_is_logged_as_a_warning(
     assert alice.state == "stopped"
     (line,) = lines(caplog, "WARNING")
     why = "it has crashed too often: RuntimeError"
-    assert line == f"sessions/alice has ended for good: {why}"
+    assert line == f"sessions/alice has ended and will not be restarted: {why}"
     assert lines(caplog, "INFO")[-1] == f"sessions/alice is stopped: {why}"
     assert alice.status()["reason"] == why
     ours = [each for each in caplog.records if each.name == "moored.sessions"]
@@ -473,7 +471,7 @@ async def test_warnings_about_events_name_the_account(
     await until(lambda: alice.status()["handler_failures"])
     unhandled, failed = lines(caplog, "WARNING")
     assert unhandled.startswith("sessions/alice: the protocol does not handle a frame")
-    assert failed.startswith("a handler of events of 'alice' has failed")
+    assert failed.startswith("the event handler of 'alice' failed")
 
 
 # -- credentials --------------------------------------------------------------------------------
@@ -495,7 +493,7 @@ async def test_credentials_in_a_volatile_storage_are_warned_about_once(
         await pair(sessions, server, "alice")
         await pair(sessions, server, "bob")
     (line,) = lines(caplog, "WARNING")
-    assert line.startswith("sessions/alice was given credentials, and the storage forgets them")
+    assert line.startswith("sessions/alice was issued credentials, which the storage loses")
 
 
 async def test_credentials_in_a_durable_storage_cause_no_warning(

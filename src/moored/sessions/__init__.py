@@ -8,15 +8,15 @@
             case Acked(id=id): ...
             case Rejected(code=code): ...
             case NotSent(reason=reason): ...  # nothing left this process: safe to send again
-            case Unknown(reason=reason): ...  # it left, then the link died: only you can decide
+            case Unknown(reason=reason): ...  # it left, and then the link was lost: you decide
 
-What always holds:
+Invariants:
 
-- every send has exactly one outcome, at once when the link is lost, never only by its timeout;
-- what was not sent never arrives, and sends to one recipient arrive in order;
-- the crash of one account, or of one recipient's sender, touches no other;
+- every send has exactly one outcome, as soon as the link is lost and not only by its timeout;
+- a send that is `NotSent` never arrives, and sends to one recipient arrive in order;
+- the crash of one account, or of one recipient's sender, affects no other;
 - a profile has one session, in the process or, with leases, in the cluster;
-- what an old link says changes nothing.
+- a report from an old link changes nothing.
 """
 
 from ._content import (
@@ -93,7 +93,7 @@ from .storage import Corruption, Namespace, Records, Storage, open_storage
 from .transport import InMemory, Tcp, WebSocket
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
-    # What users call
+    # Sessions
     "ConnectionUpdate",
     "EventStream",
     "Session",
@@ -107,7 +107,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Rejected",
     "Submitted",
     "Unknown",
-    # What is sent and what comes in
+    # Contents and events
     "Bounce",
     "Incoming",
     "Media",
@@ -118,7 +118,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "SenderCrash",
     "SetAside",
     "Text",
-    # For who writes a protocol
+    # For authors of protocols
     "Accepted",
     "Answered",
     "Bounced",

@@ -1,4 +1,4 @@
-"""Checks of arguments, made before anything is done with them."""
+"""Checks of the arguments of public calls."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def check_handler(handler: object) -> None:
     """Raise `TypeError` for a handler that cannot be given events."""
     if handler is not None and not callable(handler) and not isinstance(handler, asyncio.Queue):
         found = type(handler).__name__
-        raise TypeError(f"events go to a function, an asyncio.Queue or None, and not to {found}")
+        raise TypeError(f"the handler must be a function, an asyncio.Queue or None, not {found}")
 
 
 def check_loop(loop: asyncio.AbstractEventLoop, home: asyncio.AbstractEventLoop | None) -> None:
     """Raise `SessionError` for a call from another event loop than the one of the sessions."""
     if loop is not home:
         raise SessionError(
-            "these sessions live on another event loop: call them there, from another thread with "
-            "asyncio.run_coroutine_threadsafe, or open Sessions on this loop"
+            "these sessions belong to another event loop: call them there, from another thread "
+            "with asyncio.run_coroutine_threadsafe, or open Sessions on this loop"
         )
 
 
@@ -45,7 +45,7 @@ def check_protocol(protocol: object) -> None:
     """Raise `TypeError` unless it is a `Protocol`; the value, perhaps a URL, is not shown."""
     if not isinstance(protocol, Protocol):
         found = type(protocol).__name__
-        raise TypeError(f"protocol must be a Protocol, such as Mqtt(uri), and not {found}")
+        raise TypeError(f"protocol must be a Protocol, such as Mqtt(uri), not {found}")
 
 
 def check_steps(steps: Iterable[object]) -> None:
@@ -61,7 +61,7 @@ def check_texts(**texts: object) -> None:
     """Raise `TypeError` for an argument that is not a str, by its name."""
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, and not {type(value).__name__}")
+            raise TypeError(f"{name} must be a str, not {type(value).__name__}")
 
 
 def check_timeout(timeout: object) -> None:

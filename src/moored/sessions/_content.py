@@ -1,4 +1,4 @@
-"""What is sent and what comes in, as plain objects: never a protocol's own frames."""
+"""The contents of sends and the events of sessions: plain objects, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text."""
+    """A text message."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """A picture, a film, a document: a descriptor of bytes that are kept elsewhere."""
+    """A picture, a video, a document: the descriptor of uploaded bytes."""
 
     #: Such as "image", "video", "audio", "document".
     kind: str
-    #: Where it is, as the protocol's upload said.
+    #: The location that the protocol's upload returned.
     location: str
     size: int = 0
     caption: str = ""
-    #: What is needed to read it, such as its key.
+    #: The secret that is needed to read the bytes, such as their key.
     secret: bytes = field(default=b"", repr=False)
 
 
@@ -50,13 +50,13 @@ class Poll:
 
     question: str
     options: tuple[str, ...]
-    #: How many may be chosen.
+    #: The most options that a voter may choose.
     choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Somebody has got, or read, something."""
+    """A recipient has received, or read, messages."""
 
     ids: tuple[str, ...]
     kind: str
@@ -65,7 +65,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Somebody is there, or not, or writes."""
+    """An account is available, unavailable or typing."""
 
     who: str
     state: str
@@ -73,18 +73,18 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class Msg:
-    """Something that somebody sent to this account."""
+    """A message to this account."""
 
-    #: "text", "media", "poll", "bytes" or a word of the protocol's.
+    #: "text", "media", "poll", "bytes" or a type of the protocol.
     type: str
     content: Any
     id: str = ""
     sender: str = ""
-    #: The group, or whatever else it was sent to, if it was not to this account alone.
+    #: The group, topic or other address that it was sent to, if not to this account alone.
     to: str = ""
-    #: Whether the server says that it has sent it before.
+    #: Whether the server has marked it as sent before.
     duplicate: bool = False
-    #: Whatever else the protocol has to tell.
+    #: More data of the protocol.
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -107,20 +107,20 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """A message that could not be handled: it is not acknowledged, and holds up no other message.
+    """A message that could not be handled: it is not acknowledged, and later ones are handled.
 
-    The server sends it again over the next link, if the protocol's server does so at all.
+    The server sends it again over the next link, if it does that in this protocol.
     """
 
-    #: The event that the handler failed at; without data, if the protocol could not interpret it.
+    #: The event whose handler failed; without data if the protocol could not interpret it.
     event: Incoming
-    #: What the handler, or the protocol, raised.
+    #: The exception of the handler or of the protocol.
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
 class Bounce:
-    """A send that the server had confirmed, and could not deliver in the end."""
+    """A send that the server had confirmed, and could not deliver."""
 
     id: str
     #: The protocol's own code.
@@ -130,20 +130,20 @@ class Bounce:
 
 @dataclass(frozen=True, slots=True)
 class SenderCrash:
-    """The sender of a recipient has crashed: a step, or the protocol, raised what none may."""
+    """The sender of a recipient has crashed: a step or the protocol raised an unexpected error."""
 
-    #: The name of the exception's type. Its words are not here: they may be somebody's.
+    #: The name of the exception's type; without its text, which may quote a message.
     error: str
-    #: How many sends have failed with it.
+    #: The number of sends that failed with it.
     sends: int
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionUpdate:
-    """The connection has changed."""
+    """A change of the connection's state."""
 
-    #: "connecting", "online", "offline" or "stopped"; the step is after a slash, if there is one.
+    #: "connecting", "online", "offline" or "stopped"; with the step after a slash, if it has one.
     state: str
-    #: Why there is no link: how the last one ended, or who ended it (then without a class).
+    #: Why there is no link: the class of the last link's end; None if the user ended it.
     kind: CloseClass | None = None
     reason: str = ""

@@ -1,4 +1,4 @@
-"""How often things have happened to a session."""
+"""The event counters of a session."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["SessionCounts"]
 
 
 class SessionCounts:
-    """How often things have happened to a session."""
+    """The event counters of one session, as in `status()`."""
 
     __slots__ = (
         "acked",
@@ -28,5 +28,5 @@ class SessionCounts:
         self.repeated = self.not_repeated = self.bounced = 0
 
     def as_dict(self) -> dict[str, int]:
-        """As plain data."""
+        """Return the counters by name."""
         return {name: getattr(self, name) for name in self.__slots__}

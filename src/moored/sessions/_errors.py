@@ -30,7 +30,7 @@ class AlreadyRunning(SessionError):
 
     def __init__(self, text: str, current: object = None) -> None:
         super().__init__(text)
-        #: The session, if it is in this process; otherwise who has the lease, in words.
+        #: The session, if it is in this process; otherwise a text that names the lease's holder.
         self.current = current
 
 
@@ -47,7 +47,7 @@ class LinkLost(SessionError):
 
 
 class SenderCrashed(SessionError):
-    """The sender of a recipient has crashed; all that it had in hand has failed with it."""
+    """The sender of a recipient has crashed; all unsettled sends to the recipient have failed."""
 
     def __init__(self, reason: BaseException | str) -> None:
         super().__init__(f"the sender has crashed: {reason!r}")
@@ -75,7 +75,7 @@ class ProtocolError(SessionError):
 
     def __init__(self, text: str, farewell: bytes = b"") -> None:
         super().__init__(text)
-        #: What to send before the link is closed.
+        #: Bytes to send before the link is closed.
         self.farewell = farewell
 
 

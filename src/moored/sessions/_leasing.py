@@ -1,8 +1,8 @@
-"""One session for each profile in the whole cluster: the leases of the sessions of a process.
+"""The leases of profiles, so that each has one session in the whole cluster.
 
-Without leases all of this says yes. With them a session has one before it is started, and gets
-another one before each link if the last one is over. Between the two somebody else may have had
-the account: what a link of ours had left behind is not said any more, and what is stored counts.
+Without leases, everything is allowed. With leases, a session acquires one before it is started, and
+another one before each link if the last lease has expired. In between, another process may have had
+the account: unconfirmed sends of the old link are not repeated, and credentials are loaded again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Leasing"]
 class Leasing:
     """The leases of all sessions of one `Sessions` object.
 
-    :param leases: a client, which stays its owner's; a URL, for which one is made; None for none.
-    :param name: the first word of the keys.
+    :param leases: a client, which its owner closes; a URL, for which a client is created; or None.
+    :param name: the prefix of the keys.
     """
 
     __slots__ = ("_client", "_clock", "_mine", "_name", "_token", "_ttl")
@@ -33,28 +33,28 @@ class Leasing:
         self._name = name
         self._ttl = ttl
         self._clock = clock
-        # Tells leases of this object from those of others in the same process.
+        # Distinguishes the leases of this object from those of others in the same process.
         self._token = f"{clock.random.getrandbits(48):012x}"
 
     @property
     def needed(self) -> bool:
-        """Whether sessions need leases at all."""
+        """Whether sessions need leases."""
         return self._client is not None
 
     async def open(self, recorder: Recorder) -> None:
-        """Connect to the store, if that is for us to do."""
+        """Create and open the client, if a URL was given."""
         if isinstance(self._client, str):
             self._client = connect(self._client, clock=self._clock, recorder=recorder)
             self._mine = True
             await self._client.open()
 
     async def close(self) -> None:
-        """Let go of the store, if it is ours."""
+        """Close the client, if it was created here."""
         if self._mine and isinstance(self._client, Leases):
             await self._client.close()
 
     async def renew(self, runtime: SessionRuntime) -> None:
-        """See to it that the session has its lease, if it needs one."""
+        """Acquire the lease of a session, unless it holds a live one or needs none."""
         before = runtime.lease
         if self._client is None or (before is not None and before.live):
             return
@@ -69,14 +69,15 @@ class Leasing:
             if any(each.holder.owner != owner for each in held):
                 raise
             if held or before is not None:
-                # It was asked for and not answered, or nobody waited for the answer, or it was
-                # lost because the store could not be reached. Nobody else has it.
-                raise StoreUnavailable(f"its own last lease is not over yet: {error}") from error
-            lease = runtime.lease = await exclusive.acquire()  # whoever had it is gone
+                # Held by an earlier acquire of ours that got no answer or was cancelled, or lost
+                # because the store could not be reached. No other process has it.
+                text = f"the last lease of this session has not expired yet: {error}"
+                raise StoreUnavailable(text) from error
+            lease = runtime.lease = await exclusive.acquire()  # its holder has released it
         lease.on_lost(lambda error: runtime.fenced() if runtime.lease is lease else None)
         if before is not None:
-            # Whoever had it since has said other things, and may have other credentials. What the
-            # old link had not confirmed was settled when the lease was lost: it must not follow.
+            # Another process may have used the account, and have changed its credentials. Sends
+            # of the old link were settled when the lease was lost: they must not be repeated.
             runtime.memory = runtime.protocol.forget(runtime.memory)
-            if not runtime.credentials.unsaved:  # otherwise they are nowhere else
+            if not runtime.credentials.unsaved:  # otherwise there is no other copy
                 runtime.credentials.value = None

@@ -1,17 +1,17 @@
-"""What a protocol is: plain objects that turn bytes into events and requests into bytes.
+"""The interface of a protocol: plain objects that turn bytes into events and sends into bytes.
 
-They do no I/O, have no clock and start no task, so that the same code runs on a socket, in a test
+They do no I/O, have no clock and start no tasks, so that the same code runs on a socket, in a test
 and in the simulator. There are two:
 
-- a `Protocol` says where to connect to, what it can do, and through which steps a send goes; one
-  object may serve any number of sessions;
-- a `Dialogue` is one link of one session, from the first byte to the last. It is made anew for each
-  link. What must outlive a link (unacknowledged sends of a protocol that can resume) is in the
-  `memory` that the session keeps for its protocol, and hands to each dialogue.
+- a `Protocol` holds the endpoint, the features and the steps of sends; one object may serve any
+  number of sessions;
+- a `Dialogue` is one link of one session, from the first byte to the last. Each link has a new one.
+  State that must outlive a link (unacknowledged sends of a protocol that can resume) is in the
+  `memory`, which the session keeps and passes to each dialogue.
 
-Whatever `feed` returns is handled in its order. A dialogue that is fed nonsense raises
-`ProtocolError`, which closes that one link; any other exception is a defect and crashes the
-session, whose supervisor starts it again.
+The events that `feed` returns are handled in order. A dialogue that is fed invalid bytes raises
+`ProtocolError`, which closes the link; any other exception is a defect and crashes the session's
+connection, which its supervisor restarts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Feature(Enum):
-    """What a protocol may offer besides sending bytes; what it lacks raises `Unsupported`."""
+    """Optional features of a protocol; calling one that it lacks raises `Unsupported`."""
 
     TEXT = "text"
     MEDIA = "media"
@@ -65,61 +65,61 @@ class Feature(Enum):
 
 
 class CloseClass(Enum):
-    """Why a link ended, as far as it matters for what comes next."""
+    """Why a link ended, which decides whether the session reconnects."""
 
-    #: The network, or a server that restarts: try again, with growing pauses, and never give up.
+    #: A network failure, or a server that restarts: reconnect with backoff, and never give up.
     TRANSIENT = "transient"
-    #: A new link is needed, in place of one that is in order: make it at once, do not count it.
+    #: The server requests a new link in place of a working one: reconnect without a pause.
     RESTART = "restart required"
-    #: Another one has connected as the same account: stop.
+    #: Another client has connected as the same account: stop.
     TAKEOVER = "taken over"
     #: The credentials are not accepted: stop.
     AUTHENTICATION = "authentication"
     #: The account is banned: stop.
     BANNED = "banned"
-    #: The server does not talk to this version any more: stop.
+    #: The server does not support this version of the protocol: stop.
     OUTDATED = "outdated"
-    #: The settings, or what they make of this profile, cannot work: stop.
+    #: The settings cannot work, at least for this profile: stop.
     MISCONFIGURED = "misconfigured"
 
     @property
     def final(self) -> bool:
-        """Whether connecting again would do harm, or no good."""
+        """Whether the session does not reconnect: it would do harm, or is useless."""
         return self not in (CloseClass.TRANSIENT, CloseClass.RESTART)
 
 
-# -- what a dialogue says of the bytes that it was fed -------------------------------------------
+# -- the events that a dialogue returns ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The handshake and the login are over; sends may be written from now on."""
+    """The handshake and the login are complete; sends may be written from now on."""
 
-    #: Whether the server still knows the state of the last link that was ready: unacknowledged
-    #: sends live on.
+    #: Whether the server has kept the state of the last link that was ready, so that its
+    #: unacknowledged sends can be resumed.
     resumed: bool = False
-    #: How many sends may be written and unconfirmed at once; None for any number.
+    #: The most sends that may be unconfirmed at once; None for any number.
     window: int | None = None
-    #: Seconds of silence that this server allows, if it has its own mind about them; 0 for any.
+    #: The keepalive interval that this server requests, in seconds; 0 for no keepalive.
     keepalive: float | None = None
     #: Whether the server keeps the state of this link when it ends, as the protocol promises. With
-    #: False, its unacknowledged sends are settled at once when it does.
+    #: False, its unacknowledged sends are settled as soon as the link ends.
     keeps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LoginStep:
-    """The login needs somebody: a code to show, a question to answer."""
+    """The login needs a person, to enter a code or to answer a question."""
 
-    #: What is wanted, such as "pairing code".
+    #: What is needed, such as "pairing code".
     kind: str
-    #: What to show, such as the code.
+    #: The data to show, such as the code.
     data: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The login has given credentials, which are to be kept for the next one."""
+    """The server has issued credentials, to be stored for the next login."""
 
     credentials: bytes = field(repr=False)
 
@@ -134,7 +134,7 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedUpTo:
-    """The server has confirmed so many more of the sends written over this link, in order."""
+    """The server has confirmed the next `count` sends of this link, in the order written."""
 
     count: int
 
@@ -150,9 +150,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Bounced:
-    """A send that the server has confirmed could not be delivered: the event `send_bounced`.
+    """The server could not deliver a send that it had confirmed: the event `send_bounced`.
 
-    For one that is not confirmed yet, it is a refusal.
+    For a send that is not confirmed yet, it is a refusal.
     """
 
     id: str
@@ -172,54 +172,55 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something came in that is for the user, or for a handler of the protocol."""
+    """A message or notification for the user arrived."""
 
-    #: What `Protocol.route` is asked about.
+    #: The argument of `Protocol.route` and `Protocol.interpret`.
     frame: Any = field(repr=False)
-    #: Given to `Dialogue.acknowledge` when the user's handler has returned; None for no need.
+    #: Passed to `Dialogue.acknowledge` when the user's handler has returned; None if the server
+    #: needs no acknowledgement.
     token: Any = None
-    #: What two copies of one message have in common, and nothing else ever has. With it, a message
-    #: that was handled when its link was gone is not handled again: its copy is acknowledged.
+    #: Equal for the copies of one message, and for no other message. With it, a message that was
+    #: handled after its link was lost is not handled again: its copy is acknowledged.
     key: object = None
-    #: Whether the server may have sent it before, and this is such a copy.
+    #: Whether this may be a copy of a message that the server has sent before.
     again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """The server ends the link, and says why."""
+    """The server ends the link, for this reason."""
 
     kind: CloseClass
     code: object = None
     reason: str = ""
-    #: What to send before the socket is closed.
+    #: Bytes to send before the socket is closed.
     farewell: bytes = b""
-    #: The earliest moment to come back, in seconds from now, if the server said so.
+    #: The seconds to wait before reconnecting, if the server requests a minimum.
     retry_after: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Bytes that must be sent now: the next move of a handshake, or an answer to a ping."""
+    """Bytes to send now: the next part of a handshake, or the answer to a ping."""
 
     data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Something was received that needs no answer, such as the answer to a ping."""
+    """A frame that needs no action, such as the answer to a ping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """The next process needs this: keep it in the storage, and give it to `Protocol.recall`."""
+    """Data for the next process: stored, and passed to `Protocol.recall`."""
 
     data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A peer could not read a send, and asks for it again."""
+    """A peer could not read a send, and requests it again."""
 
     id: str
 
@@ -228,14 +229,14 @@ class Repeat:
 class StartTls:
     """The server is ready for TLS on this link (STARTTLS); for an endpoint with `starttls`.
 
-    What came behind it in plain text is not heard. When the link is encrypted, what
-    `Dialogue.secured` returns is sent.
+    Further plain text is dropped. When the link is encrypted, the bytes that `Dialogue.secured`
+    returns are sent.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Unhandled:
-    """A frame that nobody knows what to do with; it is logged and counted."""
+    """A frame that the protocol does not handle; it is logged and counted."""
 
     what: str
 
@@ -262,31 +263,32 @@ DialogueEvent: TypeAlias = (
 
 @dataclass(slots=True)
 class Outgoing:
-    """A send on its way through the steps; a step may change or replace what is in it."""
+    """A send during its steps; a step may change its content and body."""
 
     id: str
     recipient: str
-    #: As the user gave it: bytes, or one of the contents (`Text`, `Media`, `Poll`, …).
+    #: The argument of `send`: bytes, or one of the contents (`Text`, `Media`, `Poll`, …).
     content: Any
-    #: What the steps have made of it, and what `Dialogue.write` will write.
+    #: The result of the steps, which `Dialogue.write` encodes.
     body: Any = None
-    #: What else steps tell each other; what is under "extra" becomes the `extra` of `Acked`.
+    #: Data that steps pass on to later ones; the value of "extra" becomes the `extra` of `Acked`.
     notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something to say that the server does not answer, such as a presence; for `query`."""
+    """A message that the server does not answer, such as a presence; for `query`."""
 
     data: Any = field(repr=False)
 
 
-#: One step: gets the send, returns it or another; may be async; `StepFailed` fails this send only.
+#: A step of sends: gets the send and the session, returns the send or another one. May be async.
+#: `StepFailed` fails only this send.
 Step: TypeAlias = Callable[[Outgoing, Any], Any]
 
-#: One step for what comes in: gets the `Incoming` and the session, returns that, another one, or
-#: None if nothing is left for the consumer; may be async, use records, query and send. What it
-#: raises sets the message aside.
+#: A step of received events: gets the `Incoming` and the session; returns that, another one, or
+#: None to drop it. May be async, and use records, query and send. If it raises, the message is set
+#: aside.
 InboundStep: TypeAlias = Callable[[Any, Any], Any]
 
 
@@ -297,172 +299,171 @@ class Dialogue(ABC):
 
     @abstractmethod
     def hello(self) -> bytes:
-        """What is sent first; empty, if the server speaks first."""
+        """Return the first bytes to send; empty if the server sends first."""
 
     @abstractmethod
     def feed(self, data: bytes) -> Iterable[DialogueEvent]:
-        """Bytes have come in."""
+        """Return the events of received bytes."""
 
     @abstractmethod
     def write(self, outgoing: Outgoing) -> bytes:
-        """A send, as bytes; from now on it has left the process."""
+        """Return a send as bytes, which are written to the link immediately."""
 
     def resend(self, wanted: Container[str]) -> Iterable[tuple[str, bytes | None]]:
-        """After a resumption: the unconfirmed sends of the last link, with their ids, in order.
+        """Return the unconfirmed sends of the last link, by id and in order, to resume them.
 
-        Only those whose ids are `wanted`: the others are settled, and must not be written again.
-        Empty bytes keep a send back, and new sends with it: the dialogue writes it later, as a
-        `Greeting`. None gives a send up, because the links that it was written to have ended.
+        Return only those whose id is in `wanted`: the others are settled, and must not be written
+        again. Empty bytes hold a send back, and new sends with it: the dialogue writes it later, as
+        a `Greeting`. None gives a send up, because every link that it was written to has ended.
         """
         return ()
 
     def secured(self) -> bytes:
-        """After `StartTls`: what is sent first over TLS. Forget what came in plain text."""
+        """Return the first bytes to send over TLS, after `StartTls`; drop buffered plain text."""
         raise NotImplementedError
 
     def query(self, id: str, question: Any) -> bytes:
-        """A question, as bytes; its answer comes as `Answered`."""
+        """Return a query as bytes; its answer is reported as `Answered`."""
         raise NotImplementedError
 
     def notice(self, data: Any) -> bytes:
-        """What is in a `Notice`, as bytes; nothing is waited for."""
+        """Return the data of a `Notice` as bytes; the server does not answer it."""
         raise NotImplementedError
 
     def ping(self) -> bytes:
-        """What makes a live server answer; empty, if the protocol has nothing of the kind."""
+        """Return bytes that a live server answers; empty if the protocol has no ping."""
         return b""
 
     def acknowledge(self, token: Any) -> bytes:
-        """What tells the server that something it sent was handled; empty for nothing.
+        """Return the acknowledgement of a message that was handled; may be empty.
 
-        `ProtocolError` ends the link, after its farewell, for a new one.
+        `ProtocolError` sends its farewell and replaces the link.
         """
         return b""
 
     def skip(self, token: Any) -> bytes:
-        """What lets later ones be acknowledged though this one is not; empty for nothing.
+        """Return bytes for a message that could not be handled; may be empty.
 
-        Called for something that could not be handled. The server should keep it, and send it again
-        over the next link. Where that cannot be said, because one acknowledgement covers all
-        before it, return what `acknowledge` would.
+        The server should keep it and send it again over the next link, and later messages must be
+        acknowledged nevertheless. If one acknowledgement covers all earlier messages, return what
+        `acknowledge` would.
         """
         return b""
 
     def end_of_batch(self) -> bytes:
-        """Called when all events of the bytes that `feed` got were handled; empty for nothing.
+        """Return bytes to send after all events of one `feed` were handled; may be empty.
 
-        For what is said once for all of them, such as one confirmation of everything up to here.
+        For an acknowledgement that covers all of them, for example.
         """
         return b""
 
     def login(self, answer: Any) -> bytes:
-        """The user's answer to a `LoginStep`, as bytes."""
+        """Return the user's answer to a `LoginStep` as bytes."""
         raise NotImplementedError
 
     def goodbye(self) -> bytes:
-        """What is sent before the link is closed on purpose."""
+        """Return bytes to send before the client closes the link."""
         return b""
 
 
 class Protocol(ABC):
-    """How to talk to a kind of server; one object for any number of sessions."""
+    """How to communicate with a kind of server; one object for any number of sessions."""
 
-    #: Its name in logs and in `repr`.
+    #: Its name in logs, metrics and `repr`.
     name: str = "protocol"
-    #: What it can do besides sending.
     features: frozenset[Feature] = frozenset()
-    #: What a send goes through before it is written.
+    #: The steps of a send, by name, before it is written.
     steps: Sequence[tuple[str, Step]] = ()
-    #: What a message goes through before a consumer gets it, one message at a time.
+    #: The steps of a message, by name, before a consumer gets it; for one message at a time.
     inbound_steps: Sequence[tuple[str, InboundStep]] = ()
-    #: Seconds of silence after which the server is asked for a sign of life; None for never.
+    #: Seconds of silence after which the server is pinged; None for no keepalive.
     keepalive: float | None = 30.0
-    #: Seconds that a server has to answer that; then the link counts as lost.
+    #: Seconds that a server has to answer a ping; then the link counts as lost.
     patience: float = 5.0
-    #: Whether unconfirmed sends may live on in the next link.
+    #: Whether unconfirmed sends may be resumed over the next link.
     resumes: bool = False
-    #: How many things the server may send before they are acknowledged; None, if it never waits.
+    #: The most unacknowledged messages that the server sends; None if it does not limit them.
     inbound_window: int | None = None
-    #: Whether peers may ask for a send again (`Repeat`), so that recent ones must be kept.
+    #: Whether peers may request a send again (`Repeat`), so that recent ones must be kept.
     repeats: bool = False
     #: Whether the server confirms by a count (`ConfirmedUpTo`) instead of by ids.
     cumulative: bool = False
-    #: Whether what came in is acknowledged in its order, so that `Dialogue.skip` has something to
-    #: do, and what there is no room for is left to another link.
+    #: Whether messages are acknowledged in order, so that one that cannot be handled needs
+    #: `Dialogue.skip`, and one that does not fit into the event queue needs a new link.
     acknowledges_in_order: bool = False
     #: Seconds after which a new link is made for the messages that were set aside because a handler
-    #: raised: servers send them again over the next link alone, and may stop sending others
-    #: when too many are unacknowledged. None for never.
+    #: raised: servers send them again only over the next link, and may stop sending others while
+    #: too many are unacknowledged. None for never.
     redelivery: float | None = 300.0
-    #: Whether the server sends again, over the next link, what was not acknowledged: "never",
-    #: "always", or if it still knows the last link ("resumed", which is what `Ready` says then).
-    #: If it does, what no handler has begun when a link ends is not kept: it would come twice.
+    #: Whether the server sends unacknowledged messages again over the next link: "never", "always",
+    #: or "resumed": if `Ready` reports that the last link was resumed. If it does, messages that no
+    #: handler has begun are dropped when a link ends: they would be handled twice.
     redelivers: Literal["never", "resumed", "always"] = "never"
-    #: Whether it does so for the next session of the profile, too. If it does, a session that is
-    #: stopped leaves to that one what no handler has begun; otherwise handlers get it first.
+    #: Whether it also sends them to the next session of the profile. If so, a session that is
+    #: stopped drops the messages that no handler has begun; otherwise they are handled first.
     outlives: bool = False
 
     @property
     @abstractmethod
     def endpoint(self) -> Any:
-        """Where to connect to: a `Tcp`, `WebSocket` or `InMemory` endpoint."""
+        """The server to connect to: a `Tcp`, `WebSocket` or `InMemory` endpoint."""
 
     def locate(self, profile: str, credentials: bytes | None, memory: Any) -> Any:
-        """Where the next link of a profile leads: to `endpoint`, if nothing else is known.
+        """Return the endpoint for the next link of a profile; `endpoint` by default.
 
-        Called once for each attempt, so that a protocol can follow a redirect which it has put into
-        its memory, and give it up when the attempt has failed.
+        Called once for each dial, so that a protocol can follow a redirect that it has put into its
+        memory, and drop it if the dial fails.
         """
         return self.endpoint
 
     def remember(self) -> Any:
-        """The memory of a session that has none yet; kept while the session lives."""
+        """Return a new memory for a session, which keeps it until it is stopped."""
         return None
 
     def recall(self, memory: Any, stored: bytes) -> None:  # noqa: B027 (may be nothing)
-        """An earlier process has left this with `Remember`; called before the first link."""
+        """Restore what an earlier process stored with `Remember`; called before the first link."""
 
     def forget(self, memory: Any) -> Any:
-        """What is left of it when somebody else may have had the account: by default, a new one.
+        """Return the memory to use after another process may have used the account.
 
-        Nothing unconfirmed may be written again: whoever sent it was told that its fate is unknown.
+        No unconfirmed send may be written again: its outcome was already reported as `Unknown`.
         """
         return self.remember()
 
     @abstractmethod
     def begin(self, profile: str, credentials: bytes | None, memory: Any) -> Dialogue:
-        """A dialogue for a new link."""
+        """Return a dialogue for a new link."""
 
     def route(self, frame: Any) -> str:
-        """Which handler a frame is for, by looking at nothing else; "unhandled" for none."""
+        """Return the tag of a frame, which depends only on the frame; "unhandled" for none."""
         return "unhandled"
 
     def interpret(self, tag: str, frame: Any) -> Any:
-        """What the user gets for a frame with that tag; None for nothing."""
+        """Return the user's data for a frame with this tag; None for no event."""
         return None
 
     def question(self, what: str, **details: Any) -> Any:
-        """What `Dialogue.query` gets for one of the features, such as "presence".
+        """Return the argument of `Dialogue.query` for one of the features, such as "presence".
 
-        A `Notice`, if the server has no answer to that: `Dialogue.notice` gets what is in it.
+        Return a `Notice` if the server does not answer it: `Dialogue.notice` gets its data.
         """
         return {"do": what, **details}
 
     async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Any:
-        """Put bytes where others can get them, and return their `Media`."""
+        """Upload bytes, and return their `Media`."""
         raise NotImplementedError
 
     async def download(self, session: Any, media: Any) -> bytes:
-        """Get the bytes that a `Media` describes."""
+        """Return the bytes that a `Media` describes."""
         raise NotImplementedError
 
     def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:  # noqa: B027 (may be nothing)
-        """Raise `StepFailed` for what `write` would refuse, for sessions without a server."""
+        """Raise `StepFailed` for content that `write` would refuse; for `offline=True`."""
 
     def sandbox_answer(self, question: Any) -> Any:
-        """What the server would answer to a query, for sessions without a server."""
+        """Return a sample answer to a query; for `offline=True`."""
         return None
 
     def sandbox_extra(self, outgoing: Outgoing) -> Any:
-        """What a confirmation would carry as `extra`, for sessions without a server."""
+        """Return a sample `extra` of a confirmation; for `offline=True`."""
         return None

@@ -1,7 +1,7 @@
-"""What the parts of one session share: its state, its sends, its events and its connection.
+"""The internal state of one session: its sends, its events and its connection.
 
-The user has a `Session`, which calls this. It stays the same object while the parts of the
-session's tree are restarted.
+The user's `Session` calls it. It stays the same object while the children of the session's tree are
+restarted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["SessionRuntime"]
 
-#: The namespace and the key of what the protocol has to remember.
+#: The namespace and the key of the protocol's own record (`Remember`).
 MEMORY = ("protocol", "memory")
 
 
 class SessionRuntime:
-    """The parts of one session, and what they report to each other."""
+    """The parts of one session, which report to each other through it."""
 
     __slots__ = (
         "_changes",
-        "_told",
+        "_last_update",
         "clock",
         "closing_links",
         "connect_timeout",
@@ -59,7 +59,7 @@ class SessionRuntime:
         "sends",
         "session",
         "sink",
-        "stop_asked",
+        "stop_requested",
         "tree",
     )
 
@@ -89,81 +89,80 @@ class SessionRuntime:
         self.clock = clock
         self.recorder = recorder
         self.connect_timeout = connect_timeout
-        #: What its user has.
+        #: The public object.
         self.session = Session(self)
         machine = Machine(name, CHART, clock=clock, recorder=recorder, history=0)
         self.core = SessionCore(machine, backoff)
         self.counts = SessionCounts()
         self.sends = Sends(self, [*protocol.steps, *steps])
-        #: What stands in for the server; None for a session that has one.
+        #: The stand-in for the server with `offline=True`; otherwise None.
         self.offline = OfflineServer(self, checks=not steps) if offline else None
         inbound = [*protocol.inbound_steps, *inbound_steps]
         returns = protocol.redelivers != "never" and not offline
         queue = EventQueue(profile, events, returns=returns, outlives=protocol.outlives)
         self.sink = Sink(queue, InboundSteps(self.session, inbound) if inbound else None)
-        #: What the protocol keeps from one link to the next.
+        #: The state that the protocol keeps from one link to the next.
         self.memory = protocol.remember()
         self.credentials = Credentials(self, credentials)
         self.lease: Lease | None = None
-        #: The current life of the connection, which the supervisor starts.
+        #: The connection that runs now; the supervisor replaces it after a crash.
         self.connection: Connection | None = None
         self.closing_links = ClosingLinks()
         self.tree: Supervisor | None = None
-        #: Whether the user has stopped it, before it ended by itself.
-        self.stop_asked = False
-        # What was last reported about the connection.
-        self._told: ConnectionUpdate | None = None
+        #: Whether the user has stopped the session, before it ended by itself.
+        self.stop_requested = False
+        self._last_update: ConnectionUpdate | None = None
         self._changes: list[asyncio.Future[None]] | None = None
 
     @property
     def link(self) -> Link | None:
-        """The current link, if there is one."""
+        """The current link, or None."""
         return None if self.connection is None else self.connection.link
 
     # -- the connection ------------------------------------------------------------------------
 
     def begins(self) -> None:
-        """Its tree has been started: it connects by itself from now on."""
+        """Begin to connect: the tree has been started."""
         self.core.connect()
         if self.offline is not None:
             self.offline.start()
 
     async def before_dial(self) -> None:
-        """Get the lease, a place in the rate limit, and the credentials for a new link."""
+        """Acquire the lease, wait for the rate limit, and load the credentials for a new link."""
         await self.owner._leasing.renew(self)
         await self.owner._rate.wait()
         await self.credentials.load()
 
     async def recall(self) -> None:
-        """Give the protocol what an earlier process has stored for it."""
+        """Pass the record of an earlier process to the protocol."""
         if self.offline is None and (stored := await self.records.get(*MEMORY)) is not None:
             self.protocol.recall(self.memory, stored)
 
     def remember(self, data: bytes) -> None:
-        """Store what the protocol needs in the next process."""
+        """Store the protocol's record for the next process."""
         if not self.owner._storage.durable:
-            return  # there is no next process, as far as the storage is concerned
+            return
 
         async def keep() -> None:
             try:
                 # Without a worker for the record: this is its only writer.
                 await self.records._write(*MEMORY, data)
             except Exception as error:
-                text = "what the protocol has to remember could not be kept"
+                text = "the protocol's record could not be stored"
                 self.record(text, kind="failure", cause=error)
 
         self.owner._tasks.start(keep())
 
     def may_write(self) -> bool:
-        """Whether the lease allows to write; without it, the link is aborted."""
+        """Whether the lease is live; if it is not, abort the link."""
         if self.lease is None or self.lease.live:
             return True
         self.fenced()
         return False
 
     def fenced(self) -> None:
-        """Abort the link: the lease is lost, and another process may have it by now."""
-        reason = "the lease of its profile was lost"
+        """Abort the link: the lease is lost, and another process may hold it."""
+        reason = "the lease of the profile was lost"
         core = self.core
         if core.lost(core.generation, CloseClass.TRANSIENT, reason, self.clock.monotonic()):
             self.record(reason, kind="failure")
@@ -172,11 +171,11 @@ class SessionRuntime:
             self.connection.abandon(reason)
 
     def crashed(self, error: BaseException) -> None:
-        """The connection has crashed: settle every send that is under way."""
+        """Settle every send: the connection has crashed."""
         self.counts.crashes += 1
         reason = SessionError(f"the session has crashed: {describe(error)}")
         reason.__cause__ = error
-        # Not its words: they may be a message's, and this is recorded and logged.
+        # Without the error's text, which may quote a message: this is recorded and logged.
         why = f"the session has crashed: {type(error).__name__}"
         self.core.crashed(why, self.clock.monotonic())
         self.sends.over(reason)
@@ -184,8 +183,8 @@ class SessionRuntime:
         self.changed()
 
     def sender_crashed(self, error: Exception, count: int) -> None:
-        """A sender has crashed, and so many sends have failed with it."""
-        # Not its words: they are a step's, and may say to whom, and what.
+        """Report that a sender has crashed, and how many sends failed with it."""
+        # Without the error's text, which may quote a recipient or a message.
         crash = SenderCrash(type(error).__name__, count)
         text = f"a sender has crashed with {counted(count, 'send')}: {crash.error}"
         self.record(text, kind="failure")
@@ -193,43 +192,43 @@ class SessionRuntime:
         self.emit("sender_crashed", crash)
 
     def ended(self, reason: str) -> None:
-        """The tree is gone: settle every send."""
+        """Settle every send: the tree has ended."""
         if not self.core.stopped:
             self.core.stop(reason)
-            if self.tree is not None:  # otherwise the call that starts it raises
+            if self.tree is not None:  # otherwise `start` raises the reason
                 log_end(self.name, reason)
         self.sends.over(SessionStopped(f"the session of {self.profile!r} is stopped: {reason}"))
         self.changed()
 
-    # -- what it reports -----------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------
 
     def emit(self, kind: str, data: Any) -> None:
-        """Give the consumer an event."""
+        """Queue an event for the consumer."""
         self.sink.put(Incoming(kind, data, self.profile))
 
     def record(self, text: str, *, kind: str = "info", cause: BaseException | None = None) -> None:
-        """Record something about the session."""
+        """Record an event of the session in the recorder."""
         self.recorder.record(self.name, text, kind=kind, cause=cause)
 
     def changed(self) -> None:
-        """Report a change of the state, and wake the calls that wait for one."""
+        """Report a change of the state, and wake the callers of `until`."""
         update = ConnectionUpdate(self.state, *self.core.why)
-        if update != self._told:
-            self._told = update
+        if update != self._last_update:
+            self._last_update = update
             log_change(self.name, update)
             self.emit("connection_update", update)
         self.notify()
 
     def notify(self) -> None:
-        """Wake the calls that wait for a change of the connection or of the sends under way."""
+        """Wake the callers of `until`: the connection or the sends have changed."""
         changes, self._changes = self._changes, None
         for change in changes or ():
             if not change.done():
                 change.set_result(None)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for such a change until the condition holds."""
-        await asyncio.sleep(0)  # a caller that does this in a loop lets others run
+        """Wait until the condition holds; it is checked after each `notify`."""
+        await asyncio.sleep(0)  # a caller that does this in a loop must not block it
         while not is_so():
             change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._changes = self._changes or []
@@ -238,18 +237,18 @@ class SessionRuntime:
 
     @property
     def state(self) -> str:
-        """Its state, such as "online" or "connecting/waiting"."""
+        """The state, such as "online" or "connecting/waiting"."""
         state = self.core.machine.state
         return state.phase if state.phase == state.step else str(state)
 
     @property
     def why_offline(self) -> str:
-        """The state in words, with the reason for it."""
+        """The state and its reason, as a sentence."""
         why = f": {self.core.last_reason}" if self.core.last_reason else ""
         return f"the session of {self.profile!r} is {self.core.machine.state}{why}"
 
     def totals(self) -> dict[str, int]:
-        """The counters of the session."""
+        """Return the counters of the session."""
         return {
             "reconnects": self.core.reconnects,
             "events_dropped": self.sink.queue.dropped,

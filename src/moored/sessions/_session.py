@@ -1,6 +1,6 @@
-"""One account: what its user calls.
+"""The public interface of one account.
 
-A session stays the same object while the parts of its tree are restarted.
+A session stays the same object while the children of its tree are restarted.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class _How(TypedDict, total=False):
 
 
 class How(_How, total=False):
-    """How something is sent, so that what was not confirmed is raised: see `Session.send`."""
+    """Options of a send whose failures are raised: see `Session.send`."""
 
     outcome: Literal[False]
     wait: Literal[True]
 
 
 class WaitingHow(_How, total=False):
-    """How something is sent, so that its outcome is returned: see `Session.send`."""
+    """Options of a send that returns its outcome: see `Session.send`."""
 
     outcome: bool
     wait: Literal[True]
 
 
 class AnyHow(_How, total=False):
-    """How something is sent: see `Session.send`."""
+    """Options of a send: see `Session.send`."""
 
     outcome: bool
     wait: bool
 
 
 class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
-    """One account. It is made by `Sessions.start` or `Sessions.connect`."""
+    """One account; created by `Sessions.start` or `Sessions.connect`."""
 
     __slots__ = ("__weakref__", "_runtime", "profile", "protocol")
 
@@ -89,19 +89,19 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         idempotent: bool = False,
         hold: bool = False,
     ) -> Outcome | Submitted:
-        """Send something, and wait until the server has confirmed it.
+        """Send a message, and wait until the server has confirmed it.
 
-        Sends to one recipient go out in the order of the calls, those to others beside them. What
-        was not confirmed is raised (`SendRejected`, `SendNotSent`, `SendUnknown`), or returned, if
-        `outcome` is true.
+        Sends to one recipient are written in the order of the calls, sends to different recipients
+        concurrently. A send that is not confirmed raises `SendRejected`, `SendNotSent` or
+        `SendUnknown`; with `outcome=True`, its outcome is returned instead.
 
-        :param id: by which the server and the recipient know it; drawn, if it is not given.
-        :param timeout: how long to wait for the confirmation; more than 0.
-        :param wait: if false, return at once: `Submitted`, or the outcome if there is one already.
-            A later outcome is counted in `status()`, and nothing else reports it.
-        :param idempotent: write it again, once and with the same id, when the link was lost and
-            nobody can say whether it arrived.
-        :param hold: without a link, wait for one within the timeout, instead of failing at once.
+        :param id: the id for the server and the recipient; random by default.
+        :param timeout: the seconds to wait for the confirmation; more than 0.
+        :param wait: if false, return immediately: `Submitted`, or the outcome if it is known. A
+            later outcome is only counted in `status()`.
+        :param idempotent: write it once more, with the same id, if the link was lost and it is
+            unknown whether it arrived.
+        :param hold: without a link, wait for one until the timeout, instead of failing immediately.
         """
         try:
             parked = self._runtime.sends.begin(recipient, content, id, timeout, idempotent, hold)
@@ -118,7 +118,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
             found: Outcome = parked.outcome or await parked.future  # type: ignore[misc]
         except asyncio.CancelledError:
             if not parked.written_in:
-                self._runtime.sends.table.failed(parked, "its caller has gone")
+                self._runtime.sends.table.failed(parked, "its caller was cancelled")
             raise
         if outcome or isinstance(found, Acked):
             return found
@@ -158,18 +158,18 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     async def send_media(
         self, recipient: str, media: Media, **how: Unpack[AnyHow]
     ) -> Outcome | Submitted:
-        """Send the descriptor of something that was uploaded; for `how`, see `send`."""
+        """Send the descriptor of an upload; for `how`, see `send`."""
         self._needs(Feature.MEDIA)
         return await self.send(recipient, media, **how)
 
     async def upload(self, kind: str, data: bytes, *, caption: str = "") -> Media:
-        """Put bytes where others can get them."""
+        """Upload bytes, and return the descriptor to send."""
         self._needs(Feature.MEDIA)
         media: Media = await self.protocol.upload(self, kind, data, caption)
         return media
 
     async def download(self, media: Media) -> bytes:
-        """Get the bytes of a descriptor."""
+        """Return the bytes of a descriptor."""
         self._needs(Feature.MEDIA)
         return await self.protocol.download(self, media)
 
@@ -187,51 +187,50 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     async def send_poll(
         self, recipient: str, poll: Poll, **how: Unpack[AnyHow]
     ) -> Outcome | Submitted:
-        """Ask a question; the outcome's `extra` is the secret with which answers are read."""
+        """Send a poll; the outcome's `extra` is the secret for reading the votes."""
         self._needs(Feature.POLLS)
         return await self.send(recipient, poll, **how)
 
     async def group(self, action: str, **details: Any) -> Any:
-        """Do something with a group: "create", "add", "remove", "info", as the protocol has it."""
+        """Manage a group: "create", "add", "remove", "info", or another action of the protocol."""
         self._needs(Feature.GROUPS)
         return await self._ask(self.protocol.question(f"group_{action}", **details))
 
     async def set_presence(self, state: str, to: str = "") -> None:
-        """Say that this account is there, or not, or writes."""
+        """Publish whether this account is available, unavailable or typing."""
         self._needs(Feature.PRESENCE)
         await self._ask(self.protocol.question("presence", state=state, to=to))
 
     async def mark_read(self, sender: str, *ids: str) -> None:
-        """Tell a sender that these were read."""
+        """Send a sender read markers for these messages."""
         self._needs(Feature.READ_MARKERS)
         await self._ask(self.protocol.question("read", of=sender, ids=list(ids)))
 
     async def subscribe(self, topic: str) -> None:
-        """Hear what is published to these topics, over this link and every later one.
+        """Subscribe to a topic filter, over this link and every later one of this session.
 
-        Returns when the server has granted it; raises `QueryFailed` if it does not. The next
-        process does not subscribe to it: what an account always hears is in its protocol's
-        settings.
+        Returns when the server has granted it; raises `QueryFailed` if it refuses. The next process
+        does not subscribe to it: permanent subscriptions belong in the protocol's settings.
         """
         self._needs(Feature.SUBSCRIPTIONS)
         await self._ask(self.protocol.question("subscribe", topic=topic))
 
     async def unsubscribe(self, topic: str) -> None:
-        """Hear no more of these topics, whether they were added by a call or by the settings."""
+        """Unsubscribe from a topic filter that was added by a call or by the settings."""
         self._needs(Feature.SUBSCRIPTIONS)
         await self._ask(self.protocol.question("unsubscribe", topic=topic))
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     async def query(self, question: Any, timeout: float = 20.0) -> Any:
-        """Ask the server something, and wait for its answer; there is none to a `Notice`."""
+        """Query the server, and return its answer; None for a `Notice`, which is not answered."""
         self._needs(Feature.QUERIES)
         return await self._ask(question, timeout)
 
     async def _ask(self, question: Any, timeout: float = 20.0) -> Any:
         check_timeout(timeout)
         check_loop(asyncio.get_running_loop(), self._runtime.owner._loop)
-        await asyncio.sleep(0)  # a caller that repeats what fails at once lets others run
+        await asyncio.sleep(0)  # a caller that retries immediately must not block the loop
         if self._runtime.offline is not None:
             return self._runtime.offline.answer(question)
         if self._runtime.connection is None:
@@ -239,12 +238,12 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         if not isinstance(question, Notice):
             return await self._runtime.connection.ask(question, timeout)
         self._runtime.connection.tell(question.data)
-        # It goes out now, and whoever says many of them leaves room for others.
+        # A caller that sends many notices must not block the loop.
         await asyncio.sleep(0)
         return None
 
     def answer_login(self, answer: Any) -> None:
-        """Answer what the event `login` asked for."""
+        """Answer the login step of the event `login`."""
         self._needs(Feature.PAIRING)
         if self._runtime.connection is None:
             raise NotConnected(self._runtime.why_offline)
@@ -253,30 +252,30 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     # -- receiving -----------------------------------------------------------------------------
 
     def attach(self, handler: Handler | asyncio.Queue[Incoming] | None) -> None:
-        """Give every event to this handler or queue from now on, and those that waited first."""
+        """Deliver all events to this handler or queue from now on, the queued ones first."""
         check_handler(handler)
         self._runtime.sink.attach(handler)
 
     def events(self) -> EventStream:
-        """Every event from now on, and those that waited first; ends with the session.
+        """Return an iterator over all events, the queued ones first, until the session ends.
 
         ::
 
-            async for event in session.events():  # acknowledges when it asks for the next event
+            async for event in session.events():  # acknowledges when it requests the next event
                 ...
 
-            async with session.events() as events:  # and at its end, unless that is an exception
+            async with session.events() as events:  # and at the end, if it does not raise
                 async for event in events:
                     return event
         """
         return EventStream(self._runtime.sink)
 
-    # -- its connection ------------------------------------------------------------------------
+    # -- the connection ------------------------------------------------------------------------
 
     async def connect(self, timeout: float | None = 30.0) -> None:
-        """Connect after `disconnect`, or after a refusal, and wait until that is done.
+        """Connect after `disconnect` or after a refusal, and wait until the session is online.
 
-        A session that waits between two attempts makes the next one now.
+        A session that waits for its next attempt makes it now.
         """
         self._check_running()
         self._runtime.core.connect("the user connected it")
@@ -286,7 +285,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         await self._wait(timeout, self._is_online)
 
     async def disconnect(self) -> None:
-        """Close the link and make no other; the session stays, and so does its profile."""
+        """Close the link and stay offline until `connect`; the session keeps its profile."""
         self._check_running()
         if self._runtime.core.machine.phase in ("connecting", "online"):
             self._runtime.core.disconnect()
@@ -295,10 +294,10 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
             self._runtime.changed()
 
     async def online(self, timeout: float | None = None) -> None:
-        """Wait until a send can be made: there is a link, and room for one more send.
+        """Wait until a send can be made: the link is ready, and the queue of sends is not full.
 
-        It is what to await before a send that was `NotSent` is made again. Raises `NotConnected` if
-        there will be no link, or none within the timeout, and `SessionStopped` after a stop.
+        Await this before you repeat a send that was `NotSent`. Raises `NotConnected` if the session
+        does not reconnect, or not within the timeout, and `SessionStopped` after a stop.
         """
         await self._wait(timeout, lambda: self._is_online() and self._runtime.sends.has_room)
 
@@ -317,15 +316,16 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
                 await self._runtime.until(is_so)
         except TimeoutError:
             if self._runtime.core.online:
-                raise NotConnected(f"no room for a send within {timeout:g} s: {self!r}") from None
+                text = f"too many sends are in progress, for {timeout:g} s: {self!r}"
+                raise NotConnected(text) from None
             why = self._runtime.why_offline
             raise NotConnected(f"not online within {timeout:g} s: {why}") from None
 
     async def stop(self, *, drain: float = 0.0) -> None:
-        """End the session, and free its profile.
+        """Stop the session, and free its profile.
 
-        :param drain: how many seconds the sends under way have to be settled first; new ones are
-            `NotSent` meanwhile. With 0, what was not confirmed yet is settled at once.
+        :param drain: the seconds to wait for the outcomes of sends first; new sends are `NotSent`
+            meanwhile. With 0, unconfirmed sends are settled immediately.
         """
         await self._runtime.owner.stop(self, drain=drain)
 
@@ -333,30 +333,30 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         if self._runtime.core.stopped:
             raise SessionStopped(self._runtime.why_offline)
 
-    # -- for people ----------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """Where it is, such as "online" or "connecting/waiting"."""
+        """The state of the connection, such as "online" or "connecting/waiting"."""
         return self._runtime.state
 
     @property
     def generation(self) -> int:
-        """The number of its current link."""
+        """The number of the current link."""
         return self._runtime.core.generation
 
     @property
     def fence(self) -> int | None:
-        """The fence of its lease, for whatever else this account changes; None without one."""
+        """The fence of the session's lease, to protect other stores as well; None without one."""
         return None if self._runtime.lease is None else self._runtime.lease.fence
 
     @property
     def records(self) -> Records:
-        """What is stored for this account; a change is made by one at a time. For steps."""
+        """The stored records of this account, for steps; changes of a record never interleave."""
         return self._runtime.records
 
     def status(self) -> dict[str, Any]:
-        """What there is to know, without contents and recipients."""
+        """Return the state and the counters, without contents and recipients."""
         machine, core = self._runtime.core.machine, self._runtime.core
         now = self._runtime.clock.monotonic()
         kind, reason = core.why
@@ -377,16 +377,16 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
 
     def __repr__(self) -> str:
         now = self._runtime.clock.monotonic() - self._runtime.core.machine.since
-        under_way = counted(len(self._runtime.sends.table), "send")
+        sends = counted(len(self._runtime.sends.table), "send")
         return (
             f"<Session {self.profile!r} over {self.protocol.name}: {self.state} for "
-            f"{duration(now)}, {under_way} under way>"
+            f"{duration(now)}, {sends} in progress>"
         )
 
     def _needs(self, feature: Feature) -> None:
         if feature not in self.protocol.features:
             known = ", ".join(sorted(each.value for each in self.protocol.features)) or "none"
             raise Unsupported(
-                f"{self.protocol.name} has no {feature.value}; it has: {known}; "
-                "send() takes what it can carry"
+                f"{self.protocol.name} does not support {feature.value}; it supports: {known}; "
+                "send() accepts any content of the protocol"
             )

@@ -1,7 +1,6 @@
-"""The session of a profile by its name: it is looked up at each use, and so outlives any of them.
+"""A proxy for the session of a profile, which looks the session up at each use.
 
-To whoever checks types, and to `isinstance`, it is a `Session`: it has all that one has, and may be
-given to whatever takes one.
+To type checkers and to `isinstance` it is a `Session`, and can be used in place of one.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ if TYPE_CHECKING:
 
     _Base = Session
 else:
-    _Base = object  # nothing is inherited: what it has not itself, it asks the session for
+    _Base = object  # nothing is inherited: other attributes are those of the session
 
 __all__ = ["SessionVia"]
 
 
 class SessionVia(_Base):
-    """The session of a profile, whichever it is just now: usable wherever a session is."""
+    """The current session of a profile; valid across restarts of the session."""
 
     __slots__ = ("_sessions", "profile")
 
@@ -32,7 +31,7 @@ class SessionVia(_Base):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # of whoever copies it: there is nothing to look up yet
+            raise AttributeError(name)  # copy and pickle look for these before `__init__`
         session = self._sessions.whereis(self.profile)
         if session is None:
             raise SessionError(f"no session of {self.profile!r} is running: start one")

@@ -1,4 +1,4 @@
-"""All accounts of a process: each with a tree of its own, none linked to whoever started it."""
+"""All accounts of a process, each with a supervision tree of its own."""
 
 from __future__ import annotations
 
@@ -49,30 +49,30 @@ from .storage import Corruption, Keys, Records, Storage, open_storage
 
 __all__ = ["Sessions"]
 
-#: How often a session's parts may crash before it is given up.
+#: A session ends when its connection crashes more often than this: a number, and seconds.
 INTENSITY = (5, 60.0)
-#: How long what is under way may take when a session ends: its start, changes of its records.
+#: Seconds to wait for unfinished work when a session ends: its start, changes of its records.
 CLOSING = 5.0
 
 
 class Sessions:
     """The accounts of a process.
 
-    :param storage: where credentials and records are kept: a `Storage`, or the path of a SQLite
-        file, `files:DIRECTORY`, or `memory:`, which forgets everything.
-    :param storage_key: encrypts what is stored: 32 bytes, or a passphrase; of several, the first
-        one writes, and all of them read.
-    :param retry_cache: makes the memory of recent sends, for protocols whose peers may ask for one
-        again; the last 512 of 5 minutes, if it is not given.
+    :param storage: the storage of credentials and records: a `Storage`, the path of a SQLite file,
+        `files:DIRECTORY`, or `memory:`, which is lost with the process.
+    :param storage_key: encrypts the records: 32 bytes, or a passphrase; of several, the first one
+        encrypts, and all of them decrypt.
+    :param retry_cache: creates the cache of recent sends, for protocols whose peers may request one
+        again; by default, it keeps the last 512 sends of 5 minutes.
     :param leases: with a client or a URL of `moored.leases`, a profile has one session in the
         whole cluster; without, one in this object.
-    :param lease_ttl: after so long without a sign of life of its holder, a profile is free.
-    :param connect_rate: how many links are made in a second, at most, over all sessions.
-    :param connect_burst: how many of them at once.
-    :param connect_timeout: how long making a link may take, its handshake included.
-    :param backoff: the pauses between attempts; from 1 s to 60 s with full jitter, if not given.
-    :param events: how many events of a session may wait for somebody to take them; as many again
-        of those that are acknowledged to the server.
+    :param lease_ttl: the seconds after which a lease expires if its holder does not renew it.
+    :param connect_rate: the most links per second, over all sessions.
+    :param connect_burst: the most links at once.
+    :param connect_timeout: the seconds for making a link, including its handshake.
+    :param backoff: the pauses between attempts; by default, from 1 s to 60 s with full jitter.
+    :param events: the most events in the queue of a session, and as many messages that must be
+        acknowledged; the newest are dropped when it is full.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Sessions:
         self._clock = clock or Clock.current()
         self.recorder = recorder or Recorder(clock=self._clock)
         self._storage = open_storage(storage, key=storage_key)
-        # Whether it has to be said yet that credentials are gone with the process.
+        # Whether to warn when the server issues credentials that the storage will lose.
         self._forgetful = not self._storage.durable
         self._leasing = Leasing(leases, name=name, ttl=lease_ttl, clock=self._clock)
         self._connect_timeout = connect_timeout
@@ -120,25 +120,26 @@ class Sessions:
         self._rates = connect_leases("memory://", clock=self._clock, name=f"{name}/rates")
         self._rate = self._rates.rate_limit("links", rate=connect_rate, burst=connect_burst)
         self._registry: Registry[str, Session] = Registry(name)
-        self._starting: dict[str, SessionRuntime] = {}
-        # Starts that are under way, by profile; done with the start, whatever comes of it.
+        # By profile, from the beginning of the start until the profile is free again.
+        self._runtimes: dict[str, SessionRuntime] = {}
+        # Starts in progress, by profile; each future is done when its start ends.
         self._starts: dict[str, asyncio.Future[None]] = {}
         self._root = Supervisor(name, recorder=self.recorder, clock=self._clock)
         self._tasks = Tasks()
-        # Of all sessions, by runtime and name: few of them have one.
+        # Of all sessions, by runtime and name: most sessions have none.
         self._timers = Timers(self._clock)
-        # What the sessions that are over have counted.
+        # The counters of ended sessions, by protocol.
         self._past: dict[str, Counter[str]] = {}
         self._state = "new"
-        # Where all of it happens, once it is open.
+        # The loop that all sessions run on, once opened.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Open the storage and the leases; `async with` does it."""
+        """Open the storage and the leases; `async with` calls it."""
         if self._state != "new":
-            raise SessionError(f"{self!r} has been opened before: make a new one")
+            raise SessionError(f"{self!r} was opened before: create a new one")
         self._state = "open"
         self._loop = asyncio.get_running_loop()
         try:
@@ -151,12 +152,12 @@ class Sessions:
             raise
 
     async def close(self, *, drain: float = 0.0) -> None:
-        """Stop all sessions side by side, and let go of everything.
+        """Stop all sessions concurrently, and close the storage and the leases.
 
-        It takes as long as the slowest of them. Being cancelled does not cut it short: the
-        cancellation is raised afterwards.
+        It takes as long as the slowest session. A cancellation does not interrupt it, and is raised
+        afterwards.
 
-        :param drain: how many seconds the sends under way have to be settled: see `Session.stop`.
+        :param drain: the seconds to wait for the outcomes of sends: see `Session.stop`.
         """
         check_drain(drain)
         if self._state != "open":
@@ -168,8 +169,9 @@ class Sessions:
         closing.result()
 
     async def _close(self, caller: asyncio.Task[Any] | None, drain: float) -> None:
-        ends = [self._end(each, "everything is closed", caller, drain) for each in self._running()]
-        await asyncio.gather(*ends, return_exceptions=True)  # the supervisor has told what failed
+        why = "Sessions was closed"
+        ends = [self._end(each, why, caller, drain) for each in self._running()]
+        await asyncio.gather(*ends, return_exceptions=True)  # the supervisor reports failures
         try:
             await self._root.stop()
         finally:
@@ -198,18 +200,18 @@ class Sessions:
         credentials: CredentialsProvider | None = None,
         offline: bool = False,
     ) -> Session:
-        """Start the session of a profile, which then connects by itself, and return at once.
+        """Start the session of a profile, which connects in the background, and return it.
 
-        Raises `AlreadyRunning` if the profile has one, here or, with leases, anywhere.
+        Raises `AlreadyRunning` if the profile has one, here or, with leases, in the cluster.
 
-        :param steps: what a send goes through after the steps of the protocol.
-        :param inbound_steps: what a message goes through before a consumer gets it, after those of
-            the protocol.
-        :param on_event: a handler or a queue for its events; more can be attached later.
-        :param credentials: a function that gives the credentials of a profile, plain or async, such
-            as a token that expires; called for each link, in place of the storage. If the server
-            refuses what it gave, it is called once more before the session stops.
-        :param offline: without a server: sends answer as a confirmed one would, nothing is sent.
+        :param steps: the steps of a send, after those of the protocol.
+        :param inbound_steps: the steps of a message before a consumer gets it, after those of the
+            protocol.
+        :param on_event: a handler or a queue for its events; `attach` can replace it later.
+        :param credentials: a plain or async function that returns the credentials of a profile,
+            such as a token that expires; called for each link, in place of the storage. If the
+            server refuses them, it is called once more before the session stops.
+        :param offline: use no server: sends are confirmed, and nothing leaves the process.
         """
         if self._state != "open":
             raise SessionError(f"{self!r} is not open: use it with async with")
@@ -219,15 +221,16 @@ class Sessions:
         check_steps(steps)
         check_steps(inbound_steps)
         if not profile:
-            raise SessionError("a profile must have a name")
-        if (current := self._starting.get(profile)) is not None:
+            raise SessionError("the name of a profile must not be empty")
+        if (current := self._runtimes.get(profile)) is not None:
             raise AlreadyRunning(
                 f"{profile!r} has a session already: {current.session!r}", current.session
             )
         if protocol.inbound_window is not None and protocol.inbound_window > self._events:
             raise SessionError(
-                f"the server may send {protocol.inbound_window} messages at once, and events="
-                f"{self._events} leaves no room for them: raise events, or lower the protocol's"
+                f"the server may send {protocol.inbound_window} messages before the first is "
+                f"acknowledged, but events={self._events}: raise events, or lower the protocol's "
+                "window"
             )
         name = quote(profile, safe="@+~ ")
         records = Records(
@@ -253,25 +256,25 @@ class Sessions:
             offline=offline,
         )
         runtime.session.attach(on_event)
-        self._starting[profile] = runtime
+        self._runtimes[profile] = runtime
         under_way = self._starts[profile] = asyncio.get_running_loop().create_future()
         try:
             await self._storage.new(profile)
             await self._leasing.renew(runtime)
             await runtime.recall()
-            # The one before may have freed its profile and not quite be gone.
+            # The tree of the last session may not have ended completely.
             await self._root.stop_child(name)
             runtime.tree = await self._root.start_child(self._tree(runtime, name))
         except BaseException as error:
-            stop_asked = runtime.stop_asked
-            await self._over(runtime, describe(error))
-            if stop_asked and isinstance(error, Exception):
+            stop_requested = runtime.stop_requested
+            await self._clean_up(runtime, describe(error))
+            if stop_requested and isinstance(error, Exception):
                 raise SessionStopped(runtime.why_offline) from error
             if isinstance(error, LeaseRefused):
                 raise AlreadyRunning(str(error), str(error)) from error
             cause: BaseException = error
             while isinstance(cause, StartFailed) and cause.__cause__ is not None:
-                cause = cause.__cause__  # each supervisor on the way has wrapped it
+                cause = cause.__cause__  # each supervisor has wrapped it
             if cause is not error:
                 raise cause from cause.__cause__
             raise
@@ -284,7 +287,7 @@ class Sessions:
     async def connect(
         self, profile: str, protocol: Protocol, *, timeout: float = 30.0, **options: Any
     ) -> Session:
-        """Start the session of a profile, and wait until it is online; all or nothing."""
+        """Start the session of a profile, and wait until it is online; stop it if that fails."""
         session = await self.start(profile, protocol, **options)
         try:
             await session.online(timeout)
@@ -294,22 +297,22 @@ class Sessions:
         return session
 
     async def stop(self, session: Session | SessionVia | str, *, drain: float = 0.0) -> None:
-        """End a session, and free its profile; harmless if there is none.
+        """Stop a session, and free its profile; does nothing if there is none.
 
-        One that is being started is not started: whoever started it gets `SessionStopped`.
+        If the session is being started, the call that starts it raises `SessionStopped`.
 
-        :param drain: how many seconds the sends under way have to be settled: see `Session.stop`.
+        :param drain: the seconds to wait for the outcomes of sends: see `Session.stop`.
         """
         check_drain(drain)
         profile = session if isinstance(session, str) else session.profile
-        found = self._starting.get(profile)
+        found = self._runtimes.get(profile)
         if found is None or (type(session) is Session and found.session is not session):
             return
         check_loop(asyncio.get_running_loop(), self._loop)
         end = self._end(found, "it was stopped", asyncio.current_task(), drain)
-        await asyncio.shield(self._tasks.start(end))  # it ends, even if its caller is cancelled
-        if profile not in self._starting:
-            # Once more, and only now: the last that is recorded of it is that it has stopped.
+        await asyncio.shield(self._tasks.start(end))  # completes, even if the caller is cancelled
+        if profile not in self._runtimes:
+            # Again, because the supervisor has recorded the end of the tree meanwhile.
             for part in ("", "/connection"):
                 self.recorder.forget(found.name + part)
 
@@ -317,60 +320,60 @@ class Sessions:
         self, runtime: SessionRuntime, why: str, caller: asyncio.Task[Any] | None, drain: float
     ) -> None:
         runtime.sink.closes(caller)
-        # While it is online: what a handler has in hand is finished, answered and acknowledged.
+        # While it is online, so that the handler can finish, reply and acknowledge.
         await runtime.sink.finish()
         if drain:
             await runtime.sends.drain(drain)
-        if self._starting.get(runtime.profile) is not runtime:
+        if self._runtimes.get(runtime.profile) is not runtime:
             return  # another call has ended it meanwhile
         if not runtime.core.stopped:
-            runtime.stop_asked = True
+            runtime.stop_requested = True
             runtime.core.stop(why)
         under_way = self._starts.get(runtime.profile)
         with contextlib.suppress(NotRunning):
             await self._root.stop_child(runtime.name.rpartition("/")[2])
         if under_way is not None:
-            # There was nothing to stop yet, perhaps: the start sees it, and cleans up.
+            # The tree may not have been started yet: then the start cleans up.
             await asyncio.wait((under_way,), timeout=CLOSING)
 
     def whereis(self, profile: str) -> Session | None:
-        """The session of a profile, if it has one in this process."""
+        """Return the session of a profile in this process, or None."""
         return self._registry.whereis(profile)
 
     def via(self, profile: str) -> SessionVia:
-        """The session of a profile, looked up at each use, so that it survives a new start."""
+        """Return a proxy that looks up the session of a profile at each use."""
         return SessionVia(self, profile)
 
     def status(self) -> list[dict[str, Any]]:
-        """All sessions, each as its `status()`."""
+        """Return the `status()` of all sessions."""
         return [session.status() for session in self]
 
     def totals(self) -> dict[str, Counter[str]]:
-        """What has been counted so far, by protocol, over all sessions that are and were."""
+        """Return the counters by protocol, summed over all current and ended sessions."""
         found = {protocol: Counter(past) for protocol, past in self._past.items()}
         for each in self._running():
             found.setdefault(each.protocol.name, Counter()).update(each.totals())
         return found
 
     def tree(self) -> Tree:
-        """The supervision tree, for people."""
+        """Return the supervision tree, for display."""
         return self._root.tree()
 
     def __iter__(self) -> Iterator[Session]:
         return (each.session for each in self._running())
 
     def _running(self) -> list[SessionRuntime]:
-        return list(self._starting.values())
+        return list(self._runtimes.values())
 
     def __len__(self) -> int:
-        return len(self._starting)
+        return len(self._runtimes)
 
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
         online = sum(each.core.online for each in self._running())
-        many = counted(len(self._starting), "session")
+        many = counted(len(self._runtimes), "session")
         return f"<Sessions {self.name}: {self._state}, {many}, {online} online>"
 
     # -- a tree --------------------------------------------------------------------------------
@@ -389,7 +392,7 @@ class Sessions:
     ) -> None:
         reason = "it was stopped"
         try:
-            if runtime.core.stopped:  # before there was anything to stop
+            if runtime.core.stopped:  # before the tree was started
                 raise SessionStopped(runtime.why_offline)
             ctx.register(self._registry, runtime.profile, runtime.session)
             runtime.begins()
@@ -397,20 +400,20 @@ class Sessions:
         except asyncio.CancelledError:
             raise
         except RestartIntensityExceeded as error:
-            # Not the words of the crashes: they may be a message's, and this is logged.
+            # Without the errors' texts, which may quote a message: this is logged.
             reason = f"it has crashed too often: {type(error.__cause__ or error).__name__}"
             raise
         except BaseException as error:
             reason = describe(error)
             raise
         finally:
-            await self._over(runtime, reason)
+            await self._clean_up(runtime, reason)
 
-    async def _over(self, runtime: SessionRuntime, reason: str) -> None:
-        """Settle what is left of a session whose tree is gone, and free its profile."""
+    async def _clean_up(self, runtime: SessionRuntime, reason: str) -> None:
+        """Settle the sends of a session whose tree has ended, and free its profile."""
         runtime.ended(reason)
         try:
-            # Before the profile is free: whoever has it next must find what was changed last.
+            # Before the profile is free: the next session must find the last changes.
             until = asyncio.get_running_loop().time() + CLOSING
             if (saving := runtime.credentials.saving) is not None:
                 await asyncio.wait((saving,), timeout=CLOSING)
@@ -428,22 +431,20 @@ class Sessions:
         self.recorder.forget(runtime.name)
 
     def _free(self, runtime: SessionRuntime) -> None:
-        if self._starting.get(runtime.profile) is runtime:
-            del self._starting[runtime.profile]
+        if self._runtimes.get(runtime.profile) is runtime:
+            del self._runtimes[runtime.profile]
             self._past.setdefault(runtime.protocol.name, Counter()).update(runtime.totals())
             self._registry.unregister(runtime.profile)
 
     def _corrupt(self, profile: str, found: Corruption) -> None:
-        if (runtime := self._starting.get(profile)) is not None:
+        if (runtime := self._runtimes.get(profile)) is not None:
             runtime.emit("record_corrupt", found)
-            text = f"a record in {found.namespace} counts as missing: {found.reason}"
+            text = f"a record in {found.namespace} is treated as missing: {found.reason}"
             runtime.record(text, kind="failure")
 
-    # -- what sessions ask for -----------------------------------------------------------------
-
     def _has_lease(self, profile: str) -> bool:
-        """Whether this process may change what is stored for a profile."""
-        runtime = self._starting.get(profile)
+        """Whether this process may change the records of a profile."""
+        runtime = self._runtimes.get(profile)
         return runtime is not None and runtime.lease is not None and runtime.lease.live
 
 

@@ -4,8 +4,8 @@
 
     prometheus_client.REGISTRY.register(SessionsCollector(sessions))
 
-They are summed over all accounts of a protocol: profiles and recipients appear nowhere. It needs
-prometheus-client, which `moored[service]` brings.
+They are summed over all accounts of a protocol: no label names a profile or a recipient. Needs
+prometheus-client, which `moored[service]` installs.
 """
 
 from __future__ import annotations

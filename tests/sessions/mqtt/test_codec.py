@@ -189,7 +189,7 @@ def test_malformed_properties_are_refused_with_the_right_code(written: str, code
 
 def test_property_of_another_packet_is_refused() -> None:
     data = properties({"topic_alias": 1})
-    with pytest.raises(ProtocolError, match="property 0x23, which this packet cannot have"):
+    with pytest.raises(ProtocolError, match="property 0x23, which is not allowed in this packet"):
         _packets.read_result(b"\x00\x01\x00" + data, 0, 3 + len(data))
 
 

@@ -210,8 +210,8 @@ def test_sends_that_the_server_cannot_accept_are_not_written() -> None:
     memory = protocol.remember()
     dialogue, _ = link(protocol, memory, max_packet_size=200, retain_available=False, receive_max=1)
     bad = [
-        (outgoing("1", bytes(200)), "230 bytes, and the server takes 200"),
-        (outgoing("1", Message(b"", retain=True)), "keeps no retained"),
+        (outgoing("1", bytes(200)), "230 bytes, and the server accepts 200"),
+        (outgoing("1", Message(b"", retain=True)), "does not support retained"),
         (outgoing("1", 5), "int is not bytes"),
         (outgoing("1", recipient="a/#"), "no \\+, # or NUL"),
         (outgoing("1", recipient="a\0"), "no \\+, # or NUL"),
@@ -301,7 +301,7 @@ def test_acknowledgement_before_the_handshake_confirms_nothing() -> None:
     first, _ = link(protocol, memory)
     first.write(outgoing("a"))
     second = protocol.begin("alice", None, memory)
-    with pytest.raises(ProtocolError, match="before its CONNACK"):
+    with pytest.raises(ProtocolError, match="before the CONNACK"):
         feed(second, puback(1))
     assert list(memory.inflight) == [1]
 
@@ -362,7 +362,7 @@ def test_messages_above_the_limit_are_left_to_the_next_link(present: bool) -> No
         assert dialogue.acknowledge(number) == puback(number)
     # There is room again, but it must not overtake the message that was left.
     assert feed(dialogue, publish(most + 2)) == []
-    with pytest.raises(ProtocolError, match="a new link brings the rest") as caught:
+    with pytest.raises(ProtocolError, match="a new link delivers the rest") as caught:
         dialogue.acknowledge(most)
     assert caught.value.farewell == puback(most) + b"\xe0\x00"
     assert feed(dialogue, publish(most + 3)) == []

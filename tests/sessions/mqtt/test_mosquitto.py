@@ -215,7 +215,7 @@ async def test_limits_of_the_server_are_respected(dial: Dial, name: str) -> None
     with Mosquitto(require_server("mosquitto"), *options) as server:
         alice = await dial(Mqtt(server.url(), keepalive=60), name)
         assert alice.of(Ready) == [Ready(False, 3, 10.0)]
-        with pytest.raises(Exception, match=r"1,?\d+ bytes, and the server takes 1000"):
+        with pytest.raises(Exception, match=r"1,?\d+ bytes, and the server accepts 1000"):
             alice.dialogue.write(outgoing("1", bytes(1000)))
         alice.write(alice.dialogue.ping())
         await alice.until(lambda: alice.of(Ignored))

@@ -66,7 +66,7 @@ def test_stored_credentials_override_those_of_the_uri() -> None:
     assert (packet.username, packet.password) == ("three", None)
     packet = hello(protocol, credentials=Mqtt.credentials("", b"\0token\0"))
     assert (packet.username, packet.password) == ("", b"\0token\0")
-    with pytest.raises(SessionError, match=r"not made by Mqtt\.credentials") as caught:
+    with pytest.raises(SessionError, match=r"not created by Mqtt\.credentials") as caught:
         hello(protocol, credentials=b"\xff\xfesecret")
     assert "secret" not in str(caught.value)
     with pytest.raises(ValueError, match="NUL"):

@@ -1,15 +1,14 @@
-"""Events that wait for somebody to take them. Plain data: no tasks, no I/O.
+"""The queue of events that no consumer has taken yet. Plain data: no tasks, no I/O.
 
-What has an acknowledgement belongs to the link that it came over: over another one the server would
-not know what is meant. So when a link ends, what has not begun is put aside, and the next link says
-what becomes of it:
+A message that must be acknowledged belongs to its link: its token is not valid over another one. So
+when a link ends, its queued messages are set apart until the next link is ready:
 
-- the server sends it again: it is let go of, or each message would be handled once for each link;
-- the server has forgotten it: there is no other copy, so it is given out, with nobody to tell.
+- if the server sends them again, they are dropped: otherwise each would be handled once per link;
+- if the server has not kept them, there is no other copy: they are delivered, and not acknowledged.
 
-What has begun goes on. If it comes back unfinished, it goes the same way as the others. If it is
-finished after its link has ended, its acknowledgement is given to the copy that the server sends:
-otherwise a handler that takes longer than its links live would never be done with one message.
+A message that a consumer has taken is not affected. If the consumer gives it back, it is treated
+like the queued ones. If it is handled after its link has ended, the copy that the server sends is
+acknowledged: otherwise a handler that takes longer than a link lasts would never complete one.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from .._content import Incoming
 
 __all__ = ["Done", "EventQueue", "QueuedEvent"]
 
-#: Told whether it was handled; says whether the server can be told over this link.
+#: Acknowledges a message (True) or skips it (False); returns False if its link has ended.
 Done: TypeAlias = Callable[[bool], bool | None]
-#: So many messages may be finished whose copies have not come yet. (One or two, as a rule: what is
-#: in hand when a link ends.)
+#: The most handled messages whose copies are still expected. (Usually one or two: those that were
+#: being handled when a link ended.)
 MOST_LATE = 8
 
 
 class QueuedEvent(NamedTuple):
-    """An event, and whom to tell that it was handled."""
+    """An event, and how to acknowledge it."""
 
     event: Incoming
     done: Done | None = None
-    #: What it has in common with its copies alone.
+    #: Equal for the copies of one message, and for no other message.
     key: object = None
-    #: Whether it is such a copy.
+    #: Whether it may be a copy of an earlier message.
     again: bool = False
-    #: Whether the inbound steps have to be done for it.
+    #: Whether the inbound steps have not run yet.
     raw: bool = False
 
 
 class EventQueue:
-    """The events of one session that nobody has taken yet.
+    """The events of one session that no consumer has taken yet.
 
-    :param limit: how many may wait; as many again of those that have an acknowledgement.
-    :param returns: whether the server may send again what was not acknowledged.
-    :param outlives: whether it may do so for the next session as well.
+    :param limit: the most events in the queue; and as many messages that must be acknowledged.
+    :param returns: whether the server may send unacknowledged messages again.
+    :param outlives: whether it also sends them to the next session of the profile.
     """
 
     __slots__ = (
@@ -57,8 +56,8 @@ class EventQueue:
         "_keeps",
         "_known",
         "_late",
+        "_reported",
         "_since",
-        "_told",
         "dropped",
         "era",
         "limit",
@@ -77,34 +76,35 @@ class EventQueue:
         self.limit = limit
         self.returns = returns
         self.outlives = returns and outlives
-        #: Events that there was no room for.
+        #: Events dropped because the queue was full.
         self.dropped = 0
-        #: Events that were let go of because the server still has them.
+        #: Messages dropped because the server sends them again.
         self.returned = 0
-        self._told = 0
-        # What waits: the older ones, the oldest last, and the newer ones, in their order. (Two
-        # lists: each session has an event or two that nobody takes, and a deque takes 600 bytes.)
+        # How many dropped events were reported to the consumer.
+        self._reported = 0
+        # The queue: the older events, the oldest last, and the newer ones, in order. (Two lists:
+        # most sessions have an event or two in the queue, and a deque takes 600 bytes.)
         self._earlier: list[QueuedEvent] = []
         self._buffer: list[QueuedEvent] = []
-        #: How many of those that wait have an acknowledgement, which is for the current link.
+        #: The number of queued messages that must be acknowledged, over the current link.
         self.owed = 0
-        # Those of the last link, in their order, until the next one says what becomes of them.
+        # The queued messages of the last link, in order, until the next link is ready.
         self._aside: list[QueuedEvent] | None = None
-        #: How many links have ended; and how many had when there was one that was ready, and when
-        #: the server had last forgotten one.
+        #: The number of links that have ended.
         self.era = 0
+        # Its value when a link was last ready, and when the server had last not kept the session.
         self._since = 0
         self._forgotten = 0
-        #: Whether everything that the server will send to the next session is let go of.
+        #: Whether messages that the server will send to the next session are dropped.
         self.refuses = False
         self._keeps = True
-        # The keys of what was finished when its link was gone, the oldest first.
+        # The keys of messages that were handled after their link had ended, the oldest first.
         self._late: list[object] | None = None
-        # What the inbound steps made of messages that are not finished, by key: a copy needs none.
+        # The results of the inbound steps for unacknowledged messages, by key, for their copies.
         self._known: dict[object, Incoming] | None = None
 
     def add(self, item: QueuedEvent) -> bool:
-        """Append an event; says whether there was room for it."""
+        """Append an event; return False if the queue is full."""
         done, key = item.done, item.key
         if self._late and key in self._late:
             self._late.remove(key)
@@ -123,11 +123,11 @@ class EventQueue:
         return True
 
     def take(self) -> QueuedEvent | None:
-        """The next one, if there is any."""
+        """Remove and return the next event, or None."""
         if not self:
             return None
-        if self.dropped > self._told:
-            lost, self._told = self.dropped - self._told, self.dropped
+        if self.dropped > self._reported:
+            lost, self._reported = self.dropped - self._reported, self.dropped
             return QueuedEvent(Incoming("events_dropped", lost, self.profile))
         if not self._earlier:
             self._buffer.reverse()
@@ -139,7 +139,7 @@ class EventQueue:
         return taken
 
     def prepared(self, taken: QueuedEvent, event: Incoming) -> QueuedEvent:
-        """The inbound steps are done: they are not done again for a copy of this message."""
+        """Keep the result of the inbound steps, so that they do not run again for a copy."""
         if taken.key is not None:
             self._known = self._known or {}
             self._known[taken.key] = event
@@ -148,10 +148,10 @@ class EventQueue:
         return taken._replace(event=event, raw=False)
 
     def handled(self, taken: QueuedEvent, *, current: bool = True) -> None:
-        """It is finished: tell the server, over its own link or with the copy of another one.
+        """Acknowledge a message, over its own link or with its copy over another one.
 
-        :param current: whether nobody has taken the place of whoever had it. Otherwise that one may
-            have had the copy: what is like it now, or will be, can be another message.
+        :param current: whether its consumer is still attached. Otherwise the next consumer may have
+            handled the copy, and an equal message can be a new one.
         """
         if self._known:
             self._known.pop(taken.key, None)
@@ -171,7 +171,7 @@ class EventQueue:
         self._late = [*(self._late or ()), taken.key][-MOST_LATE:]
 
     def put_back(self, taken: QueuedEvent, era: int) -> None:
-        """Whoever took it, in that era, is not done with it."""
+        """Return a message to the queue that was taken in this era, and not handled."""
         done = taken.done
         if done is not None and (self.refuses or era != self.era):
             if self._aside is not None and era >= self._since:
@@ -187,7 +187,7 @@ class EventQueue:
     # -- links ---------------------------------------------------------------------------------
 
     def link_lost(self) -> None:
-        """A link has ended: nothing that came over it can be acknowledged any more."""
+        """Set the queued messages apart: they cannot be acknowledged over another link."""
         if not self.returns:
             return
         owed = self._take_out()
@@ -195,15 +195,16 @@ class EventQueue:
         if self._aside is None:
             self._aside = owed
         else:
-            # That link was never ready, so nobody has said yet what becomes of the ones before.
+            # That link was never ready, so the earlier ones still wait for a decision.
             room = max(0, self.limit - len(self._aside))
             self._aside += owed[:room]
             self.returned += len(owed[room:])
 
     def link_ready(self, *, again: bool, keeps: bool = True) -> None:
-        """There is a new link, over which what was put aside comes again, or does not.
+        """Drop or deliver the messages of the last link: a new link is ready.
 
-        :param keeps: whether the server keeps what this link leaves, for the next session as well.
+        :param again: whether the server sends them again.
+        :param keeps: whether the server keeps the state of this link, also for the next session.
         """
         self._keeps = keeps
         self._since = self.era
@@ -217,17 +218,17 @@ class EventQueue:
             self._earlier += [each._replace(done=None) for each in reversed(aside)]
 
     def refuse(self) -> None:
-        """From now on, let go of everything that the server will send to the next session."""
+        """Drop the messages that the server will send to the next session, from now on."""
         if self.outlives and self._keeps:
             self.refuses = True
             aside, self._aside = self._aside or [], None
             self.returned += len(aside) + len(self._take_out())
         elif self._aside is not None:
-            # There is no link, and the next session gets nothing of the last one: it is for ours.
+            # The next session will not get the messages of the last link: deliver them.
             self.link_ready(again=False, keeps=self._keeps)
 
     def _take_out(self) -> list[QueuedEvent]:
-        """Those with an acknowledgement, in their order; they do not wait here any more."""
+        """Remove and return the messages that must be acknowledged, in order."""
         if not self.owed:
             return []
         everything = [*reversed(self._earlier), *self._buffer]
@@ -236,5 +237,5 @@ class EventQueue:
         return [each for each in everything if each.done is not None]
 
     def __len__(self) -> int:
-        """How many can be taken."""
+        """The number of queued events."""
         return len(self._earlier) + len(self._buffer)

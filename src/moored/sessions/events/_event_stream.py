@@ -1,7 +1,7 @@
-"""The events of a session as an asynchronous iterator, and as a block that acknowledges at its end.
+"""The events of a session as an asynchronous iterator and context manager.
 
-An iterator is not told why its loop was left: by `return`, or by an exception. A context manager
-is, so only that one may acknowledge the last message.
+An iterator cannot see whether its loop was left by `return` or by an exception. A context manager
+can, so it acknowledges the last message.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ __all__ = ["EventStream", "Leaving"]
 
 
 class Leaving:
-    """How a consumer leaves. (The stream itself would make a circle, and outlive its loop.)"""
+    """How a consumer has left its stream. (Not the stream itself: a reference cycle.)"""
 
     __slots__ = ("handled",)
 
     def __init__(self) -> None:
-        #: Whether the consumer is done with the message that it took last.
+        #: Whether the consumer has handled the last message.
         self.handled = False
 
 
 class EventStream(AsyncIterator[Incoming]):
-    """Every event of a session, from the first use on: `async for event in session.events()`.
+    """The events of a session: `async for event in session.events()`.
 
-    A message is acknowledged when the loop asks for the next event. In a block, ``async with
-    session.events() as events:``, the last one is acknowledged as well when the block is left
-    without an exception. Otherwise the message that the loop had is handed out again.
+    A message is acknowledged when the loop requests the next event. In a block, ``async with
+    session.events() as events:``, the last message is acknowledged when the block is left without
+    an exception. Otherwise it is delivered again to the next consumer.
     """
 
     __slots__ = ("_generator", "_leaving")
@@ -49,7 +49,7 @@ class EventStream(AsyncIterator[Incoming]):
         return await anext(self._generator)
 
     async def aclose(self) -> None:
-        """Leave: the message that was taken last is handed out again."""
+        """Detach from the session; the last message is delivered again to the next consumer."""
         await self._generator.aclose()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The steps that what comes in goes through before a consumer gets it, such as decryption."""
+"""The inbound steps: they change or drop an event before its consumer gets it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InboundSteps"]
 
-#: How long one step may take for one event, in seconds: those behind it wait.
+#: Seconds that one step may take for one event; later events wait meanwhile.
 STEP_TIMEOUT = 30.0
 
 
@@ -30,13 +30,13 @@ class InboundSteps:
         self._steps = tuple(steps)
 
     async def __call__(self, event: Incoming) -> Incoming | None:
-        """Take an event through all steps; None if one of them has dealt with it."""
+        """Run all steps for an event; return None if one of them drops it."""
         for name, step in self._steps:
             async with asyncio.timeout(STEP_TIMEOUT):
                 found = await awaited(step(event, self._session))
             if found is None:
                 return None
             if not isinstance(found, Incoming):
-                raise TypeError(f"the inbound step {name!r} must return the event, or None")
+                raise TypeError(f"the inbound step {name!r} must return an Incoming, or None")
             event = found
         return event

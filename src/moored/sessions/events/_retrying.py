@@ -1,4 +1,4 @@
-"""A handler that fails at the same event again and again, and what becomes of that event."""
+"""Retry a failing event handler, and pass the event to a dead letter function in the end."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def retrying(
     dead_letter: DeadLetter | None = None,
     backoff: Backoff | None = None,
 ) -> Callable[[Incoming], Coroutine[Any, Any, None]]:
-    """Call a handler again for an event that it fails at, and then give that event to another.
+    """Wrap a handler: retry it when it raises, and then pass the event to `dead_letter`.
 
     ::
 
         await sessions.connect("alice", protocol, on_event=retrying(handle, dead_letter=save))
 
-    A handler that raises leaves its event unacknowledged: it is set aside, and the server sends it
-    again over the next link. For trouble that passes that is late, and an event that the handler
-    can never take comes again with each link. With this, the handler is called again in place,
-    while later events wait for their turn; after the last attempt the event goes to `dead_letter`
-    with the error, and it is acknowledged when that has returned. Without a `dead_letter`, or when
-    that raises, it is set aside, as ever.
+    Without it, an event whose handler raises is set aside: it is not acknowledged, and the server
+    sends it again over the next link. That is late for a temporary failure, and an event that the
+    handler can never handle comes again over each link. With it, the handler is called again
+    immediately, while later events wait. After the last attempt, `dead_letter` gets the event and
+    the error, and the event is acknowledged when it returns. Without a `dead_letter`, or if that
+    raises, the event is set aside.
 
-    :param attempts: how often the handler is called for one event.
-    :param dead_letter: takes an event for which all attempts failed, such as into a table.
-    :param backoff: the pauses between attempts; from 0.1 to 5 seconds, if it is not given.
+    :param attempts: the number of calls of the handler for one event.
+    :param dead_letter: gets an event for which all attempts failed, to store it for example.
+    :param backoff: the pauses between attempts; by default, from 0.1 to 5 seconds.
     """
     refuse("retrying", [f"attempts={attempts!r} must be at least 1"] if attempts < 1 else [])
     pauses = backoff or Backoff(0.1, 5.0, jitter="half")
@@ -52,7 +52,7 @@ def retrying(
             try:
                 await awaited(handler(event))
             except Exception as error:
-                again = "a handler of %r has failed at %s and is called again: %s"
+                again = "the handler of %r failed for %s and is called again: %s"
                 log.warning(again, event.profile, event.type, describe(error))
                 await asyncio.sleep(pause.fail())
             else:
@@ -62,7 +62,7 @@ def retrying(
         except Exception as error:
             if dead_letter is None:
                 raise
-            aside = "a handler of %r has failed %s at one event: %s goes to the dead letters: %s"
+            aside = "the handler of %r failed %s for one event; %s goes to the dead letters: %s"
             times = counted(attempts, "time")
             log.error(aside, event.profile, times, event.type, describe(error))
             await awaited(dead_letter(event, error))

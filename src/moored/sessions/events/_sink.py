@@ -1,17 +1,17 @@
-"""Where the events of a session go: to whoever is attached, now or later.
+"""Delivers the events of a session to its consumer: a handler, a queue or an iterator.
 
-There is at most one consumer; another one takes its place. Events that nobody takes wait, up to a
-limit; past it the newest are dropped, which is counted and told to the consumer with the next one.
-Events with an acknowledgement have that limit for themselves, so that a flood of others costs none.
-What has an acknowledgement is acknowledged when the consumer is done with it: a handler when it has
-returned, an iterator when it asks for the next one or its block ends, a queue when it has it. What
-a handler raises at is set aside: it is not acknowledged, the consumer gets the event
-`message_set_aside`, and the events after it are handled.
+There is at most one consumer; attaching another one replaces it. Without a consumer, events are
+queued up to a limit; then the newest are dropped, which is counted and reported to the consumer.
+Messages that must be acknowledged have a limit of their own, so that other events cannot displace
+them. A message is acknowledged when its handler has returned, when its iterator requests the next
+event or its block ends, or when it is in the user's queue. If a handler raises, the message is set
+aside: it is not acknowledged, the consumer gets the event `message_set_aside`, and later events are
+handled.
 
-The end has two parts. Before the goodbye, while the link is there: what is in hand may be finished
-and acknowledged; what the server will send to the next session is let go of, and what it will not
-is handled as well. After it: the consumer gets the rest. Both together have one moment, and whoever
-hangs does not make it longer.
+The end has two parts. While the link is open, the consumer may finish and acknowledge its current
+message; queued messages that the server will send to the next session are dropped, and the others
+are handled. After the link is closed, the consumer gets the remaining events. Both parts together
+take at most CLOSE_TIMEOUT, also if the consumer hangs.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["Handler", "Sink"]
 
 log = logging.getLogger("moored.sessions")
 
-#: How long a consumer has at the end, in seconds.
-MOMENT = 5.0
+#: Seconds that a consumer has to finish when the session ends.
+CLOSE_TIMEOUT = 5.0
 
 Handler: TypeAlias = Callable[[Incoming], Awaitable[object] | object]
-#: The inbound steps: what becomes of an event before a consumer gets it; None for nothing.
+#: Runs the inbound steps for an event; returns None if one of them drops it.
 Prepare: TypeAlias = Callable[[Incoming], Awaitable[Incoming | None]]
 
 
 class Sink:
     """The consumer of a session's events, and the queue that it takes them from.
 
-    :param prepare: the inbound steps, which are done for a message before the consumer gets it.
+    :param prepare: the inbound steps, which run for a message before the consumer gets it.
     """
 
     __slots__ = (
@@ -65,28 +65,27 @@ class Sink:
         queue: EventQueue,
         prepare: Prepare | None = None,
     ) -> None:
-        #: The events that wait.
         self.queue = queue
-        #: Times that a handler has raised.
+        #: The number of times that a handler or an inbound step raised.
         self.failed = 0
-        #: Messages that could not be handled.
+        #: The number of messages that were set aside.
         self.put_aside = 0
         self._prepare = prepare
         self._handler: Handler | None = None
-        # Who gives events to the handler, while there are any.
+        # The task that calls the handler, while there are events.
         self._consumer: asyncio.Task[None] | None = None
-        # Who iterates and has something in hand that is to be acknowledged.
+        # The task that iterates, while it has a message to acknowledge.
         self._reader: asyncio.Task[Any] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.closed = False
-        # Whoever waits for the end: it is not waited for.
+        # The consumer's own task, if it stops the session: `close` must not wait for it.
         self._closer: asyncio.Task[Any] | None = None
-        # When the moment is over that consumers have at the end.
+        # When CLOSE_TIMEOUT expires.
         self._until: float | None = None
-        # Told when what is in hand at the end is finished.
+        # Set when the consumer has finished its current message at the end.
         self._finished: asyncio.Future[None] | None = None
 
-    # -- events come ---------------------------------------------------------------------------
+    # -- adding events -------------------------------------------------------------------------
 
     def put(
         self,
@@ -97,9 +96,9 @@ class Sink:
         again: bool = False,
         raw: bool = False,
     ) -> bool:
-        """Something happened; says whether there was room for it.
+        """Queue an event; return False if the queue is full or closed.
 
-        :param raw: whether it is for the inbound steps, if there are any.
+        :param raw: whether the inbound steps apply to it, if there are any.
         """
         if self.closed:
             self.queue.dropped += 1
@@ -111,14 +110,14 @@ class Sink:
         return True
 
     def set_aside(self, event: Incoming, error: BaseException, done: Done | None) -> None:
-        """A message could not be handled: leave it to the server, and report it to the consumer."""
+        """Skip the acknowledgement of a message, and report it as `message_set_aside`."""
         self.put_aside += 1
         if done is not None:
             done(False)
         self.put(Incoming("message_set_aside", SetAside(event, error), self.queue.profile))
 
     def link_ready(self, *, again: bool, keeps: bool = True) -> None:
-        """There is a new link, over which what was put aside comes again, or does not."""
+        """Drop or deliver the messages of the last link: a new link is ready."""
         self.queue.link_ready(again=again, keeps=keeps)
         self._wake()
 
@@ -134,11 +133,11 @@ class Sink:
         self.queue.put_back(taken, era)
         self._wake()
 
-    # -- and go --------------------------------------------------------------------------------
+    # -- delivering events ---------------------------------------------------------------------
 
     def attach(self, handler: Handler | asyncio.Queue[Incoming] | None) -> None:
-        """Give every event to this from now on, and what has waited first; None for nobody."""
-        self._leave()
+        """Replace the consumer by this handler or queue; None for no consumer."""
+        self._detach()
         self._handler = handler.put if isinstance(handler, asyncio.Queue) else handler
         self._wake()
 
@@ -155,22 +154,22 @@ class Sink:
                         await awaited(handler(taken.event))
                 except (Exception, asyncio.CancelledError) as error:
                     if isinstance(error, asyncio.CancelledError) and task.cancelling():
-                        # Another consumer takes its place, and this event.
+                        # Another consumer has replaced this one, and gets the event.
                         self._give_back(taken, era)
                         raise
-                    self._failed("a handler of events", taken, error)
+                    self._failed("the event handler", taken, error)
                 else:
                     self.queue.handled(taken, current=self._consumer is task)
                 if self._consumer is task:
                     self._finish()
-                # The acknowledgement goes out, and others run, also if the handler never waits.
+                # Write the acknowledgement, and let other tasks run, even if no handler awaits.
                 await asyncio.sleep(0)
         finally:
             if self._consumer is task:
                 self._consumer = None
 
     async def _ready(self, taken: QueuedEvent) -> QueuedEvent | None:
-        """Do the inbound steps; None if one of them has dealt with it."""
+        """Run the inbound steps; return None if one of them drops the event."""
         assert self._prepare is not None
         event = await self._prepare(taken.event)
         return None if event is None else self.queue.prepared(taken, event)
@@ -178,7 +177,7 @@ class Sink:
     def _failed(self, what: str, taken: QueuedEvent, error: BaseException) -> None:
         self.failed += 1
         log.warning(
-            "%s of %r has failed with %s: %s is not acknowledged",
+            "%s of %r failed with %s: %s is not acknowledged",
             what,
             self.queue.profile,
             describe(error),
@@ -189,14 +188,14 @@ class Sink:
             self.set_aside(taken.event, error, taken.done)
 
     async def iterate(self, leaving: Leaving) -> AsyncGenerator[Incoming]:
-        """Every event from now on, and what has waited first."""
-        self._leave()
+        """Replace the consumer by an iterator over all events, the queued ones first."""
+        self._detach()
         in_hand: tuple[QueuedEvent, int] | None = None
         loop = asyncio.get_running_loop()
         token = self._waiter = loop.create_future()
         try:
             while True:
-                await asyncio.sleep(0)  # the last acknowledgement goes out, and others run
+                await asyncio.sleep(0)  # write the last acknowledgement, and let other tasks run
                 if self._waiter is not token:
                     return
                 if (taken := self.queue.take()) is not None:
@@ -234,11 +233,11 @@ class Sink:
                 self._waiter = None
                 self._finish()
             if in_hand is not None:
-                # Its consumer has left the loop, done with it or not: the next one gets it again.
+                # The consumer has left its loop, perhaps in the middle: the next one gets it again.
                 self._give_back(*in_hand)
 
-    def _leave(self) -> None:
-        """Whoever was attached is not any more."""
+    def _detach(self) -> None:
+        """Detach the consumer."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -250,12 +249,12 @@ class Sink:
     # -- the end -------------------------------------------------------------------------------
 
     def closes(self, task: asyncio.Task[Any] | None) -> None:
-        """This task waits for the end; if it has something in hand, it has asked for it itself."""
+        """Note the task that stops the session: if it is the consumer, don't wait for it."""
         if task is not None and task in (self._consumer, self._reader):
             self._closer = task
 
-    async def finish(self, timeout: float = MOMENT) -> None:
-        """Before the goodbye: wait for what is in hand, and for what nobody else will get."""
+    async def finish(self, timeout: float = CLOSE_TIMEOUT) -> None:
+        """Wait until the consumer has handled the messages that only this session can get."""
         loop = asyncio.get_running_loop()
         if self._until is None:
             self._until = loop.time() + timeout
@@ -270,14 +269,14 @@ class Sink:
         await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def _finish(self) -> None:
-        """Nothing is in hand."""
+        """Note that the consumer has finished a message."""
         self._reader = None
         over = self.queue.refuses or not self.queue
         if over and self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
-    async def close(self, timeout: float = MOMENT) -> None:
-        """Take no more, and give the consumer what is left of its moment."""
+    async def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
+        """Accept no more events, and wait for the consumer, until the timeout of the end."""
         self.closed = True
         self.queue.refuse()
         if self._waiter is not None and not self._waiter.done():

@@ -1,4 +1,4 @@
-"""Sessions over MQTT 5: a send is a publish with QoS 1, and its outcome is what the server says.
+"""Sessions over MQTT 5: a send is a publish with QoS 1, and its PUBACK is the outcome.
 
 ::
 
@@ -6,14 +6,13 @@
         alice = await sessions.connect("alice", Mqtt("mqtts://broker"))
         await alice.send("bob", b"hello")
 
-`Acked` means that the server has taken responsibility for the message: whether somebody is there
-to get it is another matter (`extra` says "no matching subscribers" where the server tells). After a
-lost link the server is asked for the session that it has kept; what it had not acknowledged is then
-published again, marked as a duplicate and with the same id, as the standard demands: receivers may
-get it twice, and know it by the user property `message-id`.
+`Acked` means that the server has accepted the message, not that it has a subscriber (`extra` is "no
+matching subscribers" if the server reports that). After a lost link, the MQTT session is resumed:
+unacknowledged publishes are sent again, marked as duplicates and with the same id, as the standard
+requires. Receivers may get a message twice, and recognise it by the user property `message-id`.
 
-A session that the server has kept from an earlier process is taken as it is: what came meanwhile is
-delivered, and what that process had sent without an answer is not known any more.
+An MQTT session of an earlier process is resumed as well: messages that arrived meanwhile are
+delivered; unacknowledged publishes of that process are not repeated.
 """
 
 from ._dialogue import MqttDialogue

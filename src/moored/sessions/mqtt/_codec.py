@@ -1,11 +1,10 @@
-"""The alphabet of MQTT 5: integers, strings and properties, to bytes and back.
+"""The data types of MQTT 5: integers, strings and properties, to bytes and back.
 
-What is read comes from a stranger: whatever the standard forbids raises `ProtocolError`, with the
-DISCONNECT that the standard wants as its farewell. What is written comes from our own user: what
-cannot be written raises `ValueError`.
+Reading raises `ProtocolError` for whatever the standard forbids, with the DISCONNECT that the
+standard requires as its farewell. Writing raises `ValueError` for values that cannot be written.
 
 The names of properties are those of the standard, in lower case; `user_property` and
-`subscription_identifier` hold a list, because they may come more than once.
+`subscription_identifier` hold a list, because they may occur more than once.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ TWO: Final = Struct(">H")
 FOUR: Final = Struct(">I")
 #: The largest number that a variable byte integer can hold.
 LIMIT: Final = 268_435_455
-#: Control characters, and code points that are no characters. The standard lets a server close the
-#: link for them, as Mosquitto does; a send that is resumed would close every link anew.
+#: Control characters and noncharacters. The standard allows a server to close the link for them, as
+#: Mosquitto does; a send that is resumed would then close every link.
 _UNFIT: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef"
     + "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
@@ -47,12 +46,12 @@ _UNFIT: Final = re.compile(
 
 
 def broken(code: int, text: str) -> ProtocolError:
-    """The other side has broken a rule, and is told which kind of rule it was."""
+    """Return the error for a protocol violation, with a DISCONNECT of this reason code."""
     return ProtocolError(text, farewell=bytes((0xE0, 0x01, code)))
 
 
 def malformed(text: str) -> ProtocolError:
-    """The other side has sent what cannot be read."""
+    """Return the error for a malformed packet."""
     return broken(0x81, text)
 
 
@@ -78,21 +77,21 @@ def text_field(value: str) -> bytes:
     try:
         encoded = value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it has half a surrogate pair, which UTF-8 cannot hold") from error
+        raise ValueError("it has a lone surrogate, which UTF-8 cannot encode") from error
     check_characters(value, "it")
     return data_field(encoded)
 
 
 def check_characters(text: str, what: str) -> None:
-    """Raise for a text that a server may close the link for."""
-    # What is printable, as nearly all of them are, has none of these.
+    """Raise `ValueError` for a string for which a server may close the link."""
+    # Printable strings, which are nearly all, have none of these.
     if text.isprintable() or not _UNFIT.search(text):
         return
     if "\0" in text:
         raise ValueError(f"{what} has a NUL character, which MQTT does not allow")
     raise ValueError(
-        f"{what} has a control character, such as a line feed, or a code point that is no "
-        "character: a server may close the link for it"
+        f"{what} has a control character, such as a line feed, or a noncharacter: a server may "
+        "close the link for it"
     )
 
 
@@ -115,12 +114,12 @@ def read_number(data: bytes, at: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             if shift and not byte:
-                raise malformed("a length is longer than it must be")
+                raise malformed("a length is not in its shortest form")
             return value, at
         shift += 7
         if shift > 21:
             raise malformed("a length of more than four bytes")
-    raise malformed("a length that goes on beyond its packet")
+    raise malformed("a length that exceeds its packet")
 
 
 def read_text(data: bytes, at: int, end: int) -> tuple[str, int]:
@@ -139,35 +138,35 @@ def read_data(data: bytes, at: int, end: int) -> tuple[bytes, int]:
     """Bytes, and where they end."""
     start = at + 2
     if start > end:
-        raise malformed("a string that goes on beyond its packet")
+        raise malformed("a string that exceeds its packet")
     at = start + (data[at] << 8 | data[at + 1])
     if at > end:
-        raise malformed("a string that goes on beyond its packet")
+        raise malformed("a string that exceeds its packet")
     return data[start:at], at
 
 
 def _read_byte(data: bytes, at: int, end: int) -> tuple[int, int]:
     if at >= end:
-        raise malformed("a property that goes on beyond its packet")
+        raise malformed("a property that exceeds its packet")
     return data[at], at + 1
 
 
 def _read_flag(data: bytes, at: int, end: int) -> tuple[int, int]:
     value, at = _read_byte(data, at, end)
     if value > 1:
-        raise broken(0x82, "a property that must be 0 or 1 is neither")
+        raise broken(0x82, "a property that must be 0 or 1 has another value")
     return value, at
 
 
 def _read_two(data: bytes, at: int, end: int) -> tuple[int, int]:
     if at + 2 > end:
-        raise malformed("a property that goes on beyond its packet")
+        raise malformed("a property that exceeds its packet")
     return data[at] << 8 | data[at + 1], at + 2
 
 
 def _read_four(data: bytes, at: int, end: int) -> tuple[int, int]:
     if at + 4 > end:
-        raise malformed("a property that goes on beyond its packet")
+        raise malformed("a property that exceeds its packet")
     return FOUR.unpack_from(data, at)[0], at + 4
 
 
@@ -232,7 +231,7 @@ _NUMBERS: Final = {name: number for number, (name, _) in PROPERTIES.items()}
 _READERS: Final[dict[int, tuple[str, Reader]]] = {
     identifier: (name, kind.value[0]) for identifier, (name, kind) in PROPERTIES.items()
 }
-#: Zero means nothing for these, and the standard forbids it.
+#: The standard forbids zero for these.
 _POSITIVE: Final = frozenset((SUBSCRIPTION, 0x21, 0x23, 0x27))
 
 
@@ -260,16 +259,16 @@ def bare_properties(values: Mapping[str, Any]) -> bytes:
 def read_properties(
     data: bytes, at: int, end: int, allowed: frozenset[int]
 ) -> tuple[dict[str, Any], int]:
-    """The properties of a packet that may have only the allowed ones, and where they end."""
+    """Read the properties of a packet, and where they end; others than `allowed` are an error."""
     size, at = read_number(data, at, end)
     stop = at + size
     if stop > end:
-        raise malformed("properties that go on beyond their packet")
+        raise malformed("properties that exceed their packet")
     found: dict[str, Any] = {}
     while at < stop:
         identifier = data[at]
         if identifier not in allowed:
-            raise malformed(f"property 0x{identifier:02X}, which this packet cannot have")
+            raise malformed(f"property 0x{identifier:02X}, which is not allowed in this packet")
         name, read = _READERS[identifier]
         value, at = read(data, at + 1, stop)
         if identifier in _POSITIVE and not value:
@@ -277,7 +276,7 @@ def read_properties(
         if identifier in (USER_PROPERTY, SUBSCRIPTION):
             found.setdefault(name, []).append(value)
         elif name in found:
-            raise broken(0x82, f"the property {name} comes twice")
+            raise broken(0x82, f"the property {name} occurs twice")
         else:
             found[name] = value
     return found, at

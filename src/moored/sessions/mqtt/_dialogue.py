@@ -4,17 +4,17 @@
 
     connecting ──CONNACK──▶ subscribing ──SUBACK──▶ open ──▶ closed
 
-`Ready` comes after the SUBACK, so that whoever waited for it misses nothing that is sent to it from
-then on. A session that the server has kept is subscribed again, too: the server may have restored
-it from an older snapshot. What the server kept for us comes right behind its CONNACK, so inbound
-messages may come before `Ready`.
+`Ready` follows the SUBACK, so that a client that is online misses no message. A resumed MQTT
+session is subscribed again as well: the server may have restored it from an older snapshot. The
+server sends the messages that it has kept immediately after its CONNACK, so messages may arrive
+before `Ready`.
 
-What always holds:
+Invariants:
 
-- a packet id is never 0 and never given while it is in flight;
-- no more is unacknowledged on a link than the server's receive maximum;
-- acknowledgements are sent in the order in which the messages came, whoever handled them first;
-- a packet before a bad one in the same chunk counts: its events come first, then the error.
+- a packet id is never 0, and never reused while it is in flight;
+- the unacknowledged publishes of a link never exceed the server's receive maximum;
+- acknowledgements are sent in the order in which the messages arrived, whichever was handled first;
+- the packets before an invalid one in the same chunk are handled before the error is raised.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from ._codec import broken, malformed
 from ._frames import OVERSIZED, PacketFrames
 from ._memory import MqttMemory
 from ._packets import Message, MessageTooLarge, SubscriptionRefused
-from ._plan import Plan, lacks
+from ._plan import Plan, unsupported
 from ._reasons import FAILURE, end_class, refusal_class, words_of
 
 __all__ = ["MqttDialogue"]
 
 IGNORED: Final = Ignored()
-#: By so much may a server exceed our receive maximum: Mosquitto does not count what it sends again,
-#: and miscounts by a few when it is busy. To close the link for it would only make it send all of
-#: them again. What is beyond even that is left to the next link, which we ask for when all before
-#: it is acknowledged.
+#: The number of messages by which a server may exceed our receive maximum: Mosquitto does not count
+#: messages that it sends again, and miscounts by a few under load. Closing the link would make it
+#: send all of them again. Messages beyond that are left to the next link, which is made when the
+#: others are acknowledged.
 OVERRUN: Final = 900
-#: The server wants us to use another one, which it may name.
+#: The codes of a redirect to another server, which the server may name.
 ELSEWHERE: Final = frozenset((0x9C, 0x9D))
-#: Added to the QoS of a message that is answered with an error.
+#: Added to the QoS of a message that is refused.
 REFUSED: Final = 2
 
 
@@ -88,42 +88,42 @@ class MqttDialogue(Dialogue):
         self._frames = PacketFrames(plan.max_packet_size)
         self._phase = "connecting"
         self._window = plan.window
-        # The largest packet that the server takes, and whether it keeps retained ones.
+        # The largest packet that the server accepts, and whether it supports retained messages.
         self._largest = packets.LARGEST
         self._retain = True
-        # What waits for its SUBACK or UNSUBACK, by packet id: the filters, and the query.
+        # Requests without a SUBACK or UNSUBACK yet, by packet id: the filters, and the query.
         self._asked: dict[int, tuple[list[str], str | None]] = {}
         self._ready = Ready()
-        # Whether the server knew the session.
+        # Whether the server has kept the session.
         self._present = False
-        # Unacknowledged publishes of the last link that the receive maximum keeps back.
+        # Unacknowledged publishes of the last link that the receive maximum holds back.
         self._held: list[int] = []
-        # What came and is not acknowledged yet, in order: packet id -> QoS, negative once handled,
-        # and less by REFUSED if the answer is an error.
+        # Unacknowledged messages in order: packet id -> QoS, negated once handled, and less by
+        # REFUSED if the answer is an error.
         self._arrived: dict[int, int] = {}
-        # Whether more came than there is room for.
+        # Whether the server has exceeded OVERRUN.
         self._left = False
 
     @property
     def room(self) -> int:
-        """How many more sends may be written now."""
+        """The number of sends that the window allows now."""
         return self._window - len(self._memory.inflight)
 
-    # -- what we say ---------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
     def hello(self) -> bytes:
-        """CONNECT."""
-        # Once for each link, and not kept while it lives: a password may be in it.
+        """Return the CONNECT."""
+        # Used once, and not kept: it may hold a password.
         hello, self._plan.hello = self._plan.hello, b""
         return hello
 
     def write(self, outgoing: Outgoing) -> bytes:
-        """PUBLISH with QoS 1. What the server would not take raises `StepFailed`, unwritten."""
+        """Return a PUBLISH with QoS 1; raises `StepFailed` if the server would refuse it."""
         memory = self._memory
         if self._phase != "open":
             raise StepFailed(f"the link is {self._phase}")
         if len(memory.inflight) >= self._window:
-            raise StepFailed(f"the server takes no more than {self._window} unconfirmed sends")
+            raise StepFailed(f"the server allows no more than {self._window} unconfirmed sends")
         body = outgoing.content if outgoing.body is None else outgoing.body
         topic = outgoing.recipient.join(self._plan.topic)
         try:
@@ -136,42 +136,42 @@ class MqttDialogue(Dialogue):
                 data = packets.publish(address, number, outgoing.id, body)
             else:
                 data = self._rich(address, number, outgoing.id, body)
-        except Exception as error:  # a `Message` may have anything in it
+        except Exception as error:  # the properties of a `Message` are not checked otherwise
             raise StepFailed(f"it cannot be sent over MQTT: {error}") from error
         if len(data) > self._largest:
             raise StepFailed(
-                f"it makes a packet of {len(data)} bytes, and the server takes {self._largest}"
+                f"its packet has {len(data)} bytes, and the server accepts {self._largest}"
             )
         memory.inflight[number] = (outgoing.id, data if self._plan.resumes else b"")
         return data
 
     def check(self, outgoing: Outgoing) -> None:
-        """Raise `StepFailed` for what no server would take; for a dialogue without a link."""
+        """Raise `StepFailed` for a send that no server accepts; for a dialogue without a link."""
         self._phase = "open"
         self.write(outgoing)
 
     def _rich(self, address: bytes, number: int, id: str, body: Any) -> bytes:
-        """A send that is more than bytes."""
+        """Return a PUBLISH for text or a `Message`."""
         if isinstance(body, Text):
             body = body.text
         if not isinstance(body, Message):
             payload, is_text = packets.as_bytes(body)
             return packets.publish(address, number, id, payload, packets.TEXT_MARK * is_text)
         if body.retain and not self._retain:
-            raise ValueError("the server keeps no retained messages")
+            raise ValueError("the server does not support retained messages")
         payload, is_text = packets.as_bytes(body.payload)
         more = packets.more_properties(body, is_text)
         data = packets.publish(address, number, id, payload, more)
         return bytes((data[0] | 1,)) + data[1:] if body.retain else data
 
     def resend(self, wanted: Container[str]) -> Iterator[tuple[str, bytes | None]]:
-        """The unacknowledged publishes, marked as duplicates, in order.
+        """Return the unacknowledged publishes, marked as duplicates, in order.
 
-        Those beyond the receive maximum come with no bytes: they are written by and by, as
-        acknowledgements make room. Brokers may end a link for one send, with or without a word.
-        So if the oldest is not acknowledged over two links, only one at a time is in flight on the
-        next. Given up is only one that was alone in flight when a link ended, two times: of many
-        that were in flight nobody can tell which it was, or whether the link was just cut.
+        Those beyond the receive maximum come with empty bytes: they are written later, as
+        acknowledgements arrive. A broker may end the link because of one send, with or without a
+        reason. So if the oldest send is not acknowledged over two links, the next link has one send
+        in flight at a time. A send is given up only if it alone was in flight when a link ended,
+        twice: of several sends, the cause cannot be known, and the link may just have been cut.
         """
         memory, inflight = self._memory, self._memory.inflight
         alone = len(inflight) == 1
@@ -188,7 +188,7 @@ class MqttDialogue(Dialogue):
         if numbers and memory.strikes > 1:
             del inflight[numbers.pop(0)]
             yield oldest, None
-            oldest, again, memory.strikes = "", False, 0  # each of the others begins anew
+            oldest, again, memory.strikes = "", False, 0  # the next one starts without strikes
         memory.suspect, memory.outlived = oldest, 0
         memory.probing = again and len(numbers) > 1
         width = 1 if memory.probing else self._window
@@ -198,12 +198,12 @@ class MqttDialogue(Dialogue):
             yield id, _again(data) if place < width else b""
 
     def ping(self) -> bytes:
-        """PINGREQ."""
+        """Return a PINGREQ."""
         self._outlived()
         return packets.PINGREQ
 
     def acknowledge(self, token: Any) -> bytes:
-        """PUBACK (or PUBREC), for this and for all that waited for it to be handled."""
+        """Return the PUBACK (or PUBREC) of this message, and of later ones that waited for it."""
         arrived = self._arrived
         qos = arrived.get(token, 0)
         if qos <= 0 or self._phase == "closed":
@@ -212,13 +212,13 @@ class MqttDialogue(Dialogue):
         return self._settled()
 
     def skip(self, token: Any) -> bytes:
-        """Nothing for this one, which the broker sends again, and what waited for it."""
+        """Return only the acknowledgements that waited for this message: it is sent again."""
         if self._phase == "closed" or self._arrived.pop(token, None) is None:
             return b""
         return self._settled()
 
     def _settled(self) -> bytes:
-        """The acknowledgements of all that is handled, up to the first that is not."""
+        """Return the acknowledgements of handled messages, up to the first that is not."""
         arrived = self._arrived
         ready = []
         for number, qos in arrived.items():
@@ -230,7 +230,7 @@ class MqttDialogue(Dialogue):
             self._phase = "closed"
             farewell = data + packets.disconnect()
             raise ProtocolError(
-                "more came than there was room for: a new link brings the rest", farewell
+                "it exceeded the receive maximum: a new link delivers the rest", farewell
             )
         return data
 
@@ -244,30 +244,30 @@ class MqttDialogue(Dialogue):
         return packets.answer(packets.PUBREC, number, code)
 
     def goodbye(self) -> bytes:
-        """DISCONNECT."""
+        """Return a DISCONNECT."""
         self._outlived()
         return self._plan.goodbye
 
     def _outlived(self) -> None:
-        """Whatever ends the link from now on, it is not the oldest send."""
+        """Note that the oldest send is not the cause if the link ends from now on."""
         self._memory.outlived = next(iter(self._memory.inflight), 0)
 
-    # -- what we hear --------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> Iterator[DialogueEvent]:
-        """Bytes have come in; each packet is read when the events of the last one were handled."""
+        """Yield the events of received bytes, packet by packet."""
         inflight = self._memory.inflight
         if self._phase == "closed":
             return
         try:
             for first, chunk, at, end in self._frames.cut(data):
                 if first == packets.PUBACK and end - at == 2 and self._phase == "open":
-                    # The shortest way, for what comes most: a plain acknowledgement.
+                    # The fast path for a plain acknowledgement, the most frequent packet.
                     number = chunk[at] << 8 | chunk[at + 1]
                     if number in inflight and not self._held:
                         id, _ = inflight.pop(number)
                         if not inflight:
-                            inflight.clear()  # gives back the room that it took
+                            inflight.clear()  # frees its memory
                         yield Confirmed(id)
                         continue
                 yield from self._read(first, chunk, at, end)
@@ -281,7 +281,7 @@ class MqttDialogue(Dialogue):
         events: list[DialogueEvent] = []
         kind = first & 0xF0
         if self._phase == "connecting" and kind not in (packets.CONNACK, packets.DISCONNECT):
-            raise broken(0x82, "the server speaks before its CONNACK")
+            raise broken(0x82, "a packet before the CONNACK")
         if first & OVERSIZED:
             self._oversized(first & 0xFF, data, at, end, events)
             return events
@@ -290,7 +290,7 @@ class MqttDialogue(Dialogue):
             return events
         handler = _HANDLERS.get(kind)
         if handler is None:
-            raise broken(0x82, f"a packet of type {first >> 4}, which has no place here")
+            raise broken(0x82, f"a packet of type {first >> 4}, which a server must not send")
         if first != (packets.PUBREL if kind == 0x60 else kind):
             raise malformed(f"a packet of type {first >> 4} with wrong flags")
         handler(self, data, at, end, events)
@@ -310,7 +310,7 @@ class MqttDialogue(Dialogue):
         if present and self._plan.clean:
             raise broken(0x82, "a session is present after a clean start")
         if "authentication_method" in options:
-            raise broken(0x82, "an authentication that nobody asked for")
+            raise broken(0x82, "an authentication method that was not requested")
         if not options.get("maximum_qos", 1):
             self._end(refusal_class(0x9B), 0x9B, options, events, packets.disconnect())
             return
@@ -325,7 +325,7 @@ class MqttDialogue(Dialogue):
         self._window = min(self._plan.window, options.get("receive_maximum", 0xFFFF))
         self._largest = options.get("maximum_packet_size", packets.LARGEST)
         self._retain = bool(options.get("retain_available", 1))
-        # To ask more often than the server wants is always allowed.
+        # A shorter interval than the server's is always allowed.
         told = options.get("server_keep_alive") or math.inf
         keepalive = float(told) if told < (self._plan.keepalive or math.inf) else None
         keeps = options.get("session_expiry_interval") != 0
@@ -333,10 +333,10 @@ class MqttDialogue(Dialogue):
         self._subscribe(options, events)
 
     def _subscribe(self, options: Any, events: list[DialogueEvent]) -> None:
-        """Ask for all that is wanted and that the server can have, and for nothing else."""
+        """Subscribe to the filters that the server supports, and unsubscribe from stale ones."""
         wanted = []
         for text in self._wanted:
-            if code := lacks(text, options):
+            if code := unsupported(text, options):
                 self._refused(text, code, events)
             else:
                 wanted.append(text)
@@ -363,13 +363,13 @@ class MqttDialogue(Dialogue):
         number = self._memory.take()
         data = write(number, filters)
         if len(data) > self._largest:
-            text = f"subscribing takes {len(data)} bytes, and the server takes {self._largest}"
+            text = f"subscribing needs {len(data)} bytes, and the server accepts {self._largest}"
             raise broken(0x95, text)
         self._asked[number] = filters, query
         return data
 
     def _known(self, filters: Iterable[str], events: list[DialogueEvent]) -> None:
-        """Remember what the server may have, as far as it outlives this process."""
+        """Remember the filters that the server may have; store them for the next process."""
         known = tuple(sorted(filters))
         if known != self._memory.subscribed:
             self._memory.subscribed = known
@@ -378,13 +378,13 @@ class MqttDialogue(Dialogue):
 
     def _refused(self, text: str, code: int, events: list[DialogueEvent]) -> None:
         why = words_of(code)
-        # Counted and logged by its template: a filter may have somebody's name in it.
+        # Logged by its template: a filter may contain a profile.
         name = dict(self._plan.filters).get(text, "a filter of this session")
         events.append(Unhandled(f"no subscription to {name}: {why} (0x{code:02X})"))
         events.append(Happening(SubscriptionRefused(text, code, why)))
 
     def query(self, id: str, question: Any) -> bytes:
-        """SUBSCRIBE or UNSUBSCRIBE, at run time."""
+        """Return a SUBSCRIBE or UNSUBSCRIBE at run time."""
         if self._phase != "open":
             raise QueryFailed(f"the link is {self._phase}")
         write = packets.subscribe if question["do"] == "subscribe" else packets.unsubscribe
@@ -394,9 +394,9 @@ class MqttDialogue(Dialogue):
         number, codes = packets.read_suback(data, at, end)
         asked = self._asked.pop(number, None)
         if not self._asked:
-            self._asked = {}  # one that had something in it takes more room
+            self._asked = {}  # frees the memory of the old one
         if asked is None:
-            raise broken(0x82, f"{name} that answers nothing")
+            raise broken(0x82, f"{name} for an unknown packet id")
         if len(codes) != len(asked[0]):
             raise broken(0x82, f"{name} for {len(codes)} of {len(asked[0])} subscriptions")
         return asked, codes
@@ -457,7 +457,7 @@ class MqttDialogue(Dialogue):
             raise malformed("a PINGRESP with a body")
         events.append(IGNORED)
 
-    # -- what we sent --------------------------------------------------------------------------
+    # -- answers to our packets ----------------------------------------------------------------
 
     def _puback(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
         number, code, options = packets.read_result(data, at, end)
@@ -493,7 +493,7 @@ class MqttDialogue(Dialogue):
         packets.read_result(data, at, end)
         events.append(Unhandled("a PUBCOMP for a packet that is not in flight"))
 
-    # -- what others sent ----------------------------------------------------------------------
+    # -- received messages ---------------------------------------------------------------------
 
     def _publish(
         self, first: int, data: bytes, at: int, end: int, events: list[DialogueEvent]
@@ -516,13 +516,13 @@ class MqttDialogue(Dialogue):
         arrived[number] = qos
         key = None
         if "message_expiry_interval" not in publication.properties:
-            # The server may not give its packet id to another one before we acknowledge it.
+            # The server must not reuse the packet id before we acknowledge the message.
             life, content = self._memory.life, (publication.topic, publication.payload)
             key = (life, number, content, publication.id)
         events.append(Happening(publication, number, key, again=publication.duplicate))
 
     def _is_known(self, number: int, qos: int, events: list[DialogueEvent]) -> bool:
-        """Whether it is a message of QoS 2 that was handled before, and is answered again."""
+        """Whether it is a message of QoS 2 that was handled before; it is acknowledged again."""
         known = number in self._memory.received
         if number in self._arrived or (known and qos != 2):
             raise broken(0x82, "a packet id that is in use")
@@ -533,7 +533,7 @@ class MqttDialogue(Dialogue):
     def _oversized(
         self, first: int, data: bytes, at: int, end: int, events: list[DialogueEvent]
     ) -> None:
-        """A message that the server should have dropped: refuse it, so that it comes no more."""
+        """Refuse a message that exceeds `max_packet_size`, so that it is not sent again."""
         topic, number, _ = packets.read_address(first, data, at, min(end, len(data)))
         qos = first >> 1 & 3
         if number and self._is_known(number, qos, events):
@@ -556,7 +556,7 @@ class MqttDialogue(Dialogue):
 
 
 def _again(data: bytes) -> bytes:
-    """A publish, marked as a duplicate."""
+    """Return a publish with the DUP flag."""
     return bytes((data[0] | packets.DUPLICATE,)) + data[1:]
 
 

@@ -1,9 +1,8 @@
-"""Cuts a stream of bytes into packets.
+"""Splits a stream of bytes into packets.
 
-Nothing is copied as long as packets come whole; what is left of a chunk is kept, and never more of
-it than one packet may have. Of a message that is too large only the topic and the packet id are
-kept, and the rest is dropped as it comes; any other packet that is too large is refused when its
-header is read.
+Complete packets are not copied; the rest of a chunk is kept, and is never longer than one packet
+may be. Of a PUBLISH that is too large only the topic and the packet id are kept, and the rest is
+dropped as it arrives; any other packet that is too large is refused by its header.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ __all__ = ["OVERSIZED", "PacketFrames"]
 
 #: The first byte (kind and flags), the bytes, where the body begins in them, and where it ends.
 Frame = tuple[int, bytes, int, int]
-#: Added to the first byte of a message that is too large: it may end beyond the bytes.
+#: Added to the first byte of a PUBLISH that is too large: its end may be beyond the bytes.
 OVERSIZED = 0x100
 
 
 class PacketFrames:
-    """The cutter of one link.
+    """The packet splitter of one link.
 
-    :param limit: the size of the largest packet that is taken, with its header.
+    :param limit: the size of the largest accepted packet, with its header.
     """
 
     __slots__ = ("_limit", "_need", "_rest", "_skip")
@@ -31,13 +30,13 @@ class PacketFrames:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._rest: bytearray | None = None
-        # The size that the rest must have before it is worth looking at.
+        # The size of the rest at which the next packet may be complete.
         self._need = 0
-        # How many bytes of a message that is too large are still to come.
+        # The number of bytes to drop, of a PUBLISH that is too large.
         self._skip = 0
 
     def cut(self, data: bytes) -> Iterator[Frame]:
-        """The packets that are whole now; it raises where a bad one begins."""
+        """Yield the packets that are complete now; raises `ProtocolError` at an invalid one."""
         rest = self._rest
         if self._skip:
             skipped = min(self._skip, len(data))
@@ -59,7 +58,7 @@ class PacketFrames:
             end = body + length
             if end - at > self._limit:
                 if data[at] & 0xF0 != 0x30:
-                    text = f"a packet of {end - at} bytes came, and {self._limit} are allowed"
+                    text = f"a packet of {end - at} bytes; at most {self._limit} are allowed"
                     raise broken(0x95, text)
                 missing = _missing(data, body, end)
                 if missing > 0:
@@ -82,12 +81,12 @@ class PacketFrames:
 
     @property
     def kept(self) -> int:
-        """How many bytes wait for the rest of their packet."""
+        """The number of bytes of an incomplete packet."""
         return len(self._rest) if self._rest is not None else 0
 
 
 def _missing(data: bytes, body: int, end: int) -> int:
-    """How many bytes must come before the topic and the packet id of a message can be read."""
+    """Return how many bytes are missing to read the topic and the packet id of a PUBLISH."""
     size = len(data) - body
     need = 2
     if size >= 2:
@@ -96,7 +95,7 @@ def _missing(data: bytes, body: int, end: int) -> int:
 
 
 def _long(data: bytes, at: int, length: int) -> tuple[int, int]:
-    """A length of more than one byte, and where it ends; 0 if that has not come yet."""
+    """Read a length of more than one byte, and where it ends; 0 if it is incomplete."""
     for shift in (7, 14, 21):
         if at == len(data):
             return 0, 0
@@ -105,6 +104,6 @@ def _long(data: bytes, at: int, length: int) -> tuple[int, int]:
         length |= (byte & 0x7F) << shift
         if byte < 0x80:
             if not byte:
-                raise malformed("a length is longer than it must be")
+                raise malformed("a length is not in its shortest form")
             return length, at
     raise malformed("a length of more than four bytes")

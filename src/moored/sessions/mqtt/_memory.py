@@ -1,4 +1,4 @@
-"""What outlives a link: the half of an MQTT session that the client has to keep."""
+"""The client's state of an MQTT session, which outlives a link."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKET_IDS = 0xFFFF
 
 
 class MqttMemory:
-    """The client's half of one MQTT session."""
+    """The client's state of one MQTT session."""
 
     __slots__ = (
         "begun",
@@ -29,42 +29,42 @@ class MqttMemory:
     )
 
     def __init__(self) -> None:
-        #: Whether a server has answered before: only the first link may ask for a clean start.
+        #: Whether a server has accepted a link: only the first link may request a clean start.
         self.begun = False
-        #: The id of the oldest send when a link was resumed last, and how many links have ended
-        #: while it alone was in flight, right after it was written.
+        #: The id of the oldest send in flight at the last resumption, and how many links have ended
+        #: while it alone was in flight.
         self.suspect = ""
         self.strikes = 0
-        #: Whether the last link that was resumed wrote one send at a time.
+        #: Whether the last resumed link had only one send in flight at a time.
         self.probing = False
-        #: The packet id of the oldest send when the last link was asked for a sign of life, or left
-        #: by us: the end of that link is not its fault.
+        #: The packet id of the oldest send when the last link was pinged, or closed by us: that
+        #: send has not caused the end of the link.
         self.outlived = 0
-        #: The client id that the server has chosen, if it was left to it.
+        #: The client id that the server has assigned, if the settings have none.
         self.client_id: str | None = None
-        #: Where a server has sent us ("host:port"), and whether that was dialled without success.
+        #: The server that we were redirected to ("host:port"), and whether it has been dialled.
         self.moved: str | None = None
         self.tried = False
-        #: Unacknowledged publishes in their order: packet id -> id of the send, and the packet.
+        #: Unacknowledged publishes in order: packet id -> id of the send, and the packet.
         self.inflight: dict[int, tuple[str, bytes]] = {}
         #: Packet ids of received QoS 2 messages that the server has not released yet.
         #: (The keys of a dict: an empty set takes 216 bytes, an empty dict 64.)
         self.received: dict[int, None] = {}
-        #: The filters that the server may have: what this process, or one before it, has asked for.
-        #: (Sorted: a set of one takes 216 bytes, a tuple 48.)
+        #: The filters that the server may have, from this process or an earlier one, sorted.
+        #: (A set of one takes 216 bytes, a tuple 48.)
         self.subscribed: tuple[str, ...] = ()
-        #: The filters that the session wants, if that was changed at run time.
+        #: The filters that the session needs, if they were changed at run time.
         self.wanted: tuple[str, ...] | None = None
-        #: Whether a server has forgotten the session, and no link was ready since: it knows the
-        #: session by now, and nothing of what the last link that was ready had left with it.
+        #: Whether a server began a new session, and no link was ready since: the next link finds
+        #: that session, but not the state of the last link that was ready.
         self.lapsed = False
-        #: The packet id that was given last.
+        #: The last packet id.
         self.last = 0
-        #: How often a server has begun a new session: its packet ids mean something else then.
+        #: The number of sessions that servers have begun: each has its own packet ids.
         self.life = 0
 
     def take(self) -> int:
-        """A packet id that is not in use; there is one as long as not all are in flight."""
+        """Return an unused packet id; at least one must not be in flight."""
         last, inflight = self.last, self.inflight
         while True:
             last = last % PACKET_IDS + 1
@@ -73,7 +73,7 @@ class MqttMemory:
                 return last
 
     def forget(self) -> None:
-        """The server does not know the session any more: what it had not confirmed is lost."""
+        """Discard the state of a session that the server has not kept."""
         self.inflight.clear()
         self.received.clear()
         self.suspect = ""

@@ -1,4 +1,4 @@
-"""MQTT 5 as a protocol of sessions: its settings, and what they make of one profile."""
+"""MQTT 5 as a protocol of sessions: its settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._dialogue import MqttDialogue
 from ._memory import MqttMemory
 from ._packets import MessageTooLarge, Publication, SubscriptionRefused, Will
 from ._plan import Plan, check_filter
-from ._uri import Address, take_apart
+from ._uri import Address, parse_uri
 
 __all__ = ["Mqtt"]
 
@@ -32,45 +32,46 @@ _TAGS: dict[type, str] = {
     SubscriptionRefused: "subscription_refused",
 }
 _FIELD = re.compile(r"\{([^{}]*)\}")
-#: The largest WebSocket frame that is read, at least.
+#: The least limit for the size of a WebSocket frame.
 LARGE_FRAME = 16 * 1024 * 1024
 
 
 class Mqtt(Protocol):
     """An MQTT 5 server; a send is a publish with QoS 1, confirmed by its PUBACK.
 
-    :param uri: `mqtt://`, `mqtts://`, `ws://` or `wss://`, with a user and a password if need be
-        (percent-encoded). Credentials that are stored for a profile go before them. A server that
-        sends a client to another one is obeyed; the scheme and the TLS settings stay.
-    :param host_of: a function that returns the host of a profile, as `host` or `host:port`, where
-        accounts live on several servers; None for the URI's. It is called for each link. The rest
-        of the URI and the TLS settings hold for all of them.
-    :param client_id: who we are to the server. Of two links with one client id the later one takes
-        over, and the other one is told (not by Mosquitto before 2.0.15, where it only finds its
-        link lost, and comes back: leases prevent that). Empty: the server chooses one, and it is
-        kept while the session lives.
-    :param topic: what a send is published to; `{recipient}` and `{profile}` are filled in.
+    :param uri: `mqtt://`, `mqtts://`, `ws://` or `wss://`, with a user and a password if needed
+        (percent-encoded). Stored credentials of a profile take precedence. Redirects of the server
+        are followed; the scheme and the TLS settings stay.
+    :param host_of: a function that returns the host of a profile, as `host` or `host:port`, if
+        accounts are on several servers; None for the URI's. It is called for each link. The rest of
+        the URI and the TLS settings apply to all of them.
+    :param client_id: the MQTT client id; `{profile}` is filled in. If two links have the same id,
+        the later one takes over, and the server notifies the other one. (Mosquitto before 2.0.15
+        only closes it, so that it reconnects: leases prevent that.) Empty: the server assigns one,
+        which is kept until the session is stopped.
+    :param topic: the topic of a send; `{recipient}` and `{profile}` are filled in.
     :param subscribe: the topic filters that each session subscribes to, with QoS 1; `{profile}` is
         filled in.
-    :param keepalive: seconds of silence after which the server is asked for a sign of life, and
-        two thirds of what it waits for one of ours; None for never.
-    :param patience: seconds that the server has to answer that; then the link counts as lost, so a
-        dead one is found within the two together.
-    :param session_expiry: seconds for which the server keeps a session without a link: what came
-        meanwhile, and the right to send again what it had not confirmed. 0: links do not resume.
-    :param clean_start: let the server forget what it has kept, when a session is started.
-    :param receive_maximum: how many messages the server may send before we acknowledge them, so
-        how many can wait for the user's handler.
-    :param send_window: how many sends may be unconfirmed at once, if the server does not want
-        fewer: each is kept until then, to be sent again.
-    :param max_packet_size: the largest packet that we take; the server is told. A larger message
-        that it sends all the same is set aside: it is refused, and the event `message_set_aside`.
-    :param will: what the server publishes if we are gone without a goodbye.
+    :param keepalive: seconds of silence after which the server is pinged; the server waits 1.5
+        times as long for a packet of ours. None for no keepalive.
+    :param patience: seconds that the server has to answer a ping; then the link counts as lost, so
+        that a dead one is detected within the sum of both.
+    :param session_expiry: seconds for which the server keeps the MQTT session without a link, with
+        the messages that arrive meanwhile; unconfirmed sends can be resumed during that time. 0:
+        links do not resume.
+    :param clean_start: discard the MQTT session of an earlier process when a session is started.
+    :param receive_maximum: the most unacknowledged messages that the server may send, and so the
+        most that wait for the user's handler.
+    :param send_window: the most unconfirmed sends, unless the server requests fewer; each is kept
+        in memory, to be sent again.
+    :param max_packet_size: the largest packet that is accepted, which the server is told. A larger
+        message that it sends nevertheless is refused, with the event `message_set_aside`.
+    :param will: the message that the server publishes if the client vanishes.
     :param ca: for TLS, the file of the authorities to trust; those of the system by default.
-    :param certificate: for TLS, the file of our own certificate, if the server wants one.
-    :param key: the file of its key, if it is another one.
-    :param tls: in place of these three, a context that is made already.
-    :param server_name: for TLS over TCP, the name in the server's certificate, where it is not the
+    :param certificate: for TLS, the file of the client's certificate, if the server requires one.
+    :param key: the file of its key, if it is a separate one.
+    :param tls: a context, in place of these three.
+    :param server_name: for TLS over TCP, the name in the server's certificate, if it is not the
         host's.
     """
 
@@ -117,7 +118,7 @@ class Mqtt(Protocol):
         self._will = will
         SECRETS.add_from(uri)
         mistakes: list[str] = []
-        address = take_apart(uri, mistakes)
+        address = parse_uri(uri, mistakes)
         mistakes += self._wrong_numbers()
         mistakes += self._wrong_templates()
         if address is not None and not address.secure:
@@ -177,20 +178,20 @@ class Mqtt(Protocol):
                 yield "the will's topic must not be empty or have wildcards"
             try:
                 packets.connect("", keepalive=0, clean_start=True, values={}, will=self._will)
-            except Exception as error:  # its properties may have anything in them
+            except Exception as error:  # its properties are not checked otherwise
                 yield f"the will cannot be used: {error}"
 
     # -- the protocol --------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> Tcp | WebSocket:
-        """Where to connect to."""
+        """The server of the URI."""
         return self._endpoint
 
     def locate(
         self, profile: str, credentials: bytes | None, memory: MqttMemory
     ) -> Tcp | WebSocket:
-        """Where a server has sent us, while it can be reached; otherwise the profile's or URI's."""
+        """Return the server of a redirect, once; otherwise that of the profile or of the URI."""
         if memory.moved is not None and not memory.tried:
             memory.tried = True
             if (address := self._address.elsewhere(memory.moved)) is not None:
@@ -211,28 +212,28 @@ class Mqtt(Protocol):
 
     @staticmethod
     def credentials(username: str, password: str | bytes | None = None) -> bytes:
-        """A user and a password, as they are stored for a profile."""
-        text_field(username)  # raises what is wrong with it
+        """Return the credentials of a user and a password, to be stored for a profile."""
+        text_field(username)  # raises for an invalid name
         if password is None:
             return username.encode()
         return username.encode() + b"\0" + packets.as_bytes(password)[0]
 
     def remember(self) -> MqttMemory:
-        """The client's half of an MQTT session, while it has none."""
+        """Return the client's state of a new MQTT session."""
         return MqttMemory()
 
     def recall(self, memory: MqttMemory, stored: bytes) -> None:
-        """Which filters the last process has subscribed to: the server may have them yet."""
+        """Restore the filters of the last process, which the server may still have."""
         if self.outlives:
             memory.subscribed = tuple(text for text in stored.decode().split("\n") if text)
 
     def forget(self, memory: MqttMemory) -> MqttMemory:
-        """Nothing is in flight; the client id stays, and that the server has known it."""
+        """Drop the sends in flight; keep the client id."""
         memory.forget()
         return memory
 
     def begin(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> MqttDialogue:
-        """A dialogue for a new link."""
+        """Return a dialogue for a new link."""
         try:
             plan = self._plan(profile, credentials, memory)
         except ValueError as error:
@@ -241,7 +242,7 @@ class Mqtt(Protocol):
 
     def _plan(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> Plan:
         client_id = memory.client_id or _fill(self._client_id, profile)
-        # What a link of ours cannot resume, it does not want; only the first may forget the rest.
+        # Clean if no link can resume; with `clean_start`, only the first link discards the session.
         clean = not self.resumes or not client_id or (self._clean_start and not memory.begun)
         username, password = self._address.username, self._address.password
         if credentials is not None:
@@ -277,20 +278,20 @@ class Mqtt(Protocol):
         )
 
     def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
-        """Whether any server would take it, for sessions without one."""
+        """Raise `StepFailed` for content that no server accepts; for `offline=True`."""
         self.begin(profile, None, self.remember()).check(outgoing)
 
     def question(self, what: str, **details: Any) -> Any:
-        """SUBSCRIBE or UNSUBSCRIBE; raises `ValueError` for a filter that no server takes."""
+        """Return the query for SUBSCRIBE or UNSUBSCRIBE; raises `ValueError` for a bad filter."""
         check_filter(details["topic"])
         return super().question(what, **details)
 
     def route(self, frame: Any) -> str:
-        """What a dialogue says to the user: publications, and what became of subscriptions."""
+        """Return the tag of a publication or of a refused subscription."""
         return _TAGS.get(type(frame), "unhandled")
 
     def interpret(self, tag: str, frame: Any) -> Any:
-        """A publication as a `Msg`: text, if its sender said so, and bytes otherwise."""
+        """Return a publication as a `Msg`: text if its sender has marked it so, else bytes."""
         if tag != "message":
             return frame if tag != "unhandled" else None
         if isinstance(frame, MessageTooLarge):
@@ -301,7 +302,7 @@ class Mqtt(Protocol):
             try:
                 kind, content = "text", Text(frame.payload.decode())
             except UnicodeDecodeError:
-                pass  # it is not what it says, so it stays what it is
+                pass  # wrongly marked as text: bytes
         extra = {**frame.properties, "retained": True} if frame.retained else frame.properties
         return Msg(kind, content, frame.id or "", "", frame.topic, frame.duplicate, extra)
 
@@ -310,7 +311,7 @@ class Mqtt(Protocol):
 
 
 def _unknown(what: str, text: str, known: set[str]) -> Iterable[str]:
-    """What a template has that nobody fills in, or that no string of MQTT may have."""
+    """Yield the mistakes in a template: unknown fields, and characters that MQTT forbids."""
     for name in _FIELD.findall(text):
         if name not in known:
             fields = " and ".join(f"{{{one}}}" for one in sorted(known))
@@ -326,7 +327,7 @@ def _fill(text: str, profile: str) -> str:
 
 
 def _filter(text: str, profile: str) -> str:
-    """A topic filter; a profile that is a wildcard would get what is meant for others."""
+    """Fill in a topic filter; a profile with a wildcard would receive messages of others."""
     if "{profile}" in text and ("+" in profile or "#" in profile):
         raise ValueError("a profile with + or # would subscribe to more than its own topic")
     return _fill(text, profile)
@@ -337,8 +338,8 @@ def _user(credentials: bytes) -> tuple[str, bytes | None]:
     try:
         return name.decode(), rest if separator else None
     except UnicodeDecodeError:
-        # Not even one byte of them is shown.
-        raise ValueError("its credentials were not made by Mqtt.credentials") from None
+        # Without the cause, which would show a byte of them.
+        raise ValueError("its credentials were not created by Mqtt.credentials()") from None
 
 
 def _context(
@@ -364,8 +365,8 @@ def _endpoint(
 ) -> Tcp | WebSocket:
     if not address.web:
         return Tcp(address.host, address.port, tls=tls, server_name=server_name)
-    # One frame may hold the end of a packet, and the next one. A frame is read as a whole, so one
-    # with a packet that is too large must be let in before the packet can be set aside.
+    # A frame may hold the end of one packet and the next one. It is read as a whole, so one with an
+    # oversized packet must be accepted before the packet can be set aside.
     return WebSocket(
         f"{address}{address.path}",
         subprotocol="mqtt",

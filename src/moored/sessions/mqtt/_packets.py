@@ -1,7 +1,6 @@
 """The packets of MQTT 5 that a client writes, and those that it reads.
 
-The two that matter for speed, a PUBLISH of ours and its PUBACK, have the shortest way there is; the
-others come once for each link.
+The code for PUBLISH and PUBACK is optimised; the other packets are rare.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ __all__ = ["Message", "MessageTooLarge", "Publication", "SubscriptionRefused", "
 
 CONNACK, PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP = 0x20, 0x30, 0x40, 0x50, 0x62, 0x70
 SUBACK, UNSUBACK, PINGRESP, DISCONNECT = 0x90, 0xB0, 0xD0, 0xE0
-#: The largest packet that there can be.
+#: The size of the largest possible packet.
 LARGEST: Final = LIMIT + 5
-#: The largest number of seconds that there can be; of a session's expiry, "for ever".
+#: The largest number of seconds in a property; for the session expiry, "never".
 LONGEST: Final = 0xFFFFFFFF
 PINGREQ: Final = b"\xc0\x00"
 DUPLICATE: Final = 0x08
 
-#: The user property that holds the id of a send, so that whoever gets it twice can tell.
+#: The user property that holds the id of a send, by which receivers recognise duplicates.
 ID_PROPERTY: Final = "message-id"
 _ID_FIELD: Final = b"\x26" + text_field(ID_PROPERTY)
 _NOTHING: Final[Mapping[str, Any]] = {}
-#: The property that says that a payload is text.
+#: The property that marks a payload as text.
 TEXT_MARK: Final = b"\x01\x01"
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A message that came in."""
+    """A received message."""
 
     topic: str
     payload: bytes = field(repr=False)
-    #: What the sender gave it, if it gave it one: the same message may come twice.
+    #: The sender's id, if it has one; a duplicate has the same.
     id: str | None = None
     #: Whether the server has sent it before, over a link that was lost.
     duplicate: bool = False
-    #: Whether it was kept by the server, and is older than the subscription.
+    #: Whether it is a retained message, older than the subscription.
     retained: bool = False
     #: By their names in the standard, in lower case; `user_property` is a list of pairs.
     properties: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -65,15 +64,15 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something to send with more than its bytes; `send` takes it in place of them."""
+    """A payload with MQTT properties, as content of `send`."""
 
     payload: bytes | str = field(repr=False)
-    #: Whether the server keeps it for those who subscribe later.
+    #: Whether the server retains it for later subscribers.
     retain: bool = False
-    #: After so many seconds nobody wants it any more.
+    #: Seconds after which the server drops it if it is not delivered.
     expiry: int | None = None
     content_type: str | None = None
-    #: Where an answer is to go, and what it must carry.
+    #: The topic for a response, and the data that the response must carry.
     response_topic: str | None = None
     correlation_data: bytes | None = None
     user_properties: tuple[tuple[str, str], ...] = ()
@@ -91,7 +90,7 @@ class MessageTooLarge(SessionError):
 
     def __init__(self, topic: str, size: int, limit: int) -> None:
         super().__init__(
-            f"a message to {topic!r} has {size} bytes with its header, and max_packet_size={limit}"
+            f"a message to {topic!r} has {size} bytes with its header; max_packet_size={limit}"
         )
         self.topic = topic
         self.size = size
@@ -100,29 +99,29 @@ class MessageTooLarge(SessionError):
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionRefused:
-    """The server does not grant a subscription; the data of the event `subscription_refused`."""
+    """The server refuses a subscription; the data of the event `subscription_refused`."""
 
     topic: str
-    #: The reason code of the standard.
+    #: The reason code of MQTT.
     code: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Will:
-    """What the server publishes when this client is gone without a goodbye."""
+    """A message that the server publishes when the client vanishes without a DISCONNECT."""
 
-    #: May hold `{profile}`.
+    #: May contain `{profile}`.
     topic: str
     payload: bytes | str = field(default=b"", repr=False)
     qos: int = 1
     retain: bool = False
-    #: How many seconds the server waits for the client to come back first.
+    #: Seconds that the server waits for the client to reconnect first.
     delay: int = 0
     expiry: int | None = None
     content_type: str | None = None
     user_properties: tuple[tuple[str, str], ...] = ()
-    #: Whether it is published after a goodbye, too.
+    #: Whether it is also published after a DISCONNECT.
     on_goodbye: bool = False
 
     def __post_init__(self) -> None:
@@ -141,7 +140,7 @@ def _wrong_payload(payload: Any) -> Iterator[str]:
     except TypeError as error:
         yield str(error)
     except UnicodeEncodeError:
-        yield "payload has half a surrogate pair, which UTF-8 cannot hold"
+        yield "payload has a lone surrogate, which UTF-8 cannot encode"
 
 
 def _wrong_seconds(**values: Any) -> Iterator[str]:
@@ -154,11 +153,11 @@ def _wrong_seconds(**values: Any) -> Iterator[str]:
             yield f"{name}={value!r} must be from 0 to {LONGEST} seconds"
 
 
-# -- what a client writes --------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def packet(first: int, *parts: bytes) -> bytes:
-    """A packet with its header."""
+    """Return a packet with its header."""
     body = b"".join(parts)
     return b"".join((bytes((first,)), number(len(body)), body))
 
@@ -174,7 +173,7 @@ def connect(
     will: Will | None = None,
     will_topic: str = "",
 ) -> bytes:
-    """CONNECT."""
+    """Return a CONNECT."""
     flags = clean_start << 1
     payload = [text_field(client_id)]
     if will is not None:
@@ -199,22 +198,22 @@ def connect(
 
 
 def as_bytes(payload: Any) -> tuple[bytes, bool]:
-    """A payload as bytes, and whether it is text."""
+    """Return a payload as bytes, and whether it is text."""
     if isinstance(payload, str):
         return payload.encode(), True
     if not isinstance(payload, bytes | bytearray | memoryview):
-        raise TypeError(f"{type(payload).__name__} is not bytes, text or a Message")
+        raise TypeError(f"{type(payload).__name__} is not bytes, str or a Message")
     return bytes(payload), False
 
 
 def publish(topic: bytes, packet_id: int, id: str, payload: bytes, more: bytes = b"") -> bytes:
-    """PUBLISH with QoS 1; `more` are further properties."""
+    """Return a PUBLISH with QoS 1; `more` are further properties."""
     check_characters(topic.decode(), "the topic")
     check_characters(id, "its id")
     name = id.encode()
     size = 15 + len(name) + len(more)
     length = 5 + len(topic) + size + len(payload)
-    if size < 0x80 and length < 0x4000:  # both lengths without a loop: nearly all of them
+    if size < 0x80 and length < 0x4000:  # the usual case: both lengths without a loop
         head = (0x32, length) if length < 0x80 else (0x32, length & 0x7F | 0x80, length >> 7)
         return b"".join(
             (
@@ -234,7 +233,7 @@ def publish(topic: bytes, packet_id: int, id: str, payload: bytes, more: bytes =
 
 
 def more_properties(message: Message, is_text: bool) -> bytes:
-    """The properties of a message besides its id, without their length."""
+    """Return the properties of a message besides its id, without their length."""
     return bare_properties(
         {
             "payload_format_indicator": is_text or None,
@@ -248,29 +247,29 @@ def more_properties(message: Message, is_text: bool) -> bytes:
 
 
 def answer(kind: int, packet_id: int, code: int = 0) -> bytes:
-    """PUBACK, PUBREC, PUBREL or PUBCOMP."""
+    """Return a PUBACK, PUBREC, PUBREL or PUBCOMP."""
     if code:
         return bytes((kind, 3, packet_id >> 8, packet_id & 0xFF, code))
     return bytes((kind, 2, packet_id >> 8, packet_id & 0xFF))
 
 
 def subscribe(packet_id: int, filters: Sequence[str]) -> bytes:
-    """SUBSCRIBE with QoS 1; what is retained comes only if the subscription is new."""
+    """Return a SUBSCRIBE with QoS 1; retained messages are sent only if the filter is new."""
     wanted = [text_field(one) + b"\x11" for one in filters]
     return packet(0x82, TWO.pack(packet_id), b"\x00", *wanted)
 
 
 def unsubscribe(packet_id: int, filters: Sequence[str]) -> bytes:
-    """UNSUBSCRIBE."""
+    """Return an UNSUBSCRIBE."""
     return packet(0xA2, TWO.pack(packet_id), b"\x00", *(text_field(one) for one in filters))
 
 
 def disconnect(code: int = 0) -> bytes:
-    """DISCONNECT."""
+    """Return a DISCONNECT."""
     return bytes((0xE0, 0x01, code)) if code else b"\xe0\x00"
 
 
-# -- what a client reads ---------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 _COMMON = frozenset((0x1F, 0x26))
 _IN_CONNACK = _COMMON | frozenset(
@@ -289,7 +288,7 @@ class Connack(NamedTuple):
 
 
 class PacketResult(NamedTuple):
-    """What a server says of one packet, or of the connection."""
+    """The reason code for one packet, or for the connection."""
 
     packet_id: int
     code: int
@@ -298,18 +297,18 @@ class PacketResult(NamedTuple):
 
 def _done(at: int, end: int) -> None:
     if at != end:
-        raise malformed(f"a packet has {end - at} bytes too many")
+        raise malformed(f"a packet with {end - at} bytes too many")
 
 
 def read_connack(data: bytes, at: int, end: int) -> Connack:
-    """CONNACK."""
+    """Read a CONNACK."""
     if end - at < 2:
         raise malformed("a CONNACK that is too short")
     flags, code = data[at], data[at + 1]
     if flags > 1:
         raise malformed("a CONNACK with flags that are reserved")
     if end - at == 2 and 0 < code < 6:
-        # A server that knows older versions alone says so in their words.
+        # A server that only supports older versions refuses with their codes.
         return Connack(False, 0x84, _NOTHING)
     found, at = read_properties(data, at + 2, end, _IN_CONNACK)
     _done(at, end)
@@ -319,7 +318,7 @@ def read_connack(data: bytes, at: int, end: int) -> Connack:
 
 
 def read_result(data: bytes, at: int, end: int) -> PacketResult:
-    """PUBACK, PUBREC, PUBREL and PUBCOMP."""
+    """Read a PUBACK, PUBREC, PUBREL or PUBCOMP."""
     if end - at < 2:
         raise malformed("an acknowledgement without a packet id")
     packet_id = data[at] << 8 | data[at + 1]
@@ -334,7 +333,7 @@ def read_result(data: bytes, at: int, end: int) -> PacketResult:
 
 
 def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
-    """SUBACK and UNSUBACK: the packet id, and a code for each filter."""
+    """Read a SUBACK or UNSUBACK: the packet id, and a code for each filter."""
     if end - at < 3:
         raise malformed("a SUBACK that is too short")
     packet_id = data[at] << 8 | data[at + 1]
@@ -343,7 +342,7 @@ def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
 
 
 def read_disconnect(data: bytes, at: int, end: int) -> PacketResult:
-    """DISCONNECT."""
+    """Read a DISCONNECT."""
     if at == end:
         return PacketResult(0, 0, _NOTHING)
     code = data[at]
@@ -355,10 +354,10 @@ def read_disconnect(data: bytes, at: int, end: int) -> PacketResult:
 
 
 def read_address(first: int, data: bytes, at: int, end: int) -> tuple[str, int, int]:
-    """The first part of a PUBLISH: its topic, its packet id (0 with QoS 0), and where that ends."""
+    """Read the topic of a PUBLISH, its packet id (0 with QoS 0), and where that ends."""
     qos = first >> 1 & 3
     if qos == 3 or (first & DUPLICATE and not qos):
-        raise malformed("a PUBLISH with flags that do not go together")
+        raise malformed("a PUBLISH with contradictory flags")
     topic, at = read_text(data, at, end)
     if "#" in topic or "+" in topic:
         raise malformed("a topic with wildcards")
@@ -374,14 +373,14 @@ def read_address(first: int, data: bytes, at: int, end: int) -> tuple[str, int, 
 
 
 def read_publish(first: int, data: bytes, at: int, end: int) -> tuple[int, Publication]:
-    """PUBLISH: its packet id (0 with QoS 0), and what it says."""
+    """Read a PUBLISH: its packet id (0 with QoS 0), and the message."""
     topic, packet_id, at = read_address(first, data, at, end)
     if at < end and not data[at]:
         found, at = _NOTHING, at + 1
     else:
         found, at = read_properties(data, at, end, _IN_PUBLISH)
         if "topic_alias" in found:
-            raise broken(0x94, "a topic alias, and none are allowed")
+            raise broken(0x94, "a topic alias, but none are allowed")
     if not topic:
         raise broken(0x82, "a PUBLISH without a topic")
     id = None

@@ -1,4 +1,4 @@
-"""What one link is to do."""
+"""The settings of one link, and checks of topic filters."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 from ._codec import text_field
 
-__all__ = ["Plan", "check_filter", "lacks"]
+__all__ = ["Plan", "check_filter", "unsupported"]
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a link is to do: the protocol's settings, filled in for one profile."""
+    """The protocol's settings, filled in for one link of one profile."""
 
+    #: The CONNECT packet.
     hello: bytes = field(repr=False)
-    #: Whether the hello asks for a clean start.
+    #: Whether it requests a clean start.
     clean: bool
-    #: The topic of a send is the recipient, put between these.
+    #: The topic of a send is the recipient, joined with these.
     topic: tuple[str, ...]
-    #: What to subscribe to, each with the template that it was made from.
+    #: The topic filters to subscribe to, each with its template.
     filters: tuple[tuple[str, str], ...]
-    #: Whether the server keeps the session for the next process.
+    #: Whether the server keeps the MQTT session for the next process.
     outlives: bool
     resumes: bool
     keepalive: float | None
@@ -32,8 +33,8 @@ class Plan:
     goodbye: bytes
 
 
-def lacks(text: str, options: Mapping[str, Any]) -> int:
-    """Why the server cannot have this subscription; 0 if it can."""
+def unsupported(text: str, options: Mapping[str, Any]) -> int:
+    """Return the reason code if the server does not support this filter; 0 if it does."""
     wild = "#" in text or "+" in text
     if wild and not options.get("wildcard_subscription_available", 1):
         return 0xA2
@@ -43,7 +44,7 @@ def lacks(text: str, options: Mapping[str, Any]) -> int:
 
 
 def check_filter(text: str) -> None:
-    """Raise `ValueError` for a topic filter that a server would end the link for."""
+    """Raise `ValueError` for an invalid topic filter, for which a server would end the link."""
     filter = text
     if text.startswith("$share/"):
         _, group, filter = (text + "//").split("/", 2)

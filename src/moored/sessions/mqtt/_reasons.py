@@ -1,8 +1,7 @@
-"""The reason codes of MQTT 5: what they say, and what a session does about them.
+"""The reason codes of MQTT 5: their texts, and whether a session reconnects.
 
-A code below 0x80 means that it worked. What a client can do about the others falls into few
-classes; where the standard leaves open whether it is worth coming back, we come back: with growing
-pauses that does no harm, and a session that stopped for good would wait for a person.
+A code below 0x80 means success. Where the standard leaves open whether a client should reconnect,
+the session does: with backoff that does no harm, and a session that stopped would need a person.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from .._protocol import CloseClass
 
 __all__ = ["FAILURE", "end_class", "refusal_class", "words_of"]
 
-#: From here on, a code says that something failed.
+#: The lowest code that means failure.
 FAILURE = 0x80
 
 _WORDS = {
@@ -24,7 +23,7 @@ _WORDS = {
     0x80: "unspecified error",
     0x81: "malformed packet",
     0x82: "protocol error",
-    0x83: "the server does not do that",
+    0x83: "the server refuses the packet for a reason of its own",
     0x84: "this version of the protocol is not supported",
     0x85: "the client id is not valid",
     0x86: "bad user name or password",
@@ -34,7 +33,7 @@ _WORDS = {
     0x8A: "banned",
     0x8B: "the server is shutting down",
     0x8C: "bad authentication method",
-    0x8D: "nothing was heard from us within the keep alive time",
+    0x8D: "keep alive timeout",
     0x8E: "the session was taken over by another connection",
     0x8F: "the topic filter is not valid",
     0x90: "the topic name is not valid",
@@ -58,7 +57,7 @@ _WORDS = {
     0xA2: "wildcard subscriptions are not supported",
 }
 
-#: A CONNACK with one of these; whatever is not here is transient.
+#: The classes of codes in a CONNACK; the others are transient.
 _REFUSALS = {
     0x84: CloseClass.OUTDATED,
     0x85: CloseClass.AUTHENTICATION,
@@ -70,25 +69,25 @@ _REFUSALS = {
     0x9A: CloseClass.OUTDATED,
     0x9B: CloseClass.OUTDATED,
 }
-#: A DISCONNECT with one of these; whatever is not here is transient. Brokers end links with "not
-#: authorized" for one publish, too: only the next CONNACK says whether the account may connect.
+#: The classes of codes in a DISCONNECT; the others are transient. Brokers also end links with "not
+#: authorized" for one publish: only the next CONNACK shows whether the account may connect.
 _ENDS = {
     0x8E: CloseClass.TAKEOVER,
-    # It works, it has only lasted for long enough.
+    # Only the maximum time of the connection: it may reconnect immediately.
     0xA0: CloseClass.RESTART,
 }
 
 
 def words_of(code: int) -> str:
-    """A reason code, for people."""
-    return _WORDS.get(code) or f"reason code 0x{code:02X}, which the standard does not have"
+    """Return the text of a reason code."""
+    return _WORDS.get(code) or f"reason code 0x{code:02X}, which the standard does not define"
 
 
 def refusal_class(code: int) -> CloseClass:
-    """What to do about a link that was refused with this code."""
+    """Return the class of a link that was refused with this code in a CONNACK."""
     return _REFUSALS.get(code, CloseClass.TRANSIENT)
 
 
 def end_class(code: int) -> CloseClass:
-    """What to do about a link that the server ended with this code."""
+    """Return the class of a link that the server ended with this code in a DISCONNECT."""
     return _ENDS.get(code, CloseClass.TRANSIENT)

@@ -1,12 +1,12 @@
-"""Where an MQTT server is, and as whom: a URI taken apart.
+"""The URI of an MQTT server.
 
 ::
 
     mqtts://user:password@host:8883        mqtt (1883), mqtts (8883): over TCP
     wss://user:password@host:443/mqtt      ws (80), wss (443): over WebSocket, with a path
 
-Names and passwords are percent-decoded, and never shown: a URI whose parts cannot be told from one
-another might show a password as something else, so no error repeats more of it than its scheme.
+User names and passwords are percent-decoded and never shown. In an invalid URI, a part of the
+password may look like a host, so no error shows more of it than its scheme.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import re
 from dataclasses import dataclass, field, replace
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
-__all__ = ["Address", "take_apart"]
+__all__ = ["Address", "parse_uri"]
 
 PORTS = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
-#: Where brokers serve MQTT over WebSocket, unless they are told otherwise.
+#: The usual path of MQTT over WebSocket.
 WEB_PATH = "/mqtt"
 _HINT = "a password with / ? # @ or : in it must be percent-encoded"
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
@@ -31,7 +31,7 @@ class Address:
     scheme: str
     host: str
     port: int
-    #: Of a WebSocket: its path and its query, which may hold a token.
+    #: The path and the query of a WebSocket URL; the query may hold a token.
     path: str = field(default="", repr=False)
     username: str | None = field(default=None, repr=False)
     password: bytes | None = field(default=None, repr=False)
@@ -47,7 +47,7 @@ class Address:
         return self.scheme in ("ws", "wss")
 
     def elsewhere(self, reference: str) -> Address | None:
-        """The same at another host, from a server reference ("host:port …"); None if it is none."""
+        """Return this address at another host ("host:port …"); None if that is not valid."""
         first = reference.split()[:1]
         try:
             parts = urlsplit(f"//{first[0]}")
@@ -63,12 +63,12 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
 
-def take_apart(uri: str, mistakes: list[str]) -> Address | None:
-    """The parts of a URI; what is wrong with it is added to the mistakes."""
+def parse_uri(uri: str, mistakes: list[str]) -> Address | None:
+    """Return the parts of a URI, or None after adding to the mistakes."""
     try:
         parts = urlsplit(uri)
     except ValueError:
-        mistakes.append("the URI cannot be taken apart: an IPv6 address goes in brackets")
+        mistakes.append("the URI cannot be parsed: an IPv6 address needs brackets")
         return None
     if parts.scheme not in PORTS or not uri.lower().startswith(f"{parts.scheme}://"):
         mistakes.append(f"the URI must begin with {', '.join(f'{one}://' for one in PORTS)}")
@@ -102,7 +102,7 @@ def _wrong(uri: str, parts: SplitResult) -> list[str]:
     except ValueError:
         wrong.append(f"the URI's port is not a number from 1 to 65535 ({_HINT})")
     if parts.fragment:
-        wrong.append(f"the URI has a fragment, which means nothing here ({_HINT})")
+        wrong.append(f"the URI has a fragment, which MQTT does not use ({_HINT})")
     if parts.scheme in ("mqtt", "mqtts") and (parts.path not in ("", "/") or parts.query):
         wrong.append(f"the URI has a path, which only ws:// and wss:// have ({_HINT})")
     return wrong

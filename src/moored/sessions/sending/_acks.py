@@ -253,7 +253,7 @@ class AckTable:
     def give_up(self, id: str, why: str) -> None:
         """Settle a send that is not written again, because it seems to end each link."""
         if (parked := self._by_id.get(id)) is not None:
-            text = f"every link ended after this send was written to it; it is not repeated: {why}"
+            text = f"every link ended after it was written, so it is not sent again: {why}"
             self._fail(parked, LinkLost(text))
 
     def repeated(self, id: str) -> None:

@@ -1,4 +1,4 @@
-"""A protocol that is small and can do everything, and its server: for docs, demos and simulations.
+"""A small protocol with all optional features, and its server: for docs, demos and simulations.
 
 ::
 
@@ -7,13 +7,13 @@
         alice = await sessions.connect("alice", Demo(server))
         await alice.send("bob", Text("hello"))
 
-The server is in the same process, or, after `await server.serve()`, behind a socket. It can be told
-to do everything bad that a server may do: to drop, delay and repeat acks, to refuse, to cut links,
-to ban. What may be asked of it (`query`) is an object with a `do`:
+The server is in the same process or, after `await server.serve()`, on a TCP port. It can simulate
+the faults of a server: drop, delay and duplicate acks, refuse sends, abort links, ban accounts. A
+`query` to it is an object with a `do`:
 
 - `echo` (value), `devices` (of);
 - `presence` (state), `watch` (who);
-- `read` (of, ids): tells a sender that his messages were read;
+- `read` (of, ids): sends read receipts to a sender;
 - `group_create` (name, members), `group_info`, `group_add` and `group_remove` (group, who);
 - `upload` (data, as base64, and the location, to add to it) and `download` (location, begin).
 """

@@ -1,7 +1,7 @@
-"""DemoFrames of the demo protocol: a length of four bytes, then one JSON object.
+"""The frames of the demo protocol: a length of four bytes, then one JSON object.
 
-Every frame has a `k`, its kind. Nothing that comes in is trusted: a frame that is too long is
-refused by its first four bytes, so that what is kept of an unfinished one is bounded.
+Every frame has a `k`, its kind. A frame that is too long is refused by its first four bytes, so
+that the buffer of an incomplete one is bounded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Frame: TypeAlias = dict[str, Any]
 
 #: The longest frame, in bytes.
 MAX_FRAME = 256 * 1024
-#: How much of a medium goes into one frame.
+#: The most bytes of a medium in one frame.
 PIECE = 128 * 1024
 
 
 def encode(frame: Frame) -> bytes:
-    """A frame as bytes."""
+    """Return a frame as bytes."""
     body = json.dumps(frame, separators=(",", ":"), allow_nan=False).encode()
     return len(body).to_bytes(4, "big") + body
 
@@ -48,7 +48,7 @@ def _broken(text: str) -> ProtocolError:
 
 
 class DemoFrames:
-    """Puts frames together from bytes, however they were cut."""
+    """Splits a stream of bytes into frames."""
 
     __slots__ = ("_rest",)
 
@@ -57,11 +57,11 @@ class DemoFrames:
 
     @property
     def kept(self) -> int:
-        """How many bytes of an unfinished frame are kept."""
+        """The number of bytes of an incomplete frame."""
         return 0 if self._rest is None else len(self._rest)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now; raises `ProtocolError` at the first that is none."""
+        """Yield the frames that are complete now; raises `ProtocolError` at an invalid one."""
         rest = self._rest
         if rest is not None:
             rest += data
@@ -108,15 +108,15 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def text_of(frame: Frame, key: str, longest: int = 1024) -> str:
-    """A text that a frame must have."""
+    """Return a required string of a frame."""
     value = frame.get(key)
     if not isinstance(value, str) or len(value) > longest:
-        raise _broken(f"a {frame['k'][:32]!r} frame needs a text {key!r} of at most {longest}")
+        raise _broken(f"a {frame['k'][:32]!r} frame needs a string {key!r} of at most {longest}")
     return value
 
 
 def count_of(frame: Frame, key: str) -> int:
-    """A count that a frame must have."""
+    """Return a required count of a frame."""
     value = frame.get(key)
     if type(value) is not int or not 0 <= value < 1 << 53:
         raise _broken(f"a {frame['k'][:32]!r} frame needs a count {key!r}")
@@ -124,9 +124,9 @@ def count_of(frame: Frame, key: str) -> int:
 
 
 def bytes_of(text: Any) -> bytes:
-    """Bytes that were put into a frame as text; raises `ValueError`."""
+    """Return the bytes of a base64 string; raises `ValueError`."""
     if not isinstance(text, str):
-        raise ValueError("not a text")
+        raise ValueError("not a string")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -134,12 +134,12 @@ def bytes_of(text: Any) -> bytes:
 
 
 def text_from(data: bytes) -> str:
-    """Bytes as text that fits into a frame."""
+    """Return bytes as a base64 string."""
     return base64.b64encode(data).decode()
 
 
 def wire_form(content: Any) -> dict[str, Any]:
-    """What the user sends, as plain data; raises `StepFailed` for what cannot be sent."""
+    """Return a content as JSON data; raises `StepFailed` for unsupported types."""
     match content:
         case bytes() | bytearray() | memoryview():
             return {"type": "bytes", "data": text_from(bytes(content))}
@@ -169,7 +169,7 @@ def wire_form(content: Any) -> dict[str, Any]:
 
 
 def content_of(form: Any) -> tuple[str, Any]:
-    """The type and the content of plain data; what is not as expected stays plain data."""
+    """Return the type and the content of JSON data; unexpected data is returned unchanged."""
     type = form.get("type") if isinstance(form, dict) else None
     if not isinstance(type, str):
         return "unknown", form

@@ -1,4 +1,4 @@
-"""One link, as the demo server sees it: who it is, and what the script makes of its acks."""
+"""One link of the demo server: its login, its sends, and the faults that the test has set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerLink"]
 
-# What a client is told when its link is closed for good, by its class.
+# The code of a `close` frame, by the class of its reason.
 _CODES = {
     "takeover": 440,
     "authentication": 401,
@@ -29,7 +29,7 @@ _CODES = {
 
 
 class ServerLink:
-    """One link; a `Receiver`."""
+    """One link of the server; the receiver of its transport."""
 
     __slots__ = (
         "_arrived",
@@ -48,50 +48,50 @@ class ServerLink:
         self._server = server
         self._transport = transport
         self._frames = DemoFrames()
-        #: Who it says it is; `account` is set when that is proven.
+        #: The profile of the client's hello; `account` is set when it has logged in.
         self.profile = ""
         self.account: DemoAccount | None = None
-        #: The pairing code that it was shown.
+        #: The pairing code that the client was sent.
         self.code: str | None = None
         self.cumulative = False
         self.resumes = False
-        # Sends that are to be confirmed by the next count.
+        # The number of sends that the next count confirms.
         self._arrived = 0
         # Frames of a cumulative link that are sent later, in order, each with its time.
         self._delayed: list[tuple[float, Frame]] = []
 
-    # -- what is said --------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
     def say(self, frame: Frame) -> None:
         """Send a frame."""
         self._transport.write(encode(frame))
 
     def say_bytes(self, data: bytes) -> None:
-        """Send bytes that may be anything."""
+        """Send raw bytes, valid or not."""
         self._transport.write(data)
 
     def close(self, kind: str, reason: str, **more: Any) -> None:
-        """Say why, then close."""
+        """Send the reason, then close the link."""
         self.say({"k": "close", "class": kind, "code": _CODES[kind], "reason": reason, **more})
         self._transport.close()
         self._server._gone(self)
 
     def cut(self) -> None:
-        """End it without a word."""
+        """Abort the link without a reason."""
         self._transport.abort()
         self._server._gone(self)
 
-    # -- what is heard -------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------
 
     def received(self, data: bytes) -> None:
-        """Bytes have come in."""
+        """Handle received bytes."""
         if self._server.deaf:
             return
         try:
             for frame in self._frames.feed(data):
-                self._hear(frame)
+                self._handle(frame)
         except (ProtocolError, RecursionError) as error:
-            # (A content that is nested so deeply that it could be read, but not be passed on.)
+            # (RecursionError: a deeply nested content, which was decoded but cannot be encoded.)
             self._server.protocol_errors += 1
             self._transport.write(getattr(error, "farewell", b""))
             self._transport.close()
@@ -101,10 +101,10 @@ class ServerLink:
             self._confirm({"k": "upto", "more": count})
 
     def lost(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Remove the link: its connection is lost."""
         self._server._gone(self)
 
-    def _hear(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         kind = frame["k"]
         if kind == "send" and self.account is not None:
             self._send(frame, self.account)
@@ -123,18 +123,18 @@ class ServerLink:
             if text_of(frame, "answer") == self.code:
                 self._server.confirm(self.profile)
             else:
-                self.close("authentication", "that is not the code")
+                self.close("authentication", "the pairing code is wrong")
         elif kind == "bye":
             self._transport.close()
             self._server._gone(self)
         elif kind not in ("pong", "error"):
-            raise ProtocolError(f"{kind[:32]!r} is not understood here", encode({"k": "error"}))
+            raise ProtocolError(f"unexpected frame {kind[:32]!r}", encode({"k": "error"}))
 
     def _hello(self, frame: Frame) -> None:
         server = self._server
         profile = self.profile = text_of(frame, "profile")
         if not profile:
-            raise ProtocolError("a profile needs a name", encode({"k": "error"}))
+            raise ProtocolError("the profile is empty", encode({"k": "error"}))
         self.cumulative = frame.get("cumulative") is True
         self.resumes = "resume" in frame
         account = server.world.accounts.get(profile)
@@ -144,7 +144,7 @@ class ServerLink:
         except ValueError:
             key = b""
         if version < server.minimum_version:
-            self.close("outdated", f"version {version} is not spoken any more")
+            self.close("outdated", f"version {version} is no longer supported")
         elif account is not None and account.banned:
             self.close("banned", "the account is banned")
         elif account is not None and account.key is not None and key is not None:
@@ -178,7 +178,7 @@ class ServerLink:
         )
         for frame in list(account.mail.values()):
             self.say(frame)
-            frame["again"] = True  # if it has to be told once more
+            frame["again"] = True  # if it must be sent again
 
     def _query(self, frame: Frame, account: DemoAccount) -> None:
         id = text_of(frame, "id")
@@ -215,7 +215,7 @@ class ServerLink:
         if server.drop_acks > 0:
             server.drop_acks -= 1
             server.dropped_acks += 1
-            # A count that is not sent is part of the next one.
+            # A dropped count is part of the next one.
             self._arrived += frame.get("more", 0)
             return
         self._later(frame)
@@ -245,4 +245,4 @@ class ServerLink:
             loop.call_at(self._delayed[0][0], self._say_delayed)
 
     def __repr__(self) -> str:
-        return f"<ServerLink of {self.profile or 'nobody yet'} over {self._transport!r}>"
+        return f"<ServerLink of {self.profile or 'no profile yet'} over {self._transport!r}>"

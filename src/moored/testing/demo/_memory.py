@@ -1,15 +1,15 @@
-"""What a session over the demo protocol remembers between two links."""
+"""The state that a session over the demo protocol keeps between two links."""
 
 from __future__ import annotations
 
 __all__ = ["DemoMemory"]
 
-#: How many unconfirmed sends are kept for a resumption.
+#: The most unconfirmed sends that are kept for a resumption.
 _MOST_KEPT = 10_000
 
 
 class DemoMemory:
-    """What outlives a link: the name of what can be resumed, and what is unconfirmed."""
+    """The token for resuming the last link, and its unconfirmed sends."""
 
     __slots__ = ("token", "unconfirmed")
 
@@ -18,12 +18,12 @@ class DemoMemory:
         self.unconfirmed: dict[str, bytes] = {}
 
     def written(self, id: str, data: bytes) -> None:
-        """It may have to be written again."""
+        """Keep a send that may have to be written again."""
         self.unconfirmed.pop(id, None)
         self.unconfirmed[id] = data
         if len(self.unconfirmed) > _MOST_KEPT:
             del self.unconfirmed[next(iter(self.unconfirmed))]
 
     def settled(self, id: str) -> None:
-        """The server has said what became of it."""
+        """Drop a send that was confirmed or refused."""
         self.unconfirmed.pop(id, None)

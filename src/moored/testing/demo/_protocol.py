@@ -1,4 +1,4 @@
-"""The client's side of the demo protocol."""
+"""The client of the demo protocol."""
 
 from __future__ import annotations
 
@@ -94,15 +94,15 @@ class DemoDialogue(Dialogue):
         self._cumulative = cumulative
         self._version = version
         self._frames = DemoFrames()
-        # What was written over this link and is not confirmed, for cumulative confirmations.
+        # The ids of unconfirmed sends of this link, if a count confirms them.
         self._line = deque[str]() if cumulative else None
         self._ready = False
         self._over = False
 
-    # -- what is said --------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
     def hello(self) -> bytes:
-        """Who we are, and what we want."""
+        """Return the hello: profile, credentials and options."""
         key = None if self._credentials is None else text_from(self._credentials)
         frame: Frame = {"k": "hello", "v": self._version, "profile": self._profile, "key": key}
         if self._cumulative:
@@ -112,7 +112,7 @@ class DemoDialogue(Dialogue):
         return encode(frame)
 
     def write(self, outgoing: Outgoing) -> bytes:
-        """A send."""
+        """Return a send as bytes."""
         body = wire_form(outgoing.content) if outgoing.body is None else outgoing.body
         id = outgoing.id
         try:
@@ -120,7 +120,7 @@ class DemoDialogue(Dialogue):
         except (TypeError, ValueError, RecursionError) as error:
             raise StepFailed(f"it cannot be written as JSON: {error}") from error
         if len(data) > MAX_FRAME:
-            raise StepFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
+            raise StepFailed(f"it needs {len(data)} bytes; a frame has at most {MAX_FRAME}")
         if self._memory is not None:
             self._memory.written(id, data)
         if self._line is not None:
@@ -128,7 +128,7 @@ class DemoDialogue(Dialogue):
         return data
 
     def resend(self, wanted: Container[str]) -> Iterator[tuple[str, bytes]]:
-        """What was unconfirmed when the last link was lost, and is not settled."""
+        """Return the unconfirmed sends of the last link that are not settled."""
         if self._memory is None:
             return
         for id, data in list(self._memory.unconfirmed.items()):
@@ -140,51 +140,51 @@ class DemoDialogue(Dialogue):
             yield id, data
 
     def query(self, id: str, question: Any) -> bytes:
-        """A question: an object with a `do`, which says what is asked."""
+        """Return a query: an object with a `do`, the name of the query."""
         data = encode({"k": "query", "id": id, "question": question})
         if len(data) > MAX_FRAME:
-            raise QueryFailed(f"it needs {len(data)} bytes, and a frame has {MAX_FRAME} at most")
+            raise QueryFailed(f"it needs {len(data)} bytes; a frame has at most {MAX_FRAME}")
         return data
 
     def notice(self, data: Any) -> bytes:
-        """Something that is not answered: an object with a `do`, as in a question."""
+        """Return a notice: an object with a `do`, like a query, but not answered."""
         return encode({"k": "notice", "notice": data})
 
     def ping(self) -> bytes:
-        """Are you there?"""
+        """Return a ping."""
         return encode({"k": "ping"})
 
     def acknowledge(self, token: Any) -> bytes:
-        """It was handled: the server may forget it."""
+        """Return the acknowledgement of a message."""
         return encode({"k": "got", "n": token})
 
     def login(self, answer: Any) -> bytes:
-        """The code that the server has shown, or what somebody typed instead."""
+        """Return the pairing code that the user has entered."""
         return encode({"k": "login", "answer": str(answer)})
 
     def goodbye(self) -> bytes:
-        """We leave on purpose."""
+        """Return the frame that announces the end of the link."""
         return encode({"k": "bye"})
 
-    # -- what is heard -------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> Iterable[DialogueEvent]:
-        """Bytes have come in."""
+        """Yield the events of received bytes."""
         for frame in self._frames.feed(data):
             if self._over:
                 return
             kind = frame["k"]
             if not self._ready and kind in _ONLY_WHEN_READY:
                 raise ProtocolError(f"the server sent a {kind!r} frame before its welcome")
-            heard = _HEARD.get(kind)
-            if heard is None:
+            handler = _HANDLERS.get(kind)
+            if handler is None:
                 yield Unhandled(kind[:64])
             else:
-                yield from heard(self, frame)
+                yield from handler(self, frame)
 
     def _welcome(self, frame: Frame) -> Iterator[DialogueEvent]:
         if self._ready:
-            raise ProtocolError("the server has welcomed us twice")
+            raise ProtocolError("the server sent a second welcome")
         window = frame.get("window")
         if window is not None:
             window = max(1, count_of(frame, "window"))
@@ -203,7 +203,7 @@ class DemoDialogue(Dialogue):
         try:
             credentials = bytes_of(frame.get("key"))
         except ValueError:
-            raise ProtocolError("the server gave no credentials") from None
+            raise ProtocolError("the server issued no valid credentials") from None
         yield Accepted(credentials)
 
     def _ack(self, frame: Frame) -> Iterator[DialogueEvent]:
@@ -215,7 +215,7 @@ class DemoDialogue(Dialogue):
     def _up_to(self, frame: Frame) -> Iterator[DialogueEvent]:
         count, line = count_of(frame, "more"), self._line
         if line is None or count > len(line):
-            raise ProtocolError("the server confirms more than was written")
+            raise ProtocolError("the server confirmed more sends than were written")
         for _ in range(count):
             id = line.popleft()
             if self._memory is not None:
@@ -262,7 +262,7 @@ class DemoDialogue(Dialogue):
         )
 
 
-_HEARD = {
+_HANDLERS = {
     "welcome": DemoDialogue._welcome,
     "pair": DemoDialogue._pair,
     "paired": DemoDialogue._paired,
@@ -293,11 +293,12 @@ _ONLY_WHEN_READY = {
 
 
 class Demo(Protocol):
-    """A small protocol with everything that a protocol may have, for docs, demos and simulations.
+    """A small protocol with all optional features, for docs, demos and simulations.
 
-    :param server: a `DemoServer` of this process, or an endpoint that leads to one.
-    :param cumulative: the server confirms by counting, not by ids.
-    :param resume: unconfirmed sends live on in the next link, and the server takes each id once.
+    :param server: a `DemoServer` of this process, or the endpoint of one.
+    :param cumulative: the server confirms by counts, not by ids.
+    :param resume: unconfirmed sends are resumed over the next link, and the server accepts each id
+        once.
     """
 
     name = "demo"
@@ -325,30 +326,30 @@ class Demo(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where the server is."""
+        """The server to connect to."""
         endpoint = getattr(self._server, "endpoint", self._server)
         assert hasattr(endpoint, "dial")
         return endpoint
 
     def remember(self) -> DemoMemory | None:
-        """What outlives a link."""
+        """Return the state that outlives a link; None if links do not resume."""
         return DemoMemory() if self.resumes else None
 
     def begin(
         self, profile: str, credentials: bytes | None, memory: DemoMemory | None
     ) -> DemoDialogue:
-        """A dialogue for a new link."""
+        """Return a dialogue for a new link."""
         return DemoDialogue(
             profile, credentials, memory, cumulative=self.cumulative, version=self._version
         )
 
     def question(self, what: str, **details: Any) -> Any:
-        """What is asked; whether somebody is there is only told, and not answered."""
+        """Return a query; a presence is a `Notice`, which is not answered."""
         question = super().question(what, **details)
         return Notice(question) if what == "presence" else question
 
     async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Media:
-        """Give bytes to the server, piece by piece."""
+        """Upload bytes to the server, in pieces."""
         location = ""
         for begin in range(0, max(1, len(data)), PIECE):
             piece = text_from(data[begin : begin + PIECE])
@@ -357,7 +358,7 @@ class Demo(Protocol):
         return Media(kind, location, len(data), caption)
 
     async def download(self, session: Any, media: Media) -> bytes:
-        """Get bytes from the server, piece by piece."""
+        """Download bytes from the server, in pieces."""
         data = bytearray()
         while len(data) < media.size:
             question = self.question("download", location=media.location, begin=len(data))
@@ -368,24 +369,24 @@ class Demo(Protocol):
         return bytes(data)
 
     def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
-        """Whether it can be written at all, for sessions without a server."""
+        """Raise `StepFailed` for content that cannot be written; for `offline=True`."""
         self.begin(profile, None, None).write(outgoing)
 
     def sandbox_answer(self, question: Any) -> Any:
-        """Where something was put, for sessions without a server."""
+        """Return the location of an upload; for `offline=True`."""
         return {"location": "sandbox"} if question.get("do") == "upload" else None
 
     def sandbox_extra(self, outgoing: Outgoing) -> Any:
-        """The secret of a poll, for sessions without a server."""
+        """Return the secret of a poll; for `offline=True`."""
         return {"secret": "0" * 32} if isinstance(outgoing.content, Poll) else None
 
     def route(self, frame: Frame) -> str:
-        """The tag of a frame is its kind."""
+        """Return the kind of the frame as its tag."""
         kind: str = frame["k"]
         return kind if kind in ("message", "receipt", "presence", "group") else "unhandled"
 
     def interpret(self, tag: str, frame: Frame) -> Any:
-        """What the user gets for a frame."""
+        """Return the user's data for a frame."""
         match tag:
             case "message":
                 kind, content = content_of(frame.get("content"))

@@ -1,7 +1,7 @@
-"""The demo protocol's server: within the process or over sockets, it does as it is told.
+"""The server of the demo protocol, within the process or on a TCP port.
 
-It is for demos, docs and tests, and keeps everything in memory. What it does of its own accord is
-what a decent server does; everything bad that a server can do has a switch.
+It is for demos, docs and tests, and keeps everything in memory. By default it behaves correctly;
+each fault of a server has an attribute or a method.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ReceivedSend:
     recipient: str
     id: str
     content: Any
-    #: How often it came after the first time.
+    #: The number of duplicates that arrived.
     duplicates: int = 0
-    #: What the ack adds: the secret of a poll.
+    #: The `extra` of the ack: the secret of a poll.
     extra: Any = None
-    #: How often the server had forgotten everything when it came.
+    #: The number of calls of `forget` before it arrived.
     era: int = 0
 
 
@@ -48,13 +48,13 @@ class _HangsUp(asyncio.Protocol):
 class DemoServer:
     """A server of the demo protocol.
 
-    :param pairing: whether an account needs credentials, which a first login gives to it; without,
-        everybody is let in under any name.
-    :param window: how many sends may be unconfirmed at once; None for any number.
-    :param strict: whether a send to somebody who has never been here is refused; otherwise it is
-        confirmed and forgotten.
-    :param rng: where its codes, keys and secrets come from; the same seed gives the same ones.
-    :param history: how many sends it remembers, for `received` and to recognise duplicates.
+    :param pairing: whether accounts need credentials, which the first login issues; otherwise any
+        name is accepted.
+    :param window: the most unconfirmed sends; None for any number.
+    :param strict: whether sends to unknown accounts are refused; otherwise they are confirmed and
+        dropped.
+    :param rng: the source of codes, keys and secrets.
+    :param history: the number of sends to remember, for `received` and to recognise duplicates.
     """
 
     def __init__(
@@ -80,43 +80,43 @@ class DemoServer:
         self._memory = InMemory(self.accept, name="demo server")
         self._tcp: Tcp | None = None
         self._listener: asyncio.AbstractServer | None = None
-        # -- the script --
-        #: How many of the next acks are not sent.
+        # -- faults --
+        #: The number of acks to drop, from the next one on.
         self.drop_acks: float = 0
         #: Whether each ack is sent twice.
         self.duplicate_acks = False
         #: Whether each ack comes after a partial one.
         self.partial_acks = False
-        #: Seconds until an ack or an answer is sent, or a function that says so for each of them.
+        #: Seconds until an ack or an answer is sent, or a function that returns them for each one.
         self.delay: float | Callable[[], float] = 0.0
-        #: Whether it listens to nothing any more, as if it had hung.
+        #: Whether it ignores all received bytes, as if it had hung.
         self.deaf = False
-        #: Whether it takes new links.
+        #: Whether it refuses new links.
         self.refusing = False
-        #: Clients of an older version are sent away.
+        #: The oldest version of clients that is accepted.
         self.minimum_version = 1
-        # -- what has happened --
+        # -- counters --
         self.accepted_links = 0
         self.dropped_acks = 0
         self.refused_sends = 0
         self.protocol_errors = 0
 
-    # -- where it is ---------------------------------------------------------------------------
+    # -- serving -------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where clients find it: at its socket if it serves one, otherwise in this process."""
+        """The endpoint for clients: the TCP port after `serve()`, otherwise `memory`."""
         return self._memory if self._tcp is None else self._tcp
 
     @property
     def memory(self) -> InMemory:
-        """Where clients in this process find it."""
+        """The endpoint for clients in this process."""
         return self._memory
 
     async def serve(
         self, host: str = "127.0.0.1", port: int = 0, *, tls: ssl.SSLContext | None = None
     ) -> Tcp:
-        """Serve over TCP as well; returns where. (With `tls`, who connects needs his own.)"""
+        """Serve over TCP as well; return the endpoint. (With `tls`, clients need their own.)"""
         loop = asyncio.get_running_loop()
         buffer = read_buffer(loop)
 
@@ -128,7 +128,7 @@ class DemoServer:
             return stream
 
         if self._listener is not None:
-            # Its host was killed and runs again: nobody has told the links of its last life.
+            # A simulated host was killed and restarted: its links were not reported as lost.
             self._links.clear()
             self._unknown.clear()
             self._pairing.clear()
@@ -137,7 +137,7 @@ class DemoServer:
         return self._tcp
 
     async def close(self) -> None:
-        """Serve no more; all links are cut."""
+        """Stop serving, and abort all links."""
         self.refusing = True
         self.cut()
         if self._listener is not None:
@@ -152,60 +152,60 @@ class DemoServer:
         await self.close()
 
     def accept(self, transport: Transport) -> Receiver:
-        """A new link."""
+        """Create the receiver of a new link."""
         if self.refusing:
-            raise ConnectionRefusedError(111, "the demo server takes no links")
+            raise ConnectionRefusedError(111, "the demo server refuses new links")
         self.accepted_links += 1
         link = ServerLink(self, transport)
         self._unknown[link] = None
         return link
 
-    # -- what it has seen ----------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     @property
     def received(self) -> list[ReceivedSend]:
-        """The sends that it has accepted, in their order, each once."""
+        """The accepted sends, in order, each once."""
         return list(self._received.values())
 
     @property
     def online(self) -> list[str]:
-        """Who is there."""
+        """The profiles with a link."""
         return list(self._links)
 
     @property
     def waiting(self) -> list[str]:
-        """Who waits for `confirm`."""
+        """The profiles that wait for `confirm`."""
         return list(self._pairing)
 
     def mail(self, profile: str) -> int:
-        """How many messages somebody has not acknowledged."""
+        """The number of messages that an account has not acknowledged."""
         account = self.world.accounts.get(profile)
         return 0 if account is None else len(account.mail)
 
-    # -- what it can be told to do -------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------
 
     def add(self, profile: str) -> bytes:
-        """Make an account; returns its credentials."""
+        """Create an account, or replace its credentials; return the credentials."""
         key = bytes.fromhex(self.world.token())
         self.world.account(profile).key = key
         return key
 
     def confirm(self, profile: str) -> None:
-        """Somebody has typed the pairing code of an account that waits for it."""
+        """Confirm the pairing code of an account that waits for it."""
         link = self._pairing.pop(profile)
         link.code = None
         link.say({"k": "paired", "key": text_from(self.add(profile))})
         link.close("restart", "log in with the new credentials")
 
     def reject(self, recipient: str, code: object, reason: str = "") -> None:
-        """Refuse sends to somebody from now on, with a code; None to take them again."""
+        """Refuse sends to a recipient with this code from now on; None to accept them again."""
         if code is None:
             self._rejections.pop(recipient, None)
         else:
             self._rejections[recipient] = (code, reason)
 
     def deliver(self, profile: str, content: Any, *, sender: str = "server", id: str = "") -> None:
-        """Send something to an account, now or when it is there again."""
+        """Send a message to an account, now or when it is online again."""
         self.world.account(profile)
         self.world.post(
             profile,
@@ -218,7 +218,7 @@ class DemoServer:
         )
 
     def cut(self, profile: str | None = None) -> int:
-        """End the link of an account, or all links, without a word; returns how many."""
+        """Abort the link of an account, or all links, without a reason; return how many."""
         if profile is None:
             links = [*self._links.values(), *self._unknown]
         else:
@@ -228,55 +228,55 @@ class DemoServer:
         return len(links)
 
     def hang_up(self, profile: str, *, retry_after: float | None = None) -> None:
-        """Close the link of an account in good order, for no reason that lasts."""
+        """Close the link of an account with a transient reason."""
         more = {} if retry_after is None else {"retry_after": retry_after}
         self._links[profile].close("transient", "the server is busy", **more)
 
     def restart(self, profile: str) -> None:
-        """Want a new link from an account."""
+        """Request a new link from an account."""
         self._links[profile].close("restart", "a new link is needed")
 
     def take_over(self, profile: str) -> None:
-        """Do as if the account had connected from elsewhere."""
+        """Close the link of an account as if it had connected from elsewhere."""
         self._links[profile].close("takeover", "connected from elsewhere")
 
     def ban(self, profile: str, banned: bool = True) -> None:
-        """Ban an account, or let it in again."""
+        """Ban an account, or unban it."""
         self.world.account(profile).banned = banned
         if banned and profile in self._links:
             self._links[profile].close("banned", "the account is banned")
 
     def revoke(self, profile: str) -> None:
-        """Make the credentials of an account worthless."""
+        """Invalidate the credentials of an account."""
         self.add(profile)
         if profile in self._links:
             self._links[profile].close("authentication", "the credentials are not accepted")
 
     def bounce(self, profile: str, id: str, code: object, reason: str = "") -> None:
-        """Report to an account that a send, which was confirmed, could not be delivered."""
+        """Report to an account that a confirmed send could not be delivered."""
         self._links[profile].say({"k": "bounce", "id": id, "code": code, "reason": reason})
 
     def forget(self) -> None:
-        """Forget what could be resumed, as a server that was started again would."""
+        """Discard the state for resumption, as a server that was restarted would."""
         for account in self.world.accounts.values():
             account.resumable = None
         self._era += 1
 
     def say(self, profile: str, frame: Frame | bytes) -> None:
-        """Send a frame, or any bytes, to an account: an ack that nobody waits for, or nonsense."""
+        """Send a frame, or raw bytes, to an account: an unexpected ack, or invalid data."""
         if isinstance(frame, bytes):
             self._links[profile].say_bytes(frame)
         else:
             self._links[profile].say(frame)
 
-    # -- what its links call -------------------------------------------------------------------
+    # -- called by its links -------------------------------------------------------------------
 
     def _tell(self, name: str, frame: Frame) -> None:
         link = self._links.get(name)
         if link is not None:
             link.say(frame)
             if frame["k"] == "message":
-                frame["again"] = True  # if it has to be told once more
+                frame["again"] = True  # if it must be sent again
 
     def _pairs(self, link: ServerLink) -> None:
         self._pairing[link.profile] = link
@@ -298,7 +298,7 @@ class DemoServer:
             self.world.appear(link.profile, "unavailable")
 
     def _take(self, link: ServerLink, sender: str, recipient: str, id: str, content: Any) -> Any:
-        """Accept a send; returns what its ack adds, or raises `Denied`."""
+        """Accept a send; return the `extra` of its ack, or raise `Denied`."""
         known = self._received.get((sender, id))
         if known is not None:
             known.duplicates += 1
@@ -325,14 +325,14 @@ class DemoServer:
         if recipient in self._rejections:
             raise Denied(*self._rejections[recipient])
         if self.strict and not {recipient} & {*self.world.accounts, *self.world.groups}:
-            raise Denied(404, "nobody has that name")
+            raise Denied(404, "there is no such account")
 
     def _route(
         self, sender: str, recipient: str, id: str, content: Any, *, again: bool = False
     ) -> None:
         names = self.world.members(sender, recipient)
         if not self.world.has_room(names):
-            raise Denied(507, "too much mail is waiting")
+            raise Denied(507, "the mailbox of the recipient is full")
         frame: Frame = {"k": "message", "from": sender, "id": id, "content": content}
         if recipient in self.world.groups:
             frame["to"] = recipient

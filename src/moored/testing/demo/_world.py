@@ -1,4 +1,4 @@
-"""What the demo server knows: accounts, their mail, groups and media. Plain data, no I/O."""
+"""The data of the demo server: accounts, their mail, groups and media. No I/O."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ._frames import PIECE, Frame, bytes_of, text_from
 
 __all__ = ["DemoAccount", "Denied", "World"]
 
-#: The most that is kept for somebody who is away.
+#: The most messages that are kept for an account.
 MOST_MAIL = 10_000
 #: The most groups.
 MOST_GROUPS = 10_000
-#: The most that is kept of everybody's media, in bytes.
+#: The most bytes of media that are kept, of all accounts.
 MOST_MEDIA = 64 * 1024 * 1024
 
 
 class Denied(Exception):
-    """The server does not do that."""
+    """The server refuses a send or a query."""
 
     def __init__(self, code: object, reason: str) -> None:
         super().__init__(reason)
@@ -37,18 +37,18 @@ class DemoAccount:
         #: Its credentials; None if it needs none.
         self.key = key
         self.banned = False
-        #: Messages that it has not acknowledged, by their number.
+        #: Unacknowledged messages, by number.
         self.mail: dict[int, Frame] = {}
         self.count = 0
-        #: What the last link is called, for one that wants to go on from it.
+        #: The token for resuming the last link.
         self.resumable: str | None = None
         self.watchers: set[str] = set()
 
 
 class World:
-    """All that the server knows.
+    """The accounts, groups and media of the server.
 
-    :param tell: sends a frame to somebody, if he is there.
+    :param tell: sends a frame to an account, if it is online.
     """
 
     def __init__(self, rng: random.Random, tell: Callable[[str, Frame], None]) -> None:
@@ -60,11 +60,11 @@ class World:
         self._media_size = 0
 
     def token(self, size: int = 16) -> str:
-        """Something that cannot be guessed, unless one knows the seed."""
+        """Return a random token."""
         return self._rng.randbytes(size).hex()
 
     def account(self, name: str, key: bytes | None = None) -> DemoAccount:
-        """The account of that name; made when it is new."""
+        """Return the account of that name, created if it is new."""
         found = self.accounts.get(name)
         if found is None:
             found = self.accounts[name] = DemoAccount(name, key)
@@ -73,7 +73,7 @@ class World:
     # -- mail ----------------------------------------------------------------------------------
 
     def members(self, sender: str, recipient: str) -> list[str]:
-        """Who gets what is sent to a recipient; raises `Denied` for a group of others."""
+        """Return the accounts that get a send; raises `Denied` for a group of others."""
         group = self.groups.get(recipient)
         if group is None:
             return [recipient]
@@ -82,13 +82,13 @@ class World:
         return [member for member in group["members"] if member != sender]
 
     def has_room(self, names: list[str]) -> bool:
-        """Whether mail for all of them can be kept."""
+        """Whether all of these mailboxes have room."""
         return all(
             len(self.accounts[name].mail) < MOST_MAIL for name in names if name in self.accounts
         )
 
     def post(self, name: str, frame: Frame) -> None:
-        """Keep a message until it is acknowledged; nobody keeps any for a name never heard of."""
+        """Keep and send a message until it is acknowledged; dropped for an unknown account."""
         account = self.accounts.get(name)
         if account is not None:
             account.count += 1
@@ -96,7 +96,7 @@ class World:
             self._tell(name, account.mail[account.count])
 
     def got(self, name: str, number: int) -> None:
-        """A message was acknowledged: its sender is told, and it is forgotten."""
+        """Remove an acknowledged message, and send its sender a receipt."""
         frame = self.accounts[name].mail.pop(number, None)
         if frame is not None:
             self._tell(
@@ -104,15 +104,15 @@ class World:
                 {"k": "receipt", "ids": [frame["id"]], "kind": "delivered", "by": name},
             )
 
-    # -- what may be asked ---------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     def answer(self, who: str, question: Any) -> Any:
-        """The answer to a question; raises `Denied`."""
+        """Return the answer to a query, or raise `Denied`."""
         if not isinstance(question, dict) or not isinstance(question.get("do"), str):
-            raise Denied(400, "a question is an object with a `do`")
+            raise Denied(400, "a query must be an object with a `do`")
         method = getattr(self, f"_do_{question['do']}", None)
         if method is None:
-            raise Denied(404, f"nobody knows how to do {question['do'][:64]!r}")
+            raise Denied(404, f"there is no query {question['do'][:64]!r}")
         return method(who, question)
 
     def _do_echo(self, who: str, question: Frame) -> Any:
@@ -125,14 +125,14 @@ class World:
         self.appear(who, _word(question, "state"))
 
     def appear(self, who: str, state: str) -> None:
-        """Tell those who watch somebody."""
+        """Send the presence of an account to its watchers."""
         for watcher in sorted(self.account(who).watchers):
             self._tell(watcher, {"k": "presence", "who": who, "state": state})
 
     def _do_watch(self, who: str, question: Frame) -> None:
         watched = self.accounts.get(_word(question, "who"))
         if watched is None:
-            raise Denied(404, "nobody has that name")
+            raise Denied(404, "there is no such account")
         watched.watchers.add(who)
 
     def _do_read(self, who: str, question: Frame) -> None:
@@ -204,7 +204,7 @@ class World:
 def _word(question: Frame, key: str) -> str:
     value = question.get(key)
     if not isinstance(value, str) or len(value) > 1024:
-        raise Denied(400, f"{key!r} must be a text")
+        raise Denied(400, f"{key!r} must be a string")
     return value
 
 
