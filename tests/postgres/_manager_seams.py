@@ -58,7 +58,7 @@ def _cut(connection: Connection) -> None:
 
 
 async def _to_thread(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """A thread goes on when nobody waits for it any more."""
+    """A thread that continues after its waiter was cancelled."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -96,7 +96,7 @@ def _kept_store(path: Path) -> KeptStore:
 
 
 class WatchedCore(ManagerCore):
-    """The core, with somebody who looks at how it reacts."""
+    """The core, with a watcher of its reactions to failures."""
 
     def client_failed(self, diagnosis: Diagnosis) -> Actions:
         return self._watched("client", diagnosis, super().client_failed)
@@ -118,7 +118,7 @@ class WatchedCore(ManagerCore):
 
 
 class WatchedBackoff(Backoff):
-    """The waits, with somebody who counts along."""
+    """The backoff, with a watcher of its waits."""
 
     def fail(self) -> float:
         wait = super().fail()
@@ -133,7 +133,7 @@ class WatchedBackoff(Backoff):
 
 
 class WatchedMachine(Machine):
-    """The machine, which tells of moves that it refused."""
+    """The state machine, with reports of refused moves."""
 
     def move(self, *args: Any, **options: Any) -> Move:
         try:
@@ -144,7 +144,7 @@ class WatchedMachine(Machine):
 
 
 class WatchedManager(Manager):
-    """The shell, with somebody who looks after each event, and at how its life ends."""
+    """The manager, with a watcher that checks after each event and at the end of the run."""
 
     async def run(self, ctx: Context) -> None:
         begun = asyncio.get_running_loop().time()

@@ -1,6 +1,6 @@
-"""One who watches instances of `Postgres`: what they may do, in its own words and by its own books.
+"""A watcher that checks the invariants of simulated instances of `Postgres`, independently.
 
-It writes down what should not have happened: an exception would only make a supervisor try again.
+It records violations instead of raising: an exception would only make a supervisor retry.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Seat:
         self.last: int | None = None
 
     def heard(self) -> None:
-        """It was told of a reset."""
+        """Record that a consumer got a reset."""
         self.must_hear = self.armed = False
         self.last = None
 
@@ -201,7 +201,7 @@ class Watcher:
                     )
 
     def given(self, instance: Instance, seat: Seat, end: int) -> None:
-        """In the order of the log, without a gap, and not before a reset was told."""
+        """Check the order of transactions: no gaps, and none before a pending reset."""
         log = self.world.server.log
         number = next(txn.number for txn in log if txn.end == end)
         self.world.saw["a transaction came"] += 1
@@ -217,7 +217,7 @@ class Watcher:
         seat.last = number
 
     def look(self) -> None:
-        """Now and then: who believes to have the lock?"""
+        """Check periodically which instances report that they hold the lock."""
         server, now = self.world.server, self.world.sim.now
         for instance in self.world.instances:
             session = instance.locked_by

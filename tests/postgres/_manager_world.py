@@ -1,8 +1,8 @@
-"""Several instances of `Postgres` that compete for one scripted server, and all that befalls them.
+"""Several instances of `Postgres` that compete for one scripted server, and injected faults.
 
-Everything above the seams is the real thing: the tree, the manager's shell and its core, the
-replication client, the hub with its file, the restarter. What must hold is in `_manager_watcher`,
-and how the server gets below them in `_manager_seams`.
+Everything above the seams is the real code: the tree, the manager and its core, the replication
+client, the hub with its file, the restarter. The invariants are in `_manager_watcher`, the
+replacements of I/O in `_manager_seams`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Instance:
 
     @property
     def running(self) -> bool:
-        """Whether somebody can ask something of it now."""
+        """Whether the instance is open and can be used."""
         there = self.host.alive and not self.host.paused
         return there and self.opened and not (self.closing or self.napping or self.fatal)
 
@@ -242,7 +242,7 @@ class KeptStore(StateStore):
 
 
 class World:
-    """The server, the instances, and everything that befalls them."""
+    """The server, the instances, and the faults that are injected."""
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
@@ -399,7 +399,7 @@ class World:
         store.full = False
 
     async def crash(self) -> None:
-        """kill -9: its connections end, or nobody tells the server."""
+        """kill -9: its connections are closed, or silently lost."""
         if (instance := self._some()) is None:
             return
         instance.host.kill()
@@ -467,7 +467,7 @@ class World:
                 self.server.slot.active.rouse()
 
     def drop_slot(self) -> None:
-        """Somebody else drops it, as administrators do: first they end who reads from it."""
+        """Drop the slot as an administrator would: terminate its reader first."""
         if self.server.slot is not None:
             self.disturbed = True
             if self.server.slot.active is not None:
@@ -504,7 +504,7 @@ class World:
     # -- calm ----------------------------------------------------------------------------------
 
     def calm_down(self) -> None:
-        """Nothing breaks any more, and whoever is away comes back; what ended for good stays so."""
+        """Stop all faults, and start everything again except instances that failed for good."""
         server = self.server
         self.calm = True
         server.up = server.wal_level_logical = True
@@ -549,7 +549,7 @@ class World:
 
     @staticmethod
     def _is_stated(instance: Instance) -> bool:
-        """It has ended, says that it has, and why."""
+        """Check that it has failed, and reports the reason."""
         pg = instance.pg
         assert pg is not None
         told = [event.name for event in pg.last_events]

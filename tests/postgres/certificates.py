@@ -17,7 +17,7 @@ class Certificate(NamedTuple):
     key: Path
 
     def give(self, directory: Path, name: str) -> None:
-        """Put both where a server finds them, as its own."""
+        """Install certificate and key as those of a server."""
         owner = directory.stat()
         for path, ending in ((self.certificate, "crt"), (self.key, "key")):
             copy = directory / f"{name}.{ending}"
@@ -27,7 +27,7 @@ class Certificate(NamedTuple):
 
 
 class Authority:
-    """Somebody who signs certificates."""
+    """A certificate authority."""
 
     def __init__(self, openssl: str, directory: Path, name: str) -> None:
         self._openssl = openssl
@@ -37,11 +37,11 @@ class Authority:
 
     @property
     def root(self) -> Path:
-        """What to trust, to trust all that it signs."""
+        """The root certificate."""
         return self._own.certificate
 
     def sign(self, subject: str, *names: str) -> Certificate:
-        """A certificate for somebody; for a server, with its host names."""
+        """Sign a certificate for a subject; for a server, with its host names."""
         listed = ",".join(f"DNS:{name}" for name in names)
         extra = ["-addext", f"subjectAltName={listed}"] if listed else []
         signed = ["-CA", str(self.root), "-CAkey", str(self._own.key)]

@@ -26,7 +26,7 @@ _QUICK = {"fsync": "off", "max_wal_senders": "6", "max_replication_slots": "6"}
 
 @contextmanager
 def _place() -> Iterator[Path]:
-    """A directory that the user who runs the server may enter, whoever that is."""
+    """A directory that the user of the server process can enter."""
     path = Path(tempfile.mkdtemp(prefix="moored-cluster-"))
     path.chmod(0o711)
     try:
@@ -36,7 +36,7 @@ def _place() -> Iterator[Path]:
 
 
 class Seen:
-    """Everything that a consumer is given, in its order; it acknowledges at once."""
+    """Collects and acknowledges everything that a consumer receives."""
 
     def __init__(self, changes: Changes) -> None:
         self.items: list[object] = []
@@ -51,7 +51,7 @@ class Seen:
                 await item.ack()
 
     async def until(self, *expected: object) -> None:
-        """Wait until it was given this, and nothing else."""
+        """Wait until exactly these items were received."""
 
         async def there() -> bool:
             return len(self.items) >= len(expected)
@@ -60,7 +60,7 @@ class Seen:
         assert self.items == list(expected), self.items
 
     async def reset(self) -> str:
-        """Wait until it was given a reset, with or without what comes after it; its reason."""
+        """Wait for a reset, and return its reason."""
 
         async def there() -> bool:
             return any(isinstance(item, str) for item in self.items)
@@ -155,11 +155,11 @@ class Cluster:
         await self.promoted()
 
     async def promoted(self) -> None:
-        """Wait until it takes writes."""
+        """Wait until the server accepts writes."""
         await until(lambda: self.ask("select not pg_is_in_recovery()"))
 
     def replace_data(self, copy: Path) -> None:
-        """Put a copy of the data where the server's are; it must be stopped."""
+        """Replace the data directory of the stopped server by a copy."""
         shutil.rmtree(self.data)
         shutil.copytree(copy, self.data)
         if os.geteuid() == 0:
@@ -183,13 +183,13 @@ class Cluster:
             )
 
     def configure(self, **settings: str) -> None:
-        """Settings that count for more than those it was made with."""
+        """Append settings, which override earlier ones."""
         with (self.data / "postgresql.auto.conf").open("a") as file:
             for name, value in settings.items():
                 file.write(f"{name} = '{value}'\n")
 
     async def move_log(self, segment: str) -> None:
-        """Have its log go on far away from here; the server must be stopped."""
+        """Let the WAL of the stopped server continue at another segment."""
         user = self.data.stat().st_uid
         options = {"user": user, "group": self.data.stat().st_gid} if os.geteuid() == 0 else {}
         await self.run("pg_resetwal", "-D", str(self.data), "-l", segment, **options)
@@ -197,25 +197,25 @@ class Cluster:
     # -- of a standby --------------------------------------------------------------------------
 
     async def caught_up_with(self, primary: Cluster) -> None:
-        """Wait until it has everything that the other one has by now."""
+        """Wait until the standby has caught up with the primary."""
         at = await primary.ask("select pg_current_wal_lsn()")
         await until(lambda: self.ask("select pg_last_wal_replay_lsn() >= %s", at))
 
     async def move_to(self, port: int) -> None:
-        """Have it go on at another address."""
+        """Start the server on another port."""
         await self.server.stop()
         self.server = self._at(port)
         await self.server.start()
 
     async def promote(self) -> None:
-        """Have it take writes, on a timeline of its own."""
+        """Promote the standby."""
         await self.sql("select pg_promote()")
         await self.promoted()
 
     # -- life ----------------------------------------------------------------------------------
 
     async def end(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the server."""
         if self.server.state != "stopped":
             await self.server.kill() if self.server.running else None
             await self.server.stop()

@@ -1,8 +1,8 @@
-"""A consumer as a process of its own, so that it can be killed at any moment.
+"""A consumer in a separate process, so that it can be killed at any moment.
 
 `python consumer_program.py CONFIG` follows a stream until it is killed. CONFIG is JSON: `url`,
-`stream_id`, `state_dir`, `kind` (a keeper below), `path` (where it keeps its effect) and `tables`;
-and `dies` if it shall kill itself: `before` or `after`, and a name of what it calls.
+`stream_id`, `state_dir`, `kind` (a keeper below), `path` (the file of its effects) and `tables`;
+with `dies`, it kills itself `before` or `after` the call of a named function.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def line(kind: str, table: str, row: dict[str, Any]) -> str:
-    """One change, as it counts for the checksum.
+    """Return the text of a change for the checksum.
 
-    `kept` says that an update left the body alone: the server may not send it then.
+    With `kept`, an update did not change the body, which the server may not send then.
     """
     if kind == "delete":
         return f"delete {table} {row['id']}"
@@ -58,7 +58,7 @@ def checksum(lines: Iterable[str]) -> str:
 
 
 class Keeper(Protocol):
-    """What becomes of a transaction, safely, before it is acknowledged."""
+    """Makes the effect of a transaction durable before it is acknowledged."""
 
     @property
     def position(self) -> str | None: ...
@@ -69,7 +69,7 @@ class Keeper(Protocol):
 
 
 def seen(txn: Transaction) -> tuple[int, str, str]:
-    """A transaction's place, the checksum that it names, and the one that its changes have."""
+    """A transaction's number, the checksum in its ledger row, and that of its changes."""
     named: dict[str, Any] = {}
     lines = []
     for change in txn:
@@ -84,7 +84,7 @@ def seen(txn: Transaction) -> tuple[int, str, str]:
 
 
 class Exact:
-    """Keeps a copy of the tables, the order of transactions and the position, all in one."""
+    """Maintains a copy of the tables, the order of transactions and the position, atomically."""
 
     def __init__(self, path: str) -> None:
         self._database = sqlite3.connect(path, isolation_level=None)
@@ -151,7 +151,7 @@ class Plain:
 
 
 class Count:
-    """Counts the changes of each transaction, and tells how much memory that took."""
+    """Counts the changes of each transaction, and reports its peak memory."""
 
     position = None
 
@@ -204,7 +204,7 @@ PLACES: dict[str, tuple[object, str]] = {
 
 
 def die(when: str, place: str) -> None:
-    """Have this process killed before, within or after one of its own calls."""
+    """Kill this process before, within or after one of its calls."""
     owner, name = PLACES[place]
     called = getattr(owner, name)
 

@@ -16,7 +16,7 @@ __all__ = ["Mirror", "copy_of", "mirroring"]
 
 
 class Mirror:
-    """Keeps a copy of one table, by what it is told alone."""
+    """Maintains a copy of one table by the delivered changes alone."""
 
     def __init__(self, url: str, changes: Changes, table: str = "orders") -> None:
         self._url = url

@@ -29,7 +29,7 @@ def require_ipv6() -> None:
 
 
 def name_service(monkeypatch: pytest.MonkeyPatch) -> Name:
-    """Gives a function by which `NAME` gets addresses, in the order in which they are told."""
+    """Return a function that sets the addresses of `NAME`, in their order."""
     known: list[str] = []
     ask = socket.getaddrinfo
 

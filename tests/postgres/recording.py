@@ -167,7 +167,7 @@ class Recorder:
     @classmethod
     @contextmanager
     def on(cls, url: str) -> Iterator[Self]:
-        """One for this database; its slots are gone at the end."""
+        """Yield a recorder for this database, and drop its slots at the end."""
         recorder = cls(url)
         try:
             yield recorder

@@ -152,7 +152,7 @@ class Pool:
                 await self._close(self._session)
 
     async def _close(self, session: Session) -> None:
-        """Whoever must not wait for ever, must not wait for this."""
+        """Close a connection, sometimes slowly: callers with a time limit must not wait for it."""
         rng = self._server.rng
         try:
             if not session.reachable or rng.random() < 0.1:

@@ -1,7 +1,7 @@
-"""A PostgreSQL of a few hundred lines for simulated schedules: sessions, one lock, one slot, a log.
+"""A scripted PostgreSQL for simulated schedules: sessions, one lock, one slot, WAL.
 
-It knows the words that the manager says to a server, answers them as the real one does (the tests
-beside this one ask the real one the same), and can be told to misbehave.
+It answers the manager's commands as a real server does (other tests send the same commands to a
+real one), and can inject faults.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Session:
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     def rouse(self) -> None:
-        """Let whoever waits on it look again."""
+        """Wake the waiting tasks."""
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -177,7 +177,7 @@ class Server:
         await asyncio.sleep(self.rng.choice((0.001, 0.01, 0.2)))
 
     def end_session(self, session: Session, why: str = "terminating connection") -> None:
-        """The server has it no more; the client is told, if it can be."""
+        """End the session at the server; notify the client if the network works."""
         if not session.alive:
             return
         session.alive = False
@@ -196,7 +196,7 @@ class Server:
         session.rouse()
 
     def lose(self, session: Session, linger: float) -> None:
-        """Nothing passes any more; each side finds out by itself."""
+        """Drop all traffic silently in both directions."""
         if not session.alive or not session.reachable:
             return
         session.reachable = False
@@ -218,7 +218,7 @@ class Server:
             self.later(self.rng.choice((0.0, 0.0, 0.05, 1.0)), self.end_session, session)
 
     def restart(self) -> None:
-        """Everybody is thrown out, and nobody is let in."""
+        """Terminate all sessions, and refuse new ones."""
         self.up = False
         for session in list(self.sessions.values()):
             self.end_session(session, "terminating connection due to administrator command")
@@ -416,7 +416,7 @@ class Server:
         return []
 
     def keepalive(self, session: Session, *, reply: bool = False) -> bytes:
-        """A sign of life: how far was everything sent?"""
+        """Return a keepalive with the end of the WAL that was sent."""
         caught_up = session.sent == len(self.log)
         end = self.end if caught_up else self._sent_to(session)
         return _keepalive.pack(b"k", end, 0, reply)
@@ -427,7 +427,7 @@ class Server:
         return max(confirmed, before)
 
     def signs_of_life(self) -> None:
-        """To everybody who streams; and whoever gave none for too long is ended."""
+        """Send keepalives to streaming sessions, and end those that timed out."""
         for session in list(self.sessions.values()):
             if self.slot is None or self.slot.active is not session:
                 continue
@@ -462,7 +462,7 @@ class Server:
         return batch
 
     def standby_status(self, session: Session, message: bytes) -> None:
-        """What the client says is safe."""
+        """Take a status update of the client."""
         if not session.reachable or not session.alive:
             return
         _, _, flushed, _, _, reply = _status.unpack(message)

@@ -78,7 +78,7 @@ def quicken(
 
 
 async def until(condition: Callable[[], Awaitable[object]], limit: float = LIMIT) -> None:
-    """Wait until something is so; nothing tells when."""
+    """Poll until a condition is true."""
     async with asyncio.timeout(limit):
         while not await condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.02)
@@ -97,7 +97,7 @@ async def one(conn: Sql, query: str, *values: Any) -> Any:
 
 
 async def published(url: str, stream_id: str, *tables: str) -> None:
-    """Wait until the tables are in the publication: what is written before is nobody's."""
+    """Wait until the tables are in the publication: earlier changes are not received."""
     query = "select count(*) from pg_publication_tables where pubname = %s and tablename = any(%s)"
     names = list(tables or ["orders"])
 
@@ -174,13 +174,13 @@ class ConsumerProcess:
             )
 
     def kill(self) -> None:
-        """End it by SIGKILL."""
+        """Kill the process with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     async def run_to_its_end(self, **config: Any) -> int:
-        """Start it, and wait until it has ended by itself; returns how."""
+        """Start the process, wait until it ends by itself, and return its exit code."""
         self.start(**config)
         assert self._process is not None
         try:
@@ -195,15 +195,15 @@ class ConsumerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended by itself: it never should."""
+        """Whether the process has ended by itself, which it never should."""
         return self._process is not None and self._process.poll() is not None
 
     def lines(self) -> list[str]:
-        """What it has written to its file."""
+        """Return the lines that the process has written to its file."""
         return self.path.read_text().splitlines() if self.path.exists() else []
 
     def read_json(self) -> list[Any]:
-        """The same, each line as the value that it is."""
+        """Return the lines as values."""
         return [json.loads(line) for line in self.lines()]
 
     def __enter__(self) -> Self:

@@ -216,7 +216,7 @@ def test_rolled_back_subtransactions_are_left_out() -> None:
 
 
 def test_a_rollback_of_an_unknown_transaction_is_ignored() -> None:
-    """PostgreSQL 18 tells of it, when it skips what it knows to be rolled back."""
+    """PostgreSQL 18 sends it for a transaction that it skips because it was rolled back."""
     assembler = Assembler()
     assert feed_all([stream_abort(1, 11), stream_abort(1)], assembler) == []
     (committed,) = feed_all([*PART, STOP, stream_commit(1)], assembler)

@@ -126,7 +126,7 @@ def test_several_readers_interleave(tmp_path: Path) -> None:
 
 
 def test_several_readers_in_threads(tmp_path: Path) -> None:
-    """Whoever comes first writes what was only gathered; nobody writes it twice."""
+    """The first reader writes the gathered entries; no reader writes them twice."""
     entries: list[Entry] = [b"%d" % number * 100 for number in range(500)]
     for _ in range(scaled(200, least=20)):
         body = filled(Body(Shelf(tmp_path, spill_after=1)), entries)
@@ -170,7 +170,7 @@ def test_an_unwritable_directory_is_named_in_the_error(tmp_path: Path) -> None:
 def test_a_message_larger_than_a_chunk_is_read_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece it would be copied once for each: a gigabyte in a thousand copies."""
+    """Assembling it chunk by chunk would copy it once for each chunk."""
     large = os.urandom(100_000)
     monkeypatch.setattr(body_module, "_CHUNK", 100)
     body = filled(Body(Shelf(tmp_path, spill_after=1)), [b"before", large, tables[0], b"after"])

@@ -16,7 +16,7 @@ NUMERIC = 1700
 
 
 def numeric(digits: int, present: int) -> bytes:
-    """A numeric that says how many digits it has, and has so many."""
+    """A numeric with this number of digits in its header, and this number of digits."""
     return struct.pack("!HhHH", digits, digits - 1, 0, 0) + b"\0\x07" * present
 
 
@@ -34,7 +34,7 @@ def test_a_numeric_must_have_the_size_of_its_digits(digits: int) -> None:
 
 @pytest.mark.parametrize("present", [1, 3])
 def test_a_numeric_with_a_digit_too_few_or_too_many_is_a_protocol_error(present: int) -> None:
-    """It never reaches the loader, neither in the general way nor in the written code."""
+    """It never reaches the loader, neither in general nor in generated code."""
     good = [insert([binary(numeric(2, 2))]) for _ in range(8)]
     for before in (0, 8):
         (committed,) = feed_all(

@@ -24,7 +24,7 @@ from .server import LIMIT, one, until
 
 
 class Log:
-    """Keeps everything in memory, and says so: what is applied is safe at once."""
+    """Keeps everything in memory: an applied transaction is safe at once."""
 
     def __init__(self, store: StateStore) -> None:
         self.store = store
@@ -80,7 +80,7 @@ class Log:
 
 
 def as_collector(hub: Hub) -> LogCollector:
-    """The hub is one, too: the type checker says so."""
+    """The hub is a collector, too, for the type checker."""
     return hub
 
 
@@ -103,7 +103,7 @@ async def test_a_local_log_can_replace_the_hub(
         return psycopg.conninfo.make_conninfo(streamed_url)
 
     async def life(expected: int) -> None:
-        """One connection, until so many transactions are there and the server knows."""
+        """Run one connection until so many transactions were received and confirmed."""
         ready = asyncio.Event()
         client = ReplicationClient(
             conninfo,

@@ -55,7 +55,7 @@ def stream(sizes: list[tuple[int, bool]]) -> list[bytes]:
 
 
 def told(committed: Committed) -> tuple[object, ...]:
-    """Everything that a transaction says."""
+    """All fields and changes of a transaction."""
     changes = [summary(change) for change in committed]
     return committed.xid, committed.end_lsn, committed.body.size, len(committed), changes
 

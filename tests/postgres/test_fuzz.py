@@ -42,7 +42,7 @@ KINDS = b"BCORYTMSEcAbPKrpIUD"
 
 
 def consume(messages: list[bytes]) -> list[tuple[object, ...]] | None:
-    """All that these messages say, or None if they are not what the protocol allows."""
+    """Return the decoded content of these messages, or None if they are invalid."""
     assembler = Assembler()
     found: list[tuple[object, ...]] = []
     try:
@@ -82,7 +82,7 @@ def test_random_bytes_as_a_stream(messages: list[bytes]) -> None:
 @often
 @given(st.binary(max_size=60))
 def test_random_bytes_from_the_server(data: bytes) -> None:
-    """Whatever it is that they are taken for."""
+    """As a keepalive, and as a message of the stream."""
     for read in (read_keepalive, Assembler().feed):
         with suppress(DecodeError):
             read(data)
@@ -251,7 +251,7 @@ def described(recorded: list[bytes]) -> list[tuple[object, ...]]:
 
 
 def looked_at(recorded: list[bytes]) -> list[tuple[int, bytes]]:
-    """The messages, but those of rows that were rolled back: nobody looks at them."""
+    """Return the messages without rolled back rows, which are never decoded."""
     aborted = {message[30:34] for message in recorded if message[25:26] == b"A"}
     return [
         (place, message)
@@ -320,7 +320,7 @@ def frames(message: bytes, at: int) -> Iterator[tuple[int, int]]:
 
 
 def test_changed_counts_and_sizes(recorded: list[bytes]) -> None:
-    """A row that does not fill its message is never taken for one."""
+    """A row with extra bytes after it is never accepted."""
     chance = random.Random(base_seed())
     streamed = any(message[25:26] == b"S" for message in recorded)
     tried = 0

@@ -40,7 +40,7 @@ LIMIT = 30.0
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """One with a stream that has begun."""
+    """A hub with a running stream."""
     store = StateStore(tmp_path / "state.db")
     made = Hub(store, Recorder())
     made.on_tables = lambda: confirm_all(made)
@@ -422,7 +422,7 @@ async def test_positions_are_stored_before_they_are_confirmed(hub: Hub) -> None:
 
 
 async def test_only_acknowledgements_count_as_use(hub: Hub) -> None:
-    """Scale to zero: what comes is no use of the database by itself."""
+    """For scale to zero: received transactions are not a use of the database."""
     uses = []
     hub.on_progress = lambda: uses.append(True)
     apply(hub, 1100)

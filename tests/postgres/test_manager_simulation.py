@@ -1,7 +1,7 @@
-"""The manager on bad days: instances that compete for one server, and all that can befall them.
+"""Simulated schedules: instances compete for one server while faults are injected.
 
-What is simulated and what can go wrong is in `_manager_world` and `scripted_server`, what must hold
-in `_manager_watcher`; here are the schedules, and the defects that they must notice.
+The simulation and its faults are in `_manager_world` and `scripted_server`, the invariants in
+`_manager_watcher`; here are the schedules, and the planted defects that they must detect.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_a_schedule_repeats_itself() -> None:
 
 
 def _locked_too_early(self: ManagerCore, step: Step) -> Actions:
-    """To ask for the lock is taken for having it."""
+    """A request for the lock is taken for the lock."""
     actions = _client_at(self, step)
     if step is Step.ACQUIRE_LOCK:
         actions += self._locked()
@@ -86,7 +86,7 @@ def _locked_too_early(self: ManagerCore, step: Step) -> Actions:
 
 
 def _streams_without_lock(self: Setup, sqlstate: str | None, error: Exception) -> None:
-    """A statement timeout ends the wish, and not only the wait."""
+    """A statement timeout is taken for the lock."""
     if self.step is Step.ACQUIRE_LOCK and sqlstate == "57014":
         self._advance()
         return
@@ -121,13 +121,13 @@ def _ignores_gaps(self: Progress, end: int) -> bool:
 
 
 def _keeps_the_lock_in_mind(self: ManagerCore, *args: object) -> Actions:
-    """Who tries again forgets that the lock went with the connection."""
+    """A retry does not clear the condition of the lock."""
     actions = _retry(self, *args)  # type: ignore[arg-type]
     return [a for a in actions if (a.act, a.name) != (Act.CLEAR, "pg_lock_acquired")]
 
 
 def _rewinds_as_if_nothing_were(self: ManagerCore) -> Actions:
-    """The stream begins again, and the conditions say that it goes on."""
+    """A rewind does not clear the conditions."""
     return [action for action in _rewind(self) if action.act is not Act.CLEAR]
 
 
@@ -153,7 +153,7 @@ async def _confirms_before_it_stores(self: Hub, end: int) -> None:
 
 
 def _finds_no_difference(self: Integrity, *args: object) -> None:
-    """A slot that was made anew, or moved, is taken for the one that was left."""
+    """A recreated or moved slot is taken for the known one."""
 
 
 def _misses_a_change(self: StatusMonitor[object]) -> None:

@@ -1,10 +1,10 @@
-"""Writers at full speed, and everything is killed, cut and stalled meanwhile: nothing is lost.
+"""Nothing is lost while writers run at full speed and processes and connections are killed.
 
-What is true is in the database itself. The last thing that each transaction of a writer does is to
-count up one row, which stays locked until the commit, and to write the number and the checksum of
-its changes into the table `ledger`. So the numbers are in the order of the commits, exactly: the
-next one can only be drawn after the commit record of the last one was written. A transaction whose
-commit was cut short is looked up there after the reconnect, and so its writer knows the truth, too.
+The expected result is in the database itself. Each transaction of a writer ends by incrementing a
+counter in one row, which stays locked until the commit, and by writing that number and the checksum
+of its changes into the table `ledger`. So the numbers are exactly in commit order: the next one can
+only be drawn after the commit record of the last one was written. A writer whose commit was
+interrupted looks its number up in `ledger` after it has reconnected.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Writer:
         await conn.execute("; ".join(statements).encode())
 
     def _in_vain(self) -> list[str]:
-        """A part of the transaction that is rolled back: nobody may see it."""
+        """Roll back a part of the transaction, which must not be delivered."""
         insert = statement("insert", TABLES[0], self._new_row(next(self._fresh)))
         return ["savepoint vain", insert, "rollback to vain"]
 
@@ -404,5 +404,5 @@ def kept_by(exact: ConsumerProcess) -> tuple[list[Any], set[Any]]:
 
 
 def first_deliveries(plain: ConsumerProcess) -> list[str]:
-    """Each transaction where it came for the first time."""
+    """Return the transactions without repeated deliveries."""
     return list(dict.fromkeys(plain.lines()))

@@ -262,7 +262,7 @@ def test_two_columns_of_the_same_name_are_an_error() -> None:
 
 
 def test_counts_beyond_the_message_are_errors() -> None:
-    """Neither is so much memory taken, nor is there a wait for it."""
+    """They neither allocate memory nor wait for more bytes."""
     for data in (
         b"T\xff\xff\xff\xff\x00\x00\x00\x40\x01",
         b"M\x01" + PLACES[:8] + b"app\0\xff\xff\xff\xffx",

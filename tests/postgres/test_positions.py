@@ -69,7 +69,7 @@ def test_a_keepalive_within_a_transaction_moves_nothing() -> None:
 
 
 def test_a_repeated_keepalive_advances_after_the_acknowledgement() -> None:
-    """Much was written that concerns nobody, then all is quiet: the server need not keep it."""
+    """WAL without changes for a consumer, then silence: the server need not retain it."""
     positions = Positions(100)
     positions.committed(150)
     keepalive(positions, 9_000)

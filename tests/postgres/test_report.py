@@ -191,7 +191,7 @@ async def test_attaching_again_needs_no_new_connection(make: MakePostgres, sql: 
 
 
 async def _cut(pg: Postgres, sql: Sql) -> None:
-    """End its stream at the server, and wait until it is back."""
+    """Terminate the stream's backend, and wait until it streams again."""
     await until(lambda: walsender(sql, pg))
     before = pg.statistics()["connects"]
     await sql.execute("select pg_terminate_backend(%s)", (await walsender(sql, pg),))

@@ -178,7 +178,7 @@ SSL_REQUEST = 80877103
 
 
 class HangsUp:
-    """A way to a server that hangs up on whoever asks for TLS, so many times."""
+    """A proxy that closes the first so many connections with a TLS request."""
 
     def __init__(self, port: int, times: int = 1000) -> None:
         self.asked = 0
@@ -334,7 +334,7 @@ async def test_the_next_run_tries_tls_again(streamed_url: str) -> None:
 
 
 async def test_the_error_of_the_server_is_raised(streamed_url: str) -> None:
-    """Without TLS it talks, and does not know the password: that is worth more than a hang-up."""
+    """The error without TLS (a wrong password) matters more than the closed TLS request."""
     known = conninfo_to_dict(streamed_url)
     async with hanging_up(streamed_url) as (_, url):
         wrong = url.replace(f":{known['password']}@", ":wrong@")
@@ -376,7 +376,7 @@ async def test_a_standby_finds_another_route_after_its_own_broke(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It waits for the lock, maybe for days; it is not a new life when it connects again."""
+    """A wait for the lock may take days, and a reconnection is not a new run."""
     require_ipv6()
     monkeypatch.setattr(_resolver, "KEPT", 0.0)
     name("::1", "127.0.0.1")

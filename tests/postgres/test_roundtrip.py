@@ -76,7 +76,7 @@ def queried(recorder: Recorder, columns: list[str], cast: str = "") -> Rows:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal and of one type; what is not a number equals itself."""
+    """Whether two values are equal and of the same type; NaN equals NaN."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
@@ -136,7 +136,7 @@ def test_there_are_more_than_forty_types() -> None:
 @quickly
 @given(data=st.data())
 def test_types_that_are_not_built_in_come_as_text(recorder: Recorder, data: st.DataObject) -> None:
-    """In binary form nobody can read them without the catalogue: they come as bytes."""
+    """In binary format they cannot be decoded without the catalog: they are bytes."""
     types = list(OWN_TYPES)
     values = data.draw(st.lists(a_row(types), min_size=1, max_size=8))
     slot = recorder.slot()

@@ -46,7 +46,7 @@ def table(*types: int, names: list[str] | None = None) -> Relation:
 
 
 def written(sample: list[Value], *types: int, names: list[str] | None = None) -> Relation:
-    """A table for which code was written, after some rows like this one."""
+    """A table whose code was generated for rows like this one."""
     relation = table(*types, names=names)
     for _ in range(rows_module._ENOUGH):
         relation.whole(b"N" + row(sample), 0)
@@ -56,7 +56,7 @@ def written(sample: list[Value], *types: int, names: list[str] | None = None) ->
 
 
 def outcome(read: Any, data: bytes, at: int) -> str:
-    """What reading comes to, or that it is not possible."""
+    """Return the repr of the row, or that it is an error."""
     try:
         return repr(read(data, at))
     except (DecodeError, IndexError, struct.error):
@@ -64,7 +64,7 @@ def outcome(read: Any, data: bytes, at: int) -> str:
 
 
 def check_the_same(known: Relation, data: bytes) -> None:
-    """The written code and the general way agree about a new row, in both of its places."""
+    """Check that generated and general code agree about a row, at both offsets."""
     fresh = table(*(column.type_oid for column in known.columns))
     assert outcome(known.whole, data, 0) == outcome(fresh._whole, data, 0)
     after = data[1:] + b"after"

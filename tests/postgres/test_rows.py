@@ -100,7 +100,7 @@ def test_shapes_change_from_row_to_row() -> None:
 
 
 def test_more_shapes_than_are_kept() -> None:
-    """Seven columns that may be null are 128 makes; each is read as often as it comes."""
+    """Seven nullable columns have 128 shapes, which exceed the limit."""
     relation = table(*[INT4] * 7)
     for _ in range(2):
         for nulls in itertools.product([False, True], repeat=7):
@@ -112,7 +112,7 @@ def test_more_shapes_than_are_kept() -> None:
 
 
 def test_rows_of_different_shapes_in_threads() -> None:
-    """One thread never loads a row as if it were of the make that another one has just seen."""
+    """A thread never loads a row with the shape that another thread has just seen."""
     relation = table(INT4, INT4)
     rows = [
         row([*texts("1"), int4(1)]),
@@ -307,7 +307,7 @@ def test_random_bytes_are_a_value_or_an_error(oid: int, data: bytes) -> None:
 
 
 def test_values_of_record_types_are_not_parsed() -> None:
-    """The loaders of records would believe whatever the bytes say."""
+    """The loaders of records do not check their input."""
     assert read(table(2249), binary(b"\0\0\0\1\0\0\0\x17\0\0\0\0")) == [
         b"\0\0\0\1\0\0\0\x17\0\0\0\0"
     ]

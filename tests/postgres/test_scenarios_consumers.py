@@ -55,7 +55,7 @@ async def fill(conn: Sql, first: int, number: int) -> None:
 async def test_attaching_again_under_load_misses_nothing(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """What is on its way when it comes back is newer than what it has missed."""
+    """Transactions in flight while it attaches are newer than those that it needs."""
     async with make() as pg:
         other, seen_by_other = pg.changes("other", tables=["orders"]), list[int]()
         await published(streamed_url, stream_id)
@@ -125,7 +125,7 @@ def taken(changes: Changes) -> list[int]:
 async def test_a_start_that_the_server_has_discarded_is_a_reset(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """A user's copy may be older than what was acknowledged: it was restored from a backup."""
+    """The user's database may have been restored to before the acknowledged position."""
     async with make() as pg:
         changes = pg.changes("copy", tables=["orders"])
         await published(streamed_url, stream_id)
@@ -157,7 +157,7 @@ async def test_a_start_that_the_server_has_discarded_is_a_reset(
 async def test_a_start_beyond_the_end_is_a_reset_while_streaming(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """And only for the one who came with it: the others go on."""
+    """Only the consumer with that start gets the reset."""
     async with make() as pg:
         other = pg.changes("other", tables=["orders"])
         await published(streamed_url, stream_id)

@@ -112,7 +112,7 @@ async def ended_with(first: ConsumerProcess, second: ConsumerProcess, last: int)
 async def test_a_hand_over_and_back_is_no_reset(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
-    """Two processes on one machine share their state: who comes back later knows of it."""
+    """Two processes on one machine share their state."""
     for number in (1, 2, 3):
         async with make() as pg:
             changes = pg.changes(tables=["orders"])
@@ -135,7 +135,7 @@ async def test_a_hand_over_and_back_is_no_reset(
 
 
 async def confirmed(sql: Sql, pg: Postgres, lsn: str) -> None:
-    """Wait until the server was told that everything up to here is safe."""
+    """Wait until everything up to here was confirmed to the server."""
     query = (
         "select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots where slot_name = %s"
     )
@@ -147,7 +147,7 @@ async def confirmed(sql: Sql, pg: Postgres, lsn: str) -> None:
 
 @asynccontextmanager
 async def locked(url: str, slot: str) -> AsyncIterator[Sql]:
-    """Somebody holds the lock of a slot, and does nothing with it."""
+    """Hold the lock of a slot without using it."""
     async with connected(url, application_name="stuck") as conn:
         await conn.execute("select pg_advisory_lock(hashtext(%s))", (slot,))
         yield conn
@@ -170,7 +170,7 @@ async def test_a_stuck_lock_is_broken(
 async def test_a_lock_whose_holder_is_busy_is_not_broken(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """It may be a manager that is still setting itself up: it gives signs of life."""
+    """It may be a manager during its setup, which runs a query every few seconds."""
     async with make() as pg:
         await pg.wait_until_active(LIMIT)
         slot = pg.settings.slot_name

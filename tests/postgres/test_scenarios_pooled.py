@@ -41,7 +41,7 @@ async def insert(pg: Postgres, number: int) -> None:
 async def test_the_pool_recovers_from_a_restarted_pooler(
     binary: str, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
-    """The stream does not go through it, and does not notice; who wants a connection waits."""
+    """The stream does not use the pooler; callers of connection() wait."""
     port = free_port()
     async with behind(through(streamed_url, port), streamed_url, stream_id, tmp_path) as pg:
         changes = pg.changes(tables=["orders"])
@@ -86,7 +86,7 @@ async def test_the_pool_recovers_from_terminated_pooler_connections(
 
 
 async def inserted(pg: Postgres, number: int) -> bool:
-    """Whether it could be written: the pooler may have been told of a lost connection by us."""
+    """Whether a write succeeds: the pooler may still hold a lost connection."""
     try:
         await insert(pg, number)
     except psycopg.OperationalError:
@@ -114,7 +114,7 @@ async def test_the_pool_waits_for_the_server_behind_a_pooler(
 
 
 async def said(pg: Postgres, words: str) -> bool:
-    """Whether the status says why the pool is not ready."""
+    """Whether the condition of the pool has this detail."""
     return words in str(pg.monitor.conditions()["snapshot_connection_pool_ready"].detail)
 
 

@@ -55,7 +55,7 @@ async def test_a_partitioned_table_is_published_by_its_own_name(
 async def test_a_locked_table_does_not_delay_other_tables(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """Neither other consumers, whenever they come, nor those who write."""
+    """Neither other consumers nor writers have to wait."""
     await sql.execute("create table busy (id int primary key)")
     async with make() as pg:
         await pg.wait_until_active(LIMIT)  # with a slot, which would wait for the writer, too
@@ -148,7 +148,7 @@ async def test_tables_missing_in_a_manual_publication_are_refused(
 async def test_tables_that_cannot_be_published_are_refused(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, statement: str
 ) -> None:
-    """Who asks for it is told, and the others go on."""
+    """Its consumer gets an error, and the others continue."""
     await sql.execute(statement.encode())
     async with make() as pg:
         orders = pg.changes("orders", tables=["orders"])

@@ -300,7 +300,7 @@ async def told(pg: Postgres, name: str) -> bool:
 async def test_an_idle_connection_is_kept(
     make: MakePostgres, sql: Sql, stream_id: str, streamed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is asked answers: also if the loop was busy for longer than a silence may last."""
+    """Also after the event loop was blocked for longer than the allowed silence."""
     monkeypatch.setattr("moored.postgres.stream._replication.SILENCE", 0.4)
     async with make() as pg:
         changes = pg.changes(tables=["orders"])

@@ -146,7 +146,7 @@ async def test_a_publication_dropped_between_runs_is_created_again(
 async def test_a_publication_dropped_while_streaming_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """What is written meanwhile goes to nobody: that must be told, and never be silence."""
+    """Changes that are made meanwhile are lost, which must be a reset."""
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
         await published(streamed_url, stream_id)

@@ -60,7 +60,7 @@ async def insert(sql: Sql, *numbers: int) -> None:
 
 
 async def confirmed(sql: Sql, pg: Postgres, at: Position) -> None:
-    """Wait until the server was told that everything up to here is safe."""
+    """Wait until everything up to here was confirmed to the server."""
     query = (
         "select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots where slot_name = %s"
     )
@@ -74,7 +74,7 @@ async def confirmed(sql: Sql, pg: Postgres, at: Position) -> None:
 async def test_a_slot_recreated_by_another_program_is_a_reset(
     make: MakePostgres, sql: Sql, acknowledges: bool
 ) -> None:
-    """It looks as if it had always been there, also to those who never acknowledged anything."""
+    """Also for a consumer that has never acknowledged anything."""
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
         await pg.wait_until_published("orders")
@@ -98,7 +98,7 @@ async def test_a_slot_recreated_by_another_program_is_a_reset(
 async def test_a_process_killed_before_its_reset_resets_again(
     sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
-    """The next one finds a slot, and nothing that looks wrong but where it stands."""
+    """The next process finds a slot whose only difference is its position."""
     consumer = ConsumerProcess(streamed_url, "ids", tmp_path, stream_id=stream_id, acks=False)
     with consumer:
         await published(streamed_url, stream_id)
@@ -120,7 +120,7 @@ async def last_of(consumer: ConsumerProcess, line: str) -> bool:
 
 
 async def dropped(sql: Sql, slot: str) -> bool:
-    """Drop a slot as soon as nobody reads from it."""
+    """Drop a slot as soon as it is inactive."""
     try:
         await sql.execute("select pg_drop_replication_slot(%s)", (slot,))
     except psycopg.errors.ObjectInUse:
@@ -171,7 +171,7 @@ async def test_a_reset_for_a_lost_slot_is_delivered_with_the_new_slot(tmp_path: 
 
 
 async def invalidated(url: str, slot: str) -> bool:
-    """Have the server look whether somebody has not come for too long."""
+    """Let the server invalidate slots that are too far behind."""
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
         await conn.execute("checkpoint")
         return await one(conn, LIVES, slot) is False
@@ -221,7 +221,7 @@ async def test_with_a_lost_state_dir_consumers_attached_at_the_start_lose_nothin
 async def test_with_a_lost_state_dir_consumers_attached_later_get_a_reset(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
-    """What they had not acknowledged may be gone, and nobody knows who they are."""
+    """Their unacknowledged transactions may be lost, and their names are unknown."""
     async with make() as pg:
         changes = pg.changes("search", tables=["orders"])
         await pg.wait_until_published("orders")
@@ -254,7 +254,7 @@ async def received(pg: Postgres, place: Lsn) -> bool:
 async def test_with_a_lost_state_dir_an_existing_start_is_used(
     make: MakePostgres, sql: Sql, tmp_path: Path
 ) -> None:
-    """A new machine with a position from the user's own database: nothing is wrong with that."""
+    """A new machine, with a position from the user's own database."""
     async with make() as pg:
         changes = pg.changes("exact", tables=["orders"])
         await pg.wait_until_published("orders")

@@ -1,7 +1,7 @@
 """Tables that are dropped, renamed, swapped or unpublished while a consumer follows them.
 
-The consumer is a mirror that trusts only what it is told: it copies the tables when it gets a
-`Reset`, applies every change, and must end up with the rows that the server has.
+The consumer maintains a copy of the tables: it copies them again after a `Reset`, applies every
+change, and must end up with the same rows as the server.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ async def test_a_missing_table_is_waited_for(
 async def test_no_reset_is_delivered_before_the_tables_are_published_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """A writer holds the table: whoever copies it now would miss what the writer commits."""
+    """A copy during a write transaction would miss the changes that it commits."""
     async with make() as pg, mirroring(pg, streamed_url) as mirror:
         await pg.wait_until_published("orders", timeout=LIMIT)
         await run(sql, "insert into orders values (1, 'x')")

@@ -136,7 +136,7 @@ async def test_a_restore_between_runs_is_a_reset(tmp_path: Path) -> None:
 
 
 async def test_a_process_killed_during_a_reset_resets_again(tmp_path: Path) -> None:
-    """However far it comes, the next one begins again, until the consumer was told."""
+    """The next process resets again, until the consumer has handled the reset."""
     async with cluster(archive_mode="on") as db:
         consumer = ConsumerProcess(db.url, "ids", tmp_path)
         state, told = tmp_path / "ids.state", f"reset {RESTORED}"

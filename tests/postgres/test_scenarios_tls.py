@@ -1,4 +1,4 @@
-"""Encrypted connections, all of them: the modes of libpq, certificates, and what is said when not.
+"""Encrypted connections: the modes of libpq, certificates, and the errors.
 
 On an installed PostgreSQL: the embedded one is built without TLS.
 """
@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trust:
-    """Who signs, and who signs for others."""
+    """The trusted authority, and another one."""
 
     def __init__(self, openssl: str, directory: Path) -> None:
         self.ours = Authority(openssl, directory, "ours")
@@ -78,7 +78,7 @@ class TlsServer:
         self.reload()
 
     def reload(self) -> None:
-        """Read everything again; returns when whoever comes next meets it so."""
+        """Reload the configuration; return when it applies to new connections."""
         before = self._ask("select pg_conf_load_time()")
         self._conn.execute("select pg_reload_conf()")
         ends = time.monotonic() + LIMIT
@@ -160,7 +160,7 @@ async def streams(pg: Postgres, sql: Sql, url: str, *, encrypted: bool) -> None:
 
 
 async def refused(pg: Postgres) -> str:
-    """What a person reads when it cannot work until somebody changes something."""
+    """Return the text of the fatal error."""
     async with pg:
         with pytest.raises(ConfigurationError) as caught:
             await pg.wait_until_active(LIMIT)
@@ -384,7 +384,7 @@ async def test_the_stream_survives_a_renewed_certificate(
 async def test_no_message_stays_in_the_tls_layer(
     make: Make, sql: Sql, url: str, tls: TlsServer
 ) -> None:
-    """What was decrypted and not read yet makes no socket readable: nobody must wait for that."""
+    """Decrypted data that was not read yet does not make the socket readable."""
     sizes = random.Random(7)
     async with make(f"{url}?sslmode=require") as pg:
         changes = pg.changes(tables=["orders"])

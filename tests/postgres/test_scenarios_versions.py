@@ -1,4 +1,4 @@
-"""A core set on each version that is there: what servers say and can differs from one to the next.
+"""A core set of tests with each available version of PostgreSQL.
 
 One server for each: the embedded 18 and 16, and an installed one (15 on Debian 12).
 """
@@ -364,7 +364,7 @@ async def kept_log(sql: Sql, size: str) -> AsyncIterator[None]:
 async def test_a_publication_dropped_while_streaming_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
-    """A warning from 18 on, an error before: it is told in both."""
+    """A warning from 18 on, an error before: both are a reset."""
     async with make() as pg:
         changes = pg.changes(tables=["orders"])
         await streaming(pg, sql, streamed_url)
@@ -427,7 +427,7 @@ async def test_a_pending_transaction_delays_the_slot_and_is_named(
 
 @asynccontextmanager
 async def role(sql: Sql, url: str, attributes: str) -> AsyncIterator[str]:
-    """A user with these attributes who may use the table and publish it; gives the URL for it."""
+    """Create a user with these attributes who owns the table; yield its URL."""
     known = psycopg.conninfo.conninfo_to_dict(url)
     await sql.execute(f"create role somebody login password 'x' {attributes}".encode())
     await sql.execute("alter table orders owner to somebody")

@@ -18,7 +18,7 @@ URL = "postgresql://app:s3cr3t@db.example:6543/shop"
 
 @pytest.fixture(autouse=True)
 def _user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Somebody who is not root, in a directory of the test's own."""
+    """A user who is not root, in a directory of the test."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.delenv("MOORED_STATE_DIR", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)

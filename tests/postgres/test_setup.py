@@ -55,7 +55,7 @@ def info(version: int = 180004, timeout: str | None = "60000") -> list[tuple[Any
 
 
 class Refused(Exception):
-    """What a server says instead of an answer."""
+    """An error of the scripted server."""
 
 
 #: What a server answers at each step, or the SQLSTATE with which it refuses, one after the other.
@@ -399,7 +399,7 @@ def names(postgres_url: str) -> Iterator[Settings]:
 
 
 def until_free(url: str, slot: str, limit: float = 30.0) -> None:
-    """Wait until nobody uses a slot: the server ends a connection in its own time."""
+    """Wait until a slot is inactive: the server ends a connection with a delay."""
     deadline = time.monotonic() + limit
     with psycopg.connect(url, autocommit=True) as connection:
         while connection.execute(
@@ -452,7 +452,7 @@ async def receive(
 
 
 async def until_confirmed(url: str, slot: str, place: int) -> None:
-    """Wait until the server has heard how far it may forget."""
+    """Wait until the server has received the status update."""
     async with (
         asyncio.timeout(30),
         await psycopg.AsyncConnection.connect(url, autocommit=True) as connection,

@@ -86,7 +86,7 @@ def test_the_greatest_lsn_can_be_stored(store: StateStore) -> None:
 
 
 def test_a_stale_save_changes_nothing(store: StateStore) -> None:
-    """Another process may still be at what was before, and write it when it ends."""
+    """Another process may write an older state when it closes."""
     store.add("search", 5)
     store.save(Lsn(10), {"search": 20}, {"search": 18})
     store.save(Lsn(8), {"search": 15, "nobody": 3}, {"search": 12})

@@ -30,7 +30,7 @@ def ids(txn: Transaction) -> list[int]:
 
 
 async def published(pg: Postgres, table: str = "orders") -> None:
-    """Wait until the table is in the publication: what is written before is nobody's."""
+    """Wait until the table is in the publication: earlier changes are not received."""
     await pg.wait_until_active(LIMIT)
     async with asyncio.timeout(LIMIT):
         while True:

@@ -60,7 +60,7 @@ def test_positions_are_sent_plus_one() -> None:
 
 
 def test_before_any_message_the_status_is_the_confirmed_lsn() -> None:
-    """A slot that is confirmed up to a place is told that place, not one byte more or less."""
+    """The status repeats the slot's confirmed LSN exactly."""
     for place in (0, 1, 0x1000, LAST):
         _, *told, _, _ = struct.unpack("!cQQQqB", Positions(place).status(0.0))
         assert told == [place] * 3

@@ -158,7 +158,7 @@ class Postgres:
         self._state = "new"
         self._fatal: str | None = None
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- open and close ------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Open the connections in the background; `async with` calls this."""
