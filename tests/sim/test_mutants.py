@@ -222,7 +222,7 @@ def test_an_event_applied_from_a_replaced_connection_is_caught() -> None:
 
 def in_start_order(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def stop_all(self: Any) -> None:
-        self._lives = dict(reversed(self._lives.items()))
+        self._runners = dict(reversed(self._runners.items()))
         await original(self)
 
     return stop_all

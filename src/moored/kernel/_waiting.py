@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:
     """Wait for the first awaitable, then cancel and await the others; raise its error."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -29,7 +29,7 @@ async def all_of(*awaitables: Awaitable[T]) -> list[T]:
     """Return the results of all awaitables; if one fails, cancel the others and raise its error."""
     if len(awaitables) == 1:
         return [await awaitables[0]]
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
