@@ -92,7 +92,7 @@ class Page:
             time.sleep(0.02)
 
     def _holds(self, expression: str) -> bool:
-        # On the way from one page to the next there is nothing to ask, or nobody.
+        # During a navigation there may be no element, or no page.
         guarded = f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()"
         answer = self._exchange("Runtime.evaluate", expression=guarded, returnByValue=True)
         return bool(answer.get("result", {}).get("result", {}).get("value"))

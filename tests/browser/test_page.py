@@ -57,7 +57,7 @@ def test_the_page_updates_when_postgres_is_killed_and_restarts(tmp_path: Path, p
         service.wait_active()
         page.open(service.url)
         page.until(f"{STATUS} === 'active'")
-        # Every word that the status shows is noted as it comes, so that a quick one is not missed.
+        # Every status is recorded as it is shown, so that a short one is not missed.
         page.evaluate(
             "window.seen = []; new MutationObserver(() => seen.push("
             f"{STATUS})).observe(document.querySelector('#status'), {{childList: true}})"
@@ -69,7 +69,7 @@ def test_the_page_updates_when_postgres_is_killed_and_restarts(tmp_path: Path, p
         assert "restarted once" in page.evaluate(f"{server}.innerText")
         assert "SIGKILL" in page.evaluate(f"{server}.innerText")
         assert "by SIGKILL" in page.text("#events")
-        # Steps are shown in words: neither names of the code nor its data reach the page.
+        # Steps are shown as descriptions, not by their names in the code.
         for section in ("#conditions", "#machines", "#stream", "#events"):
             text = page.text(section)
             assert "start_" not in text, section
@@ -85,7 +85,7 @@ def test_the_page_shows_a_lost_service_and_reconnects(postgres_url: str, page: P
         page.until(f"{STATUS} === 'active'")
         assert first.stop() == 0
     page.until(f"{STATUS} === 'disconnected'")
-    assert "has not answered since" in page.text("#lost")
+    assert "has not responded since" in page.text("#lost")
     with running("--database-url", postgres_url, "--port", url.rpartition(":")[2]) as second:
         page.until(f"document.querySelector('#about').innerText.includes('{second.process.pid}')")
         page.until(f"{STATUS} === 'active'")

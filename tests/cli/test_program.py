@@ -56,7 +56,7 @@ def test_every_knob_is_an_option_with_its_variable(
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_there_is_completion_for_shells(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # By itself it asks which shell runs it, and a test may be run by none.
+    # Without this, Typer detects the shell, and a test may run without one.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     shown = moored("--show-completion", shell)
     assert shown.returncode == 0

@@ -16,7 +16,7 @@ import pytest
 
 __all__ = ["LIMIT", "as_root", "family", "gone", "owner", "running", "sql", "until"]
 
-#: Three times what the product may take at most to end a server that nobody owns any more.
+#: Three times the longest time in which the server of a dead owner must have ended.
 LIMIT = 45.0
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a server as another user")

@@ -82,7 +82,7 @@ def test_root_drops_to_nobody() -> None:
 def test_root_may_name_the_user(tmp_path: Path) -> None:
     with SyncEmbeddedPostgres(tmp_path / "pg", run_as=OTHER, options={"fsync": "off"}) as pg:
         assert psutil.Process(pg.pid).username() == OTHER
-    # Who owns the data goes on with them.
+    # The owner of existing data also runs the next server.
     with SyncEmbeddedPostgres(tmp_path / "pg", options={"fsync": "off"}) as pg:
         assert psutil.Process(pg.pid).username() == OTHER
 
@@ -121,7 +121,7 @@ def test_binaries_below_a_closed_directory_are_copied(
         assert sql(pg.url, "select 1") == [(1,)]
         assert pg.bin_dir is not None
         assert pg.bin_dir.is_relative_to(caches[0])
-        # A library that the server loads only when it is asked to.
+        # A library that the server loads only on demand.
         sql(pg.url, "select pg_create_logical_replication_slot('s', 'pgoutput')")
     assert told[0].startswith("copying PostgreSQL")
     for path in caches[0].rglob("*"):

@@ -106,7 +106,7 @@ async def test_killed_under_load_it_keeps_what_was_committed() -> None:
             await loading
         assert committed >= 200
         await pg.start()
-        # One more may have been committed without the client being told.
+        # One more may have been committed without a response to the client.
         assert sql(pg.url, "select count(*), max(n) from log")[0] in [
             (committed, committed),
             (committed + 1, committed + 1),
@@ -209,7 +209,7 @@ async def test_on_progress_is_called_on_the_loop(tmp_path: Path) -> None:
 
     def on_progress(text: str) -> None:
         assert asyncio.get_running_loop() is loop
-        if not text.startswith("still starting"):  # which is said on a busy machine alone
+        if not text.startswith("still starting"):  # which appears only on a busy machine
             told.append(text)
 
     pg = EmbeddedPostgres(tmp_path / "pg", on_progress=on_progress)

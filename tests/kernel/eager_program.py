@@ -149,7 +149,7 @@ async def a_child_may_start_a_sibling_and_stop_its_supervisor_in_its_first_step(
 
     root = Supervisor()
     await root.start()
-    with suppress(NotRunning):  # it may stop the supervisor before this caller is told
+    with suppress(NotRunning):  # it may stop the supervisor before this call returns
         await root.start_child(Child("busy", busy, restart="temporary"))
     await root.wait()
     assert stage.trace == ["+b1", "-b1"]

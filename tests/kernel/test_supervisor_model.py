@@ -352,7 +352,7 @@ async def perform_in_a_heap(spec: Spec, actions: list[Action]) -> None:
         else:
             theatre.act(action, path)
     theatre.trace.append("stop")
-    # Somebody else has told these to end, and they do so when they are ready.
+    # These have been cancelled already, and end when their clean-up is done.
     before = tuple(path for call, path in ending.items() if not call.done() or call.cancelled())
     await root.stop()
     for outcome in await asyncio.gather(starting, *calls, return_exceptions=True):

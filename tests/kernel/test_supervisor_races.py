@@ -176,7 +176,7 @@ def test_a_failed_restart_child_leaves_the_child_to_the_usual_rules() -> None:
 def test_a_call_of_an_abandoned_child_does_not_affect_its_successor() -> None:
     async def scenario() -> None:
         async def run(ctx: Context) -> None:
-            if ctx.generation == 2:  # stopped while it prepares, and says started() far too late
+            if ctx.generation == 2:  # stopped before started(), and calls it far too late
                 for _ in range(8):
                     try:
                         await asyncio.sleep(1)

@@ -94,7 +94,7 @@ async def test_a_result_after_a_cancellation_without_unwanted_is_ignored() -> No
     outcome = in_thread(lambda: may_end.wait(30.0), name="helper")
     outcome.cancel()
     may_end.set()
-    # Of two threads that end one after the other, the second is told of last.
+    # The results of two threads that end one after the other arrive in that order.
     assert await in_thread(lambda: joined("helper"), name="other")
     assert complaints == []
 

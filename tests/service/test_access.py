@@ -181,7 +181,7 @@ async def test_every_response_has_the_security_headers() -> None:
         for path in ("/", "/v1/health", "/v1/status", "/static/page.css", "/nothing"):
             headers = (await asking.get(path)).headers
             assert headers["x-content-type-options"] == "nosniff", path
-            # Under "no-referrer" a browser says "Origin: null" in the page's own forms.
+            # Under "no-referrer" a browser sends "Origin: null" with the page's own forms.
             assert headers["referrer-policy"] == "same-origin", path
             assert "frame-ancestors 'none'" in headers["content-security-policy"], path
             assert headers["cache-control"] in ("no-store", "no-cache"), path

@@ -157,7 +157,7 @@ async def test_a_head_of_30_kilobytes_in_two_parts_is_accepted() -> None:
         sent = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\nCookie: " + b"a" * 30_000
         async with line(it, sent) as (reader, writer):
             await writer.drain()
-            # The first part was read by the time that somebody else is answered.
+            # The first part has been read when another client gets its response.
             assert (await it.client.get("/v1/health")).status_code == 202
             writer.write(b"\r\n\r\n")
             answer = await asyncio.wait_for(reader.readline(), LIMIT)

@@ -201,7 +201,7 @@ async def test_a_database_that_is_never_reached_fails_the_start(
                 DatabaseUnreachable, match=r"cannot reach PostgreSQL at 127\.0\.0\.1"
             ):
                 await asyncio.wait_for(asyncio.shield(it.service.first_active), LIMIT)
-            # It is for the one who runs the service to stop it; until then it goes on trying.
+            # The caller of the service stops it; until then it keeps trying.
             proxy.heal()
             await it.until("active")
 
@@ -310,7 +310,7 @@ async def test_an_unusable_state_directory_is_reported(postgres_url: str, tmp_pa
         assert "state_dir" in text
 
 
-# -- the words of health -------------------------------------------------------------------------
+# -- the states of health ------------------------------------------------------------------------
 
 
 async def test_a_second_instance_waits_and_names_the_lock_holder(

@@ -182,7 +182,7 @@ def test_a_database_that_is_a_little_late_is_waited_for(tmp_path: Path) -> None:
 
 def test_an_unreachable_database_is_one_line_and_exit_code_2() -> None:
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))  # bound, but not listening
         port = nobody.getsockname()[1]
         url = f"postgresql://app:s3cret@127.0.0.1:{port}/orders"
         ended = moored("serve", "--port", "0", "--database-wait", "0.3", DATABASE_URL=url)
@@ -358,7 +358,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_service_alone(spare_data: Path) -> Non
     gone(family)
     os.close(ours)
     os.close(theirs)
-    # In order: PostgreSQL was asked by the service, and not hit by the terminal.
+    # In order: the service stopped PostgreSQL, not the terminal's signal.
     assert said.index(b"stopping (Ctrl-C") < said.index(b"stopping the server (fast shutdown)")
 
 

@@ -1,4 +1,4 @@
-// The live page: one stream of server-sent events; each begins with the whole state and goes on with changes.
+// The live page. It reads one stream of server-sent events, which begins with the whole state.
 "use strict";
 
 const MAX_EVENTS = 200;
@@ -9,11 +9,11 @@ const byId = (id) => document.getElementById(id);
 function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
-  if (text !== undefined) element.textContent = text; // never HTML: names and causes come from elsewhere
+  if (text !== undefined) element.textContent = text; // never HTML: names and causes may contain any text
   return element;
 }
 
-// A path may be broken after each slash, and nowhere else unless it must be.
+// Allow line breaks in a path after each slash.
 function breakable(element, path) {
   path.split("/").forEach((part, place) => {
     if (place) element.append("/", document.createElement("wbr"));
@@ -32,7 +32,7 @@ function duration(seconds) {
   return `${days} day${days === 1 ? "" : "s"} ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
-// Times go on by themselves between two states; each remembers where it stood when it arrived.
+// Durations are counted on between two states, from their value at arrival.
 function timeSince(seconds, prefix = "for ") {
   const element = make("span", "time");
   element.dataset.began = String(performance.now() / 1000 - seconds);
@@ -47,7 +47,7 @@ function showTime(element) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// What was shown last, by place, so that only what has changed is marked.
+// The last shown value of each element, so that only changes are highlighted.
 const shown = new Map();
 
 function mark(element, place, value) {
@@ -99,7 +99,7 @@ function fact(name, text, word) {
   return item;
 }
 
-// One stream of changes: who has the lock, how far it is, what the server keeps for it, pools, consumers.
+// The replication stream: the holder of the lock, positions, slot, pools, consumers.
 function stream(it) {
   const facts = [];
   if (it.fatal) facts.push(fact("failed", it.fatal));
@@ -178,7 +178,7 @@ let process = null;
 
 function showState(state) {
   if (process !== state.started_at) {
-    // Another process than the one before: its events have numbers of their own.
+    // Another process than before: its events are numbered from 1 again.
     process = state.started_at;
     newest = 0;
     shown.clear();
@@ -208,7 +208,7 @@ function showLost(lost) {
   if (lost) {
     showStatus("disconnected");
     const at = new Date().toLocaleTimeString([], { hour12: false });
-    notice.textContent = `The service has not answered since ${at}. What you see is from before; this page tries again by itself.`;
+    notice.textContent = `The service has not responded since ${at}. This page shows the last known state, and reconnects automatically.`;
   }
 }
 
@@ -220,11 +220,11 @@ function connect() {
   });
   stream.addEventListener("event", (message) => addEvent(JSON.parse(message.data)));
   stream.addEventListener("dropped", (message) => {
-    byId("dropped").textContent = `· ${JSON.parse(message.data).count} were dropped, this page reads too slowly`;
+    byId("dropped").textContent = `· ${JSON.parse(message.data).count} were dropped because this page reads too slowly`;
   });
   stream.addEventListener("error", () => {
     showLost(true);
-    // The browser tries again by itself unless the answer was an error; then it is for us to do.
+    // The browser reconnects by itself, unless the response was an error.
     if (stream.readyState === EventSource.CLOSED) setTimeout(connectAgain, RETRY_AFTER);
   });
 }
@@ -232,15 +232,15 @@ function connect() {
 async function connectAgain() {
   try {
     const answer = await fetch("/v1/status", { cache: "no-store" });
-    if (answer.status === 401) return location.reload(); // the session is over: ask for the token
+    if (answer.status === 401) return location.reload(); // the session has expired: show the login form
   } catch {
-    // not there yet
+    // the service is not reachable yet
   }
   connect();
 }
 
 setInterval(() => {
-  // What is from before does not get older by the page's own clock.
+  // While disconnected, durations are not counted on.
   if (byId("lost").hidden) document.querySelectorAll("[data-began]").forEach(showTime);
 }, 1000);
 connect();
