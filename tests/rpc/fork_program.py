@@ -1,7 +1,7 @@
 """A program that forks while its threads call a gRPC server; run by `test_fork.py`.
 
-It prints what has become of each child, as JSON. A child that does not end in time is ended by its
-own number, and has said before where it hangs.
+It prints the outcomes of its children as JSON. A child that does not end in time prints where it
+hangs, and is killed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def call(channel: grpc.Channel, request: bytes = b"hello") -> None:
 
 @contextlib.contextmanager
 def fork_patience(seconds: float) -> Iterator[None]:
-    """How long a fork waits for calls."""
+    """Set how long a fork waits for calls."""
     before, _fork.PATIENCE = _fork.PATIENCE, seconds
     try:
         yield
@@ -67,7 +67,7 @@ def fork_patience(seconds: float) -> Iterator[None]:
         _fork.PATIENCE = before
 
 
-#: That of the library; here a fork may wait longer, as on a busy machine short calls are not short.
+#: The default; here, a fork may wait longer, because calls take long on a busy machine.
 _PATIENCE, _fork.PATIENCE = _fork.PATIENCE, 5.0
 
 
@@ -77,16 +77,16 @@ def call_later(delay: float, channel: grpc.Channel) -> None:
 
 
 class Children:
-    """Makes children, and counts what has become of them."""
+    """Forks children, and counts their outcomes."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
         self.ends: Counter[str] = Counter()
-        #: How long the forks themselves have taken.
+        #: The durations of the forks.
         self.longest_fork = 0.0
 
     def make(self, work: Callable[[], object], *, gently: bool = False) -> None:
-        """One child that does this, and ends at once or, gently, as any program does."""
+        """Fork a child that does this, and ends with `os._exit` or, gently, as a normal program."""
         began = time.monotonic()
         pid = os.fork()
         if pid == 0:
@@ -118,7 +118,7 @@ class Children:
 
 
 class Callers:
-    """Threads that call without pause; what fails is counted."""
+    """Threads that call continuously, and count failures."""
 
     def __init__(self, channel: grpc.Channel, threads: int = 3, timeout: float = TIMEOUT) -> None:
         self.calls = 0
@@ -152,7 +152,7 @@ class Callers:
 
 
 class Server:
-    """A server of our own, which can be killed in the middle of it."""
+    """A server that the program can stop and kill."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -170,7 +170,7 @@ class Server:
         assert self._process.stdout.readline() == "ready\n"
 
     def stop(self) -> None:
-        """It is there, and does not answer."""
+        """Stop it with SIGSTOP: it accepts connections, and does not answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -189,7 +189,7 @@ def free_port() -> int:
 
 
 def calling(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Three threads call without pause, and each child calls too."""
+    """Three threads call continuously, and each child calls too."""
     children = Children()
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
@@ -215,7 +215,7 @@ def calling(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def expect_deadline(channel: grpc.Channel) -> None:
-    """Timers work in a child, too."""
+    """Check that timers work in a child."""
     began = time.monotonic()
     failed = error_of(lambda: channel.unary_unary(SLEEP)(b"3", timeout=0.1))
     assert isinstance(failed, grpc.RpcError), failed
@@ -232,7 +232,7 @@ def error_of(use: Callable[[], object]) -> Exception:
 
 
 def silent(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Children that never call, and end in either way."""
+    """Children that never call, and end in both ways."""
     children = Children()
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
@@ -244,7 +244,7 @@ def silent(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def careless(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """A defect: the fork waits for nobody, and there is a call under way for sure."""
+    """A defect: the fork does not wait, while a call is in flight."""
     ConnectionManager._before_fork = lambda self, patience: True  # type: ignore[method-assign]
     children = Children()
     with ConnectionManager() as manager:
@@ -259,19 +259,19 @@ def careless(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def watching(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Somebody watches the state of the connection, for which gRPC has a thread."""
+    """The state of the connection is watched, for which gRPC has a thread."""
     children = Children()
-    told: list[grpc.ChannelConnectivity] = []
+    states: list[grpc.ChannelConnectivity] = []
     with ConnectionManager(channels=2) as manager:
         channel = manager.get_or_create(config)
-        channel.subscribe(told.append)
+        channel.subscribe(states.append)
         with Callers(channel) as callers:
             for number in range(forks):
-                told.clear()
+                states.clear()
                 children.make(lambda: call(channel), gently=number % 2 == 0)
-                while not told:  # again after each fork
+                while not states:  # again after each fork
                     time.sleep(0.01)
-        assert told[-1] is grpc.ChannelConnectivity.READY, told
+        assert states[-1] is grpc.ChannelConnectivity.READY, states
     return report(children, callers)
 
 
@@ -281,10 +281,10 @@ def watching_many(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         managers = [stack.enter_context(ConnectionManager()) for _ in range(12)]
         channels = [manager.get_or_create(config) for manager in managers]
-        told: list[grpc.ChannelConnectivity] = []
+        states: list[grpc.ChannelConnectivity] = []
         for channel in channels:
-            channel.subscribe(told.append)
-        while len(told) < len(channels):
+            channel.subscribe(states.append)
+        while len(states) < len(channels):
             time.sleep(0.01)
         with Callers(channels[0], 1) as callers, fork_patience(_PATIENCE):
             for _ in range(forks):
@@ -293,7 +293,7 @@ def watching_many(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def grandchildren(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """A child that calls from threads of its own is a parent like any other."""
+    """A child that calls from its own threads can fork, too."""
     children = Children()
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
@@ -333,7 +333,7 @@ def several_forking(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def recovering(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """The server is dead, and is dialled again and again; it comes back, and all go on."""
+    """Fork while a dead server is dialled repeatedly; it restarts, and all calls succeed."""
     children = Children()
     server = Server(config.address)
     server.start()
@@ -367,7 +367,7 @@ def expect_nobody(channel: grpc.Channel) -> None:
 
 
 def dark(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Connects and probes are under way that will never end: they hold up nobody."""
+    """Fork during connects and probes that never end: they must not delay it."""
     children = Children()
     with socket.create_server(("127.0.0.1", 0)) as hole, ConnectionManager(idle=0.2) as manager:
         nobody = ConnectionConfig.from_uri(f"http://127.0.0.1:{hole.getsockname()[1]}")
@@ -401,7 +401,7 @@ def dark(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def refused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """gRPC was told not to prepare for a fork."""
+    """gRPC's fork support is disabled."""
     children = Children()
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
@@ -415,13 +415,13 @@ def refused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 def expect_refusal(
     manager: ConnectionManager, channel: grpc.Channel, config: ConnectionConfig
 ) -> None:
-    """The child is told, instead of hanging, also by a manager of its own, and always."""
+    """Check that a child's calls are refused instead of hanging, also with its own manager."""
     for use in (
         *[lambda: call(channel)] * 2,
         lambda: manager.get_or_create(config),
         lambda: ConnectionManager().get_or_create(config),
         lambda: grpc.channel_ready_future(channel).result(TIMEOUT),
-        # A connect that one of these had caused would be there by now.
+        # A connect caused by one of these would have happened by now.
         *[lambda: call_later(0.05, channel)] * 10,
     ):
         failed = error_of(use)
@@ -430,7 +430,7 @@ def expect_refusal(
 
 
 def streaming(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """A stream that does not end: the child is told so, and the parent goes on."""
+    """An endless stream: the child's calls are refused, and the parent continues."""
     children = Children()
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
@@ -477,7 +477,7 @@ def _pooled(number: int) -> int:
 
 
 def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """A child follows the topology by itself, also when its parent was just being told it."""
+    """A child follows the topology by itself, also if the parent forks during a fetch."""
     children = Children()
     version = itertools.count(1)
     asked = threading.Event()
@@ -512,7 +512,7 @@ def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 
 def with_asyncio(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """While a channel for asyncio is open, a child is refused; afterwards it has its own."""
+    """While an asyncio channel is open, a child is refused; afterwards, it makes its own."""
     children = Children()
     calls = 0
 
@@ -526,7 +526,7 @@ def with_asyncio(config: ConnectionConfig, forks: int) -> dict[str, Any]:
             try:
                 await manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
             except ManagerClosed as error:
-                if "for asyncio was open" in str(error):
+                if "a grpc.aio channel was open" in str(error):
                     continue
             raise AssertionError("it was not refused")
 

@@ -1,4 +1,4 @@
-"""The short way of a checkout: it hands out what the core would, and nothing else."""
+"""The fast path of a checkout hands out exactly what the core would."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.pure
 
 CONFIG = ConnectionConfig.from_uri("http://server")
 STATES = [f"{phase}/{step}" for phase, steps in CHART.phases.items() for step in steps or (phase,)]
-#: How long a connection is trusted without a look at it.
+#: How long an unused connection is trusted without a probe.
 IDLE = 30.0
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
 def managed_at(state: str, used_at: float = 0.0) -> ManagedConnection[Any]:
@@ -43,17 +43,17 @@ def managed_at(state: str, used_at: float = 0.0) -> ManagedConnection[Any]:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_it_is_handed_out_where_the_core_says_so(state: str) -> None:
+def test_fast_path_agrees_with_the_core_in_every_state(state: str) -> None:
     managed, client = managed_at(state), Client()
     assert managed.hand_out(client, 1.0) is managed.core.usable
     assert (client in managed.clients) is managed.core.usable
 
 
-def test_there_is_something_to_hand_out() -> None:
+def test_two_states_are_usable() -> None:
     assert sum(managed_at(state).core.usable for state in STATES) == 2
 
 
-def test_it_counts_as_used_and_as_held() -> None:
+def test_checkout_counts_as_use_and_as_a_client() -> None:
     managed = managed_at("ready/serving")
     vars(managed)["unused_since"] = 0.5
     assert managed.hand_out(None, 1.0)
@@ -62,12 +62,12 @@ def test_it_counts_as_used_and_as_held() -> None:
     assert managed.unused_since is None
 
 
-def test_one_that_was_not_used_lately_must_be_looked_at() -> None:
+def test_idle_connection_is_not_handed_out_without_a_probe() -> None:
     managed, client = managed_at("ready/serving"), Client()
     assert not managed.hand_out(client, IDLE + 1)
     assert (managed.last_used_at, len(managed.clients)) == (0.0, 0)
 
 
-def test_a_call_over_it_is_use() -> None:
+def test_call_counts_as_use() -> None:
     assert managed_at("ready/serving", used_at=2.0).hand_out(None, IDLE + 1)
     assert not managed_at("ready/serving", used_at=2.0).hand_out(None, IDLE + 3)

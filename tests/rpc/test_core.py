@@ -1,4 +1,4 @@
-"""The core of a connection, without I/O: what comes late, twice or out of turn changes nothing."""
+"""The core of a connection, without I/O: late, repeated or stale events change nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ERROR = OSError("refused")
 
 
 def made() -> ConnectionCore:
-    """A connection whose first attempt is under way, and somebody waits for it."""
+    """Return a core whose first attempt is in progress, with one waiting caller."""
     config = ConnectionConfig.from_uri("http://north:1")
     core = ManagerOptions().core(config, Clock.system(), Recorder())
     core.open(0.0)
@@ -24,7 +24,7 @@ def made() -> ConnectionCore:
 
 
 def ready(now: float = 100.0) -> ConnectionCore:
-    """One that is connected: generation 1, of attempt 1, proven."""
+    """Return a core that is connected: generation 1, of attempt 1, proven."""
     core = made()
     core.dialled(1, 0.0)
     core.waiting = 0
@@ -40,7 +40,7 @@ def state(core: ConnectionCore) -> str:
     return str(core.machine.state)
 
 
-def test_a_probe_of_an_old_generation_changes_nothing() -> None:
+def test_probe_of_an_old_generation_changes_nothing() -> None:
     core = ready(0.0)
     assert acts(core.requested(100.0)) == [ShellAct.PROBE]
     assert core.probed(0, False, 100.0) == []
@@ -49,32 +49,32 @@ def test_a_probe_of_an_old_generation_changes_nothing() -> None:
     assert state(core) == "ready/serving"
 
 
-def test_a_probe_that_nobody_waits_for_changes_nothing() -> None:
+def test_probe_result_outside_of_a_probe_changes_nothing() -> None:
     core = ready()
     assert core.probed(1, False, 100.0) == []
     assert state(core) == "ready/serving"
     assert core.counters.probes_unhealthy == 0
 
 
-def test_an_error_of_an_old_generation_is_counted_and_does_nothing() -> None:
+def test_error_of_an_old_generation_is_counted_and_ignored() -> None:
     core = ready()
     assert core.broken(0, ERROR, 100.0) == []
     assert (state(core), core.counters.stale_errors) == ("ready/serving", 1)
 
 
-def test_a_second_error_of_a_generation_that_is_being_replaced_does_nothing() -> None:
+def test_second_error_of_a_generation_that_is_being_replaced_is_ignored() -> None:
     core = ready()
     assert acts(core.broken(1, ERROR, 100.0)) == [ShellAct.DIAL]
     assert core.broken(1, ERROR, 100.0) == []
     assert core.counters.recoveries == 1
 
 
-def test_a_connection_that_seems_to_live_is_looked_at_once() -> None:
+def test_connection_that_seems_up_is_checked_once() -> None:
     core = ready()
     assert acts(core.broken(1, ERROR, 100.0, connected=True)) == [ShellAct.CHECK]
     assert core.broken(1, ERROR, 100.0, connected=True) == []
-    assert core.checked(0, False, 100.0) == [], "another generation was looked at"
-    assert core.broken(1, ERROR, 100.0, connected=True) == [], "it is looked at still"
+    assert core.checked(0, False, 100.0) == [], "a check of another generation was accepted"
+    assert core.broken(1, ERROR, 100.0, connected=True) == [], "a second check was started"
     assert state(core) == "ready/serving"
     assert core.checked(1, True, 100.0) == []
     assert (state(core), core.counters.unavailable_answers) == ("ready/serving", 1)
@@ -83,7 +83,7 @@ def test_a_connection_that_seems_to_live_is_looked_at_once() -> None:
     assert core.checked(1, False, 100.0) == []
 
 
-def test_a_look_that_comes_after_the_generation_was_replaced_changes_nothing() -> None:
+def test_check_of_a_replaced_generation_changes_nothing() -> None:
     core = ready()
     core.broken(1, ERROR, 100.0, connected=True)
     core.broken(1, ERROR, 100.0)
@@ -92,7 +92,7 @@ def test_a_look_that_comes_after_the_generation_was_replaced_changes_nothing() -
     assert state(core) == "ready/serving"
 
 
-def test_what_an_attempt_brings_after_it_was_given_up_is_discarded() -> None:
+def test_result_of_an_abandoned_attempt_is_discarded() -> None:
     core = ready()
     assert acts(core.dialled(1, 100.0)) == [ShellAct.DISCARD]
     assert core.generation == 1
@@ -102,17 +102,17 @@ def test_what_an_attempt_brings_after_it_was_given_up_is_discarded() -> None:
     assert closed.closed
 
 
-def test_the_end_of_an_old_attempt_changes_nothing() -> None:
+def test_end_of_an_old_attempt_changes_nothing() -> None:
     for end in (ConnectionCore.failed, ConnectionCore.failed_for_good, ConnectionCore.refused):
         core = ready()
         assert end(core, 1, ERROR, 100.0) == []
         assert (state(core), core.counters.connect_failures) == ("ready/serving", 0)
         core.broken(1, ERROR, 100.0)
-        assert end(core, 1, ERROR, 100.0) == [], "attempt 2 is under way"
+        assert end(core, 1, ERROR, 100.0) == [], "attempt 2 is in progress"
         assert state(core) == "recovering/dialling"
 
 
-def test_only_the_attempt_under_way_can_keep_the_connection() -> None:
+def test_only_the_current_attempt_can_keep_the_connection() -> None:
     core = ready()
     assert core.kept(1, 100.0) == []
     core.broken(1, ERROR, 100.0)
@@ -122,17 +122,17 @@ def test_only_the_attempt_under_way_can_keep_the_connection() -> None:
     assert state(core) == "ready/serving"
     first = made()
     first.kept(1, 0.0)
-    assert state(first) == "connecting/dialling", "there is nothing to keep"
+    assert state(first) == "connecting/dialling", "a connection without a channel was kept"
 
 
-def test_an_old_channel_is_renewed_only_while_it_serves() -> None:
+def test_channel_is_renewed_only_while_serving() -> None:
     core = ready()
     core.broken(1, ERROR, 100.0)
     assert core.aged(100.0) == []
     assert state(core) == "recovering/dialling"
 
 
-def test_a_renewal_that_fails_leaves_the_channel_in_use() -> None:
+def test_failed_renewal_leaves_the_channel_in_use() -> None:
     for end in (ConnectionCore.failed, ConnectionCore.failed_for_good, ConnectionCore.refused):
         core = ready()
         assert acts(core.aged(100.0)) == [ShellAct.DIAL]
@@ -141,14 +141,14 @@ def test_a_renewal_that_fails_leaves_the_channel_in_use() -> None:
         assert core.verdict is None
 
 
-def test_an_error_while_a_renewal_is_under_way_starts_no_second_attempt() -> None:
+def test_error_during_a_renewal_starts_no_second_attempt() -> None:
     core = ready()
     core.aged(100.0)
     assert core.broken(1, ERROR, 100.0) == []
     assert state(core) == "recovering/dialling"
 
 
-def test_a_caller_never_puts_the_next_attempt_off() -> None:
+def test_new_caller_never_postpones_the_next_attempt() -> None:
     core = ready()
     core.broken(1, ERROR, 100.0)
     core.wait(100.0)
@@ -157,33 +157,33 @@ def test_a_caller_never_puts_the_next_attempt_off() -> None:
     assert acts(core.due(100.0 + timer.delay)) == [ShellAct.DIAL]
 
 
-def test_a_timer_without_a_wait_does_nothing() -> None:
+def test_timer_without_a_wait_does_nothing() -> None:
     core = ready()
     assert core.due(200.0) == []
     assert core.wait(200.0) == []
 
 
-def test_it_is_closed_once() -> None:
+def test_core_is_closed_once() -> None:
     core = ready()
     assert acts(core.close("enough")) == [ShellAct.CANCEL_TIMER, ShellAct.CLOSE, ShellAct.WAKE]
     assert core.close("enough") == []
 
 
-def test_a_refusal_holds_until_its_pause_has_ended() -> None:
+def test_refusal_lasts_until_its_pause_ends() -> None:
     core = ready()
     core.broken(1, ERROR, 100.0)
     timer, wake = core.refused(2, ERROR, 100.0)
     assert (timer.act, wake.act) == (ShellAct.SET_TIMER, ShellAct.WAKE)
-    assert acts(core.wait(100.0)) == [ShellAct.WAKE], "who comes is told"
+    assert acts(core.wait(100.0)) == [ShellAct.WAKE], "a new caller was not woken"
     assert acts(core.wait(100.0 + timer.delay)) == [ShellAct.SET_TIMER]
 
 
-def test_a_first_attempt_that_nobody_waits_for_is_given_up() -> None:
+def test_first_attempt_without_waiting_callers_is_abandoned() -> None:
     core = made()
     core.wait(0.0)
-    assert core.leave(0.0) == [], "one still waits"
+    assert core.leave(0.0) == [], "another caller still waits"
     assert ShellAct.CLOSE in acts(core.leave(0.0))
     known = ready()
     known.broken(1, ERROR, 100.0)
     known.wait(100.0)
-    assert known.leave(100.0) == [], "one that had a channel goes on"
+    assert known.leave(100.0) == [], "a recovery must continue without callers"

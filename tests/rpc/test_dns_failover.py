@@ -1,4 +1,4 @@
-"""A name with several addresses: connections spread over them, and leave one that is dead."""
+"""A DNS name with several addresses: connections spread over them, and avoid dead ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE, TWO = Member("one", "http://one:1"), Member("two", "http://two:1")
 EQUAL = Topology(1, (ONE, TWO), equal=True)
 
 
-def test_equal_members_are_chosen_by_chance_and_those_that_failed_are_avoided() -> None:
+def test_equal_members_are_chosen_at_random_and_failed_ones_avoided() -> None:
     chance = Random(1)
     assert {pick(EQUAL, chance=chance) for _ in range(50)} == {ONE, TWO}
     for _ in range(20):
@@ -30,12 +30,14 @@ def test_equal_members_are_chosen_by_chance_and_those_that_failed_are_avoided() 
     assert {pick(EQUAL, chance=chance, avoid={"one:1", "two:1"}) for _ in range(50)} == {ONE, TWO}
     assert pick(EQUAL) is ONE
     ordered = Topology(1, (ONE, TWO))
-    assert pick(ordered, chance=chance, avoid={"one:1"}) is ONE, "the primary is the primary"
+    assert pick(ordered, chance=chance, avoid={"one:1"}) is ONE, (
+        "an ordered topology must use its primary"
+    )
     with pytest.raises(TopologyError, match="no primary"):
         pick(Topology(1, (Member("r", "http://r:1", 1),), equal=True))
 
 
-def test_a_connection_stays_with_any_of_the_equal_members() -> None:
+def test_connection_stays_with_any_equal_member() -> None:
     known = TopologyMixin()
     known.accept(EQUAL)
     for member in (ONE, TWO):
@@ -44,13 +46,13 @@ def test_a_connection_stays_with_any_of_the_equal_members() -> None:
 
 
 def dns(server: EchoServer, *addresses: str) -> dict[str, Any]:
-    """What a manager is given for a name with these addresses."""
+    """Return the options of a manager for a name with these addresses."""
     return {"fetch_topology": DnsTopology("orders", server.port, resolve=lambda *_: addresses)}
 
 
 @both
-async def test_an_address_where_nobody_is_holds_up_nobody(kind: Kind) -> None:
-    """Each connection meets the dead one first, or second."""
+async def test_refusing_address_does_not_block_connections(kind: Kind) -> None:
+    """Each connection tries the dead address first or second."""
     with EchoServer(host="127.0.0.2") as server:
         config = ConnectionConfig.from_uri(f"http://orders:{server.port}")
         async with kind(**dns(server, "127.0.0.1", "127.0.0.2")) as side:
@@ -76,7 +78,7 @@ async def test_connections_spread_over_the_addresses(kind: Kind) -> None:
 
 
 @both
-async def test_when_one_address_dies_the_other_is_used(kind: Kind) -> None:
+async def test_killed_address_is_replaced_by_the_other(kind: Kind) -> None:
     first = EchoServer(host="127.0.0.1")
     second = EchoServer(host="127.0.0.2", port=first.port)
     servers = {each.address: each for each in (first, second)}
@@ -96,7 +98,7 @@ async def test_when_one_address_dies_the_other_is_used(kind: Kind) -> None:
 
 
 @both
-async def test_a_stream_to_one_address_goes_on_when_its_channel_is_renewed_at_another(
+async def test_stream_continues_when_its_channel_is_renewed_at_another_address(
     kind: Kind,
 ) -> None:
     first = EchoServer(host="127.0.0.1")
@@ -115,7 +117,7 @@ async def test_a_stream_to_one_address_goes_on_when_its_channel_is_renewed_at_an
             reader.cancel()
 
 
-async def test_an_address_that_never_answers_leaves_time_for_the_other() -> None:
+async def test_silent_address_leaves_time_for_the_other() -> None:
     with EchoServer(host="127.0.0.2") as server, socket.socket() as silent:
         silent.bind(("127.0.0.1", server.port))
         silent.listen()

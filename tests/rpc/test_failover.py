@@ -1,4 +1,4 @@
-"""A primary that moves, with real servers: clients follow, and none calls the old one any more."""
+"""A primary that moves, with real servers: clients follow, and none calls the old one again."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .topology_server import TopologyServer, body_of
 
 LIMIT = 30.0
 TALLY, TALLIED = "/test.Echo/Tally", "/test.Echo/Tallied"
-#: The servers count for all tests: each has words of its own.
+#: The servers count the calls of all tests: each test has its own words.
 _numbers = itertools.count(1)
 ORDERS = ["refresher first", "error first", "killed first"]
 
 
 class Cluster:
-    """Two servers, and who tells which of them is the primary."""
+    """Two servers, and a topology server that names the primary."""
 
     def __init__(self, north: EchoServer, south: EchoServer) -> None:
         self.north = north
         self.south = south
         self.topology = TopologyServer()
-        self.tell(1, north=3, south=1)
+        self.publish(1, north=3, south=1)
 
-    def tell(self, version: int, *, north: int, south: int) -> None:
+    def publish(self, version: int, *, north: int, south: int) -> None:
         self.topology.body = body_of(
             version, ("north", self.north.uri, north), ("south", self.south.uri, south)
         )
@@ -67,14 +67,14 @@ def cluster(servers: tuple[EchoServer, EchoServer]) -> Iterator[Cluster]:
 
 
 def tallied(server: EchoServer) -> dict[str, int]:
-    """What the server has counted, asked without us."""
+    """Return the counts of a server, over a plain gRPC channel."""
     with grpc.insecure_channel(server.address) as channel:
         found: dict[str, int] = json.loads(channel.unary_unary(TALLIED)(b"", timeout=LIMIT))
     return found
 
 
 class Calls:
-    """What callers have seen: who has answered, and what went wrong."""
+    """Answers and errors that callers got."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -83,7 +83,7 @@ class Calls:
         self.errors: Counter[tuple[bytes, str]] = Counter()
 
     def seen(self) -> None:
-        """The switch was seen: from here on no call is sent to the old one."""
+        """Mark the switch: from here on, no call may reach the old primary."""
         self.word = f"after {self.number}".encode()
 
     def answered(self, word: bytes, pid: bytes) -> None:
@@ -134,7 +134,7 @@ def test_clients_follow_the_primary(cluster: Cluster, order: str) -> None:
         channel = manager.get_or_create(cluster.config)
         with calling(channel) as calls:
             eventually(lambda: calls.enough(cluster.north))
-            cluster.tell(2, north=1, south=3)
+            cluster.publish(2, north=1, south=3)
             trouble(cluster, order, lambda: channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=5))
             eventually(lambda: channel.generation != 1, LIMIT)
             calls.seen()
@@ -160,16 +160,16 @@ def check(cluster: Cluster, calls: Calls, order: str) -> None:
     assert tallied(cluster.south)[after] >= 50
     assert not [word for word, _ in calls.errors if word == calls.word], calls.errors
     if order == "killed first":
-        # Of each caller, the call that was under way, and those that fail until gRPC reports the
-        # loss, which it does in a thread of its own: mostly none, on a busy machine a few. A caller
-        # that is not made to wait afterwards fails hundreds of times.
+        # The call in flight of each caller, and those that fail until gRPC reports the loss in its
+        # own thread: mostly none, a few on a busy machine. Callers that do not wait afterwards fail
+        # hundreds of times.
         assert {code for _, code in calls.errors} <= {"UNAVAILABLE"}, calls.errors
         assert sum(calls.errors.values()) <= 30, calls.errors
     else:
-        assert not calls.errors, "the old one has ended its calls"
+        assert not calls.errors, "calls to the old primary failed"
 
 
-def test_a_primary_that_was_restarted_is_connected_to_again(cluster: Cluster) -> None:
+def test_restarted_primary_is_connected_to_again(cluster: Cluster) -> None:
     with manager_of_threads(300.0) as manager:
         channel = manager.get_or_create(cluster.config)
         cluster.north.kill()
@@ -183,22 +183,22 @@ def test_a_primary_that_was_restarted_is_connected_to_again(cluster: Cluster) ->
         assert (line["address"], line["generation"]) == (cluster.north.address, 2)
 
 
-def test_without_a_primary_the_old_one_is_kept(cluster: Cluster) -> None:
+def test_topology_without_a_primary_is_ignored(cluster: Cluster) -> None:
     with ConnectionManager(classify=aborted) as manager:
         channel = manager.get_or_create(cluster.config)
-        cluster.tell(2, north=1, south=1)
+        cluster.publish(2, north=1, south=1)
         with pytest.raises(grpc.RpcError):
             channel.unary_unary(FAIL)(b"ABORTED", timeout=LIMIT)
         assert channel.unary_unary(PID)(b"", timeout=LIMIT) == str(cluster.north.pid).encode()
-        assert_told(manager)
-        # Who has no old one is told why there is none.
+        assert_recorded(manager)
+        # A new connection fails with the reason.
         with pytest.raises(ConnectFailed, match="version 2 of the topology has no primary"):
             manager.get_or_create(cluster.config, dedicated=True, timeout=1.0)
 
 
-def assert_told(manager: ConnectionManager | AsyncConnectionManager) -> None:
-    told = [event for event in manager.recorder.events() if "topology is kept" in event.text]
-    assert "version 2 of the topology has no primary" in str(told[0].because), told
+def assert_recorded(manager: ConnectionManager | AsyncConnectionManager) -> None:
+    kept = [event for event in manager.recorder.events() if "topology is kept" in event.text]
+    assert "version 2 of the topology has no primary" in str(kept[0].because), kept
 
 
 # -- asyncio ---------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ async def calling_async(channel: grpc.aio.Channel, tasks: int = 3) -> AsyncItera
 
 async def eventually_async(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT):
-        while not holds():  # noqa: ASYNC110 - nothing tells
+        while not holds():  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.005)
 
 
@@ -245,7 +245,7 @@ async def test_clients_follow_the_primary_async(cluster: Cluster, order: str) ->
         channel = await manager.get_or_create(cluster.config)
         async with calling_async(channel) as calls:
             await eventually_async(lambda: calls.enough(cluster.north))
-            cluster.tell(2, north=1, south=3)
+            cluster.publish(2, north=1, south=3)
             if order == "error first":
                 with pytest.raises(grpc.RpcError):
                     await channel.unary_unary(FAIL)(b"UNAVAILABLE", timeout=LIMIT)
@@ -261,7 +261,7 @@ async def test_clients_follow_the_primary_async(cluster: Cluster, order: str) ->
     await asyncio.to_thread(check, cluster, calls, order)
 
 
-async def test_a_primary_that_was_restarted_is_connected_to_again_async(cluster: Cluster) -> None:
+async def test_restarted_primary_is_connected_to_again_async(cluster: Cluster) -> None:
     async with manager_of_tasks(300.0) as manager:
         channel = await manager.get_or_create(cluster.config)
         cluster.north.kill()
@@ -275,14 +275,14 @@ async def test_a_primary_that_was_restarted_is_connected_to_again_async(cluster:
         assert (line["address"], line["generation"]) == (cluster.north.address, 2)
 
 
-async def test_without_a_primary_the_old_one_is_kept_async(cluster: Cluster) -> None:
+async def test_topology_without_a_primary_is_ignored_async(cluster: Cluster) -> None:
     async with AsyncConnectionManager(classify=aborted) as manager:
         channel = await manager.get_or_create(cluster.config)
-        cluster.tell(2, north=1, south=1)
+        cluster.publish(2, north=1, south=1)
         with pytest.raises(grpc.RpcError):
             await channel.unary_unary(FAIL)(b"ABORTED", timeout=LIMIT)
         answer = await channel.unary_unary(PID)(b"", timeout=LIMIT)
         assert answer == str(cluster.north.pid).encode()
-        assert_told(manager)
+        assert_recorded(manager)
         with pytest.raises(ConnectFailed, match="version 2 of the topology has no primary"):
             await manager.get_or_create(cluster.config, dedicated=True, timeout=1.0)

@@ -1,6 +1,6 @@
-"""A process that forks while it calls: neither the parent nor a child is harmed.
+"""A process that forks while it calls: both the parent and the children continue to work.
 
-Each test is a program of its own (`fork_program.py`): a fork of this process, with its many
+Each test runs a program of its own (`fork_program.py`): a fork of this process, with its many
 threads, would prove nothing.
 """
 
@@ -21,12 +21,12 @@ from .servers import EchoServer
 
 PROGRAM = Path(__file__).with_name("fork_program.py")
 LIMIT = 110.0
-#: What gRPC writes when a fork finds somebody inside: its child is then broken, as a rule.
+#: What gRPC logs when a thread is inside of it at a fork: the child is then usually broken.
 BROKEN = "skipping fork() handlers"
 
 
 def run(scenario: str, uri: str, forks: int) -> dict[str, Any]:
-    """What the program tells of its children."""
+    """Run a scenario, and return the program's report."""
     program = subprocess.Popen(
         [sys.executable, str(PROGRAM), scenario, "--uri", uri, "--forks", str(forks)],
         stdout=subprocess.PIPE,
@@ -42,112 +42,114 @@ def run(scenario: str, uri: str, forks: int) -> dict[str, Any]:
             if stream is not None:
                 stream.close()
     assert program.returncode == 0, errors
-    told: dict[str, Any] = json.loads(output)
-    told["stderr"] = errors
-    return told
+    report: dict[str, Any] = json.loads(output)
+    report["stderr"] = errors
+    return report
 
 
-def all_well(told: dict[str, Any], children: int) -> bool:
-    """Whether no child hung or crashed, and no call of the parent failed."""
-    assert told["ends"] == {"ok": children}, told
-    assert not told.get("errors"), told
-    assert told["calls"] > 0
+def all_well(report: dict[str, Any], children: int) -> bool:
+    """Check that no child hung or crashed, and no call of the parent failed."""
+    assert report["ends"] == {"ok": children}, report
+    assert not report.get("errors"), report
+    assert report["calls"] > 0
     return True
 
 
-def test_children_of_a_process_that_calls_without_pause(echo: EchoServer) -> None:
+def test_children_of_a_continuously_calling_process_can_call(echo: EchoServer) -> None:
     forks = scaled(60, least=12)
-    told = run("calling", f"http://localhost:{echo.port}", forks)
-    assert all_well(told, forks)
-    assert told["generation"] == 1, "the parent has its connection still"
-    assert BROKEN not in told["stderr"]
-    assert told["longest_fork"] < 3.0, "a fork waits for short calls only"
+    report = run("calling", f"http://localhost:{echo.port}", forks)
+    assert all_well(report, forks)
+    assert report["generation"] == 1, "the parent lost its connection"
+    assert BROKEN not in report["stderr"]
+    assert report["longest_fork"] < 3.0, "a fork waited too long"
 
 
-def test_a_fork_that_waits_for_nobody_breaks_children(echo: EchoServer) -> None:
-    """What is looked for above can be found: gRPC itself says that the child is broken."""
+def test_fork_that_waits_for_no_call_breaks_children(echo: EchoServer) -> None:
+    """Check that the log line searched for above appears when a child is broken."""
     assert BROKEN in run("careless", echo.uri, 1)["stderr"]
 
 
-def test_children_that_never_call(echo: EchoServer) -> None:
-    told = run("silent", echo.uri, 4)
-    assert all_well(told, 4)
-    assert told["generation"] == 1
+def test_children_that_never_call_do_not_harm_the_parent(echo: EchoServer) -> None:
+    report = run("silent", echo.uri, 4)
+    assert all_well(report, 4)
+    assert report["generation"] == 1
 
 
 @pytest.mark.soak
-def test_a_fork_during_an_outage() -> None:
+def test_fork_during_an_outage_works() -> None:
     forks = scaled(20, least=4)
-    told = run("recovering", f"http://127.0.0.1:{free_port()}", forks)
-    assert all_well(told, 2 * forks)
-    assert BROKEN not in told["stderr"]
-    assert told["generation"] == 2, "one connection after the outage, whoever forked meanwhile"
-    assert told["later"] == 0, "calls that waited for the server have got their answers"
+    report = run("recovering", f"http://127.0.0.1:{free_port()}", forks)
+    assert all_well(report, 2 * forks)
+    assert BROKEN not in report["stderr"]
+    assert report["generation"] == 2, "more than one connection after the outage"
+    assert report["later"] == 0, "waiting calls got no answer"
 
 
-def test_a_fork_while_connects_and_probes_get_no_answer(echo: EchoServer) -> None:
+def test_fork_during_hung_connects_and_probes_is_not_delayed(echo: EchoServer) -> None:
     forks = scaled(20, least=4)
-    told = run("dark", echo.uri, forks)
-    assert all_well(told, forks)
-    assert BROKEN not in told["stderr"]
-    assert told["longest_fork"] < 3.0, "what may take long is interrupted, not waited for"
+    report = run("dark", echo.uri, forks)
+    assert all_well(report, forks)
+    assert BROKEN not in report["stderr"]
+    assert report["longest_fork"] < 3.0, "the fork waited for a hung connect"
 
 
-def test_a_child_follows_the_topology_by_itself(echo: EchoServer) -> None:
-    told = run("moving", echo.uri, 3)
-    assert all_well(told, 3)
+def test_child_follows_the_topology_by_itself(echo: EchoServer) -> None:
+    report = run("moving", echo.uri, 3)
+    assert all_well(report, 3)
 
 
-def test_somebody_watches_the_state_of_the_connection(echo: EchoServer) -> None:
-    """The thread of gRPC's that does so is inside it all the time: it makes way, and comes back."""
+def test_fork_with_a_connectivity_watcher_works(echo: EchoServer) -> None:
+    """gRPC's watcher thread is always inside of gRPC: it leaves for the fork, and returns."""
     forks = scaled(20, least=3)
-    told = run("watching", echo.uri, forks)
-    assert all_well(told, forks)
-    assert BROKEN not in told["stderr"]
+    report = run("watching", echo.uri, forks)
+    assert all_well(report, forks)
+    assert BROKEN not in report["stderr"]
 
 
-def test_a_fork_waits_for_all_connections_at_once(echo: EchoServer) -> None:
-    told = run("watching_many", echo.uri, 3)
-    assert not told["errors"]
-    assert told["longest_fork"] < 0.75, "a fork is held up for 0.25 s at most"
+def test_fork_waits_for_all_connections_concurrently(echo: EchoServer) -> None:
+    report = run("watching_many", echo.uri, 3)
+    assert not report["errors"]
+    assert report["longest_fork"] < 0.75, "a fork may be delayed by 0.25 s at most"
 
 
-def test_a_child_that_forks(echo: EchoServer) -> None:
-    told = run("grandchildren", echo.uri, 2)
-    assert all_well(told, 2)
-    assert BROKEN not in told["stderr"]
+def test_child_can_fork(echo: EchoServer) -> None:
+    report = run("grandchildren", echo.uri, 2)
+    assert all_well(report, 2)
+    assert BROKEN not in report["stderr"]
 
 
 @pytest.mark.soak
-def test_several_threads_fork(echo: EchoServer) -> None:
+def test_several_threads_can_fork(echo: EchoServer) -> None:
     forks = scaled(10, least=3)
-    told = run("several_forking", echo.uri, forks)
-    assert all_well(told, 3 * forks)
-    assert BROKEN not in told["stderr"]
+    report = run("several_forking", echo.uri, forks)
+    assert all_well(report, 3 * forks)
+    assert BROKEN not in report["stderr"]
 
 
-def test_multiprocessing(echo: EchoServer) -> None:
-    told = run("pooled", echo.uri, 12)
-    assert all_well(told, 3)
-    assert BROKEN not in told["stderr"]
+def test_multiprocessing_workers_can_call(echo: EchoServer) -> None:
+    report = run("pooled", echo.uri, 12)
+    assert all_well(report, 3)
+    assert BROKEN not in report["stderr"]
 
 
-def test_a_stream_that_does_not_end_is_told_to_the_child(echo: EchoServer) -> None:
-    """It is refused instead of hanging; when the stream has ended, a child can call again."""
-    told = run("streaming", echo.uri, 4)
-    assert all_well(told, 5)
-    assert told["longest_fork"] < 0.6, "a fork is not held up by streams (0.2 s at most)"
+def test_endless_stream_makes_the_child_refuse_instead_of_hang(echo: EchoServer) -> None:
+    """The child's calls are refused; after the stream has ended, a child can call again."""
+    report = run("streaming", echo.uri, 4)
+    assert all_well(report, 5)
+    assert report["longest_fork"] < 0.6, "a stream delayed the fork by more than 0.2 s"
 
 
-def test_without_the_preparations_of_grpc_a_child_is_refused(
+def test_child_is_refused_if_grpc_fork_support_is_disabled(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
-    told = run("refused", echo.uri, 2)
-    assert all_well(told, 2)
+    report = run("refused", echo.uri, 2)
+    assert all_well(report, 2)
 
 
-def test_a_manager_for_asyncio_stays_with_its_process(echo: EchoServer) -> None:
-    """A child is refused while channels for asyncio are open, and has its own when they are not."""
-    told = run("with_asyncio", echo.uri, 2)
-    assert all_well(told, 8)
+def test_asyncio_manager_is_refused_in_a_child_while_its_channels_are_open(
+    echo: EchoServer,
+) -> None:
+    """After the channels are closed, a child can make its own."""
+    report = run("with_asyncio", echo.uri, 2)
+    assert all_well(report, 8)

@@ -1,4 +1,4 @@
-"""Pings: no more than servers accept by default, and rarer for one that has received too many."""
+"""Keepalive pings: as rare as servers accept by default, and rarer after "too many pings"."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .handlers import ECHO, SLEEP, eventually
 from .servers import EchoServer
 from .sides import Aio, Threads, config_of
 
-#: What gRPC's servers accept if they are not configured otherwise: one ping in 5 minutes.
+#: What gRPC servers accept by default: one ping in 5 minutes.
 ACCEPTED_MS = 300_000
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
-def test_by_default_pings_are_as_rare_as_servers_want_by_default() -> None:
+def test_default_ping_interval_is_accepted_by_default_servers() -> None:
     options = dict(channel_options(ConnectionConfig.from_uri("http://north:1"), 1))
     assert options["grpc.keepalive_time_ms"] > ACCEPTED_MS
     assert options["grpc.keepalive_permit_without_calls"] == 0
 
 
 def _user_timeouts() -> Iterator[int]:
-    """That of each TCP connection of this process, in milliseconds."""
+    """Yield the TCP_USER_TIMEOUT of each TCP connection of this process, in milliseconds."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -45,13 +45,13 @@ def _user_timeouts() -> Iterator[int]:
                         yield found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
-async def test_a_request_that_nobody_acknowledges_is_noticed_by_tcp(echo: EchoServer) -> None:
+async def test_tcp_user_timeout_detects_unacknowledged_requests(echo: EchoServer) -> None:
     async with Threads() as side:
         await side.get(config_of(echo))
         eventually(lambda: 5000 in _user_timeouts())
 
 
-async def test_a_server_that_has_received_too_many_pings_gets_fewer_afterwards() -> None:
+async def test_too_many_pings_doubles_the_interval_of_the_next_channel() -> None:
     made: list[Any] = []
 
     def make(config: ConnectionConfig) -> grpc.aio.Channel:
@@ -71,7 +71,7 @@ async def test_a_server_that_has_received_too_many_pings_gets_fewer_afterwards()
             assert made == [50, 100]
 
 
-def test_what_is_configured_beside_pings_is_kept() -> None:
+def test_rarer_pings_keep_other_channel_options() -> None:
     given = {"grpc.keepalive_time_ms": 1000, "mine": 2}
     config = ConnectionConfig.from_uri("http://north:1", channel_options=given)
     assert with_rarer_pings(config, 1) is config

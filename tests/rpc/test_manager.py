@@ -1,4 +1,4 @@
-"""The manager for threads, against real servers that die and come back."""
+"""The manager for threads, against real servers that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 30.0
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
 @pytest.fixture
@@ -54,24 +54,24 @@ def line(manager: ConnectionManager) -> dict[str, object]:
 # -- sharing ---------------------------------------------------------------------------------------
 
 
-def test_there_is_one_for_the_process() -> None:
+def test_get_instance_returns_one_manager_per_process() -> None:
     assert ConnectionManager.get_instance() is ConnectionManager.get_instance()
     ConnectionManager.get_instance().close()
     assert not ConnectionManager.get_instance()._closed
 
 
-def test_the_same_endpoint_and_identity_share_a_channel(
+def test_equal_endpoint_and_identity_share_a_channel(
     manager: ConnectionManager, echo: EchoServer
 ) -> None:
     one = manager.get_or_create(config(echo))
     assert manager.get_or_create(config(echo, db_name="other")) is one
     assert manager.get_or_create(config(echo, token="else")) is not one
     assert call(one) == b"hello"
-    told = manager.get_stats()
-    assert (told["total_connections"], told["shared_connections"]) == (2, 2)
+    stats = manager.get_stats()
+    assert (stats["total_connections"], stats["shared_connections"]) == (2, 2)
 
 
-def test_many_threads_open_one_channel(manager: ConnectionManager, echo: EchoServer) -> None:
+def test_concurrent_threads_open_one_channel(manager: ConnectionManager, echo: EchoServer) -> None:
     found: list[grpc.Channel] = []
     threads = [
         threading.Thread(target=lambda: found.append(manager.get_or_create(config(echo))))
@@ -85,7 +85,7 @@ def test_many_threads_open_one_channel(manager: ConnectionManager, echo: EchoSer
     assert line(manager)["generation"] == 1
 
 
-def test_a_dedicated_one_is_nobody_elses(manager: ConnectionManager, echo: EchoServer) -> None:
+def test_dedicated_channel_is_not_shared(manager: ConnectionManager, echo: EchoServer) -> None:
     shared, own = manager.get_or_create(config(echo)), manager.get_or_create(config(echo), True)
     assert own is not shared
     assert manager.get_stats()["dedicated_connections"] == 1
@@ -96,7 +96,7 @@ def test_a_dedicated_one_is_nobody_elses(manager: ConnectionManager, echo: EchoS
     assert call(shared) == b"hello"
 
 
-def test_one_client_that_goes_leaves_the_others_alone(
+def test_release_by_one_client_leaves_the_others_connected(
     manager: ConnectionManager, echo: EchoServer
 ) -> None:
     first, second = Client(), Client()
@@ -105,7 +105,7 @@ def test_one_client_that_goes_leaves_the_others_alone(
     manager.release(channel, client=first)
     manager.release(channel, client=first)
     assert line(manager)["client_count"] == 1
-    channel.close()  # it is not this one's to close
+    channel.close()  # a surplus close of a shared channel
     assert call(channel) == b"hello"
     del second
     gc.collect()
@@ -113,8 +113,8 @@ def test_one_client_that_goes_leaves_the_others_alone(
 
 
 @pytest.mark.parametrize("mark", ["\n", "\r", "\x00", "\x7f"])
-def test_a_token_that_no_call_can_be_made_with(mark: str) -> None:
-    """One that was read from a file with its line end, say."""
+def test_token_with_control_characters_is_refused(mark: str) -> None:
+    """For example, one that was read from a file with its line end."""
     token = f"hunter2{mark}"
     makers: list[Callable[[], object]] = [
         lambda: ConnectionConfig.from_uri("http://host", token=token),
@@ -129,14 +129,14 @@ def test_a_token_that_no_call_can_be_made_with(mark: str) -> None:
         assert "hunter2" not in str(caught.value)
 
 
-def test_a_token_may_be_written_in_any_way_if_it_is_encoded() -> None:
+def test_encode_allows_any_characters_in_a_token() -> None:
     with pytest.raises(ConfigError, match="printable ASCII"):
         TokenCredentials("gänse")
     encoded = TokenCredentials("gänse", encode=lambda token: token.encode().hex())
     assert encoded.metadata() == (("authorization", "gänse".encode().hex()),)
 
 
-def test_a_closed_manager(echo: EchoServer) -> None:
+def test_closed_manager_refuses_channels_and_calls(echo: EchoServer) -> None:
     manager = ConnectionManager()
     channel = manager.get_or_create(config(echo))
     manager.close()
@@ -169,11 +169,11 @@ def test_calls_during_an_outage_wait_for_the_server(manager: ConnectionManager) 
         for thread in threads:
             thread.join(LIMIT)
         assert answers == [b"hello"] * 20
-        assert line(manager)["generation"] == 2, "one connection for all of them"
+        assert line(manager)["generation"] == 2, "more than one connection was made"
         assert channel.unary_unary(PID)(b"", timeout=LIMIT) != pid
 
 
-def test_an_old_error_changes_nothing(manager: ConnectionManager) -> None:
+def test_error_of_an_old_generation_changes_nothing(manager: ConnectionManager) -> None:
     with EchoServer() as server:
         channel = manager.get_or_create(config(server))
         server.kill()
@@ -188,7 +188,9 @@ def test_an_old_error_changes_nothing(manager: ConnectionManager) -> None:
         assert line(manager)["generation"] == 2
 
 
-def test_an_error_that_no_connection_can_mend(manager: ConnectionManager, echo: EchoServer) -> None:
+def test_error_that_no_reconnect_can_fix_is_not_handled(
+    manager: ConnectionManager, echo: EchoServer
+) -> None:
     channel = manager.get_or_create(config(echo))
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(FAIL)(b"INVALID_ARGUMENT", timeout=LIMIT)
@@ -196,7 +198,7 @@ def test_an_error_that_no_connection_can_mend(manager: ConnectionManager, echo: 
     assert line(manager)["generation"] == 1
 
 
-def test_nobody_listens(manager: ConnectionManager) -> None:
+def test_refused_connection_fails_with_the_address(manager: ConnectionManager) -> None:
     server = EchoServer()
     began = time.monotonic()
     with pytest.raises(ConnectFailed, match=server.address):
@@ -205,7 +207,7 @@ def test_nobody_listens(manager: ConnectionManager) -> None:
     eventually(lambda: manager.get_stats()["total_connections"] == 0)
 
 
-def test_an_endpoint_that_hangs_holds_up_nobody_else(
+def test_hung_endpoint_does_not_block_other_endpoints(
     manager: ConnectionManager, echo: EchoServer
 ) -> None:
     channel = manager.get_or_create(config(echo))
@@ -231,7 +233,7 @@ def test_an_endpoint_that_hangs_holds_up_nobody_else(
 # -- health ----------------------------------------------------------------------------------------
 
 
-def test_a_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
+def test_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
     with ConnectionManager(idle=0.2) as manager:
         channel = manager.get_or_create(config(echo))
         time.sleep(0.3)
@@ -239,7 +241,7 @@ def test_a_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
         assert line(manager)["generation"] == 1
 
 
-def test_an_idle_connection_whose_server_was_replaced() -> None:
+def test_idle_connection_to_a_restarted_server_recovers() -> None:
     with EchoServer() as server, ConnectionManager(idle=0.2) as manager:
         channel = manager.get_or_create(config(server))
         server.kill()
@@ -249,7 +251,7 @@ def test_an_idle_connection_whose_server_was_replaced() -> None:
         assert call(channel) == b"hello"
 
 
-def test_a_channel_is_renewed_before_it_is_old(echo: EchoServer) -> None:
+def test_channel_is_renewed_before_max_age(echo: EchoServer) -> None:
     with ConnectionManager(max_age=0.5) as manager:
         channel = manager.get_or_create(config(echo))
         ends = time.monotonic() + 2.0

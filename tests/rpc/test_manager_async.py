@@ -1,4 +1,4 @@
-"""The manager for asyncio, against real servers that die and come back."""
+"""The manager for asyncio, against real servers that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT = 30.0
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def line(manager: AsyncConnectionManager) -> dict[str, object]:
 
 async def gone(manager: AsyncConnectionManager) -> None:
     async with asyncio.timeout(LIMIT):
-        while manager.get_stats()["total_connections"]:  # noqa: ASYNC110 - nothing tells
+        while manager.get_stats()["total_connections"]:  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.02)
 
 
 # -- sharing ---------------------------------------------------------------------------------------
 
 
-async def test_there_is_one_for_the_loop(echo: EchoServer) -> None:
+async def test_get_instance_returns_one_manager_per_loop(echo: EchoServer) -> None:
     mine = AsyncConnectionManager.get_instance()
     assert AsyncConnectionManager.get_instance() is mine
     await mine.close()
@@ -85,7 +85,7 @@ def test_ten_loops_in_a_row_leave_no_manager_behind(echo: EchoServer) -> None:
     assert [ref() for ref in left] == [None] * 10
 
 
-async def test_many_tasks_open_one_channel(
+async def test_concurrent_tasks_open_one_channel(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     found = await asyncio.gather(*(manager.get_or_create(config(echo)) for _ in range(20)))
@@ -94,7 +94,7 @@ async def test_many_tasks_open_one_channel(
     assert await manager.get_or_create(config(echo, token="else")) is not found[0]
 
 
-async def test_who_gives_up_waiting_leaves_the_others_alone(
+async def test_cancelled_caller_leaves_the_others_waiting(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     first = asyncio.create_task(manager.get_or_create(config(echo)))
@@ -104,7 +104,7 @@ async def test_who_gives_up_waiting_leaves_the_others_alone(
     assert await call(await asyncio.wait_for(second, LIMIT)) == b"hello"
 
 
-async def test_a_dedicated_one_is_nobody_elses(
+async def test_dedicated_channel_is_not_shared(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     shared = await manager.get_or_create(config(echo))
@@ -117,21 +117,21 @@ async def test_a_dedicated_one_is_nobody_elses(
     assert await call(shared) == b"hello"
 
 
-async def test_when_the_last_client_has_gone_it_is_closed(
+async def test_connection_is_closed_after_its_last_client(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     first, second = Client(), Client()
     channel = await manager.get_or_create(config(echo), client=first)
     await manager.get_or_create(config(echo), client=second)
     await manager.release(channel, client=first)
-    await channel.close()  # it is not this one's to close
+    await channel.close()  # a surplus close of a shared channel
     assert await call(channel) == b"hello"
     del second
     gc.collect()
     await gone(manager)
 
 
-async def test_a_call_that_cannot_even_start_is_not_counted_for_ever(
+async def test_call_that_cannot_start_is_not_counted_forever(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     channel = await manager.get_or_create(config(echo))
@@ -143,7 +143,7 @@ async def test_a_call_that_cannot_even_start_is_not_counted_for_ever(
             with pytest.raises(Exception, match="execute_batch"):
                 await begun
     async with asyncio.timeout(LIMIT):
-        while channel.calls:  # noqa: ASYNC110 - nothing tells
+        while channel.calls:  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.001)
     assert await call(channel) == b"hello"
     assert all(begun.done() for begun in kept)
@@ -165,11 +165,11 @@ async def test_calls_during_an_outage_wait_for_the_server(manager: AsyncConnecti
         assert len(pending) == 20
         await asyncio.to_thread(server.start)
         assert await asyncio.gather(*calls) == [b"hello"] * 20
-        assert line(manager)["generation"] == 2, "one connection for all of them"
+        assert line(manager)["generation"] == 2, "more than one connection was made"
         assert await channel.unary_unary(PID)(b"", timeout=LIMIT) != pid
 
 
-async def test_an_old_error_changes_nothing(manager: AsyncConnectionManager) -> None:
+async def test_error_of_an_old_generation_changes_nothing(manager: AsyncConnectionManager) -> None:
     with EchoServer() as server:
         channel = await manager.get_or_create(config(server))
         server.kill()
@@ -183,7 +183,7 @@ async def test_an_old_error_changes_nothing(manager: AsyncConnectionManager) -> 
         assert line(manager)["generation"] == 2
 
 
-async def test_an_error_that_no_connection_can_mend(
+async def test_error_that_no_reconnect_can_fix_is_not_handled(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     channel = await manager.get_or_create(config(echo))
@@ -193,7 +193,7 @@ async def test_an_error_that_no_connection_can_mend(
     assert line(manager)["generation"] == 1
 
 
-async def test_nobody_listens(manager: AsyncConnectionManager) -> None:
+async def test_refused_connection_fails_with_the_address(manager: AsyncConnectionManager) -> None:
     server = EchoServer()
     began = time.monotonic()
     with pytest.raises(ConnectFailed, match=server.address):
@@ -202,7 +202,7 @@ async def test_nobody_listens(manager: AsyncConnectionManager) -> None:
     await gone(manager)
 
 
-async def test_an_endpoint_that_hangs_holds_up_nobody_else(
+async def test_hung_endpoint_does_not_block_other_endpoints(
     manager: AsyncConnectionManager, echo: EchoServer
 ) -> None:
     channel = await manager.get_or_create(config(echo))
@@ -220,7 +220,7 @@ async def test_an_endpoint_that_hangs_holds_up_nobody_else(
             await asyncio.wait_for(waiting, 9.0)
 
 
-async def test_a_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
+async def test_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
     async with AsyncConnectionManager(idle=0.2) as manager:
         channel = await manager.get_or_create(config(echo))
         await asyncio.sleep(0.3)
@@ -228,7 +228,7 @@ async def test_a_healthy_idle_connection_is_kept(echo: EchoServer) -> None:
         assert line(manager)["generation"] == 1
 
 
-async def test_a_channel_is_renewed_before_it_is_old(echo: EchoServer) -> None:
+async def test_channel_is_renewed_before_max_age(echo: EchoServer) -> None:
     async with AsyncConnectionManager(max_age=0.5) as manager:
         channel = await manager.get_or_create(config(echo))
         ends = time.monotonic() + 2.0
@@ -259,7 +259,7 @@ async def test_clients_follow_the_primary(order: str) -> None:
                 async with asyncio.timeout(LIMIT):
                     while managed.strategy.topology.version == 1:  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
-            # From here on no call goes to the old one.
+            # From here on, no call goes to the old primary.
             answers = await asyncio.gather(
                 *(channel.unary_unary(PID)(b"", timeout=LIMIT) for _ in range(20))
             )

@@ -1,4 +1,4 @@
-"""What users do that is easily forgotten: they close twice, have strict servers, long streams."""
+"""Managers with strict servers, repeated closes, own clocks, zero timeouts and other loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .test_leaks import Leaping
 
 
 async def first(side: Threads | Aio, stream: Any) -> bytes:
-    """The first message of a stream."""
+    """Return the next message of a stream."""
     answer: bytes = await side.run(stream.read if isinstance(side, Aio) else stream.__next__)
     return answer
 
@@ -37,7 +37,7 @@ async def holds(condition: Callable[[], bool], limit: float) -> None:
 
 
 async def ended(side: Threads | Aio, stream: Any) -> grpc.StatusCode:
-    """How it ends."""
+    """Read a stream to its end, and return its code."""
     try:
         while True:
             await first(side, stream)
@@ -51,7 +51,7 @@ async def ended(side: Threads | Aio, stream: Any) -> grpc.StatusCode:
 
 
 @both
-async def test_a_server_that_does_not_answer_strangers_is_well(kind: Kind) -> None:
+async def test_server_that_refuses_unauthenticated_probes_is_healthy(kind: Kind) -> None:
     with EchoServer(token="secret", strict=True) as server:
         config = ConnectionConfig.from_uri(server.uri, token="secret")
         async with kind(idle=0.1) as side:
@@ -64,11 +64,11 @@ async def test_a_server_that_does_not_answer_strangers_is_well(kind: Kind) -> No
             assert await side.call(channel, ECHO, b"hi") == b"hi"
 
 
-# -- giving it back --------------------------------------------------------------------------------
+# -- release ------------------------------------------------------------
 
 
 @both
-async def test_who_closes_too_often_takes_nothing_from_one_who_calls(
+async def test_surplus_closes_do_not_end_the_channel_of_another_caller(
     kind: Kind, echo: EchoServer
 ) -> None:
     async with kind(linger=1.0) as side:
@@ -83,18 +83,18 @@ async def test_who_closes_too_often_takes_nothing_from_one_who_calls(
         while time.monotonic() < ends:
             assert await side.call(mine, ECHO, b"still here") == b"still here"
             await asyncio.sleep(0.1)
-        # And it does go, when nobody calls any more; but who holds it may well do so again.
+        # It is closed when no call uses it; a holder may still call again.
         await holds(lambda: not side.manager.get_stats()["total_connections"], LIMIT)
         assert "asleep" in repr(mine)
         assert await side.call(mine, ECHO, b"and here") == b"and here"
         assert side.manager.get_stats()["connections"][0]["generation"] == 2
 
 
-# -- errors of one's own ---------------------------------------------------------------------------
+# -- an application's own errors ------------------------------------------------------------
 
 
 class NotTheLeader(Exception):
-    """What a service says, in an answer of its own."""
+    """An application's own error."""
 
 
 @both
@@ -106,32 +106,32 @@ async def test_late_errors_of_an_application_change_nothing(
     async with kind(classify=lambda e: isinstance(e, NotTheLeader), clock=clock) as side:
         channel = await side.get(config_of(echo), timeout=LIMIT)
 
-        async def tell(generation: int) -> None:
+        async def report(generation: int) -> None:
             named = {"generation": generation} if dated else {}
             handle = side.manager.handle_error
             assert await side.run(handle, channel, NotTheLeader(), LIMIT, **named)
 
         for _ in range(20):
-            await tell(1)
-        assert channel.generation == 2, "one of them was enough"
+            await report(1)
+        assert channel.generation == 2, "errors of an old generation were accepted"
         if dated:
-            clock.leap()  # it is proven, and what is said of the first one is still old
-            await tell(1)
+            clock.leap()  # the connection is proven; errors of generation 1 stay old
+            await report(1)
             assert channel.generation == 2
-            await tell(2)
+            await report(2)
         else:
-            await tell(2)
-            assert channel.generation == 2, "it may well be late"
+            await report(2)
+            assert channel.generation == 2, "an undated error of a young connection was accepted"
             clock.leap()
-            await tell(2)
+            await report(2)
         assert channel.generation == 3
 
 
-# -- the clock that it is given --------------------------------------------------------------------
+# -- an injected clock ------------------------------------------------------------
 
 
 @both
-async def test_idle_is_what_the_clock_says(kind: Kind, echo: EchoServer) -> None:
+async def test_idle_time_follows_the_injected_clock(kind: Kind, echo: EchoServer) -> None:
     clock = Leaping()
     async with kind(clock=clock) as side:
         channel = await side.get(config_of(echo), timeout=LIMIT)
@@ -148,7 +148,7 @@ async def test_idle_is_what_the_clock_says(kind: Kind, echo: EchoServer) -> None
 
 
 @both
-async def test_how_long_nobody_had_it_is_what_the_clock_says(kind: Kind, echo: EchoServer) -> None:
+async def test_linger_follows_the_injected_clock(kind: Kind, echo: EchoServer) -> None:
     frozen = time.monotonic() + 1e6
     now = [frozen]
     async with kind(clock=Clock(lambda: now[0]), linger=0.2) as side:
@@ -162,7 +162,7 @@ async def test_how_long_nobody_had_it_is_what_the_clock_says(kind: Kind, echo: E
 
 
 @both
-async def test_many_connections_are_closed_in_the_time_of_one(
+async def test_many_connections_close_in_the_time_of_one(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.rpc._background.CLOSING", 1.0)
@@ -182,7 +182,7 @@ async def test_many_connections_are_closed_in_the_time_of_one(
 
 
 @both
-async def test_no_time_is_no_time(kind: Kind) -> None:
+async def test_zero_timeout_fails_immediately(kind: Kind) -> None:
     async with kind() as side:
         began = time.monotonic()
         with pytest.raises(ConnectFailed):
@@ -191,24 +191,24 @@ async def test_no_time_is_no_time(kind: Kind) -> None:
 
 
 @both
-async def test_a_call_that_waits_inside_its_channel_has_short_pauses(kind: Kind) -> None:
+async def test_wait_for_ready_call_reconnects_with_short_pauses(kind: Kind) -> None:
     async with kind() as side:
         with EchoServer() as server:
             channel = await side.get(config_of(server), timeout=LIMIT)
-        async with Door(server.address) as door:
+        async with RefusingServer(server.address) as refusing:
             method = channel.unary_unary(ECHO)
             begin = method if kind is Aio else method.future
             call = begin(b"", wait_for_ready=True, timeout=LIMIT)
-            # gRPC's own pauses would have let it come four times or five.
+            # With gRPC's default backoff, it would be four or five connections.
             async with asyncio.timeout(9.0):
-                while door.knocks < 8:
-                    if call.done():  # it was begun before gRPC knew that the server has gone
+                while refusing.connections < 8:
+                    if call.done():  # it began before gRPC had noticed the loss
                         call = begin(b"", wait_for_ready=True, timeout=LIMIT)
                     await asyncio.sleep(0.01)
             call.cancel()
 
 
-async def test_a_peer_that_vanishes_without_a_word_is_noticed(echo: EchoServer) -> None:
+async def test_silently_lost_peer_is_detected_by_keepalive(echo: EchoServer) -> None:
     with FaultProxy("127.0.0.1", echo.port).in_thread() as proxy:
         config = ConnectionConfig.from_uri(
             f"http://127.0.0.1:{proxy.port}", channel_options={"grpc.keepalive_time_ms": 1000}
@@ -228,7 +228,7 @@ async def test_a_peer_that_vanishes_without_a_word_is_noticed(echo: EchoServer) 
 # -- loops -----------------------------------------------------------------------------------------
 
 
-async def test_a_manager_of_another_loop_says_so(echo: EchoServer) -> None:
+async def test_manager_of_another_loop_is_refused(echo: EchoServer) -> None:
     async with AsyncConnectionManager() as manager:
         config = config_of(echo)
         await manager.get_or_create(config, timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""Calls of threads that wait for a connection: what comes too late, or too early, harms none."""
+"""Calls of threads that wait for a connection: late and early events are harmless."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from moored.rpc._handler import Handler
 from moored.rpc._live_channel import LiveChannel
 from moored.rpc.calls._pending_sync import PendingCall, start_later
 
-from .test_retiring import Channel, Timers
+from .test_retiring import Channel, ManualTimers
 
 
 class Real:
     """A call that gRPC has begun."""
 
 
-def waiting() -> tuple[Handler, PendingCall, Timers, list[LiveChannel]]:
-    """A call that waits: the first timer is its own limit."""
-    timers, begun = Timers(), list[LiveChannel]()
+def waiting() -> tuple[Handler, PendingCall, ManualTimers, list[LiveChannel]]:
+    """Return a waiting call; the first timer is its timeout."""
+    timers, begun = ManualTimers(), list[LiveChannel]()
 
     def start(live: LiveChannel, timeout: float | None) -> Real:
         begun.append(live)
@@ -28,7 +28,7 @@ def waiting() -> tuple[Handler, PendingCall, Timers, list[LiveChannel]]:
     return handler, start_later(handler, start, 5.0), timers, begun
 
 
-def test_a_limit_that_ends_after_the_call_has_begun_changes_nothing() -> None:
+def test_timeout_that_fires_after_the_call_began_changes_nothing() -> None:
     handler, call, timers, begun = waiting()
     live = LiveChannel(1, Channel(), "north:1")
     handler._swap(live)
@@ -38,7 +38,7 @@ def test_a_limit_that_ends_after_the_call_has_begun_changes_nothing() -> None:
     assert not isinstance(call._real, grpc.RpcError)
 
 
-def test_a_connection_that_is_lost_before_the_call_has_begun_is_waited_for_again() -> None:
+def test_call_whose_connection_is_lost_before_it_begins_waits_again() -> None:
     handler, call, timers, begun = waiting()
     handler._swap(LiveChannel(1, Channel(), "north:1"))
     handler._lose()
@@ -51,15 +51,15 @@ def test_a_connection_that_is_lost_before_the_call_has_begun_is_waited_for_again
     assert begun == [live]
 
 
-def test_a_call_that_is_refused_before_it_waits_fails_at_once() -> None:
-    timers = Timers()
+def test_call_refused_before_it_waits_fails_immediately() -> None:
+    timers = ManualTimers()
     handler = Handler(address="north:1", later=timers.later)
 
     def refuse(change: int) -> None:
         if change > 0:
-            handler._fail_waiting(ConfigError("a mistake"))
+            handler._fail_waiting(ConfigError("a wrong option"))
 
     handler._on_waiting = refuse
     call = start_later(handler, lambda live, timeout: Real(), 5.0)
     assert call.settled
-    assert "a mistake" in str(call.details())
+    assert "a wrong option" in str(call.details())

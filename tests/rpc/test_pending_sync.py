@@ -1,4 +1,4 @@
-"""Futures and streams of threads while the server is away: they return at once, and wait inside."""
+"""Futures and streams of threads without a connection return immediately, and wait inside."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KINDS = [*FUTURES, *STREAMS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_returns_at_once_and_begins_when_there_is_a_connection(
+def test_call_returns_immediately_and_begins_with_a_connection(
     kind: str, waiting: Handler, echo: EchoServer
 ) -> None:
     began = time.monotonic()
@@ -61,8 +61,8 @@ def test_a_call_returns_at_once_and_begins_when_there_is_a_connection(
     assert not call.cancelled()
     assert LONG / 2 < call.time_remaining() <= LONG
     assert "waits" in repr(call)
-    told: list[Any] = []
-    call.add_done_callback(told.append)
+    callbacks: list[Any] = []
+    call.add_done_callback(callbacks.append)
     waiting._swap(new_live(echo.uri))
     if kind in FUTURES:
         assert call.result(LIMIT) == FUTURES[kind]
@@ -74,13 +74,13 @@ def test_a_call_returns_at_once_and_begins_when_there_is_a_connection(
     assert call.details() == ""
     assert call.debug_error_string() == ""
     assert (list(call.initial_metadata()), list(call.trailing_metadata())) == ([], [])
-    eventually(lambda: told == [call])
+    eventually(lambda: callbacks == [call])
     assert call.done()
     eventually(lambda: waiting.calls == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_whose_time_ends_fails_in_the_future_or_at_the_first_read(
+def test_call_that_times_out_fails_in_the_future_or_at_the_first_read(
     kind: str, waiting: Handler
 ) -> None:
     call = begin(waiting, kind, 0.05)
@@ -95,9 +95,7 @@ def test_a_call_whose_time_ends_fails_in_the_future_or_at_the_first_read(
     assert waiting._pending == []
 
 
-def test_a_call_that_is_cancelled_before_it_begins_never_begins(
-    waiting: Handler, echo: EchoServer
-) -> None:
+def test_call_cancelled_before_it_begins_never_begins(waiting: Handler, echo: EchoServer) -> None:
     future, stream = begin(waiting, "unary future"), begin(waiting, "unary stream")
     assert future.cancel()
     assert stream.cancel()
@@ -112,14 +110,14 @@ def test_a_call_that_is_cancelled_before_it_begins_never_begins(
     eventually(lambda: not waiting._pending and not live.calls)
 
 
-def test_somebody_who_waits_for_a_moment_is_told_that_it_is_not_over(waiting: Handler) -> None:
+def test_waiting_for_a_future_can_time_out(waiting: Handler) -> None:
     call = begin(waiting, "unary future")
     for ask in (call.result, call.exception, call.traceback):
         with pytest.raises(grpc.FutureTimeoutError):
             ask(0.01)
 
 
-def test_calls_that_wait_when_the_channel_is_closed_end(waiting: Handler) -> None:
+def test_close_fails_waiting_calls(waiting: Handler) -> None:
     call = begin(waiting, "unary future")
     waiting._shut(0.0)
     with pytest.raises(grpc.RpcError, match="is closed"):
@@ -128,14 +126,14 @@ def test_calls_that_wait_when_the_channel_is_closed_end(waiting: Handler) -> Non
         begin(waiting, "unary future")
 
 
-def test_calls_that_wait_in_vain_are_told_why(waiting: Handler) -> None:
+def test_permanent_error_fails_waiting_calls(waiting: Handler) -> None:
     call = begin(waiting, "unary stream")
     waiting._fail_waiting(ValueError("no such certificate"))
     with pytest.raises(grpc.RpcError, match="no such certificate"):
         next(call)
 
 
-def test_what_credentials_raise_is_raised_in_the_future(echo: EchoServer) -> None:
+def test_exception_of_credentials_is_raised_in_the_future(echo: EchoServer) -> None:
     class Broken:
         def metadata(self) -> tuple[tuple[str, str], ...]:
             raise KeyError("no token")
@@ -151,7 +149,7 @@ def test_what_credentials_raise_is_raised_in_the_future(echo: EchoServer) -> Non
     handler._shut(0.0)
 
 
-def test_during_an_outage_a_manager_is_told_who_waits() -> None:
+def test_waiting_calls_are_counted_and_succeed_after_an_outage() -> None:
     with EchoServer() as server, ConnectionManager() as manager:
         channel = manager.get_or_create(config_of(server))
         server.kill()

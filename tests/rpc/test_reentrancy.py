@@ -1,7 +1,7 @@
-"""Clients that give their channel back in `__del__`: the garbage collector may call that anywhere.
+"""Clients that release their channel in `__del__`: the garbage collector may run it anywhere.
 
-The clock is the trap: a manager asks it for the time in the middle of its changes, and whenever it
-is asked there, clients that were forgotten are collected.
+The clock is the trap: a manager reads it in the middle of its state changes, and a read there runs
+the garbage collector, which frees unreferenced clients.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
 
 LIMIT = 30.0
-#: No more than this may pass where nobody waits for anything.
+#: Limit for operations that must not block.
 SOON = 9.0
-#: In how many places of a change the trap is set.
+#: At how many clock reads of a change the collector runs.
 PLACES = 4
 
 
 class Refused(Exception):
-    """Something that a service says, and that another connection may mend."""
+    """An application's error that asks for a new connection."""
 
 
 class Client:
-    """One that is collected, as it is part of a cycle, and gives back what it has."""
+    """A client in a reference cycle that calls `on_collect` when it is collected."""
 
-    def __init__(self, give_back: Callable[[Client], object]) -> None:
+    def __init__(self, on_collect: Callable[[Client], object]) -> None:
         self.me = self
-        self.give_back = give_back
+        self.on_collect = on_collect
 
     def __del__(self) -> None:
-        self.give_back(self)
+        self.on_collect(self)
 
 
-class Trap:
-    """The system's clock, as far as can be seen."""
+class CollectingClock:
+    """The system's clock; runs the garbage collector inside a state change."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
         self.forgotten: list[Client] = []
         self.within: Callable[[], bool] = lambda: False
-        #: How often it is asked before it springs.
+        #: How many reads inside a change to let pass first.
         self.patience = 0
         self.sprung = 0
 
@@ -78,11 +78,11 @@ class Trap:
         return time.monotonic() + self.ahead
 
 
-class Trapped:
-    """A manager, and what is found in the end."""
+class TrappedManager:
+    """A manager with such a clock."""
 
     def __init__(self, server: EchoServer, **options: Any) -> None:
-        self.trap = Trap()
+        self.trap = CollectingClock()
         self.config = ConnectionConfig.from_uri(server.uri)
         self.manager = ConnectionManager(
             clock=Clock(self.trap), classify=lambda error: isinstance(error, Refused), **options
@@ -98,11 +98,11 @@ class Trapped:
 
 
 @pytest.fixture
-def trapped(echo: EchoServer) -> Iterator[Trapped]:
+def trapped(echo: EchoServer) -> Iterator[TrappedManager]:
     gc.collect()
-    gc.freeze()  # the trap collects often: it need not look at everything that was there before
-    gc.disable()  # only where the trap is
-    made = Trapped(echo)
+    gc.freeze()  # makes the many collections fast
+    gc.disable()  # collect only inside of state changes
+    made = TrappedManager(echo)
     try:
         yield made
     finally:
@@ -111,15 +111,15 @@ def trapped(echo: EchoServer) -> Iterator[Trapped]:
 
 
 @pytest.fixture
-def complaints(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What finalizers have raised."""
+def finalizer_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Exceptions raised by finalizers."""
     found: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
     return found
 
 
 def within(limit: float, act: Callable[[], object]) -> None:
-    """Do it in a thread of its own, as it may never end."""
+    """Run it in a daemon thread, because it may deadlock."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -131,58 +131,58 @@ def within(limit: float, act: Callable[[], object]) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit)
-    assert not thread.is_alive(), "it waits for itself"
+    assert not thread.is_alive(), "deadlock"
     if failures:
         raise failures[0]
 
 
-# -- what is done in the middle of a change --------------------------------------------------------
+# -- finalizers inside of a state change ----------------------------------------------------------
 
 
-def take_named(trapped: Trapped) -> Client:
+def take_named(trapped: TrappedManager) -> Client:
     client = Client(lambda me: trapped.manager.release(trapped.channel, client=me))
     trapped.manager.get_or_create(trapped.config, client=client, timeout=LIMIT)
     return client
 
 
-def take_unnamed(trapped: Trapped) -> Client:
+def take_unnamed(trapped: TrappedManager) -> Client:
     channel = trapped.manager.get_or_create(trapped.config, timeout=LIMIT)
     return Client(lambda me: channel.close())
 
 
-def take_dedicated(trapped: Trapped) -> Client:
+def take_dedicated(trapped: TrappedManager) -> Client:
     channel = trapped.manager.get_or_create(trapped.config, dedicated=True, timeout=LIMIT)
     return Client(lambda me: channel.close())
 
 
-def call_at_the_end(trapped: Trapped) -> Client:
-    def part(me: Client) -> None:
+def call_at_the_end(trapped: TrappedManager) -> Client:
+    def finalize(me: Client) -> None:
         trapped.channel.unary_unary(ECHO)(b"bye", timeout=LIMIT)
 
-    return Client(part)
+    return Client(finalize)
 
 
-def look(trapped: Trapped) -> None:
+def look(trapped: TrappedManager) -> None:
     trapped.manager.get_stats()
 
 
-def check_out(trapped: Trapped) -> None:
+def check_out(trapped: TrappedManager) -> None:
     assert trapped.manager.get_or_create(trapped.config) is trapped.channel
     trapped.manager.release(trapped.channel)
 
 
-def open_another(trapped: Trapped) -> None:
+def open_another(trapped: TrappedManager) -> None:
     own = trapped.manager.get_or_create(trapped.config, dedicated=True, timeout=LIMIT)
     trapped.manager.release(own)
 
 
-def check_out_idle(trapped: Trapped) -> None:
+def check_out_idle(trapped: TrappedManager) -> None:
     trapped.trap.ahead += 1000.0
     assert trapped.manager.get_or_create(trapped.config, timeout=LIMIT) is trapped.channel
     trapped.manager.release(trapped.channel)
 
 
-def recover(trapped: Trapped) -> None:
+def recover(trapped: TrappedManager) -> None:
     assert trapped.manager.handle_error(trapped.channel, Refused(), timeout=LIMIT)
 
 
@@ -192,26 +192,26 @@ MOMENTS = [look, check_out, open_another, check_out_idle, recover]
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
 @pytest.mark.parametrize("take", TAKES, ids=lambda take: take.__name__)
-def test_it_is_given_back_in_the_middle_of_a_change(
-    trapped: Trapped,
-    complaints: list[Any],
-    take: Callable[[Trapped], Client],
-    moment: Callable[[Trapped], None],
+def test_release_in_a_finalizer_inside_a_state_change_works(
+    trapped: TrappedManager,
+    finalizer_errors: list[Any],
+    take: Callable[[TrappedManager], Client],
+    moment: Callable[[TrappedManager], None],
 ) -> None:
     for patience in range(PLACES):
         trapped.trap.set(take(trapped), patience)
         within(SOON, lambda: moment(trapped))
         trapped.trap.forgotten.clear()
         gc.collect()
-        assert trapped.trap.sprung or patience, "nothing was collected there"
+        assert trapped.trap.sprung or patience, "the collector did not run there"
     eventually(lambda: trapped.manager.get_stats()["dedicated_connections"] == 0)
     eventually(lambda: trapped.line()["client_count"] == 1)
     assert trapped.channel.unary_unary(ECHO)(b"hi", timeout=LIMIT) == b"hi"
-    assert not complaints
+    assert not finalizer_errors
 
 
-def close_everything(trapped: Trapped, limit: float) -> None:
-    """A client closes everything, in the middle of the look at an idle connection."""
+def close_everything(trapped: TrappedManager, limit: float) -> None:
+    """A finalizer closes everything, in the middle of the probe of an idle connection."""
     for patience in range(PLACES):
         trapped.manager.get_or_create(trapped.config, timeout=LIMIT)
         (managed,) = trapped.manager._table
@@ -222,13 +222,13 @@ def close_everything(trapped: Trapped, limit: float) -> None:
     assert trapped.trap.sprung == PLACES
 
 
-def test_everything_is_closed_in_the_middle_of_a_change(
-    trapped: Trapped, complaints: list[Any]
+def test_close_all_in_a_finalizer_inside_a_state_change_works(
+    trapped: TrappedManager, finalizer_errors: list[Any]
 ) -> None:
     within(LIMIT, lambda: close_everything(trapped, SOON))
     channel = trapped.manager.get_or_create(trapped.config, timeout=LIMIT)
     assert channel.unary_unary(ECHO)(b"hi", timeout=LIMIT) == b"hi"
-    assert not complaints
+    assert not finalizer_errors
 
 
 def _changes_within_a_change(self: ManagerChanges, change: Callable[[], Work]) -> None:
@@ -237,35 +237,39 @@ def _changes_within_a_change(self: ManagerChanges, change: Callable[[], Work]) -
     self._post(work)
 
 
-@mutant(ManagerChanges, "make", _changes_within_a_change, name="changes within a change")
-def test_changes_within_a_change_are_noticed(trapped: Trapped, complaints: list[Any]) -> None:
-    # One that is closed is made to wait for a probe, and lives on unseen.
+@mutant(ManagerChanges, "make", _changes_within_a_change, name="state changes nest")
+def test_mutant_with_nested_state_changes_is_caught(
+    trapped: TrappedManager, finalizer_errors: list[Any]
+) -> None:
+    # A closed connection would wait for a probe, and stay alive unnoticed.
     with pytest.raises((AssertionError, ConnectFailed, IllegalMove)):
         within(SOON, lambda: close_everything(trapped, 1.0))
 
 
-def test_a_call_in_the_middle_of_a_change_does_not_wait_for_its_end(
-    trapped: Trapped, complaints: list[Any]
+def test_call_in_a_finalizer_inside_a_state_change_fails_instead_of_waiting(
+    trapped: TrappedManager, finalizer_errors: list[Any]
 ) -> None:
-    """There is no connection, and none can come before the change has ended."""
+    """There is no connection, and none can be made before the change has ended."""
     ended: list[grpc.RpcError] = []
 
-    def part(me: Client) -> None:
+    def finalize(me: Client) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             trapped.channel.unary_unary(ECHO)(b"bye", timeout=2 * SOON)
         ended.append(caught.value)
 
     trapped.channel._lose()
-    trapped.trap.set(Client(part), 0)
+    trapped.trap.set(Client(finalize), 0)
     within(SOON, lambda: look(trapped))
     assert [error.code() for error in ended] == [grpc.StatusCode.FAILED_PRECONDITION]
     assert "by a finalizer in the middle of a change" in ended[0].details()
-    assert not complaints
+    assert not finalizer_errors
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "live"])
-def test_nor_is_it_repeated_there(trapped: Trapped, complaints: list[Any], lost: bool) -> None:
-    """Nobody else gets the lock while a finalizer waits for another try."""
+def test_retry_in_a_finalizer_inside_a_state_change_is_refused(
+    trapped: TrappedManager, finalizer_errors: list[Any], lost: bool
+) -> None:
+    """The manager's lock is held while the finalizer runs."""
     ended: list[Any] = []
     channel = trapped.channel
 
@@ -274,7 +278,7 @@ def test_nor_is_it_repeated_there(trapped: Trapped, complaints: list[Any], lost:
         answer: bytes = channel.unary_unary(FAIL)(b"UNAVAILABLE")
         return answer
 
-    def part(me: Client) -> None:
+    def finalize(me: Client) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             bye()
         ended.append(caught.value.code())
@@ -282,18 +286,18 @@ def test_nor_is_it_repeated_there(trapped: Trapped, complaints: list[Any], lost:
 
     if lost:
         channel._lose()
-    trapped.trap.set(Client(part), 0)
+    trapped.trap.set(Client(finalize), 0)
     within(SOON, lambda: look(trapped))
     codes = grpc.StatusCode
     assert ended == [codes.FAILED_PRECONDITION if lost else codes.UNAVAILABLE, False]
-    assert not complaints
+    assert not finalizer_errors
 
 
-# -- locks of others -------------------------------------------------------------------------------
+# -- other locks ------------------------------------------------------------
 
 
-def test_it_is_given_back_by_one_who_has_a_lock_that_another_wants(echo: EchoServer) -> None:
-    """The collector ran under the lock of a handler; the manager wants that under its own."""
+def test_release_under_a_handlers_lock_does_not_deadlock(echo: EchoServer) -> None:
+    """The collector runs under a handler's lock, which the manager takes under its own lock."""
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, timeout=LIMIT)
@@ -314,11 +318,11 @@ def test_it_is_given_back_by_one_who_has_a_lock_that_another_wants(echo: EchoSer
             thread.start()
         for thread in threads:
             thread.join(SOON)
-        assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+        assert not any(thread.is_alive() for thread in threads), "deadlock"
         eventually(lambda: manager.get_stats()["connections"][0]["client_count"] == 0)
 
 
-def test_it_is_given_back_in_the_middle_of_a_submit(echo: EchoServer) -> None:
+def test_release_under_the_loop_threads_lock_does_not_deadlock(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, dedicated=True, timeout=LIMIT)
@@ -331,7 +335,7 @@ def test_it_is_given_back_in_the_middle_of_a_submit(echo: EchoServer) -> None:
         assert manager.get_stats()["total_connections"] == 0
 
 
-def test_it_is_given_back_on_the_loop_thread(echo: EchoServer, complaints: list[Any]) -> None:
+def test_release_on_the_loop_thread_works(echo: EchoServer, finalizer_errors: list[Any]) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, dedicated=True, timeout=LIMIT)
@@ -343,11 +347,13 @@ def test_it_is_given_back_on_the_loop_thread(echo: EchoServer, complaints: list[
 
         LoopThread.shared().run(collect(), SOON)
         eventually(lambda: not manager._background._closings and not len(manager._table))
-    assert not complaints
+    assert not finalizer_errors
 
 
-def test_to_give_it_back_is_not_to_wait(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does wait for calls to end is `close_all`."""
+def test_close_of_a_channel_does_not_wait_for_its_calls(
+    echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `close_all` waits for calls in flight."""
     monkeypatch.setattr("moored.rpc._background.CLOSING", LIMIT)
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
@@ -355,7 +361,7 @@ def test_to_give_it_back_is_not_to_wait(echo: EchoServer, monkeypatch: pytest.Mo
         numbers = channel.unary_stream(ENDLESS)(b"0.01")
         assert next(numbers) == b"0"
         within(3.0, channel.close)
-        assert next(numbers) == b"1", "it may go on"
+        assert next(numbers) == b"1", "the stream was cut"
         ended = threading.Event()
 
         def end() -> None:
@@ -372,7 +378,7 @@ def test_to_give_it_back_is_not_to_wait(echo: EchoServer, monkeypatch: pytest.Mo
 
 
 def run_script(script: str, uri: str) -> list[str]:
-    """In a process of its own, because this one must neither fork nor end."""
+    """Run a script in its own process, because this one must neither fork nor end."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), uri],
         capture_output=True,
@@ -401,20 +407,20 @@ EXIT = """
     client = Client()
 """
 
-#: The same, with one who owns the manager.
-EXIT_OF_ALL = EXIT.replace("self.channel.close()", "self.manager.close()").replace(
+#: The same, for a client that owns the manager.
+EXIT_OF_A_MANAGER = EXIT.replace("self.channel.close()", "self.manager.close()").replace(
     "            manager = ConnectionManager.get_instance()",
     "            manager = self.manager = ConnectionManager()",
 )
 
 
-@pytest.mark.parametrize("script", [EXIT, EXIT_OF_ALL], ids=["channel", "manager"])
-def test_it_is_given_back_while_the_interpreter_ends(echo: EchoServer, script: str) -> None:
+@pytest.mark.parametrize("script", [EXIT, EXIT_OF_A_MANAGER], ids=["channel", "manager"])
+def test_release_at_interpreter_exit_does_not_hang(echo: EchoServer, script: str) -> None:
     assert run_script(script, echo.uri) == ["finalizing: True"]
 
 
-#: One who wants another connection then, and makes a call over what has lost its own.
-EXIT_OF_ONE_WHO_WAITS = (
+#: A client that opens a connection at exit, and calls over a channel without one.
+EXIT_WITH_WAITING_CALLS = (
     EXIT.replace(
         "            self.channel.close()",
         """            for wait in self.waits:
@@ -438,9 +444,9 @@ EXIT_OF_ONE_WHO_WAITS = (
 )
 
 
-def test_nobody_waits_while_the_interpreter_ends(echo: EchoServer) -> None:
-    """There are no threads any more that could open a connection."""
-    assert run_script(EXIT_OF_ONE_WHO_WAITS, echo.uri) == [
+def test_waiting_calls_fail_at_interpreter_exit(echo: EchoServer) -> None:
+    """No thread is left that could open a connection."""
+    assert run_script(EXIT_WITH_WAITING_CALLS, echo.uri) == [
         "finalizing: True",
         "ManagerClosed, at once: True",
         "CallUnsent, at once: True",
@@ -490,11 +496,11 @@ FORK = """
 """
 
 
-def test_it_is_given_back_in_a_child_that_has_just_begun(echo: EchoServer) -> None:
+def test_release_in_a_child_right_after_the_fork_works(echo: EchoServer) -> None:
     assert run_script(FORK, echo.uri) == ["child: 2 0", "parent: 1"]
 
 
-# -- wherever it happens ---------------------------------------------------------------------------
+# -- an eager garbage collector ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -507,7 +513,9 @@ def eager_collector() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def test_collected_anywhere(echo: EchoServer, eager_collector: None, complaints: list[Any]) -> None:
+def test_release_in_finalizers_at_random_places_works(
+    echo: EchoServer, eager_collector: None, finalizer_errors: list[Any]
+) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         kept: Handler = manager.get_or_create(config, timeout=LIMIT)
@@ -526,21 +534,21 @@ def test_collected_anywhere(echo: EchoServer, eager_collector: None, complaints:
                 if number % 100 == 0:
                     own = manager.get_or_create(config, dedicated=True, timeout=LIMIT)
                     assert own.unary_unary(ECHO)(b"hi", timeout=LIMIT) == b"hi"
-                    client.give_back = lambda me, own=own: own.close()  # type: ignore[misc]
+                    client.on_collect = lambda me, own=own: own.close()  # type: ignore[misc]
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(100.0)
-        assert not any(thread.is_alive() for thread in threads), "they wait for themselves"
+        assert not any(thread.is_alive() for thread in threads), "deadlock"
 
         def all_gone() -> bool:
-            gc.collect()  # nothing, if another thread does so at the moment
-            told = manager.get_stats()
-            shared = [line for line in told["connections"] if not line["dedicated"]]
-            return not told["dedicated_connections"] and shared[0]["client_count"] == 1
+            gc.collect()  # no effect while another thread collects
+            stats = manager.get_stats()
+            shared = [line for line in stats["connections"] if not line["dedicated"]]
+            return not stats["dedicated_connections"] and shared[0]["client_count"] == 1
 
         eventually(all_gone)
         assert kept.generation == 1
-    assert not complaints
+    assert not finalizer_errors

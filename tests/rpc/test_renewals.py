@@ -1,4 +1,4 @@
-"""A channel does not grow older than it may, also if its renewal fails; in virtual time."""
+"""Channels are renewed before max_age, also after a failed renewal; virtual time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .scripted import ADDRESSES, World
 pytestmark = pytest.mark.usefixtures("forkable")
 
 AGE = 20.0
-#: The longest that a connect may take in that world.
+#: The longest time that a simulated connect takes.
 CONNECT = 0.05
 
 
 async def renewals_that_fail(sim: Sim) -> None:
-    """For a while none can be made; soon after that, one is."""
+    """Renewals fail for a while; soon after that, one succeeds."""
     world = World(sim.rng)
     broken_until = AGE * sim.random(0.85, 1.5)
 
@@ -42,17 +42,19 @@ async def renewals_that_fail(sim: Sim) -> None:
         handler_factory=make, credentials=world.credentials, max_age=AGE
     ) as manager:
         handler = await manager.get_or_create(ConnectionConfig.from_uri(f"http://{ADDRESSES[0]}"))
-        while handler.generation == 1:  # noqa: ASYNC110 - nothing tells
+        while handler.generation == 1:  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
         late = sim.now - max(broken_until, AGE)
         assert late <= AGE / 10 + CONNECT + 0.02, late
         began = sim.now
-        while handler.generation == 2:  # noqa: ASYNC110 - nothing tells
+        while handler.generation == 2:  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
-        assert 0.9 * AGE - 0.02 <= sim.now - began <= AGE + CONNECT + 0.02, "a new age"
+        assert 0.9 * AGE - 0.02 <= sim.now - began <= AGE + CONNECT + 0.02, (
+            "the next renewal was not after max_age"
+        )
 
 
-def test_a_renewal_that_fails_is_tried_again_soon() -> None:
+def test_failed_renewal_is_retried_soon() -> None:
     simulate(renewals_that_fail, seeds=scaled(100, least=8))
 
 
@@ -63,13 +65,18 @@ def _waits_for_a_whole_age(self: Background, managed: Any, *, again: bool = Fals
 _set_age_timer = Background._set_age_timer
 
 
-def test_a_whole_age_of_waiting_is_noticed() -> None:
-    planted = mutant(Background, "_set_age_timer", _waits_for_a_whole_age, name="a whole age")
+def test_mutant_that_waits_a_whole_max_age_is_caught() -> None:
+    planted = mutant(
+        Background,
+        "_set_age_timer",
+        _waits_for_a_whole_age,
+        name="a failed renewal waits for another max_age",
+    )
     assert_caught(renewals_that_fail, planted, within=50, clean=3)
 
 
 async def renewals_of_a_replica(sim: Sim) -> None:
-    """The nearest replica is well: each new channel leads there, too, however young the last."""
+    """Each renewed channel leads to the nearest replica, as long as that is healthy."""
     world = World(sim.rng)
     near = {ADDRESSES[1]: 0.001, ADDRESSES[0]: 0.1}
     strategy = AsyncGlobalStrategy(
@@ -85,17 +92,19 @@ async def renewals_of_a_replica(sim: Sim) -> None:
         while handler.generation < 5:
             assert handler.address == ADDRESSES[1]
             await asyncio.sleep(0.1)
-        # One that fails is left all the same.
+        # A replica that fails is left.
         world.fall(ADDRESSES[1])
         while handler.address != ADDRESSES[0]:
             with contextlib.suppress(grpc.RpcError):
                 await handler.unary_unary("/test.Echo/Echo")(b"", timeout=5.0)
 
 
-def test_a_renewal_stays_at_the_nearest_replica() -> None:
+def test_renewal_stays_at_the_nearest_replica() -> None:
     simulate(renewals_of_a_replica, seeds=scaled(20, least=3))
 
 
-def test_a_replica_that_is_avoided_for_nothing_is_noticed() -> None:
-    planted = mutant(Follower, "arrived", lambda self, address: None, name="avoided for nothing")
+def test_mutant_that_avoids_a_healthy_replica_is_caught() -> None:
+    planted = mutant(
+        Follower, "arrived", lambda self, address: None, name="a healthy replica is avoided"
+    )
     assert_caught(renewals_of_a_replica, planted, within=5, clean=3)

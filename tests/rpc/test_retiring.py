@@ -1,4 +1,4 @@
-"""A replaced generation is closed once, in its time, and by the process that opened it."""
+"""A replaced generation is closed once, after its calls or its grace, by its own process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Channel:
 
 
 class AioChannel(Channel):
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self, grace: float | None = None) -> None:  # type: ignore[override]
         self.closed += 1
 
 
-class Timers:
-    """What a handler wants done later; the test decides when."""
+class ManualTimers:
+    """Collects the timers of a handler; the test fires them."""
 
     def __init__(self) -> None:
         self.set: list[tuple[float, Callable[[], None]]] = []
@@ -49,7 +49,7 @@ class Timers:
 
 
 def busy(channel: Any) -> LiveChannel:
-    """A generation with a call under way."""
+    """Make a generation with a call in flight."""
     live = LiveChannel(1, channel, "north:1")
     live.calls.append(None)
     return live
@@ -60,9 +60,9 @@ class Lost(Channel):
         return grpc.ChannelConnectivity.IDLE
 
 
-def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_lives() -> None:
+def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_is_up() -> None:
     for channels, closed in (([Channel(), Lost()], 0), ([Lost(), Lost()], 1)):
-        timers, pool = Timers(), ChannelPool(channels)
+        timers, pool = ManualTimers(), ChannelPool(channels)
         handler = Handler(busy(pool), grace=1.0, later=timers.later)
         handler._swap(LiveChannel(2, Channel(), "north:1"))
         timers.fire(0)
@@ -71,22 +71,22 @@ def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_lives() -> N
         assert [each.closed for each in channels] == [closed] * 2
 
 
-def retired() -> tuple[Handler, LiveChannel, Timers]:
-    """A handler whose first generation was replaced by one to the same server."""
-    timers, live = Timers(), busy(Channel())
+def retired() -> tuple[Handler, LiveChannel, ManualTimers]:
+    """Return a handler whose first generation was replaced by one to the same server."""
+    timers, live = ManualTimers(), busy(Channel())
     handler = Handler(live, grace=1.0, later=timers.later)
     handler._swap(LiveChannel(2, Channel(), "north:1"))
     return handler, live, timers
 
 
-def test_closing_a_handler_sets_the_grace_of_a_replaced_generation_anew() -> None:
+def test_close_restarts_the_grace_of_a_replaced_generation() -> None:
     handler, _, timers = retired()
     handler._shut(5.0)
     assert [delay for delay, _ in timers.set] == [1.0, 5.0, 0.0]
     assert timers.off == [0]
 
 
-def test_a_grace_that_ends_while_the_channel_closes_closes_it_once() -> None:
+def test_grace_that_ends_during_the_close_closes_the_channel_once() -> None:
     handler, live, timers = retired()
     live.leave()
     timers.fire(0)
@@ -96,7 +96,7 @@ def test_a_grace_that_ends_while_the_channel_closes_closes_it_once() -> None:
     assert handler._wait_closed(0.0)
 
 
-def test_a_grace_that_ends_after_the_channel_was_closed_changes_nothing() -> None:
+def test_grace_that_ends_after_the_close_changes_nothing() -> None:
     handler, live, timers = retired()
     live.leave()
     timers.fire(1)
@@ -105,14 +105,14 @@ def test_a_grace_that_ends_after_the_channel_was_closed_changes_nothing() -> Non
     assert handler._wait_closed(0.0)
 
 
-def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> None:
+def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> None:
     handler, live, timers = retired()
     handler.reset()
     live.leave()
     assert len(timers.set) == 1
 
 
-def test_a_handler_with_a_call_under_way_does_not_fall_asleep() -> None:
+def test_handler_with_a_call_in_flight_does_not_sleep() -> None:
     live = busy(Channel())
     handler = Handler(live)
     assert handler._detach(1) is None
@@ -132,7 +132,7 @@ async def retired_async() -> tuple[AsyncHandler, LiveChannel]:
     return handler, live
 
 
-async def test_closing_a_handler_sets_the_grace_of_a_replaced_generation_anew_async() -> None:
+async def test_close_restarts_the_grace_of_a_replaced_generation_async() -> None:
     handler, live = await retired_async()
     cancel: Any = handler._retiring[live]
     handler._shut(60.0)
@@ -142,7 +142,7 @@ async def test_closing_a_handler_sets_the_grace_of_a_replaced_generation_anew_as
     assert live.channel.closed == 1
 
 
-async def test_a_grace_that_ends_while_the_channel_closes_closes_it_once_async() -> None:
+async def test_grace_that_ends_during_the_close_closes_the_channel_once_async() -> None:
     handler, live = await retired_async()
     handler._shut(60.0)
     live.leave()
@@ -152,7 +152,7 @@ async def test_a_grace_that_ends_while_the_channel_closes_closes_it_once_async()
     assert live.channel.closed == 1
 
 
-async def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel_async() -> None:
+async def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel_async() -> None:
     handler, live = await retired_async()
     handler._retiring[live]()
     handler.reset()
@@ -161,7 +161,7 @@ async def test_a_call_that_ends_in_a_forked_child_closes_no_inherited_channel_as
     assert not live.closed
 
 
-async def test_a_handler_with_a_call_under_way_does_not_fall_asleep_async() -> None:
+async def test_handler_with_a_call_in_flight_does_not_sleep_async() -> None:
     live = busy(AioChannel())
     handler = AsyncHandler(live)
     assert handler._detach(1) is None

@@ -1,7 +1,7 @@
-"""Whose connection it is: who has it, who has given it back, and who holds it all the same.
+"""Clients of a connection, and channels that sleep when no client holds them.
 
-A channel that everybody seems to have given back is asleep after a while: its connection is closed,
-and a call over it, by whoever still holds it, opens another.
+A channel that all clients have released sleeps after a while: its connection is closed, and a call
+by a holder that did not release it opens another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def asleep(side: Threads | Aio) -> None:
 
 
 @both
-async def test_one_that_is_asleep_is_what_the_next_one_gets(kind: Kind, echo: EchoServer) -> None:
+async def test_sleeping_channel_is_handed_out_again(kind: Kind, echo: EchoServer) -> None:
     async with kind(linger=0.2) as side:
         mine = await side.get(config_of(echo), timeout=LIMIT)
         await side.run(mine.close)
@@ -58,30 +58,30 @@ async def test_one_that_is_asleep_is_what_the_next_one_gets(kind: Kind, echo: Ec
 
 
 @both
-async def test_one_that_is_asleep_can_wait_for_its_server(kind: Kind) -> None:
+async def test_sleeping_channel_waits_for_its_server(kind: Kind) -> None:
     async with kind(linger=0.2) as side:
         with EchoServer() as server:
             mine = await side.get(config_of(server), timeout=LIMIT)
             await side.run(mine.close)
             await asleep(side)
             server.kill()
-            for _ in range(2):  # for good is nothing
+            for _ in range(2):  # a failure is not final
                 with pytest.raises(ConnectFailed):
                     await side.call(mine, ECHO, timeout=0.2)
             call = asyncio.create_task(side.call(mine, ECHO, b"hi"))
-            await asyncio.sleep(0.5)  # longer than nobody may have it
+            await asyncio.sleep(0.5)  # longer than linger
             await asyncio.to_thread(server.start)
             assert await call == b"hi"
 
 
 @both
-async def test_one_that_is_asleep_ends_with_its_manager(kind: Kind, echo: EchoServer) -> None:
+async def test_sleeping_channel_is_closed_with_its_manager(kind: Kind, echo: EchoServer) -> None:
     async with kind(linger=0.2) as side:
         mine = await side.get(config_of(echo), timeout=LIMIT)
         own = await side.get(config_of(echo), dedicated=True, client=Client(), timeout=LIMIT)
         await side.run(mine.close)
         await asleep(side)
-        assert await side.call(own, ECHO, b"hi") == b"hi", "it was called, and nobody else has it"
+        assert await side.call(own, ECHO, b"hi") == b"hi", "a dedicated channel stays usable"
         await asleep(side)
         await side.run(side.manager.close_all)
         for channel in (mine, own):
@@ -91,7 +91,7 @@ async def test_one_that_is_asleep_ends_with_its_manager(kind: Kind, echo: EchoSe
 
 
 @both
-async def test_one_that_is_asleep_is_forgotten_with_who_holds_it(
+async def test_sleeping_channel_is_freed_with_its_last_reference(
     kind: Kind, echo: EchoServer
 ) -> None:
     async with kind(linger=0.2) as side:
@@ -109,7 +109,7 @@ async def test_one_that_is_asleep_is_forgotten_with_who_holds_it(
 
 
 @both
-async def test_one_that_is_asleep_can_be_given_back_for_good(kind: Kind, echo: EchoServer) -> None:
+async def test_released_dedicated_channel_cannot_be_woken(kind: Kind, echo: EchoServer) -> None:
     async with kind(linger=0.2) as side:
         shared = await side.get(config_of(echo), timeout=LIMIT)
         own = await side.get(config_of(echo), dedicated=True, client=Client(), timeout=LIMIT)
@@ -121,11 +121,13 @@ async def test_one_that_is_asleep_can_be_given_back_for_good(kind: Kind, echo: E
         with pytest.raises(ManagerClosed, match="get_or_create"):
             await side.call(own, ECHO)
         assert list(side.manager._table.asleep.values()) == [shared]
-        assert await side.call(shared, ECHO, b"hi") == b"hi", "others may hold it"
+        assert await side.call(shared, ECHO, b"hi") == b"hi", (
+            "a shared channel stays usable for other holders"
+        )
 
 
 @both
-async def test_to_wake_where_it_fell_asleep_is_not_to_move(kind: Kind, echo: EchoServer) -> None:
+async def test_waking_at_the_same_address_is_not_a_move(kind: Kind, echo: EchoServer) -> None:
     async with kind(linger=0.2, fetch_topology=lambda: [echo.uri]) as side:
         orders = ConnectionConfig.from_uri("http://orders.example.com")
         channel = await side.get(orders, timeout=LIMIT)
@@ -137,7 +139,9 @@ async def test_to_wake_where_it_fell_asleep_is_not_to_move(kind: Kind, echo: Ech
 
 
 @both
-async def test_one_whose_strategy_cannot_be_made_stays_asleep(kind: Kind, echo: EchoServer) -> None:
+async def test_channel_whose_strategy_cannot_be_made_stays_asleep(
+    kind: Kind, echo: EchoServer
+) -> None:
     failures: list[Exception] = []
 
     def strategy(config: ConnectionConfig) -> Any:
@@ -160,7 +164,7 @@ async def test_one_whose_strategy_cannot_be_made_stays_asleep(kind: Kind, echo: 
         assert await side.get(config_of(echo), timeout=LIMIT) is channel
 
 
-async def test_whoever_waits_for_it_to_be_ready_wakes_it(echo: EchoServer) -> None:
+async def test_waiting_for_ready_wakes_a_sleeping_channel(echo: EchoServer) -> None:
     async with Aio(linger=0.2) as aio, Threads(linger=0.2) as threads:
         for side in (aio, threads):
             channel = await side.get(config_of(echo), timeout=LIMIT)
@@ -175,7 +179,7 @@ async def test_whoever_waits_for_it_to_be_ready_wakes_it(echo: EchoServer) -> No
             assert channel.generation == 2
 
 
-def test_many_threads_that_never_have_it_and_call(echo: EchoServer) -> None:
+def test_many_threads_can_call_a_sleeping_channel(echo: EchoServer) -> None:
     """It falls asleep and is woken up, all the time, by several at once, and no call fails."""
     seconds = scaled(15, least=2)
     failures: list[BaseException] = []
@@ -208,26 +212,26 @@ def test_many_threads_that_never_have_it_and_call(echo: EchoServer) -> None:
     eventually(lambda: not works._tasks and not works._timers and not works._closings)
 
 
-# -- who is who ------------------------------------------------------------------------------------
+# -- identity of clients ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Equal:
-    """One of these is as good as another."""
+    """Clients that compare equal."""
 
     name: str = "equal"
 
 
 @dataclass
 class Unhashable:
-    """And of these none can be in a set."""
+    """Clients that cannot be hashed."""
 
     name: str = "unhashable"
 
 
 @both
 @pytest.mark.parametrize("of", [Equal, Unhashable])
-async def test_clients_that_are_equal_are_not_the_same(
+async def test_equal_client_objects_are_counted_separately(
     kind: Kind, of: type[object], echo: EchoServer
 ) -> None:
     async with kind(linger=0.2) as side:
@@ -239,20 +243,22 @@ async def test_clients_that_are_equal_are_not_the_same(
         await side.run(side.manager.release, channel, client=one)
         await side.run(side.manager.release, channel, client=one)
         assert list(managed.clients) == [other]
-        await asyncio.sleep(0.6)  # longer than nobody may have it
-        assert channel.generation == 1, "the other one has it"
+        await asyncio.sleep(0.6)  # longer than linger
+        assert channel.generation == 1, "the other client still holds it"
 
 
 @both
 @pytest.mark.parametrize("client", ["me", 7, {}, ()], ids=repr)
-async def test_a_client_that_cannot_be_held_weakly(
+async def test_client_without_weak_references_is_refused(
     kind: Kind, client: object, echo: EchoServer
 ) -> None:
     async with kind() as side:
         for dedicated in (False, True):
             with pytest.raises(ConfigError, match=f"client=.* with {type(client).__name__}"):
                 await side.get(config_of(echo), dedicated=dedicated, client=client, timeout=LIMIT)
-        assert not side.manager.get_stats()["total_connections"], "it was made for nobody"
+        assert not side.manager.get_stats()["total_connections"], (
+            "a connection was made for a refused client"
+        )
         channel = await side.get(config_of(echo), timeout=LIMIT)
         with pytest.raises(ConfigError, match="client="):
             await side.get(config_of(echo), client=client, timeout=LIMIT)
@@ -261,9 +267,7 @@ async def test_a_client_that_cannot_be_held_weakly(
 
 
 @both
-async def test_a_dedicated_channel_that_is_forgotten_without_a_client_is_closed(
-    kind: Kind, echo: EchoServer
-) -> None:
+async def test_garbage_collected_dedicated_channel_is_closed(kind: Kind, echo: EchoServer) -> None:
     async with kind(linger=0.2) as side:
         kept = await side.get(config_of(echo), dedicated=True)
         forgotten = weakref.ref(await side.get(config_of(echo), dedicated=True))
@@ -272,4 +276,4 @@ async def test_a_dedicated_channel_that_is_forgotten_without_a_client_is_closed(
             while side.manager.get_stats()["total_connections"] or forgotten() is not None:
                 gc.collect()
                 await asyncio.sleep(0.02)
-        assert await side.call(kept, ECHO, b"a") == b"a", "who still has one may call"
+        assert await side.call(kept, ECHO, b"a") == b"a", "a kept channel was closed"

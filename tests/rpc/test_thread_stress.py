@@ -1,4 +1,4 @@
-"""The manager for threads, used by many at once, while its servers are killed and come back."""
+"""The manager for threads under load, while its servers are killed and restarted."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .handlers import ECHO, descriptors, eventually, own_threads
 from .servers import EchoServer
 
 THREADS = 8
-#: How long a call or a checkout may wait, and after what time it counts as forgotten.
-TIMEOUT, FORGOTTEN = 1.0, 4.0
+#: How long a call or a checkout may wait, and after what time it counts as lost.
+TIMEOUT, LOST_AFTER = 1.0, 4.0
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """No log: connections are broken by the dozen."""
+    """Silence the log: many connections break."""
     with silent("moored"):
         yield
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
 class Tracked(grpc.Channel):  # type: ignore[misc]
-    """A real channel that knows whether it is open."""
+    """A real channel that counts its closes."""
 
     def __init__(self, inner: grpc.Channel) -> None:
         self._inner = inner
@@ -74,8 +74,8 @@ class Tracked(grpc.Channel):  # type: ignore[misc]
         self.close()
 
 
-class Crowd:
-    """A manager and what threads do with it; the last of the servers is never killed."""
+class Load:
+    """A manager and the work of its threads; the last of the servers is never killed."""
 
     def __init__(self, servers: list[EchoServer]) -> None:
         self.configs = [ConnectionConfig.from_uri(server.uri) for server in servers]
@@ -133,7 +133,7 @@ class Crowd:
         try:
             return self.limited(lambda: self.manager.get_or_create(config, timeout=TIMEOUT, **how))
         except ConnectFailed:
-            assert config is not self.safe, "its server was there all the time"
+            assert config is not self.safe, "its server was never killed"
             self.outcomes["not connected"] += 1
             return None
 
@@ -149,7 +149,7 @@ class Crowd:
             self.failed(config, channel, error)
 
     def failed(self, config: ConnectionConfig, channel: Any, error: grpc.RpcError) -> None:
-        assert config is not self.safe, f"its server was there all the time: {error}"
+        assert config is not self.safe, f"its server was never killed: {error}"
         assert error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"), error
         self.limited(lambda: self.manager.handle_error(channel, error, timeout=TIMEOUT))
 
@@ -159,23 +159,23 @@ class Crowd:
             return act()
         finally:
             took = time.monotonic() - began
-            assert took < FORGOTTEN, f"it has taken {took:.1f} s"
+            assert took < LOST_AFTER, f"it has taken {took:.1f} s"
 
     # -- what must hold ------------------------------------------------------------------------
 
     def look(self) -> None:
-        """What the statistics say fits together."""
-        told = self.manager.get_stats()
-        lines = told["connections"]
-        assert told["total_connections"] == len(lines)
-        assert told["dedicated_connections"] == sum(line["dedicated"] for line in lines)
-        assert told["shared_connections"] + told["dedicated_connections"] == len(lines)
+        """Check that the statistics are consistent."""
+        stats = self.manager.get_stats()
+        lines = stats["connections"]
+        assert stats["total_connections"] == len(lines)
+        assert stats["dedicated_connections"] == sum(line["dedicated"] for line in lines)
+        assert stats["shared_connections"] + stats["dedicated_connections"] == len(lines)
         shared = [line["address"] for line in lines if not line["dedicated"]]
         assert len(shared) == len(set(shared)), f"two for one endpoint: {shared}"
         assert all(line["client_count"] >= 0 for line in lines)
 
     def always(self) -> None:
-        """One generation is the current one, if there is one, and it is open."""
+        """Check that a ready connection has one open, current generation."""
         with self.manager._lock:
             for managed in self.manager._table:
                 self._check(managed)
@@ -192,7 +192,7 @@ class Crowd:
             assert live is None, f"{live!r} is used while {core!r}"
 
     def end(self) -> None:
-        """Nobody is left, nothing is counted, and at last everything is closed, once."""
+        """Check that no caller or client is left, and that each channel was closed once."""
         with self.manager._lock:
             for managed in self.manager._table:
                 assert not managed.waiters, f"{managed!r} is waited for"
@@ -207,37 +207,37 @@ class Crowd:
         assert {channel.closes for channel in self.channels} == {1}, "closed more than once"
 
 
-def stress(crowd: Crowd, victims: list[EchoServer], kills: int) -> None:
+def stress(load: Load, victims: list[EchoServer], kills: int) -> None:
     """Kill servers one after the other, and start them again, while the threads work."""
 
     def chaos() -> None:
         try:
             for number in range(kills):
                 victim = victims[number % len(victims)]
-                if crowd.over.wait(0.3):
+                if load.over.wait(0.3):
                     return
                 victim.kill()
-                crowd.over.wait(0.1 + 0.4 * (number % 3))
+                load.over.wait(0.1 + 0.4 * (number % 3))
                 victim.start()
-            crowd.over.wait(0.3)
+            load.over.wait(0.3)
         finally:
-            crowd.over.set()
+            load.over.set()
 
     killer = threading.Thread(target=chaos)
     killer.start()
     try:
         stress_threads(
-            crowd.work,
+            load.work,
             threads=THREADS,
             iterations=1,
-            always=crowd.always,
-            invariant=crowd.end,
+            always=load.always,
+            invariant=load.end,
             timeout=100.0,
         )
     finally:
-        crowd.over.set()
+        load.over.set()
         killer.join(60)
-        crowd.manager.close()
+        load.manager.close()
 
 
 @pytest.fixture(scope="module")
@@ -247,16 +247,16 @@ def servers() -> Iterator[list[EchoServer]]:
         yield made
 
 
-def test_many_threads_and_servers_that_die(servers: list[EchoServer]) -> None:
-    crowd = Crowd(servers)
+def test_invariants_hold_with_many_threads_and_killed_servers(servers: list[EchoServer]) -> None:
+    load = Load(servers)
     kills = scaled(30, least=3)
-    # What the first connection makes is made before.
-    crowd.share(crowd.safe, Client())
+    # The first connection starts threads that stay.
+    load.share(load.safe, Client())
     threads, files = own_threads(), descriptors()
-    stress(crowd, servers[:2], kills)
-    assert crowd.outcomes["answered"] > 50 * kills, crowd.outcomes
-    assert crowd.outcomes["UNAVAILABLE"] + crowd.outcomes["not connected"], "nobody noticed"
-    assert len(crowd.channels) > kills, "nothing was replaced"
+    stress(load, servers[:2], kills)
+    assert load.outcomes["answered"] > 50 * kills, load.outcomes
+    assert load.outcomes["UNAVAILABLE"] + load.outcomes["not connected"], "no kill was noticed"
+    assert len(load.channels) > kills, "nothing was replaced"
     eventually(lambda: own_threads() <= threads)
     eventually(lambda: descriptors() <= files + 3)
 
@@ -265,7 +265,7 @@ def test_many_threads_and_servers_that_die(servers: list[EchoServer]) -> None:
 
 
 class NoLock:
-    """Looks like a lock, and keeps nobody out."""
+    """Has the interface of a lock, and does not lock."""
 
     def __enter__(self) -> None:
         time.sleep(0)
@@ -285,7 +285,7 @@ class NoLock:
 
 
 def _begins_without_a_lock(self: ConnectionManager) -> None:
-    """Everybody changes everything at any time."""
+    """Replace all locks by objects that do not lock."""
     _begin(self)
     self._lock = self._background._lock = self._changes._lock = NoLock()  # type: ignore[assignment]
 
@@ -293,17 +293,17 @@ def _begins_without_a_lock(self: ConnectionManager) -> None:
 _begin = ConnectionManager._begin
 
 
-@mutant(ConnectionManager, "_begin", _begins_without_a_lock, name="a manager without a lock")
-def test_a_manager_without_its_lock_is_noticed(servers: list[EchoServer]) -> None:
+@mutant(ConnectionManager, "_begin", _begins_without_a_lock, name="the manager does not lock")
+def test_mutant_without_locks_is_caught(servers: list[EchoServer]) -> None:
     with pytest.raises(StressFailed):
-        stress(Crowd(servers), servers[:2], 20)
+        stress(Load(servers), servers[:2], 20)
 
 
-def _never_given_back(self: ManagedConnection[Any], client: object | None) -> None:
-    """Who releases it is counted for ever."""
+def _never_released(self: ManagedConnection[Any], client: object | None) -> None:
+    """Keep counting a client that has released its channel."""
 
 
-@mutant(ManagedConnection, "given_back", _never_given_back, name="nobody gives back")
-def test_clients_that_are_counted_for_ever_are_noticed(servers: list[EchoServer]) -> None:
+@mutant(ManagedConnection, "given_back", _never_released, name="a released client is still counted")
+def test_mutant_that_never_forgets_clients_is_caught(servers: list[EchoServer]) -> None:
     with pytest.raises(StressFailed):
-        stress(Crowd(servers), servers[:2], 2)
+        stress(Load(servers), servers[:2], 2)

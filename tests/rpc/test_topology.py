@@ -1,4 +1,4 @@
-"""Who is in a cluster of clusters: the answer read, the member chosen, and when to move."""
+"""Topologies: parsing the answer, choosing a member, and deciding when to move."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def topology(version: int, *members: Member) -> Topology:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """Milvus's answer, as it was seen."""
+    """Return an answer of Milvus."""
     data = {
         "version": "7",
         "clusters": [
@@ -52,7 +52,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def test_the_answer_of_milvus_is_read() -> None:
+def test_answer_of_milvus_is_parsed() -> None:
     found = parse_topology(answer())
     assert found.version == 7
     assert [each.cluster_id for each in found.members] == ["in01", "in02"]
@@ -63,20 +63,22 @@ def test_the_answer_of_milvus_is_read() -> None:
     ]
 
 
-def test_a_version_may_be_a_number_and_more_may_be_said() -> None:
+def test_version_may_be_a_number_and_extra_fields_are_ignored() -> None:
     assert parse_topology({**answer(version=8), "cost": 1}).version == 8
-    assert parse_topology({"data": answer()["data"]}).version == 7, "no code is no failure"
+    assert parse_topology({"data": answer()["data"]}).version == 7, (
+        "a missing code was taken for a failure"
+    )
 
 
-def test_the_bits_are_those_of_milvus() -> None:
+def test_capability_bits_are_those_of_milvus() -> None:
     assert (int(READABLE), int(WRITABLE), int(PRIMARY)) == (1, 2, 3)
     assert [member("a", bits).readable for bits in range(5)] == [False, True, False, True, False]
     assert [member("a", bits).writable for bits in range(5)] == [False, False, True, True, False]
-    assert member("a", 7).writable, "bits that are not known yet change nothing"
+    assert member("a", 7).writable, "unknown bits must be ignored"
 
 
-def test_a_code_that_is_not_0_is_a_refusal() -> None:
-    with pytest.raises(TopologyError, match=r"refused .*: not yours \(code 1800\)"):
+def test_nonzero_code_is_a_refusal() -> None:
+    with pytest.raises(TopologyError, match=r"topology: not yours \(code 1800\)"):
         parse_topology({"code": 1800, "message": "not yours"})
     with pytest.raises(TopologyError, match="no reason was given"):
         parse_topology({"code": 1800})
@@ -86,7 +88,7 @@ def test_a_code_that_is_not_0_is_a_refusal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (None, "the answer must be an object, not NoneType"),
         ([], "the answer must be an object, not list"),
@@ -113,10 +115,10 @@ def test_a_code_that_is_not_0_is_a_refusal() -> None:
         (answer(version="9" * 5000), "data.version must be a number"),
     ],
 )
-def test_an_answer_of_another_shape_is_told_by_its_part(body: Any, said: str) -> None:
+def test_malformed_answer_is_refused_with_the_field(body: Any, message: str) -> None:
     with pytest.raises(TopologyError) as caught:
         parse_topology(body)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 json_values = st.recursive(
@@ -132,7 +134,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_answer_is_read_or_refused(body: Any) -> None:
+def test_any_json_is_parsed_or_refused(body: Any) -> None:
     for each in (body, {"code": 0, "data": body}, answer(clusters=body)):
         try:
             found = parse_topology(each)
@@ -158,12 +160,12 @@ def test_any_answer_is_read_or_refused(body: Any) -> None:
         ("unix:/run/a.sock", "unix:/run/a.sock"),
     ],
 )
-def test_an_endpoint_has_the_ports_of_a_uri(endpoint: str, address: str) -> None:
+def test_endpoint_has_the_default_ports_of_a_uri(endpoint: str, address: str) -> None:
     assert address_of(Member("a", endpoint)) == address
 
 
 @pytest.mark.parametrize("endpoint", ["", "http://", "ftp://a", "a:b", "::1", "a b"])
-def test_a_wrong_endpoint_is_told_with_its_member(endpoint: str) -> None:
+def test_invalid_endpoint_is_refused_with_its_member(endpoint: str) -> None:
     with pytest.raises(TopologyError, match="the endpoint of in07 is wrong"):
         address_of(Member("in07", endpoint))
 
@@ -182,7 +184,7 @@ def test_a_wrong_endpoint_is_told_with_its_member(endpoint: str) -> None:
         ("http://g", "https://a", {"secure": None}, True),
     ],
 )
-def test_how_a_member_is_connected_to(
+def test_encryption_of_a_member_follows_uri_endpoint_and_option(
     uri: str, endpoint: str, given: dict[str, Any], secure: bool
 ) -> None:
     config = ConnectionConfig.from_uri(uri, token="t", db_name="d", **given)
@@ -192,7 +194,7 @@ def test_how_a_member_is_connected_to(
     assert (found.uri, found.token, found.db_name) == (config.uri, "t", "d")
 
 
-def test_the_name_in_the_certificate_is_that_of_the_member_unless_the_user_gave_one() -> None:
+def test_certificate_name_is_that_of_the_member_unless_given() -> None:
     found = Member("10.0.0.1", "10.0.0.1:5", server_name="db.example.com")
     config = ConnectionConfig.from_uri("https://db.example.com")
     assert config_for(config, found).options["server_name"] == "db.example.com"
@@ -203,32 +205,32 @@ def test_the_name_in_the_certificate_is_that_of_the_member_unless_the_user_gave_
 # -- the choice ------------------------------------------------------------------------------------
 
 
-def test_the_primary_is_the_first_that_takes_writes() -> None:
+def test_primary_is_the_first_writable_member() -> None:
     found = topology(1, member("a", READABLE), member("b", WRITABLE), member("c"))
     assert found.primary.cluster_id == "b"
     assert pick(found).cluster_id == "b"
     assert pick(found, "primary", {"c:1": 0.0}, avoid={"b:1"}).cluster_id == "b"
 
 
-def test_without_a_primary_the_error_says_so() -> None:
+def test_topology_without_a_primary_is_an_error() -> None:
     with pytest.raises(TopologyError, match="version 3 of the topology has no primary: none is"):
         _ = topology(3, member("a", READABLE), member("b", 4)).primary
     with pytest.raises(TopologyError, match="no primary: it has no members"):
         pick(topology(3))
 
 
-def test_the_nearest_replica_is_the_one_with_the_lowest_latency() -> None:
+def test_nearest_replica_has_the_lowest_latency() -> None:
     found = topology(
         1, member("w", WRITABLE), member("a", READABLE), member("b", READABLE), member("c")
     )
-    assert pick(found, "any").cluster_id == "a", "nothing was measured: the first readable"
+    assert pick(found, "any").cluster_id == "a", "without latencies, take the first readable member"
     assert pick(found, "any", {}).cluster_id == "a"
     assert pick(found, "any", {"b:1": 0.3, "c:1": 0.1}).cluster_id == "c"
-    assert pick(found, "any", {"b:1": 9.0}).cluster_id == "b", "measured goes before unknown"
+    assert pick(found, "any", {"b:1": 9.0}).cluster_id == "b", "prefer a measured member"
     assert pick(found, "any", {"w:1": 0.0, "gone:1": 0.0}).cluster_id == "a"
 
 
-def test_a_replica_that_was_tried_comes_last() -> None:
+def test_avoided_replica_is_selected_last() -> None:
     found = topology(1, member("a"), member("b"), member("c"))
     near = {"a:1": 0.1, "b:1": 0.3, "c:1": 0.2}
     assert pick(found, "any", near, avoid={"a:1"}).cluster_id == "c"
@@ -236,7 +238,7 @@ def test_a_replica_that_was_tried_comes_last() -> None:
     assert pick(found, "any", near, avoid={"a:1", "b:1", "c:1"}).cluster_id == "a"
 
 
-def test_nobody_readable_is_an_error() -> None:
+def test_topology_without_a_readable_member_is_an_error() -> None:
     with pytest.raises(TopologyError, match="has no readable member"):
         pick(topology(1, member("a", WRITABLE)), "any")
 
@@ -244,13 +246,13 @@ def test_nobody_readable_is_an_error() -> None:
 # -- what is known ---------------------------------------------------------------------------------
 
 
-def test_only_a_newer_version_is_taken_in() -> None:
+def test_only_a_newer_version_is_accepted() -> None:
     known = TopologyMixin()
     second = topology(2, member("b"))
     assert known.accept(second)
     assert not known.accept(topology(1, member("a")))
-    assert not known.accept(topology(2, member("c"))), "an equal one is nothing new"
-    assert not known.accept(topology(1)), "an old one is not even looked at"
+    assert not known.accept(topology(2, member("c"))), "an equal version was accepted"
+    assert not known.accept(topology(1)), "an old version was checked"
     assert known.topology is second
     assert known.accept(topology(3, member("c")))
 
@@ -263,7 +265,7 @@ def test_only_a_newer_version_is_taken_in() -> None:
         topology(5, Member("a", "http://")),
     ],
 )
-def test_one_that_cannot_be_used_changes_nothing(unusable: Topology) -> None:
+def test_unusable_topology_changes_nothing(unusable: Topology) -> None:
     known = TopologyMixin()
     with pytest.raises(TopologyError):
         known.accept(unusable)
@@ -273,21 +275,21 @@ def test_one_that_cannot_be_used_changes_nothing(unusable: Topology) -> None:
     with pytest.raises(TopologyError):
         known.accept(unusable)
     assert known.topology is first
-    assert known.accept(topology(5, member("b"))), "its number is not used up"
+    assert known.accept(topology(5, member("b"))), "its version must stay acceptable"
 
 
-def test_whether_to_move_depends_on_the_address_in_use() -> None:
+def test_advice_depends_on_the_address_in_use() -> None:
     known = TopologyMixin()
     assert known.advise("a:1") is Advice.UNKNOWN
     known.accept(topology(1, member("a")))
     assert known.advise("a:1") is Advice.RECONNECT
-    # Somebody else has learned of the new primary first; the connection is still at the old one.
+    # The new primary is known, while this connection is still at the old one.
     known.accept(topology(2, member("a", READABLE), member("b")))
     assert known.advise("a:1") is Advice.MOVE
     assert known.advise("b:1") is Advice.RECONNECT
 
 
-def test_any_readable_member_is_good_for_any() -> None:
+def test_role_any_stays_with_any_readable_member() -> None:
     known = TopologyMixin("any")
     known.accept(topology(1, member("a", READABLE), member("b", READABLE), member("w", WRITABLE)))
     assert known.advise("a:1") is Advice.RECONNECT
@@ -295,12 +297,12 @@ def test_any_readable_member_is_good_for_any() -> None:
     assert known.advise("w:1") is Advice.MOVE
 
 
-def test_a_role_that_is_not_known_is_refused() -> None:
+def test_unknown_role_is_refused() -> None:
     with pytest.raises(ConfigError, match="role='secondary'"):
         TopologyMixin("secondary")  # type: ignore[arg-type]
 
 
-def test_of_many_threads_the_newest_wins() -> None:
+def test_newest_version_wins_among_threads() -> None:
     known = TopologyMixin()
     taken: list[int] = []
 
@@ -328,7 +330,7 @@ drawn = st.builds(
 
 
 def newest_usable(found: list[Topology]) -> Topology | None:
-    """The rule, in other words."""
+    """A model of the rule."""
     best: Topology | None = None
     for each in found:
         if any(one.writable for one in each.members) and (
@@ -349,7 +351,7 @@ def bring_all(found: list[Topology]) -> Topology | None:
 
 
 @given(st.lists(drawn, max_size=12))
-def test_whatever_comes_the_newest_usable_is_kept(found: list[Topology]) -> None:
+def test_newest_usable_topology_is_kept(found: list[Topology]) -> None:
     assert bring_all(found) == newest_usable(found)
 
 
@@ -363,9 +365,7 @@ def test_whatever_comes_the_newest_usable_is_kept(found: list[Topology]) -> None
         ("http://in02.example.com:5", "in02.example.com:5"),
     ],
 )
-def test_a_member_that_milvus_names_without_a_port_has_the_port_of_milvus(
-    endpoint: str, address: str
-) -> None:
+def test_member_without_a_port_gets_the_default_port_of_milvus(endpoint: str, address: str) -> None:
     member = {"clusterId": "one", "endpoint": endpoint, "capability": 3}
     found = parse_topology({"code": 0, "data": {"version": "1", "clusters": [member]}})
     assert address_of(found.primary) == address

@@ -1,4 +1,4 @@
-"""A token that changes is also the one with which a real topology server is asked."""
+"""A replaced token is also used for queries to a real topology server."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .topology_server import Conversation, TopologyServer, body_of
 OLD, NEW = "old-secret", "new-secret"
 
 
-class Directory(TopologyServer):
-    """Tells the topology to who has the token."""
+class GuardedTopologyServer(TopologyServer):
+    """Returns the topology only to clients with the token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.token = OLD
         self.reply = self.check
-        #: Who comes with the old token is answered when this is set.
+        #: Requests with the old token are answered when this is set.
         self.patient = threading.Event()
         self.patient.set()
 
@@ -55,8 +55,8 @@ class Directory(TopologyServer):
 
 
 @pytest.fixture
-def directory(echo: EchoServer) -> Iterator[Directory]:
-    made = Directory()
+def directory(echo: EchoServer) -> Iterator[GuardedTopologyServer]:
+    made = GuardedTopologyServer()
     made.body = body_of(1, ("first", echo.uri, 3))
     with made:
         yield made
@@ -70,8 +70,8 @@ def other() -> Iterator[EchoServer]:
 
 @both
 @pytest.mark.parametrize("how", ["replaced", "refreshed"])
-async def test_the_primary_is_found_with_the_new_token(
-    kind: Kind, how: str, directory: Directory, other: EchoServer
+async def test_new_primary_is_found_with_the_new_token(
+    kind: Kind, how: str, directory: GuardedTopologyServer, other: EchoServer
 ) -> None:
     credentials = TokenCredentials(OLD, fetch=lambda: NEW)
     async with kind(credentials=lambda config: credentials) as side:
@@ -87,11 +87,15 @@ async def test_the_primary_is_found_with_the_new_token(
         counters = side.manager.get_stats()["counters"]
         assert counters["credential_refreshes"] == (how == "refreshed")
     asked = [headers["Authorization"] for _, headers in directory.requests]
-    assert asked.count(f"Bearer {OLD}") == (2 if how == "refreshed" else 1), "not again and again"
+    assert asked.count(f"Bearer {OLD}") == (2 if how == "refreshed" else 1), (
+        "the refused token was sent repeatedly"
+    )
 
 
 @both
-async def test_a_first_token_that_is_refused_is_refreshed(kind: Kind, directory: Directory) -> None:
+async def test_refused_first_token_is_refreshed(
+    kind: Kind, directory: GuardedTopologyServer
+) -> None:
     directory.token = NEW
     credentials = TokenCredentials(OLD, fetch=lambda: NEW)
     async with kind(credentials=lambda config: credentials) as side, asyncio.timeout(LIMIT):
@@ -105,7 +109,9 @@ async def test_a_first_token_that_is_refused_is_refreshed(kind: Kind, directory:
 
 
 @both
-async def test_a_source_of_its_own_has_a_token_of_its_own(kind: Kind, directory: Directory) -> None:
+async def test_source_with_its_own_token_does_not_refresh_the_credentials(
+    kind: Kind, directory: GuardedTopologyServer
+) -> None:
     directory.token = NEW
     credentials = TokenCredentials(OLD, fetch=lambda: NEW)
     source = HttpTopology(directory.url, "another")
@@ -116,10 +122,10 @@ async def test_a_source_of_its_own_has_a_token_of_its_own(kind: Kind, directory:
 
 
 @both
-async def test_a_refusal_that_comes_late_says_nothing_of_the_new_token(
-    kind: Kind, directory: Directory
+async def test_late_refusal_of_the_old_token_does_not_refresh_the_new_one(
+    kind: Kind, directory: GuardedTopologyServer
 ) -> None:
-    """The topology is asked for with the old one, and a call has it refreshed meanwhile."""
+    """A call refreshes the token while a query with the old one is in flight."""
     credentials = TokenCredentials(OLD, fetch=lambda: NEW)
     strategy = AsyncGlobalStrategy if kind is Aio else GlobalStrategy
     async with kind(
@@ -129,23 +135,23 @@ async def test_a_refusal_that_comes_late_says_nothing_of_the_new_token(
         directory.patient.clear()
         directory.token = NEW
         known = len(directory.requests)
-        # The first of these may have been on its way.
+        # The first of these may have been sent before.
         await asyncio.to_thread(directory.wait, lambda: len(directory.requests) > known)
         with pytest.raises(grpc.RpcError) as caught:
             await side.call(channel, FAIL, b"UNAUTHENTICATED")
         assert await side.handle_error(channel, caught.value)
         directory.patient.set()
         await asyncio.to_thread(directory.wait, lambda: _last(directory) == f"Bearer {NEW}")
-        assert await side.handle_error(channel, caught.value), "the new one was not refused"
+        assert await side.handle_error(channel, caught.value), "the new token was taken for refused"
         assert side.manager.get_stats()["counters"]["credential_refreshes"] == 1
 
 
-def _last(directory: Directory) -> str:
+def _last(directory: GuardedTopologyServer) -> str:
     return directory.requests[-1][1]["Authorization"]
 
 
-class Others:
-    """Credentials that have nothing to do with the token of the configuration."""
+class UnrelatedCredentials:
+    """Credentials without the token of the configuration."""
 
     def __init__(self) -> None:
         self.refreshed = 0
@@ -158,11 +164,11 @@ class Others:
 
 
 @both
-async def test_credentials_that_were_not_refused_are_not_refreshed(
-    kind: Kind, directory: Directory
+async def test_unrelated_credentials_are_not_refreshed(
+    kind: Kind, directory: GuardedTopologyServer
 ) -> None:
     directory.token = NEW
-    others = Others()
+    unrelated = UnrelatedCredentials()
     fetched: list[str] = []
 
     def fetch() -> str:
@@ -170,17 +176,19 @@ async def test_credentials_that_were_not_refused_are_not_refreshed(
         return NEW
 
     token = TokenCredentials("its own", fetch=fetch)
-    for credentials in (others, token):
+    for credentials in (unrelated, token):
         async with kind(credentials=lambda config, found=credentials: found) as side:
             with pytest.raises(TopologyError, match="does not accept the token"):
                 await side.get(directory.config)
-            await asyncio.sleep(0.1)  # for what must not come
-    assert (others.refreshed, fetched) == (0, [])
+            await asyncio.sleep(0.1)  # time for a refresh that must not happen
+    assert (unrelated.refreshed, fetched) == (0, [])
 
 
 @both
-async def test_the_new_token_is_not_shown_either(kind: Kind, directory: Directory) -> None:
-    """The server repeats it, in another form; the URI has none."""
+async def test_new_token_is_hidden_in_errors_and_records(
+    kind: Kind, directory: GuardedTopologyServer
+) -> None:
+    """The server quotes it in another encoding; the URI has no token."""
     credentials = TokenCredentials("user:" + NEW, encode=lambda text: text.encode().hex())
     directory.reply = directory.tell
     directory.body = {"code": 1, "message": f"user%3A{NEW} is not known"}
@@ -192,14 +200,14 @@ async def test_the_new_token_is_not_shown_either(kind: Kind, directory: Director
     assert NEW not in f"{caught.value} {caught.value.__cause__!r} {told}"
 
 
-def test_which_token_is_meant() -> None:
+def test_credentials_decide_the_token_for_a_configuration() -> None:
     credentials = TokenCredentials(OLD)
     credentials.replace(NEW)
     given = [ConnectionConfig.from_uri("http://host", token=each) for each in (OLD, "", "its own")]
     assert [credentials.token_for(each) for each in given] == [NEW, NEW, "its own"]
 
 
-def test_a_function_tells_the_token(directory: Directory) -> None:
+def test_token_function_is_called_for_each_fetch(directory: GuardedTopologyServer) -> None:
     tokens = [OLD]
     source = HttpTopology(directory.url, lambda: tokens[-1], attempts=1)
     assert asyncio.run(source.fetch()).version == 1
@@ -211,7 +219,7 @@ def test_a_function_tells_the_token(directory: Directory) -> None:
     tokens.append(NEW)
     assert [source.renewed] == [True]
     assert asyncio.run(source.fetch()).version == 1
-    # Either may be repeated by the server.
+    # The server may quote either token.
     directory.reply = directory.tell
     directory.body = {"code": 1, "message": f"{OLD}, then {NEW}"}
     with pytest.raises(TopologyError, match=r"\*\*\*, then \*\*\*"):
@@ -220,11 +228,11 @@ def test_a_function_tells_the_token(directory: Directory) -> None:
     with pytest.raises(ConfigError, match="control character"):
         asyncio.run(source.fetch())
     tokens.clear()
-    assert [source.renewed] == [False], "who fetches is told what is wrong"
+    assert [source.renewed] == [False], "the next fetch must raise the error"
 
 
-def test_what_is_refused_is_what_was_sent(directory: Directory) -> None:
-    """Two ask at the same time, with one token and the next."""
+def test_refusal_concerns_the_token_that_was_sent(directory: GuardedTopologyServer) -> None:
+    """Two concurrent fetches use the old and the new token."""
     tokens, failures = [OLD], []
     source = HttpTopology(directory.url, lambda: tokens[-1], attempts=1)
     directory.patient.clear()
@@ -252,6 +260,6 @@ async def _later() -> str:
 
 
 @pytest.mark.parametrize("tell", [lambda: None, lambda: b"secret", _later])
-def test_what_is_no_text_is_no_token(directory: Directory, tell: Any) -> None:
+def test_token_function_must_return_a_str(directory: GuardedTopologyServer, tell: Any) -> None:
     with pytest.raises(ConfigError, match="must be a str, not"):
         asyncio.run(HttpTopology(directory.url, tell).fetch())

@@ -1,4 +1,4 @@
-"""Mistakes that no retry can mend are told at once to everybody who waits."""
+"""Errors that no retry can fix are raised immediately in all waiting callers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .topology_server import TopologyServer, body_of
 
 both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
 Kind = type[Threads] | type[Aio]
-#: All would wait for as long as this, if they were not told.
+#: How long callers would wait if the error were not raised.
 PATIENT = 60.0
 #: Much less than that, on any machine.
 SOON = 10.0
 
 
 class Factory:
-    """Makes channels, or fails as it is told to."""
+    """Makes channels, or raises `error`."""
 
     def __init__(self, kind: Kind) -> None:
         self.make = make_channel if kind is Threads else make_aio_channel
@@ -61,7 +61,7 @@ def counters(side: Threads | Aio) -> dict[str, int]:
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT):
-        while not holds():  # noqa: ASYNC110 - nothing tells
+        while not holds():  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
 
 
@@ -73,7 +73,7 @@ async def until(holds: Callable[[], bool]) -> None:
         (NameError("x"), False, Verdict.MISTAKE),
         (TypeError("x"), False, Verdict.MISTAKE),
         (ModuleNotFoundError("x"), False, Verdict.MISTAKE),
-        # From a channel that was made, it may be anything.
+        # If the channel was made, the error may be transient.
         (TypeError("x"), True, Verdict.RETRY),
         (OSError("x"), False, Verdict.RETRY),
         (TimeoutError("x"), False, Verdict.RETRY),
@@ -85,26 +85,28 @@ async def until(holds: Callable[[], bool]) -> None:
         (ValueError("x"), False, Verdict.RETRY),
     ],
 )
-def test_what_is_worth_another_attempt(error: Exception, made: bool, verdict: Verdict) -> None:
+def test_error_type_decides_whether_to_retry(
+    error: Exception, made: bool, verdict: Verdict
+) -> None:
     assert judge(error, made=made) is verdict
 
 
-class Own(ConfigError):
-    """One that cannot be made from its arguments."""
+class WithoutSuchArguments(ConfigError):
+    """An error that cannot be rebuilt from its args."""
 
     def __init__(self, part: str, why: str) -> None:
         super().__init__(f"{part}: {why}")
 
 
-class Other(ConfigError):
-    """One that would be another, made from its arguments."""
+class RebuiltDifferently(ConfigError):
+    """An error that would differ if rebuilt from its args."""
 
     def __init__(self, part: str, why: str = "wrong") -> None:
         super().__init__(f"{part}: {why}")
 
 
-class Rich(ConfigError):
-    """One with more than its arguments."""
+class WithAttributes(ConfigError):
+    """An error with attributes beside its args."""
 
     part = ""
 
@@ -112,30 +114,30 @@ class Rich(ConfigError):
 @pytest.mark.parametrize(
     ("verdict", "kind"),
     [
-        (Own("vault", "closed"), ConfigError),
-        (Other("vault"), ConfigError),
-        (Rich("vault"), Rich),
+        (WithoutSuchArguments("vault", "closed"), ConfigError),
+        (RebuiltDifferently("vault"), ConfigError),
+        (WithAttributes("vault"), WithAttributes),
         (ConfigError("vault"), ConfigError),
         (TopologyRefused("vault"), TopologyRefused),
     ],
 )
-def test_each_who_waits_has_an_error_of_its_own(
+def test_each_waiting_caller_gets_its_own_copy_of_the_error(
     verdict: ConfigError, kind: type[Exception]
 ) -> None:
     verdict.__cause__ = OSError("why")
-    if isinstance(verdict, Rich):
+    if isinstance(verdict, WithAttributes):
         verdict.part = "lock"
-    told = raised(verdict, "host:1")
-    assert told is not verdict
-    assert (type(told), str(told), told.__cause__) == (kind, str(verdict), verdict.__cause__)
-    assert getattr(told, "part", "") == getattr(verdict, "part", "")
+    copy = raised(verdict, "host:1")
+    assert copy is not verdict
+    assert (type(copy), str(copy), copy.__cause__) == (kind, str(verdict), verdict.__cause__)
+    assert getattr(copy, "part", "") == getattr(verdict, "part", "")
 
 
 # -- at the first creation -------------------------------------------------------------------------
 
 
 @both
-async def test_a_certificate_that_cannot_be_read_is_told_to_all(
+async def test_unreadable_certificate_fails_all_waiting_callers(
     kind: Kind, echo: EchoServer, tmp_path: Path
 ) -> None:
     config = ConnectionConfig.from_uri(f"https://{echo.address}", ca=tmp_path / "nothing.pem")
@@ -147,14 +149,14 @@ async def test_a_certificate_that_cannot_be_read_is_told_to_all(
         assert time.monotonic() - begun < SOON
         assert [type(each) for each in outcomes] == [ConfigError] * 5
         assert "the option ca cannot be read" in str(outcomes[0])
-        assert len({id(each) for each in outcomes}) == 5, "each has its own"
+        assert len({id(each) for each in outcomes}) == 5, "callers share one error object"
         with pytest.raises(ConfigError):
             await side.get(config, dedicated=True)
         await until(lambda: side.manager.get_stats()["total_connections"] == 0)
 
 
 @both
-async def test_a_certificate_that_is_none_is_told_at_once(kind: Kind, echo: EchoServer) -> None:
+async def test_invalid_certificate_fails_immediately(kind: Kind, echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(f"https://{echo.address}", ca=b"nothing of the kind")
     async with kind(connect_timeout=PATIENT) as side:
         begun = time.monotonic()
@@ -164,7 +166,7 @@ async def test_a_certificate_that_is_none_is_told_at_once(kind: Kind, echo: Echo
 
 
 @both
-async def test_options_that_were_not_checked_are_told_at_once(kind: Kind, echo: EchoServer) -> None:
+async def test_invalid_channel_options_fail_immediately(kind: Kind, echo: EchoServer) -> None:
     config = Config(echo.uri, echo.address, options={"channel_options": [("grpc.a", None)]})
     async with kind(connect_timeout=PATIENT) as side:
         begun = time.monotonic()
@@ -174,7 +176,7 @@ async def test_options_that_were_not_checked_are_told_at_once(kind: Kind, echo: 
 
 
 @both
-async def test_a_mistake_in_a_factory_is_told_and_the_next_one_tries_afresh(
+async def test_defect_in_a_channel_factory_is_raised_and_the_next_caller_retries(
     kind: Kind, echo: EchoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     factory = Factory(kind)
@@ -187,7 +189,7 @@ async def test_a_mistake_in_a_factory_is_told_and_the_next_one_tries_afresh(
         assert time.monotonic() - begun < SOON
         assert isinstance(caught.value.__cause__, NameError)
         assert (factory.tried, counters(side)["connect_failures"]) == (1, 1)
-        assert "raise self.error" in caplog.text, "it is told where"
+        assert "raise self.error" in caplog.text, "the log does not show the place"
         factory.error = None
         channel = await side.get(config)
         assert await side.call(channel, ECHO, b"hello") == b"hello"
@@ -195,7 +197,7 @@ async def test_a_mistake_in_a_factory_is_told_and_the_next_one_tries_afresh(
 
 
 @both
-async def test_what_may_come_back_is_tried_again(kind: Kind, echo: EchoServer) -> None:
+async def test_transient_error_is_retried(kind: Kind, echo: EchoServer) -> None:
     factory = Factory(kind)
     factory.error = OSError("not now")
     async with kind(connect_timeout=PATIENT, handler_factory=factory) as side:
@@ -209,14 +211,14 @@ async def test_what_may_come_back_is_tried_again(kind: Kind, echo: EchoServer) -
 
 
 def repeated(side: Threads | Aio, channel: Any) -> Any:
-    """A call that would be repeated for as long as its time allows."""
+    """Return a channel whose calls are retried until their timeout."""
     if isinstance(side, Threads):
         return grpc.intercept_channel(channel, RetryInterceptor(channel))
     return intercept_aio_channel(channel, AsyncRetryInterceptor(channel))
 
 
 @both
-async def test_a_mistake_during_a_recovery_is_told_to_all_who_wait(kind: Kind) -> None:
+async def test_permanent_error_during_a_recovery_fails_all_waiting_callers(kind: Kind) -> None:
     factory = Factory(kind)
     with EchoServer() as server:
         config = ConnectionConfig.from_uri(server.uri)
@@ -236,7 +238,7 @@ async def test_a_mistake_during_a_recovery_is_told_to_all_who_wait(kind: Kind) -
             ]
             await asyncio.wait([handled, getting, *calls])
             assert time.monotonic() - begun < SOON
-            assert handled.result() is False, "another try would not help"
+            assert handled.result() is False, "handle_error() promised a recovery"
             assert isinstance(getting.exception(), ConfigError)
             for call in calls:
                 error: Any = call.exception()
@@ -244,7 +246,7 @@ async def test_a_mistake_during_a_recovery_is_told_to_all_who_wait(kind: Kind) -
                 assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
                 assert "not sent" in error.details()
                 assert "the certificate was taken away" in error.details()
-            # It is the same connection, and works again when the mistake was mended.
+            # The same channel works again when the error is fixed.
             factory.error = None
             server.start()
             assert await side.call(channel, ECHO, b"hello") == b"hello"
@@ -252,9 +254,7 @@ async def test_a_mistake_during_a_recovery_is_told_to_all_who_wait(kind: Kind) -
 
 
 @both
-async def test_a_renewal_that_cannot_be_made_keeps_the_old_channel(
-    kind: Kind, echo: EchoServer
-) -> None:
+async def test_failed_renewal_keeps_the_old_channel(kind: Kind, echo: EchoServer) -> None:
     factory = Factory(kind)
     async with kind(connect_timeout=PATIENT, handler_factory=factory, max_age=1.0) as side:
         channel = await side.get(ConnectionConfig.from_uri(echo.uri))
@@ -266,11 +266,11 @@ async def test_a_renewal_that_cannot_be_made_keeps_the_old_channel(
         await until(lambda: channel.generation == 2)
 
 
-# -- a topology server that does not want us -------------------------------------------------------
+# -- a topology server that refuses the token -----------------------------------------------------
 
 
 @both
-async def test_a_refused_token_is_told_at_once_and_sent_again_rarely(
+async def test_refused_token_fails_immediately_and_is_sent_again_rarely(
     kind: Kind, echo: EchoServer
 ) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as server:
@@ -282,7 +282,7 @@ async def test_a_refused_token_is_told_at_once_and_sent_again_rarely(
                 with pytest.raises(TopologyError, match=r"\(HTTP 401\): give a valid one"):
                     await side.get(config)
                 asked += 1
-            # At once, and after 0.25, 0.5 and 1 s, give or take a quarter.
+            # Immediately, and after 0.25, 0.5 and 1 s, each with jitter.
             assert len(server.requests) <= 4
             assert asked > len(server.requests)
             assert counters(side)["topology_fetch_failures"] == len(server.requests)
@@ -301,9 +301,7 @@ async def test_a_refused_token_is_told_at_once_and_sent_again_rarely(
 
 
 @both
-async def test_a_token_that_stands_in_the_url_is_refused_as_any_other(
-    kind: Kind, echo: EchoServer
-) -> None:
+async def test_refused_token_that_occurs_in_the_url_is_hidden(kind: Kind, echo: EchoServer) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as server:
         server.reply = server.status(401)
         config = ConnectionConfig.from_uri(f"{server.url}/global-cluster", token="topology:wrong")
@@ -316,7 +314,7 @@ async def test_a_token_that_stands_in_the_url_is_refused_as_any_other(
 
 
 @both
-async def test_a_token_that_is_refused_later_keeps_the_topology(
+async def test_token_refused_later_keeps_the_known_topology(
     kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
     with EchoServer() as primary, TopologyServer(body_of(1, ("one", primary.uri, 3))) as server:
@@ -330,14 +328,14 @@ async def test_a_token_that_is_refused_later_keeps_the_topology(
             await loss_noticed_async(channel)
             with pytest.raises(ConnectFailed):
                 await side.call(channel, ECHO, b"", 1.5)
-            assert len(server.requests) == 2, "it is not sent again and again"
+            assert len(server.requests) == 2, "the refused token was sent repeatedly"
             assert caplog.text.count("does not accept the token (HTTP 401): give a valid one") == 1
             primary.start()
             assert await side.call(channel, ECHO, b"hello") == b"hello"
 
 
 @both
-async def test_a_ca_that_cannot_be_read_is_told_at_once_by_a_topology(
+async def test_unreadable_ca_of_a_topology_source_fails_immediately(
     kind: Kind, echo: EchoServer, tmp_path: Path
 ) -> None:
     source = HttpTopology("https://127.0.0.1:1", ca=tmp_path / "nothing.pem")
@@ -349,8 +347,8 @@ async def test_a_ca_that_cannot_be_read_is_told_at_once_by_a_topology(
 
 
 @both
-async def test_what_is_wrong_with_the_topology_is_told_while_it_is_asked_for(kind: Kind) -> None:
-    """Their time is over, or that of the attempt, while the next request is still to come."""
+async def test_timeout_error_contains_the_reason_of_failed_topology_fetches(kind: Kind) -> None:
+    """The caller or the attempt times out before the next fetch."""
     with TopologyServer() as server:
         server.reply = server.status(500)
         config = ConnectionConfig.from_uri(f"{server.url}/global-cluster")
