@@ -30,6 +30,7 @@ from moored.kernel import (
     describe,
     patiently,
     refuse,
+    unmet,
 )
 from moored.leases import LeaseRefused, Leases
 from moored.leases import connect as connect_leases
@@ -92,20 +93,15 @@ class Sessions:
         recorder: Recorder | None = None,
         name: str = "sessions",
     ) -> None:
-        refuse(
-            "Sessions",
-            [
-                f"{what}={value!r} must be more than 0"
-                for what, value in (
-                    ("lease_ttl", lease_ttl),
-                    ("connect_rate", connect_rate),
-                    ("connect_burst", connect_burst),
-                    ("connect_timeout", connect_timeout),
-                    ("events", events),
-                )
-                if not value > 0
-            ],
-        )
+        positive = {
+            "lease_ttl": lease_ttl,
+            "connect_rate": connect_rate,
+            "connect_burst": connect_burst,
+            "connect_timeout": connect_timeout,
+            "events": events,
+        }
+        checks = [(name, value, value > 0, "more than 0") for name, value in positive.items()]
+        refuse("Sessions", unmet(*checks))
         self.name = name
         self._clock = clock or Clock.current()
         self.recorder = recorder or Recorder(clock=self._clock)

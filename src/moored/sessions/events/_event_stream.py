@@ -7,7 +7,6 @@ can, so it acknowledges the last message.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from .._content import Incoming
@@ -55,11 +54,6 @@ class EventStream(AsyncIterator[Incoming]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.handled = kind is None
         await self._generator.aclose()

@@ -60,11 +60,7 @@ class Sink:
         "queue",
     )
 
-    def __init__(
-        self,
-        queue: EventQueue,
-        prepare: Prepare | None = None,
-    ) -> None:
+    def __init__(self, queue: EventQueue, prepare: Prepare | None = None) -> None:
         self.queue = queue
         #: The number of times that a handler or an inbound step raised.
         self.failed = 0

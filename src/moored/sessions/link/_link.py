@@ -86,11 +86,7 @@ class Link:
     )
 
     def __init__(
-        self,
-        runtime: SessionRuntime,
-        connection: Connection,
-        generation: int,
-        dialogue: Dialogue,
+        self, runtime: SessionRuntime, connection: Connection, generation: int, dialogue: Dialogue
     ) -> None:
         self._runtime = runtime
         self._connection = connection

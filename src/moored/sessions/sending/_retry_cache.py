@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 
-from moored.kernel import Clock, refuse
+from moored.kernel import Clock, refuse, unmet
 
 from .._protocol import Outgoing
 
@@ -40,15 +40,13 @@ class MemoryRetryCache(RetryCache):
     __slots__ = ("_entries", "_now", "evicted", "expired", "hits", "misses", "seconds", "size")
 
     def __init__(
-        self,
-        size: int = 512,
-        seconds: float = 300.0,
-        *,
-        now: Callable[[], float] | None = None,
+        self, size: int = 512, seconds: float = 300.0, *, now: Callable[[], float] | None = None
     ) -> None:
-        mistakes = [] if size >= 1 else [f"size={size!r} must be at least 1"]
-        mistakes += [] if seconds > 0 else [f"seconds={seconds!r} must be more than 0"]
-        refuse("MemoryRetryCache", mistakes)
+        checks = (
+            ("size", size, size >= 1, "at least 1"),
+            ("seconds", seconds, seconds > 0, "more than 0"),
+        )
+        refuse("MemoryRetryCache", unmet(*checks))
         self.size = size
         self.seconds = seconds
         #: The number of sends removed because the cache was full, and because they were too old.

@@ -279,17 +279,7 @@ _HANDLERS = {
     "pong": DemoDialogue._pong,
     "close": DemoDialogue._close,
 }
-_ONLY_WHEN_READY = {
-    "ack",
-    "upto",
-    "nack",
-    "bounce",
-    "answer",
-    "message",
-    "receipt",
-    "presence",
-    "group",
-}
+_ONLY_WHEN_READY = _HANDLERS.keys() - {"welcome", "pair", "paired", "ping", "pong", "close"}
 
 
 class Demo(Protocol):
