@@ -75,7 +75,7 @@ class Server:
         #: When each connect began, and with which password.
         self.times: list[float] = []
         self.passwords: list[str | None] = []
-        #: How many connects are under way, and were at most; how many connections there are.
+        #: Connects in progress now and at most; open connections.
         self.under_way = 0
         self.most_under_way = 0
         self.alive = 0

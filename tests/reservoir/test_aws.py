@@ -1,4 +1,4 @@
-"""Tokens for AWS, signed offline with credentials that nobody has."""
+"""Tokens for AWS, signed offline with made-up credentials."""
 
 from __future__ import annotations
 

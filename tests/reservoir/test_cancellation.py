@@ -1,4 +1,4 @@
-"""Callers that are cancelled in the middle of a statement: the server must not be left with it."""
+"""Callers that are cancelled during a statement: the server must end the statement."""
 
 from __future__ import annotations
 

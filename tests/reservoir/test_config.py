@@ -1,4 +1,4 @@
-"""The settings: their defaults, and every mistake told at once."""
+"""The settings: their defaults, and errors that report all mistakes together."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_for_lifetime_sets_lifetime_jitter_and_guard_window() -> None:
     assert ReservoirConfig.for_lifetime(60.0).guard_window == 6.0
 
 
-def test_for_lifetime_accepts_other_settings() -> None:
+def test_settings_passed_by_name_override_those_of_for_lifetime() -> None:
     config = ReservoirConfig.for_lifetime(3600.0, guard_window=5.0, lifetime_jitter=0.0)
     assert (config.guard_window, config.lifetime_jitter) == (5.0, 0.0)
 

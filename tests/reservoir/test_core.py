@@ -1,4 +1,4 @@
-"""Who gets which connection, and which are let go."""
+"""The core: which caller gets which connection, and which connections are closed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_connections_are_handed_out_in_the_order_in_which_they_came_back() -> No
 
 def test_take_returns_only_fresh_connections() -> None:
     core, (item,) = filled(1)
-    assert core.take(FRESH) is None, "nobody has looked at it for too long"
+    assert core.take(FRESH) is None, "it is no longer fresh"
     assert core.search(FRESH) is item
     core.give(item, 10.0)
     assert core.take(10.0 + 0.9 * FRESH) is item
@@ -274,7 +274,7 @@ def test_a_caller_that_leaves_after_the_close_is_no_error() -> None:
     core.search(0.0)
     waiter = caller(core, 1.0)
     assert core.close() == [waiter]
-    assert core.leave(waiter, 2.0) is None, "its time was over before it could be told"
+    assert core.leave(waiter, 2.0) is None, "its timeout had expired before"
     assert item.place is Place.OUT
 
 

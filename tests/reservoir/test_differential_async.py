@@ -1,4 +1,4 @@
-"""The two pools for asyncio do the same, too: psycopg_pool is the oracle.
+"""The pool for asyncio behaves like psycopg_pool's.
 
 The decisions are those of the pools for threads, so this looks at what is asyncio's own: awaiting,
 and being cancelled.
@@ -243,7 +243,7 @@ async def compare(theirs: Side, ours: Side, operation: Any, value: int) -> None:
 
 
 def forget_late_ones(pool: Any) -> None:
-    """psycopg_pool counts callers whose time is over as waiting until a connection comes back."""
+    """Remove expired waiters, which psycopg_pool counts until a connection is returned."""
     for late in [waiter for waiter in pool._waiting if waiter.error]:
         pool._waiting.remove(late)
 

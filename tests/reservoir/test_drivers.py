@@ -1,4 +1,4 @@
-"""Any driver: asyncpg for real, any callable with its hooks, and the wrong kinds refused."""
+"""Other drivers: asyncpg with a real server, any callable with hooks, and unsuitable drivers."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_an_asyncpg_connection_cancelled_in_its_block(pool: Asyncpg) -> No
 
     task = asyncio.create_task(work())
     await eventually_async(lambda: pool.statistics().in_use == 1)
-    await asyncio.sleep(0.02)  # the query must have begun; nobody here can see that
+    await asyncio.sleep(0.02)  # the query must have begun, which cannot be observed here
     task.cancel()
     async with asyncio.timeout(5.0):
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Drivers of the Python Database API: pg8000 and sqlite3 for real, and one that is told to fail."""
+"""Drivers of the Python Database API: pg8000, sqlite3, and a scripted one that fails."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_connection_that_ended_before_its_commit_is_replaced(
 def test_an_error_with_a_shutdown_sqlstate_leads_to_a_ping(
     pg: Pool, observer: psycopg.Connection[Any]
 ) -> None:
-    """pg8000 has no class of its own for it, and in autocommit a rollback asks nobody."""
+    """pg8000 has no error class for it, and in autocommit its rollback sends no query."""
 
     def lost() -> None:
         with pg.connection() as conn:
@@ -208,7 +208,7 @@ def test_check_replaces_connections_that_were_lost_while_idle(
 
 
 def test_a_closed_connection_is_replaced(pool: Pool) -> None:
-    """These drivers do not say that it is closed before they are asked to commit."""
+    """These drivers report a closed connection only at the commit."""
     refills = pool.statistics().refills
 
     def closing(error: Exception | None) -> None:
@@ -239,7 +239,7 @@ def test_all_are_closed_at_the_end(tmp_path: Path) -> None:
             conn.execute("select 1")
 
 
-# -- a driver that is told to fail -----------------------------------------------------------------
+# -- a scripted driver that fails ------------------------------------------------------------------
 
 
 class Plain:

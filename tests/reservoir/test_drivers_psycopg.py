@@ -1,4 +1,4 @@
-"""psycopg: what a look at the socket tells, and a ping that never waits for longer than it may."""
+"""psycopg: a lost connection is detected by its socket, and a ping keeps to its timeout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 1.0
 
 
 def something_to_read(conn: psycopg.Connection[Any]) -> Callable[[], bool]:
-    """Whether the server has said something that nobody has read."""
+    """Whether the socket has unread data."""
     poll = select.poll()
     poll.register(conn.pgconn.socket, select.POLLIN)
     return lambda: bool(poll.poll(0))
@@ -194,7 +194,7 @@ async def test_the_scanner_replaces_connections_lost_while_idle(
 
 
 def test_check_idle_pings_only_after_that_time(module_url: str, thread_proxy: FaultProxy) -> None:
-    """Not told by the socket: the server has vanished without a word."""
+    """The socket shows nothing: the server has vanished without closing it."""
     pinged: list[object] = []
     with ConnectionPool(
         through(thread_proxy, module_url), max_size=1, check_idle=1.5, ping=pinged.append

@@ -1,4 +1,4 @@
-"""Defects that a review has found, each with what a user would have seen."""
+"""Recreated pools, connects on demand, endpoints, ended event loops, and full clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the package shows, and what it costs to import."""
+"""The public names of the package, and what its import loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections are drained, expire, are cut off and refused: callers who can wait do not notice."""
+"""Drained, expired, reset and refused connections: callers that can wait do not notice."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_too_many_connections_makes_the_refiller_back_off(
     began = time.monotonic()
     async with Rig(shell, url, max_size=4) as rig:
         callers = [asyncio.create_task(rig.ask()) for _ in range(8)]
-        await until(lambda: rig.now.refill_failures.get("connect", 0) >= 1, "it was told so")
+        await until(lambda: rig.now.refill_failures.get("connect", 0) >= 1, "a connect was refused")
         await until(lambda: rig.now.in_flight == 0, "all connects in progress have failed")
         asked = gate.statistics().accepted
         # The shortest pause is a second, and it began later than this.

@@ -1,4 +1,4 @@
-"""The database is killed, and leases are lost: who waits is served, and nothing hangs."""
+"""The database is killed, or leases are lost: waiters are served, and no call hangs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_an_idle_connection_is_closed_when_its_lease_is_lost(
         async with Rig(shell, **leased(store, postgres.url, name)) as rig:
             await rig.full()
             await revoke(rig)
-            # Nobody asks for a connection: it goes, and is replaced, by itself.
+            # The connection is closed and replaced without any caller.
             await rig.full(births=SIZE + 1)
             assert rig.now.discards == {"lease_lost": 1}
             assert rig.now.leases_held == SIZE
@@ -156,7 +156,7 @@ async def test_a_connection_in_use_whose_lease_is_lost_is_closed_at_the_return(
             await revoke(rig)
             recorded = rig.pool.recorder.events
             await until(lambda: any("lost its lease" in e.text for e in recorded()), "it is known")
-            # Whoever has it goes on, and nobody gets another one in its place.
+            # Its holder continues, and no other connection is opened in its place.
             assert [await rig.execute(conn, "select 1") for conn in taken] == [1] * SIZE
             with pytest.raises(PoolTimeout):
                 await rig.ask(timeout=0.2)

@@ -181,7 +181,7 @@ def test_a_child_cannot_return_a_connection_of_its_parent(module_url: str) -> No
 def test_a_fork_while_other_threads_hold_locks_does_not_block_the_child(module_url: str) -> None:
     """A lock that another thread holds at the fork is held for ever in the child.
 
-    Ours are made anew; those inside libpq are not, so this waits until nobody connects.
+    Our locks are new in the child; those of libpq are not, so this waits until no thread connects.
     """
     run(
         module_url,

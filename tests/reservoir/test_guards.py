@@ -1,4 +1,4 @@
-"""Checks that matter only when two things happen in an unlucky order."""
+"""Races: checks that matter only if two events happen in a rare order."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_the_scanner_skips_a_connection_that_was_taken_meanwhile(
         first, second = list(water.core.ready)
 
         class TakenMeanwhile:
-            """The lock of the reservoir; before it is had again, somebody takes a connection."""
+            """The reservoir's lock; a caller takes a connection before it is acquired."""
 
             entered = 0
 

@@ -47,7 +47,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize("enabled", ["true", "false"])
-async def test_connections_are_opened_used_and_closed_with_their_leases(
+async def test_a_pool_configured_by_the_environment_works_end_to_end(
     shell: Shell, postgres: SyncEmbeddedPostgres, postgres_url: str, enabled: str
 ) -> None:
     name = f"service-{shell}-{enabled}"
@@ -67,7 +67,7 @@ async def test_connections_are_opened_used_and_closed_with_their_leases(
             assert await rig.ask("select count(*) from log") == 20
             assert rig.now.checkouts == 22
             assert rig.now.in_use == 0
-            await until(lambda: census.most, "the server was asked twice")
+            await until(lambda: census.most, "the observer has counted")
         await until(lambda: not census.present, "all connections are closed")
     assert census.most <= 4
 

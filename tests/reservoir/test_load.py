@@ -1,4 +1,4 @@
-"""Steady load, bursts, and the end of connections under load."""
+"""Steady load, bursts, and the expiry of connections under load."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_callers_are_served_in_the_order_of_arrival(
 
         async def call(number: int) -> None:
             conn = await rig.take()
-            # With one connection, nobody else is served before this one gives it back.
+            # With one connection, no other caller is served before this one returns it.
             served.append(number)
             await rig.give(conn)
 
@@ -105,10 +105,10 @@ async def test_callers_of_an_overloaded_pool_are_refused_until_it_clears(
     settings = {"queue_target": 0.05, "queue_interval": 0.2}
     async with Rig(shell, postgres.url, max_size=1, **settings) as rig:
         await rig.full()
-        # Ten callers of 20 ms each for one connection: nobody waits for less than 150 ms.
-        # Only who has no timeout of its own is told: the others said how long they can wait.
+        # Ten callers of 20 ms each for one connection: each waits for at least 150 ms.
+        # Only callers without a timeout of their own are refused.
         async with Load(rig, 10, hold=0.02, think=0.0, timeout=None) as load:
-            await until(lambda: load.errors, "somebody was told")
+            await until(lambda: load.errors, "a caller was refused")
             with pytest.raises(PoolOverloaded, match="waited for longer than queue_target"):
                 await _told(rig)
             assert rig.now.refused > 0

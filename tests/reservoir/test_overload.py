@@ -1,4 +1,4 @@
-"""When a queue is too slow to be joined: a target of 5 s, an interval of 10 s."""
+"""When the queue counts as overloaded: a target of 5 s, an interval of 10 s."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_an_overloaded_pool_refuses_new_callers_at_once(sim: Sim) -> None:
         await asyncio.gather(*(work() for _ in range(10)))
         # The first two of them waited less than the target. From then on nobody did: one interval
         # begins with the first that is served after the last short wait's one has ended.
-        assert refused, "somebody was told"
+        assert refused, "no caller was refused"
         assert min(refused) > 15.0
         assert pool.statistics().refused == len(refused)
         assert len(served) + len(refused) == 30

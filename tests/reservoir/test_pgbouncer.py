@@ -1,4 +1,4 @@
-"""Behind PgBouncer, which gives each transaction another connection: what the how-to page says."""
+"""Behind PgBouncer in transaction mode, with the settings of the how-to page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections the core wants opened, and when it lets one go ahead of its end."""
+"""How many connections the core opens, and when it replaces one before it expires."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_above_the_target_connections_are_opened_only_for_waiters() -> None:
     assert core.plan() == 0
     for _ in items:
         core.search(0.0)
-    assert core.plan() == 0, "all are in use, and nobody waits"
+    assert core.plan() == 0, "all are in use, and no caller waits"
     caller(core, 0.0)
     caller(core, 0.0)
     assert [core.plan() for _ in range(2)] == [2, 0], "one for each who waits"

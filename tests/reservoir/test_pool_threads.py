@@ -138,7 +138,7 @@ def test_ctrl_c_while_waiting_loses_nothing(pool: Pool) -> None:
 def test_ctrl_c_before_the_wait_begins_leaves_the_queue(
     module_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place in the queue that nobody waits at would swallow a connection."""
+    """A waiter that stays in the queue without its thread would swallow a connection."""
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -502,7 +502,7 @@ def test_a_check_that_always_fails_does_not_hammer_the_server(
 
 
 def test_putconn_within_a_block_is_refused(pool: Pool) -> None:
-    """Or else somebody else would have it while the block goes on."""
+    """Otherwise another caller would get the connection while the block still uses it."""
     with pool.connection() as conn:
         with pytest.raises(ValueError, match=r"was not handed out by getconn\(\)"):
             pool.putconn(conn)

@@ -1,4 +1,4 @@
-"""Every name of psycopg_pool, one by one: a change of one import is enough."""
+"""Every parameter, method and attribute of psycopg_pool's pools, one by one."""
 
 from __future__ import annotations
 
@@ -522,7 +522,7 @@ def test_timeout(module_url: str) -> None:
     with ConnectionPool(module_url, min_size=1, timeout=0.02) as pool:
         with pool.connection(timeout=5.0), pytest.raises(PoolTimeout, match=r"within 0\.0 s"):
             pool.getconn()
-        # psycopg_pool gives nobody a connection who has no time, not even a ready one.
+        # With a timeout of 0, psycopg_pool hands out no connection, not even a ready one.
         pool.putconn(pool.getconn(timeout=0.0))
 
 

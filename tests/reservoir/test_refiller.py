@@ -1,4 +1,4 @@
-"""The refiller, in virtual time and with a server that does as it is told."""
+"""The refiller, in virtual time and with a scripted server."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ async def test_stop_closes_all_connections(sim: Sim) -> None:
         await wait_until(lambda: server.alive == 0)
         await wait_until(lambda: len(journal.released) == 5)
         await asyncio.sleep(100.0)
-        assert len(server.times) == 5, "nothing is opened any more"
+        assert len(server.times) == 5, "nothing is opened after the stop"
         assert dict(water.statistics().discards) == {"closed": 5}
 
 

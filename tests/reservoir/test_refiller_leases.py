@@ -1,4 +1,4 @@
-"""What a connect takes, in which order; and that its lease is given back once, whatever fails."""
+"""The steps of a connect in their order, and the release of its lease, once, whatever fails."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_stop_while_connecting_releases_the_lease(stage: str) -> None:
                 await asyncio.sleep(STAGES[stage])
             journal.takes = 0.0
             await asyncio.sleep(60.0)
-            # One that was asked for and not answered may be given back again, to be sure.
+            # A lease whose acquire was not answered may be released a second time.
             returned = Counter(one for one in journal.released if one in journal.acquired)
             assert returned == Counter(journal.acquired)
             assert len(journal.acquired) == (0 if stage == "lease" else 4)

@@ -1,4 +1,4 @@
-"""Whole transactions, done again when another one won."""
+"""`retry_transaction`: whole transactions, repeated after conflicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moored.testing import Sim, run_one
 
 
 class Work:
-    """Fails as often as it is told, and notes when it was tried."""
+    """Fails a given number of times, and records the times of its calls."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)

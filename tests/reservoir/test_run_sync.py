@@ -1,4 +1,4 @@
-"""Slow paths that are written once, as coroutines, also run in pools for threads."""
+"""`run_sync`: coroutines that never suspend, run without an event loop."""
 
 from __future__ import annotations
 

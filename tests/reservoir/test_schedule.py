@@ -1,4 +1,4 @@
-"""When connections are replaced ahead of their end."""
+"""When connections are replaced before they expire."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_replacements_are_at_least_the_interval_apart(ends: list[float], every: 
 
 @given(ends, seconds)
 def test_no_schedule_could_begin_later(ends: list[float], every: float) -> None:
-    """The earliest goes at the time told; had it gone any later, another one would be too late."""
+    """If the first replacement came later than computed, another one would be too late."""
     due = first_replacement(ends, every)
     slack = [end - (due + place * every) for place, end in enumerate(sorted(ends))]
     assert min(slack) == 0.0

@@ -255,7 +255,7 @@ def test_sizes() -> None:
     assert reservoir_of(engine).max_size == 15
 
 
-def test_pool_methods_report_the_reservoirs_numbers() -> None:
+def test_reservoir_of_returns_the_pool_of_an_engine() -> None:
     engine = create_engine("postgresql://app:secret@db:5433/orders", max_lifetime=100, name="shop")
     pool = reservoir_of(engine)
     assert repr(pool) == "<ConnectionPool db:5433/orders: new>"
@@ -294,7 +294,7 @@ async def test_a_do_connect_listener_changes_the_parameters(way: Way, postgres_u
         assert await desk.ask("show application_name") == "listener"
 
 
-async def test_a_do_connect_listener_can_change_the_password(way: Way, postgres_url: str) -> None:
+async def test_tokens_replace_the_password_of_the_url(way: Way, postgres_url: str) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as admin:
         role = f"app_{way}"
         admin.execute(f"drop role if exists {role}")

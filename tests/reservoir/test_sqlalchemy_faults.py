@@ -1,5 +1,4 @@
-"""What breaks under SQLAlchemy's engines, and a server that limits them: callers see no more of it
-than they must."""
+"""SQLAlchemy's engines with lost connections, and with a server that limits connections."""
 
 from __future__ import annotations
 
@@ -105,8 +104,8 @@ async def test_a_connection_that_the_server_closes_in_use_is_replaced(
             await lost.ask()
         assert caught.value.connection_invalidated
         await lost.close()
-        await until(lambda: desk.now.discards, "it was let go")
-        # SQLAlchemy would replace all of them; here each is asked, and kept if it answers.
+        await until(lambda: desk.now.discards, "a connection was closed")
+        # SQLAlchemy's own pool would replace all; here each is pinged, and kept if it answers.
         held = await desk.take()
         assert await held.ask() == pids[1]
         await held.close()
@@ -131,7 +130,7 @@ async def test_a_rollback_to_a_server_that_vanished_ends_in_time(
             gate.resume()
         assert caught.value.connection_invalidated
         await held.close()
-        await until(lambda: desk.now.discards == {"bad": 1}, "it was let go")
+        await until(lambda: desk.now.discards == {"bad": 1}, "a connection was closed")
 
 
 async def test_an_invalidated_connection_is_not_kept(way: Way, postgres_url: str) -> None:
@@ -205,7 +204,7 @@ async def test_a_connection_idle_for_long_is_pinged(
 
 
 async def test_the_servers_rate_is_kept(way: Way, gate: Gate, gated_url: str) -> None:
-    """Connections that live for a moment, and callers that never stop: nobody is refused."""
+    """With very short lifetimes under constant load, no caller is refused."""
     gate.limit(20, 6, answer=postgres_fatal())
     config = ReservoirConfig(
         max_size=6,
@@ -253,7 +252,7 @@ async def test_a_waiter_gets_a_returned_connection(way: Way, gate: Gate, gated_u
         held = await desk.take()
         pid = await held.ask()
         waiting = asyncio.create_task(desk.take())
-        await until(lambda: desk.now.waiting == 1, "somebody waits")
+        await until(lambda: desk.now.waiting == 1, "a caller waits")
         await held.close()
         # There will be no other.
         async with asyncio.timeout(10):
@@ -272,7 +271,7 @@ async def test_a_caller_waits_no_longer_than_pool_timeout(
         with pytest.raises(EngineTimeout, match=r"no connection within 0.2 s: 1 of 1 in") as caught:
             await desk.take()
         assert time.monotonic() - began >= 0.2
-        # Whoever catches errors of a pool knows it, and whoever catches SQLAlchemy's does.
+        # The error is both a pool's and SQLAlchemy's.
         assert isinstance(caught.value, PoolTimeout)
         assert isinstance(caught.value, exc.TimeoutError)
         await held.close()

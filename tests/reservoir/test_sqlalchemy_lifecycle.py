@@ -1,4 +1,4 @@
-"""Engines that nobody ends, connections that nobody closes, forks, and event loops that end."""
+"""Engines and connections that are not closed, forks, and event loops that end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def pid_of(engine: AsyncEngine) -> Any:
         return await conn.scalar(text(PID))
 
 
-# -- nobody closes it ------------------------------------------------------------------------------
+# -- not closed ------------------------------------------------------------------------------------
 
 
 async def test_a_connection_that_is_not_closed_is_returned_by_the_garbage_collector(

@@ -1,4 +1,4 @@
-"""SQLAlchemy's engines in a crowd, and towards a server that is down or kills connections."""
+"""SQLAlchemy's engines with many callers, and with a server that is down or ends connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an error means, by its SQLSTATE or by what the server said."""
+"""The classification of errors by their SQLSTATE or their message."""
 
 from __future__ import annotations
 

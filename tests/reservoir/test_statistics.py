@@ -1,4 +1,4 @@
-"""A reservoir in numbers."""
+"""The statistics of reservoirs and pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool for threads, used by many at once: what it promises holds there too."""
+"""The invariants of the pool for threads, under many threads at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Wire:
         assert self.user is None, f"in use by {self.user} and {thread}"
         assert not self.closed, "used after its end"
         self.user = thread
-        time.sleep(0)  # gives up the interpreter, so that whoever else has it comes in
+        time.sleep(0)  # releases the GIL, so that another thread may enter
         assert self.user == thread, f"in use by {self.user} and {thread}"
         self.user = None
 
@@ -100,7 +100,7 @@ class Server:
 
 
 class Slow(deque[Any]):
-    """Gives up the interpreter before each change, so that a race depends on nobody's mood."""
+    """Releases the GIL before each change, so that races occur reliably."""
 
     def append(self, thing: Any) -> None:
         time.sleep(0)
@@ -225,7 +225,7 @@ class Crowd:
     def end(self) -> None:
         """What must hold when all have gone: nothing is lost, and nothing is left."""
         with self.pool.reservoir.lock:
-            assert self.pool._core.out == 0, "connections are in use, and nobody has them"
+            assert self.pool._core.out == 0, "connections are in use without a holder"
         self.pool.close(timeout=30.0)
         assert not self.server.wrong, self.server.wrong[0]
         assert self.server.physical == 0, f"{self.server.physical} were never closed"
@@ -268,7 +268,7 @@ def test_many_threads_share_a_few_connections() -> None:
 
 
 class NoLock:
-    """Looks like a lock, and keeps nobody out."""
+    """A lock that excludes no other thread."""
 
     def __enter__(self) -> None:
         time.sleep(0)

@@ -1,4 +1,4 @@
-"""Tokens: renewed in time, in the background, and never later than they are good."""
+"""Cached tokens: renewed in the background before they expire."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pure
 
 
 class Provider:
-    """Makes numbered tokens, as a test tells it."""
+    """Returns numbered tokens, as a test sets it."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -53,7 +53,7 @@ async def test_the_next_token_is_fetched_at_80_percent_of_the_lifetime(sim: Sim)
     await asyncio.sleep(1.0)
     assert await tokens.get() == "token-1"
     await asyncio.sleep(2000.0)
-    assert provider.calls == [0.0, 720.0], "of the second one nobody has made use"
+    assert provider.calls == [0.0, 720.0], "the second token was not used"
     tokens.close()
 
 
@@ -67,7 +67,7 @@ async def test_a_refresh_never_delays_a_caller(sim: Sim) -> None:
         await asyncio.sleep(10.0)
         before = sim.now
         token = await tokens.get()
-        assert sim.now == before, "nobody waits for the provider"
+        assert sim.now == before, "no caller waits for the provider"
         assert token == f"token-{sum(when + 5.0 < sim.now for when in provider.calls[1:]) + 1}"
     assert provider.calls == [0.0, *(720.0 * n for n in range(1, len(provider.calls)))]
     tokens.close()
@@ -416,7 +416,7 @@ async def test_an_error_of_a_sync_provider_is_raised() -> None:
 
 
 async def test_a_stop_iteration_of_a_sync_provider_is_an_error() -> None:
-    """A StopIteration cannot be raised where somebody awaits."""
+    """A StopIteration cannot be raised through an await."""
     tokens = CachedTokens(iter(["one"]).__next__, timeout=10.0)
     assert await tokens.get() == "one"
     tokens.reject("one")

@@ -1,4 +1,4 @@
-"""What somebody meets who uses a pool for the first time, and what they read."""
+"""What a new user of a pool relies on: error texts, logs, `repr()`, types and defaults."""
 
 from __future__ import annotations
 

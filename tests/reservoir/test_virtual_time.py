@@ -1,4 +1,4 @@
-"""What the tests with real servers found, in virtual time, where it is exact."""
+"""Replacement, leases, pings and overload in virtual time, with exact numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Server:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.opened: list[float] = []
-        #: Whether those that are idle do not answer, and how many were asked.
+        #: Whether idle connections do not answer, and how many were pinged.
         self.silent = False
         self.pings = 0
 

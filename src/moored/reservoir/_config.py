@@ -14,8 +14,6 @@ from ._environment import Environment
 
 __all__ = ["ReservoirConfig"]
 
-SIZE = 10
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReservoirConfig:
@@ -27,7 +25,7 @@ class ReservoirConfig:
     #: Whether connections are opened in advance; if not, each is opened when a caller waits.
     enabled: bool = True
     #: The maximum number of physical connections: ready, in use, opening and closing together.
-    max_size: int = SIZE
+    max_size: int = 10
     #: How many connections to keep, ready or in use. By default `max_size`, because a connection
     #: that is opened on demand is opened when the load is highest.
     target_ready: int | None = None

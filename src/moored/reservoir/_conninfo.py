@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict
+
 __all__ = ["resolve"]
 
 
@@ -16,8 +19,6 @@ def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raise `psycopg.ProgrammingError` if libpq cannot parse the conninfo.
     """
-    from psycopg.conninfo import conninfo_to_dict
-
     given = {**conninfo_to_dict(conninfo), **options}
     given = {name: value for name, value in given.items() if value not in (None, "")}
     service = given.get("service")
@@ -27,8 +28,6 @@ def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults() -> dict[str, str]:
     """The parameters of the environment and of PGSERVICE, and libpq's own defaults."""
-    from psycopg import pq
-
     found = pq.Conninfo.get_defaults()
     return {one.keyword.decode(): one.val.decode() for one in found if one.val}
 

@@ -1,7 +1,6 @@
 """The interface to database drivers: open, commit, roll back, check and close a connection.
 
-The methods of a driver for asyncio return awaitables where those of a driver for threads block. The
-driver is found by the `connect` function, or by the class of the first connection.
+The methods of a driver for asyncio return awaitables where those of a driver for threads block.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-__all__ = ["Driver", "DriverState", "Hooks", "driver_of", "in_time"]
+__all__ = ["Driver", "DriverState", "Hooks", "in_time"]
 
 Connect = Callable[..., Any]
 
@@ -154,37 +153,3 @@ def _hook_is_broken(driver: Driver, is_broken: Callable[[Any], bool]) -> None:
     driver.is_broken = broken  # type: ignore[method-assign]
     driver.state = state  # type: ignore[method-assign]
     driver.clean = lambda conn: state(conn) is DriverState.IDLE  # type: ignore[method-assign]
-
-
-def driver_of(
-    connect: Connect | None,
-    connection_class: type | None = None,
-    *,
-    asynchronous: bool,
-    sample: Any = None,
-) -> Driver | None:
-    """Find the driver by its `connect` function, or by a first connection (`sample`).
-
-    Return None if it can be found only by a first connection.
-    """
-    from . import _asyncpg, _dbapi, _psycopg
-
-    if connect is None:
-        return _psycopg.driver(connection_class, asynchronous=asynchronous)
-    home = getattr(connect, "__module__", None) or ""
-    if home.split(".")[0] == "asyncpg":
-        return _asyncpg.AsyncpgDriver(connect)
-    if found := _psycopg.driver_for(connect, sample):
-        return found
-    if not asynchronous and (inspect.iscoroutinefunction(connect) or inspect.isawaitable(sample)):
-        raise TypeError(
-            f"{connect!r} returns an awaitable, but this pool is for threads: use "
-            "AsyncConnectionPool"
-        )
-    if sample is None:
-        return None
-    if type(sample).__module__.split(".")[0] == "asyncpg":
-        return _asyncpg.AsyncpgDriver(connect)
-    if _dbapi.is_dbapi(sample):
-        return _dbapi.DbapiDriver(connect)
-    return Driver(connect)

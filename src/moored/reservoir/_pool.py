@@ -459,47 +459,48 @@ class Pool(Generic[C]):
         """Join the queue, and wait there until the deadline at most."""
         core, reservoir = self._core, self.reservoir
         waiter = self._new_waiter(now, began + timeout, holder)
-        with reservoir.lock:
-            # Another thread may have returned a connection since this one looked.
-            item = core.take(now) or core.search(now)
-            if item is None:
-                self._join(waiter, now, patient)
+        item = self._join(waiter, now, patient)
         if item is None:
-            item = await self._wait_in_queue(waiter, timeout)
+            try:
+                if core.can_grow:
+                    reservoir.upkeep.nudge()
+                await self._until_woken(waiter)
+            except BaseException:
+                # Cancelled, or interrupted by Ctrl-C: pass on a connection that it got meanwhile.
+                with reservoir.lock:
+                    now = self._monotonic()
+                    item = core.leave(waiter, now)
+                    next_waiter = None if item is None else core.give(item, now)
+                reservoir.carry_out(next_waiter)
+                raise
+            if not waiter.settled:
+                with reservoir.lock:
+                    core.leave(waiter, self._monotonic(), late=True)
+            item = waiter.item
+            if item is None:
+                raise waiter.error or self._timed_out(timeout)
             reservoir.latency.add(self._monotonic() - began)
         reservoir.mark(item, holder)
         return item
 
-    def _join(self, waiter: Waiter[C], now: float, patient: bool) -> None:
-        """Add a waiter to the queue, or raise if it would wait in vain or for too long."""
-        if not self._core.open:
-            self.reservoir.check_open()
-        if (why := self._core.refuses(now, patient=patient)) is not None:
-            raise self._refused(why)
-        if (error := self.reservoir.upkeep.unreachable()) is not None:
-            raise error
-        self._core.enqueue(waiter)
+    def _join(self, waiter: Waiter[C], now: float, patient: bool) -> Item[C] | None:
+        """Add a waiter to the queue, or raise if it would wait in vain or for too long.
 
-    async def _wait_in_queue(self, waiter: Waiter[C], timeout: float) -> Item[C]:
+        Return a connection instead if another thread has returned one meanwhile.
+        """
         core, reservoir = self._core, self.reservoir
-        try:
-            if core.can_grow:
-                reservoir.upkeep.nudge()
-            await self._until_woken(waiter)
-        except BaseException:
-            # Cancelled, or interrupted by Ctrl-C: pass on a connection that it got meanwhile.
-            with reservoir.lock:
-                now = self._monotonic()
-                item = core.leave(waiter, now)
-                next_waiter = None if item is None else core.give(item, now)
-            reservoir.carry_out(next_waiter)
-            raise
-        if not waiter.settled:
-            with reservoir.lock:
-                core.leave(waiter, self._monotonic(), late=True)
-        if waiter.item is not None:
-            return waiter.item
-        raise waiter.error or self._timed_out(timeout)
+        with reservoir.lock:
+            item = core.take(now) or core.search(now)
+            if item is not None:
+                return item
+            if not core.open:
+                reservoir.check_open()
+            if (why := core.refuses(now, patient=patient)) is not None:
+                raise self._refused(why)
+            if (error := reservoir.upkeep.unreachable()) is not None:
+                raise error
+            core.enqueue(waiter)
+        return None
 
     async def _passes_check(
         self, item: Item[C], deadline: float = math.inf, *, ping: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._config import SIZE, ReservoirConfig
+from ._config import ReservoirConfig
 
 __all__ = ["config_of"]
 
@@ -23,10 +23,7 @@ def config_of(
     sizes = {"max_size": max_size, "target_ready": min_size}
     changes = {k: v for k, v in {**sizes, **settings}.items() if v is not None}
     if max_lifetime is not None:
-        lived = ReservoirConfig.for_lifetime(max_lifetime, max_size=1)
-        changes["base_lifetime"] = lived.base_lifetime
-        changes["lifetime_jitter"] = lived.lifetime_jitter
-        changes["guard_window"] = lived.guard_window
-    return (
-        config or ReservoirConfig(max_size=max(1, changes.get("max_size", SIZE)), rate=1e9)
-    ).but(**{"rate": ReservoirConfig.rate, **changes} if config is None else changes)
+        lifetime = ReservoirConfig.for_lifetime(max_lifetime, max_size=1)
+        for name in ("base_lifetime", "lifetime_jitter", "guard_window"):
+            changes[name] = getattr(lifetime, name)
+    return ReservoirConfig(**changes) if config is None else config.but(**changes)

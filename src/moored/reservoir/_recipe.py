@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+import psycopg
+
 from moored.kernel import SECRETS, awaited, in_thread, run_callback
 
 from ._asyncpg import AsyncpgDriver
 from ._budget import Destination
 from ._conninfo import resolve
-from ._driver import Connect, Driver, Hooks, driver_of
+from ._driver import Connect, Driver, Hooks
+from ._find_driver import driver_of
 from ._psycopg import PsycopgDriver
 from ._tokens import Tokens
 
@@ -152,8 +155,6 @@ def _endpoint_of(
     conninfo: str, options: Mapping[str, Any], *, libpq: bool = False
 ) -> Destination | None:
     """The server and user of a conninfo; with libpq's defaults if the driver uses them."""
-    import psycopg
-
     try:
         found = resolve(conninfo, options)
     except psycopg.Error:
@@ -181,8 +182,6 @@ def _endpoint_in(text: str) -> Destination:
 
 def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
     """The host and the database, as in "db/orders"; never a user or a password."""
-    import psycopg
-
     try:
         found = resolve(conninfo, options)
     except psycopg.Error:

@@ -153,7 +153,7 @@ class CachedTokens:
 
     async def _fetch(self) -> None:
         clock = self._clock or Clock.current()
-        asked_at, asked_at_wall = clock.monotonic(), clock.wall()
+        requested_at, requested_at_wall = clock.monotonic(), clock.wall()
         try:
             async with asyncio.timeout(self._timeout):
                 token = _checked(await run_callback(self._provider, name="moored-token"))
@@ -167,11 +167,11 @@ class CachedTokens:
             raise
         life = self._lifetime or (LIFETIME if token.expires_at is None else math.inf)
         if token.expires_at is not None:
-            life = min(life, token.expires_at - asked_at_wall)
+            life = min(life, token.expires_at - requested_at_wall)
         self.fetched += 1
         self._newest_rejected = False
-        refresh_at = asked_at + life * self._refresh_at
-        self._cache.append(_CachedToken(token.value, asked_at + life, refresh_at))
+        refresh_at = requested_at + life * self._refresh_at
+        self._cache.append(_CachedToken(token.value, requested_at + life, refresh_at))
         self._used = False
         self._timers.set("refresh", refresh_at, self._on_time)
 
