@@ -1,4 +1,4 @@
-"""A gRPC server of its own process: what it is asked for, it gives; run by `servers.py`.
+"""A gRPC test server in its own process; run by `servers.py`.
 
 Its methods take and return bytes; with `--stubs` it also serves what was generated into a folder.
 It ends when its standard input does, so that it never outlives the test that started it.
@@ -28,7 +28,7 @@ def echo(request: bytes, context: Any) -> bytes:
 
 
 def count(request: bytes, context: Any) -> Iterator[bytes]:
-    """So many numbers, then an error if one is named: b"3" or b"3 ABORTED"."""
+    """Count to a number, then fail if a code is given: b"3" or b"3 ABORTED"."""
     number, _, code = request.decode().partition(" ")
     for each in range(int(number)):
         yield str(each).encode()
@@ -37,7 +37,7 @@ def count(request: bytes, context: Any) -> Iterator[bytes]:
 
 
 def endless(request: bytes, context: Any) -> Iterator[bytes]:
-    """A number every so many seconds, until the client goes."""
+    """Send a number at the requested interval until the client disconnects."""
     over = threading.Event()
     context.add_callback(over.set)
     for each in range(1_000_000):
@@ -61,45 +61,45 @@ def sleep(request: bytes, context: Any) -> bytes:
 
 
 def fail(request: bytes, context: Any) -> bytes:
-    """With a code, at once or after a while: b"ABORTED" or b"ABORTED 0.5"."""
+    """Fail with a code, immediately or after a delay: b"ABORTED" or b"ABORTED 0.5"."""
     code, _, seconds = request.decode().partition(" ")
     time.sleep(float(seconds or 0))
     context.abort(grpc.StatusCode[code], "as asked")
     raise AssertionError
 
 
-class Meeting:
-    """Calls that wait for each other: who ran at the same time is known for sure."""
+class Rendezvous:
+    """Calls that wait for each other, to count concurrent calls reliably."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._there = self._most = 0
+        self._present = self._most = 0
 
     def meet(self, request: bytes, context: Any) -> bytes:
-        """Return when so many are there; says over which connection this one came."""
+        """Return the peer of this call when the requested number of calls has arrived."""
         with self._changed:
-            self._there += 1
-            self._most = max(self._most, self._there)
+            self._present += 1
+            self._most = max(self._most, self._present)
             self._changed.notify_all()
-            # Those who were there once have met, also when the first of them have left. Who waits
-            # in vain answers in good time: it must be gone before its stream is.
+            # The number counts once reached, also if the first calls have returned. A call that
+            # waits in vain returns early: it must end before its stream does.
             self._changed.wait_for(
                 lambda: self._most >= int(request), timeout=context.time_remaining() / 2
             )
-            self._there -= 1
+            self._present -= 1
         return str(context.peer()).encode()
 
     def most(self, request: bytes, context: Any) -> bytes:
-        """How many were there at the same time."""
+        """Return the largest number of concurrent calls, and reset it."""
         with self._changed:
             most, self._most = self._most, 0
         return str(most).encode()
 
 
-class Doorkeeper(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Lets in who has the token; `Accept` is for all, and changes it.
+class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Accepts calls with the token; `Accept` is open to all, and changes it.
 
-    A strict one does not let strangers ask how the server is, either.
+    A strict one also refuses health checks without the token.
     """
 
     def __init__(self, token: str, strict: bool) -> None:
@@ -121,13 +121,13 @@ class Doorkeeper(grpc.ServerInterceptor):  # type: ignore[misc]
         raise AssertionError
 
     def accept(self, request: bytes, context: Any) -> bytes:
-        """Demand this token from now on."""
+        """Require this token from now on."""
         self.token = request.decode()
         return b""
 
 
 def metadata(request: bytes, context: Any) -> bytes:
-    """What the client sent beside the request, as JSON; it is sent back as well."""
+    """Return the metadata of the client as JSON, and send it back as well."""
     found = [(name, value) for name, value in context.invocation_metadata() if name[0] != ":"]
     context.send_initial_metadata((("initial", "here"),))
     context.set_trailing_metadata((("trailing", "there"),))
@@ -138,18 +138,18 @@ _tally: Counter[str] = Counter()
 
 
 def tally(request: bytes, context: Any) -> bytes:
-    """Count this word; the answer is who has counted it."""
+    """Count this word, and return the process id."""
     _tally[request.decode()] += 1
     return pid(request, context)
 
 
 def tallied(request: bytes, context: Any) -> bytes:
-    """How often each word was counted, as JSON."""
+    """Return how often each word was counted, as JSON."""
     return json.dumps(_tally).encode()
 
 
 def limit(request: bytes, context: Any) -> bytes:
-    """How many seconds the call has left."""
+    """Return the remaining seconds of the call."""
     return str(context.time_remaining()).encode()
 
 
@@ -157,7 +157,7 @@ def pid(request: bytes, context: Any) -> bytes:
     return str(os.getpid()).encode()
 
 
-MEETING = Meeting()
+MEETING = Rendezvous()
 
 METHODS = {
     **{
@@ -209,9 +209,9 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--streams", type=int)
     options = parser.parse_args()
-    door = Doorkeeper(options.token, options.strict)
+    door = TokenInterceptor(options.token, options.strict)
     more = [] if options.streams is None else [("grpc.max_concurrent_streams", options.streams)]
-    # Two servers must not share a port: a test would talk to either.
+    # Two servers must not share a port: a test would reach either.
     server = grpc.server(
         ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0), *more], interceptors=(door,)
     )

@@ -342,7 +342,7 @@ def recovering(config: ConnectionConfig, forks: int) -> dict[str, Any]:
         call(channel)
         server.kill()
         with Callers(channel, timeout=30.0) as callers:
-            while not callers.errors:  # somebody has noticed
+            while not callers.errors:  # until a caller has noticed
                 time.sleep(0.01)
             for number in range(forks):
                 children.make(lambda: expect_nobody(channel), gently=number % 2 == 0)

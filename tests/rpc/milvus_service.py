@@ -26,7 +26,7 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.greetings: list[dict[str, str]] = []
-        self.told: list[dict[str, str]] = []
+        self.client_options: list[dict[str, str]] = []
         self.calls: list[dict[str, str]] = []
         #: Old servers do not know Connect().
         self.greets = True
@@ -39,7 +39,7 @@ class Service(milvus_pb2_grpc.MilvusServiceServicer):  # type: ignore[misc]
 
     def Connect(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.greetings.append(dict(context.invocation_metadata()))
-        self.told.append(dict(request.client_info.reserved))
+        self.client_options.append(dict(request.client_info.reserved))
         if not self.greets:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method")
         if self.refuse is not None:

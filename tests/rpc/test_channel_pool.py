@@ -1,4 +1,4 @@
-"""Several channels used as one, against a server that limits the calls of each."""
+"""Pools of channels, against a server that limits the calls of each connection."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from .handlers import (
 from .servers import EchoServer
 from .sides import LIMIT, SIDES, Aio, Threads
 
-#: So many calls the server allows over one connection.
+#: How many calls the server allows over one connection.
 STREAMS = 4
 both = pytest.mark.parametrize("kind", SIDES, ids=lambda kind: kind.__name__)
 Kind = type[Threads] | type[Aio]
 
 
 @pytest.fixture(scope="module")
-def narrow() -> Iterator[EchoServer]:
+def limited_server() -> Iterator[EchoServer]:
     with EchoServer(streams=STREAMS) as server:
         yield server
 
@@ -56,8 +56,8 @@ def config(server: EchoServer) -> ConnectionConfig:
 
 
 async def meet(side: Threads | Aio, channel: Any, number: int) -> Counter[bytes]:
-    """So many calls that are all under way at once; returns how many came over each connection."""
-    await side.call(channel, MOST)  # those who met before do not count
+    """Make that many concurrent calls, and return how many used each connection."""
+    await side.call(channel, MOST)  # reset the count of earlier calls
     request = str(number).encode()
     calls = [side.call(channel, MEET, request) for _ in range(number)]
     return Counter(await asyncio.gather(*calls))
@@ -67,20 +67,22 @@ async def meet(side: Threads | Aio, channel: Any, number: int) -> Counter[bytes]
 
 
 @both
-async def test_one_channel_has_no_more_calls_than_its_server_allows(
-    kind: Kind, narrow: EchoServer
+async def test_one_channel_has_the_call_limit_of_the_server(
+    kind: Kind, limited_server: EchoServer
 ) -> None:
     async with kind() as side:
-        channel = await side.get(config(narrow))
+        channel = await side.get(config(limited_server))
         calls = [side.call(channel, MEET, b"5", 2.0) for _ in range(STREAMS + 1)]
         await asyncio.gather(*calls, return_exceptions=True)
         assert await side.call(channel, MOST) == b"4"
 
 
 @both
-async def test_four_channels_have_four_times_as_many(kind: Kind, narrow: EchoServer) -> None:
+async def test_four_channels_have_four_times_the_call_limit(
+    kind: Kind, limited_server: EchoServer
+) -> None:
     async with kind(channels=4) as side:
-        channel = await side.get(config(narrow))
+        channel = await side.get(config(limited_server))
         assert sorted((await meet(side, channel, 16)).values()) == [4, 4, 4, 4]
         assert await side.call(channel, MOST) == b"16"
         assert channel.calls == 0
@@ -88,7 +90,7 @@ async def test_four_channels_have_four_times_as_many(kind: Kind, narrow: EchoSer
 
 
 @both
-async def test_an_error_of_one_is_an_error_of_all(kind: Kind) -> None:
+async def test_error_of_one_channel_replaces_all(kind: Kind) -> None:
     with EchoServer(streams=STREAMS) as server:
         async with kind(channels=2) as side:
             channel = await side.get(config(server))
@@ -108,7 +110,7 @@ async def test_an_error_of_one_is_an_error_of_all(kind: Kind) -> None:
 
 
 async def _is_closed(side: Threads | Aio, channel: Any) -> bool:
-    """Soon, at least: it may be about to be."""
+    """Whether the channel is closed, or becomes so soon."""
     async with asyncio.timeout(LIMIT):
         while True:
             try:
@@ -121,7 +123,9 @@ async def _is_closed(side: Threads | Aio, channel: Any) -> bool:
 
 
 @both
-async def test_all_of_them_are_connected_or_none_is_used(kind: Kind, echo: EchoServer) -> None:
+async def test_pool_is_used_only_if_all_channels_are_connected(
+    kind: Kind, echo: EchoServer
+) -> None:
     made: list[Any] = []
     make = make_channel if kind is Threads else make_aio_channel
     dead = ConnectionConfig.from_uri(EchoServer().uri)
@@ -139,7 +143,7 @@ async def test_all_of_them_are_connected_or_none_is_used(kind: Kind, echo: EchoS
 
 
 @both
-async def test_a_factory_that_fails_leaves_no_channel_open(kind: Kind, echo: EchoServer) -> None:
+async def test_failing_channel_factory_leaves_no_channel_open(kind: Kind, echo: EchoServer) -> None:
     made: list[Any] = []
     make = make_channel if kind is Threads else make_aio_channel
 
@@ -158,7 +162,9 @@ async def test_a_factory_that_fails_leaves_no_channel_open(kind: Kind, echo: Ech
 
 
 @both
-async def test_of_a_moving_primary_all_lead_to_the_same_one(kind: Kind, echo: EchoServer) -> None:
+async def test_all_channels_of_a_pool_lead_to_the_same_primary(
+    kind: Kind, echo: EchoServer
+) -> None:
     async with kind(channels=3, fetch_topology=StaticTopology([echo.uri])) as side:
         channel = await side.get(ConnectionConfig.from_uri("http://cluster.test"))
         assert channel.address == echo.address
@@ -167,9 +173,7 @@ async def test_of_a_moving_primary_all_lead_to_the_same_one(kind: Kind, echo: Ec
 
 
 @both
-async def test_an_idle_one_is_healthy_if_all_of_its_channels_are(
-    kind: Kind, echo: EchoServer
-) -> None:
+async def test_idle_pool_is_healthy_if_all_channels_are(kind: Kind, echo: EchoServer) -> None:
     asked: list[Any] = []
 
     def probe(channel: Any) -> bool:
@@ -185,13 +189,13 @@ async def test_an_idle_one_is_healthy_if_all_of_its_channels_are(
 
 
 @both
-async def test_one_channel_is_no_pool(kind: Kind, echo: EchoServer) -> None:
+async def test_single_channel_is_not_wrapped_in_a_pool(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         channel = await side.get(config(echo))
         assert not isinstance(channel._live.channel, (ChannelPool, AioChannelPool))
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_invalid_number_of_channels_is_refused() -> None:
     with pytest.raises(ValueError, match="channels=0 must be at least 1"):
         ConnectionManager(channels=0)
     with pytest.raises(ValueError, match="channels=2 must be given to the strategy"):
@@ -224,7 +228,7 @@ def test_calls_of_each_kind_are_counted_until_they_end(pool: ChannelPool) -> Non
     assert under_way(pool) == [1, 0]
     second = pool.stream_stream(CHAT)(iter([b"a"]), timeout=LIMIT)
     later = pool.unary_unary(SLEEP).future(b"0.2", timeout=LIMIT)
-    assert under_way(pool) == [2, 1], "each to where the fewest are"
+    assert under_way(pool) == [2, 1], "calls must use the channel with the fewest calls"
     assert list(second) == [b"re: a"]
     assert later.result() == b"0.2"
     first.cancel()
@@ -238,7 +242,7 @@ def test_calls_of_each_kind_are_counted_until_they_end(pool: ChannelPool) -> Non
     eventually(lambda: under_way(pool) == [0, 0])
 
 
-def test_a_call_that_cannot_begin_is_not_counted(pool: ChannelPool) -> None:
+def test_call_that_cannot_begin_is_not_counted(pool: ChannelPool) -> None:
     with pytest.raises(TypeError):
         pool.unary_unary(ECHO).future(b"x", nonsense=True)
     with pytest.raises(TypeError):
@@ -246,7 +250,7 @@ def test_a_call_that_cannot_begin_is_not_counted(pool: ChannelPool) -> None:
     assert under_way(pool) == [0, 0]
 
 
-def test_a_call_that_is_forgotten_is_counted_out(pool: ChannelPool) -> None:
+def test_garbage_collected_call_is_not_counted(pool: ChannelPool) -> None:
     call = pool.unary_stream(ENDLESS)(b"0.01", timeout=LIMIT)
     next(call)
     del call
@@ -254,20 +258,20 @@ def test_a_call_that_is_forgotten_is_counted_out(pool: ChannelPool) -> None:
     eventually(lambda: under_way(pool) == [0, 0])
 
 
-def test_its_state_is_ready_when_all_are(pool: ChannelPool) -> None:
-    told: list[grpc.ChannelConnectivity] = []
+def test_pool_is_ready_when_all_channels_are(pool: ChannelPool) -> None:
+    states: list[grpc.ChannelConnectivity] = []
     ready = threading.Event()
 
-    def hear(state: grpc.ChannelConnectivity) -> None:
-        told.append(state)
+    def record(state: grpc.ChannelConnectivity) -> None:
+        states.append(state)
         if state is grpc.ChannelConnectivity.READY:
             ready.set()
 
-    pool.subscribe(hear, True)
+    pool.subscribe(record, True)
     assert ready.wait(LIMIT)
-    assert told.count(grpc.ChannelConnectivity.READY) == 1
-    pool.unsubscribe(hear)
-    pool.unsubscribe(hear)
+    assert states.count(grpc.ChannelConnectivity.READY) == 1
+    pool.unsubscribe(record)
+    pool.unsubscribe(record)
 
 
 async def test_calls_of_asyncio_are_counted_until_they_end(aio_pool: AioChannelPool) -> None:
@@ -287,7 +291,7 @@ async def test_calls_of_asyncio_are_counted_until_they_end(aio_pool: AioChannelP
             await asyncio.sleep(0.01)
 
 
-async def test_the_state_of_one_of_asyncio(aio_pool: AioChannelPool) -> None:
+async def test_asyncio_pool_reports_its_state(aio_pool: AioChannelPool) -> None:
     state = grpc.ChannelConnectivity
     assert aio_pool.get_state() is state.IDLE
     change = asyncio.create_task(aio_pool.wait_for_state_change(state.IDLE))

@@ -1,4 +1,4 @@
-"""Where a connection leads: the grammar, what goes first, every mistake, and no token shown."""
+"""Connection configurations: the URI grammar, precedence, errors, keys, and hidden tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
         ("https://host:19530/mydb", "host:19530", "", "mydb"),
         ("https://user:pass@host:19530", "host:19530", "user:pass", ""),
         ("https://user:pass@host:19530/mydb", "host:19530", "user:pass", "mydb"),
-        # The port that is not given.
+        # Default ports.
         ("http://localhost", "localhost:80", "", ""),
         ("tcp://localhost", "localhost:80", "", ""),
         ("https://localhost", "localhost:443", "", ""),
@@ -53,7 +53,7 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
         ("https://@host", "host:443", "", ""),
         ("https://user:a:b@host", "host:443", "user:a:b", ""),
         ("https://user:p@ss@host", "host:443", "user:p@ss", ""),
-        # Percent-decoding, of each part by itself.
+        # Percent-decoding of each part.
         ("http://us%40er:p%3Ass@host", "host:80", "us@er:p:ss", ""),
         ("http://a%2Fb:c%3Fd%23e@host", "host:80", "a/b:c?d#e", ""),
         ("http://host/my%20db", "host:80", "", "my db"),
@@ -69,19 +69,21 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
         ("https://t@[2001:db8::1]/db", "[2001:db8::1]:443", "t", "db"),
         ("http://127.0.0.1:65535", "127.0.0.1:65535", "", ""),
         ("http://127.0.0.1:1", "127.0.0.1:1", "", ""),
-        # Sockets, whole.
+        # Unix sockets.
         ("unix:/run/app.sock", "unix:/run/app.sock", "", ""),
         ("unix:///run/app.sock", "unix:///run/app.sock", "", ""),
         ("unix:app@x.sock", "unix:app@x.sock", "", ""),
         ("UNIX:///run/app.sock", "UNIX:///run/app.sock", "", ""),
-        # Around it.
+        # Surrounding white space.
         ("  http://host:1  ", "host:1", "", ""),
     ],
 )
-def test_a_uri_is_taken_apart(uri: str, address: str, token: str, db_name: str) -> None:
+def test_uri_is_parsed_into_address_token_and_database(
+    uri: str, address: str, token: str, db_name: str
+) -> None:
     config = ConnectionConfig.from_uri(uri)
     assert (config.address, config.token, config.db_name) == (address, token, db_name)
-    assert config.uri == uri.strip(), "it is kept as it was given"
+    assert config.uri == uri.strip(), "the URI was changed"
 
 
 @pytest.mark.parametrize(
@@ -93,11 +95,11 @@ def test_a_uri_is_taken_apart(uri: str, address: str, token: str, db_name: str) 
         ("https://user:pass@host/db1", {"token": None, "db_name": None}, "user:pass", "db1"),
         ("https://host", {"token": "t", "db_name": "d"}, "t", "d"),
         ("unix:/a", {"token": "t", "db_name": "d"}, "t", "d"),
-        # What is given beside the URI is taken as it is.
+        # Arguments beside the URI are not decoded.
         ("https://host", {"token": "a%40b", "db_name": "a%2Fb"}, "a%40b", "a%2Fb"),
     ],
 )
-def test_what_is_given_beside_the_uri_goes_first(
+def test_arguments_override_the_uri(
     uri: str, given: dict[str, Any], token: str, db_name: str
 ) -> None:
     config = ConnectionConfig.from_uri(uri, **given)
@@ -116,7 +118,7 @@ def test_what_is_given_beside_the_uri_goes_first(
         ("unix:/run/global-cluster.sock", True),
     ],
 )
-def test_a_global_cluster_is_known_by_its_uri(uri: str, expected: bool) -> None:
+def test_global_cluster_is_recognized_by_its_uri(uri: str, expected: bool) -> None:
     assert ConnectionConfig.from_uri(uri).is_global is expected
 
 
@@ -133,17 +135,17 @@ def test_a_global_cluster_is_known_by_its_uri(uri: str, expected: bool) -> None:
         ("unix:/a", {}, False),
     ],
 )
-def test_https_is_encrypted_unless_it_is_said_otherwise(
+def test_https_is_encrypted_unless_disabled(
     uri: str, given: dict[str, Any], expected: bool
 ) -> None:
     assert ConnectionConfig.from_uri(uri, **given).secure is expected
 
 
-# -- mistakes --------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("uri", "message"),
     [
         ("", "URI is empty"),
         ("   ", "URI is empty"),
@@ -185,17 +187,17 @@ def test_https_is_encrypted_unless_it_is_said_otherwise(
         ("unix:///", "names no socket"),
     ],
 )
-def test_a_wrong_uri_is_told_by_its_part(uri: Any, said: str) -> None:
+def test_invalid_uri_is_refused_with_the_part(uri: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectionConfig.from_uri(uri)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert isinstance(caught.value, ChannelError)
     assert isinstance(caught.value, MooredError)
     assert not isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"scure": True}, "'scure' is not known: there are ca, certificate"),
         ({"secure": "yes"}, "secure must be bool, not str"),
@@ -216,10 +218,10 @@ def test_a_wrong_uri_is_told_by_its_part(uri: Any, said: str) -> None:
         ({"db_name": 5}, "db_name must be a str, not int"),
     ],
 )
-def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
+def test_invalid_option_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectionConfig.from_uri("http://host", **given)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +238,12 @@ def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
         "https://user:first@second:hunter2",
     ],
 )
-def test_a_password_whose_host_was_forgotten_is_not_shown(uri: str) -> None:
+def test_password_in_a_uri_without_a_host_is_hidden(uri: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectionConfig.from_uri(uri)
-    told = str(caught.value)
-    assert not any(part in told for part in ("hunter2", "12345678", "first", "part"))
-    assert "***" in told
+    text = str(caught.value)
+    assert not any(part in text for part in ("hunter2", "12345678", "first", "part"))
+    assert "***" in text
 
 
 # -- the key ---------------------------------------------------------------------------------------
@@ -251,9 +253,9 @@ def key(uri: str = "http://host:1", **given: Any) -> str:
     return ConnectionConfig.from_uri(uri, **given).key
 
 
-def test_the_same_address_and_identity_share_a_connection() -> None:
+def test_equal_address_and_identity_have_one_key() -> None:
     assert key() == key()
-    assert key("http://host:1/db1") == key("http://host:1/db2"), "a database is not another wire"
+    assert key("http://host:1/db1") == key("http://host:1/db2"), "the database changed the key"
     assert key("http://host:1", db_name="x") == key()
     assert key("http://u:p@host:1") == key("http://host:1", token="u:p")
     assert key("http://host") == key("http://host:80")
@@ -262,7 +264,7 @@ def test_the_same_address_and_identity_share_a_connection() -> None:
     assert key("https://host:1") == key("http://host:1", secure=True)
 
 
-def test_the_same_options_share_however_they_are_written() -> None:
+def test_equivalent_options_have_one_key() -> None:
     assert key(secure=None, ca=None) == key()
     assert key("https://host:1", secure=True) == key("https://host:1")
     written = {"grpc.a": 1, "grpc.b": "x"}
@@ -277,7 +279,7 @@ def test_the_same_options_share_however_they_are_written() -> None:
     assert key(channel_options=turned_list) == key(channel_options=turned_list[::-1])
 
 
-def test_whatever_changes_the_wire_is_another_connection() -> None:
+def test_options_that_change_the_connection_change_the_key() -> None:
     keys = [
         key("http://host:1"),
         key("http://host:2"),
@@ -310,25 +312,27 @@ def test_whatever_changes_the_wire_is_another_connection() -> None:
         ("/db", "", "db"),
     ],
 )
-def test_what_a_path_says_around_a_global_cluster(path: str, root: str, database: str) -> None:
+def test_path_around_a_global_cluster_is_root_and_database(
+    path: str, root: str, database: str
+) -> None:
     uri = f"https://global-cluster:pass@host{path}"
     config = ConnectionConfig.from_uri(uri)
     assert (config.topology_root, config.db_name) == (root, database)
     assert ConnectionConfig.from_uri(uri, db_name="other").db_name == "other"
 
 
-def test_who_asks_elsewhere_is_connected_elsewhere() -> None:
+def test_root_of_a_global_cluster_changes_the_key() -> None:
     assert key("http://host/one/global-cluster") != key("http://host/two/global-cluster")
     assert key("http://host/one/global-cluster/a") == key("http://host/one/global-cluster/b")
-    assert key("http://host/one") == key("http://host/two"), "these are databases"
+    assert key("http://host/one") == key("http://host/two"), "a database changed the key"
 
 
-def test_the_parts_of_a_key_cannot_be_confused() -> None:
+def test_parts_of_a_key_cannot_be_confused() -> None:
     assert key("http://host:1", token="a', True") != key("https://host:1", token="a")
     assert key(token="|") != key()
 
 
-def test_a_key_means_nothing_in_another_process() -> None:
+def test_key_differs_between_processes() -> None:
     code = (
         "from moored.rpc._config import ConnectionConfig;"
         "print(ConnectionConfig.from_uri('http://u:p@host:1').key)"
@@ -343,30 +347,30 @@ def test_a_key_means_nothing_in_another_process() -> None:
 # -- as an object ----------------------------------------------------------------------------------
 
 
-def test_it_does_not_change() -> None:
+def test_configuration_is_immutable() -> None:
     config = ConnectionConfig.from_uri("http://host")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.address = "x"  # type: ignore[misc]
 
 
-def test_equal_ones_are_equal_and_can_be_keys_of_a_dict() -> None:
+def test_equal_configurations_compare_and_hash_equal() -> None:
     one = ConnectionConfig.from_uri("http://host", channel_options={"a": 1})
     two = ConnectionConfig.from_uri("http://host", channel_options={"a": 1})
     assert one == two
     assert {one: "found"}[two] == "found"
 
 
-def test_it_can_be_copied_and_pickled_but_its_key_is_made_anew() -> None:
+def test_copied_or_pickled_configuration_makes_a_new_key() -> None:
     config = ConnectionConfig.from_uri("http://u:p@host/db", secure=True)
     assert config.key
     assert copy.deepcopy(config) == config
     again = pickle.loads(pickle.dumps(config))
     assert again == config
-    assert "key" not in vars(again), "the key of another process would match nothing here"
+    assert "key" not in vars(again), "the key was pickled"
     assert again.key == config.key
 
 
-def test_at_another_address_all_else_is_the_same() -> None:
+def test_at_changes_the_address_only() -> None:
     config = ConnectionConfig.from_uri("https://u:p@host/db", ca=b"x")
     moved = config.at("other:1")
     assert moved.address == "other:1"
@@ -374,7 +378,7 @@ def test_at_another_address_all_else_is_the_same() -> None:
     assert moved.secure
 
 
-# -- whatever is written ---------------------------------------------------------------------------
+# -- arbitrary strings ------------------------------------------------------------
 
 hosts = st.from_regex(r"[a-z]([a-z0-9-]{0,10}[a-z0-9])?(\.[a-z]{1,5})?", fullmatch=True) | st.just(
     "[::1]"
@@ -385,7 +389,7 @@ ports = st.none() | st.integers(1, 65535)
 
 
 @given(st.sampled_from(["http", "https", "tcp"]), hosts, ports, words, words, words)
-def test_what_is_percent_encoded_comes_back(
+def test_percent_encoded_parts_are_decoded(
     scheme: str, host: str, port: int | None, user: str, password: str, db_name: str
 ) -> None:
     uri = f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{host}"
@@ -397,12 +401,12 @@ def test_what_is_percent_encoded_comes_back(
 
 
 @given(words.filter(bool), hosts)
-def test_a_bare_name_is_a_token(token: str, host: str) -> None:
+def test_user_without_a_password_is_a_token(token: str, host: str) -> None:
     assert ConnectionConfig.from_uri(f"https://{quote(token, safe='')}@{host}").token == token
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_taken_apart_or_refused(uri: str) -> None:
+def test_any_string_is_parsed_or_refused(uri: str) -> None:
     try:
         config = ConnectionConfig.from_uri(uri)
     except ConfigError:
@@ -411,7 +415,7 @@ def test_any_text_is_taken_apart_or_refused(uri: str) -> None:
 
 
 @given(st.text(st.sampled_from("hatp:/@[]%?#. 1s\n"), max_size=30))
-def test_any_text_with_the_marks_of_a_uri_is_taken_apart_or_refused(rest: str) -> None:
+def test_any_string_after_a_scheme_is_parsed_or_refused(rest: str) -> None:
     for uri in (rest, f"http://{rest}", f"unix:{rest}"):
         try:
             config = ConnectionConfig.from_uri(uri)
@@ -420,7 +424,7 @@ def test_any_text_with_the_marks_of_a_uri_is_taken_apart_or_refused(rest: str) -
         assert config.address
 
 
-# -- the token is nowhere --------------------------------------------------------------------------
+# -- hidden tokens ------------------------------------------------------------
 
 
 def shown(config: ConnectionConfig, caplog: pytest.LogCaptureFixture) -> str:
@@ -439,7 +443,7 @@ def shown(config: ConnectionConfig, caplog: pytest.LogCaptureFixture) -> str:
         f"http://u:a:{SECRET}@host",
     ],
 )
-def test_no_token_of_a_uri_is_shown(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_of_a_uri_is_hidden(uri: str, caplog: pytest.LogCaptureFixture) -> None:
     config = ConnectionConfig.from_uri(uri)
     assert SECRET in config.token
     text = shown(config, caplog)
@@ -447,12 +451,12 @@ def test_no_token_of_a_uri_is_shown(uri: str, caplog: pytest.LogCaptureFixture) 
     assert "***" in text
 
 
-def test_no_token_or_key_that_is_given_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_given_token_and_key_are_hidden(caplog: pytest.LogCaptureFixture) -> None:
     config = ConnectionConfig.from_uri(
         "https://host", token=SECRET, certificate=b"c", private_key=SECRET.encode(), ca=Path("/ca")
     )
     assert SECRET not in shown(config, caplog)
-    assert "private_key" in repr(config), "that there is one may be known"
+    assert "private_key" in repr(config), "the names of options may be shown"
 
 
 @pytest.mark.parametrize(
@@ -481,7 +485,7 @@ def test_no_token_or_key_that_is_given_is_shown(caplog: pytest.LogCaptureFixture
         f"\thttp://u:{SECRET}@host\x00",
     ],
 )
-def test_no_error_shows_a_token(uri: str) -> None:
+def test_errors_hide_the_token(uri: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectionConfig.from_uri(uri)
     error: BaseException | None = caught.value
@@ -491,6 +495,6 @@ def test_no_error_shows_a_token(uri: str) -> None:
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
-def test_whatever_stands_around_it_an_account_is_hidden(before: str, after: str) -> None:
+def test_account_is_hidden_in_any_surrounding_text(before: str, after: str) -> None:
     assert SECRET not in redacted(f"{before}{SECRET}@{after}")
     assert SECRET not in redacted(f"http://{before}{SECRET}@{after}")

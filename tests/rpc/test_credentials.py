@@ -1,4 +1,4 @@
-"""Credentials that a real server refuses: refreshed once, and never for ever."""
+"""Credentials that a real server refuses: refreshed once, and not retried endlessly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Side = Threads | Aio
 
 
 class Provider:
-    """Brings the tokens that it is told to, one for each refresh; the last one again and again."""
+    """Credentials with one given token per refresh; the last one is repeated."""
 
     def __init__(self, token: str, *others: str) -> None:
         self.token = token
@@ -51,7 +51,7 @@ class Provider:
 
 
 class AsyncProvider(Provider):
-    """The same, awaited."""
+    """The same with an async refresh."""
 
     async def refresh(self) -> None:
         await asyncio.sleep(0.01)
@@ -59,7 +59,7 @@ class AsyncProvider(Provider):
 
 
 class Fixed:
-    """One who knows nothing else."""
+    """Credentials without a refresh."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return (("authorization", "old-token"),)
@@ -131,13 +131,13 @@ async def test_many_refused_callers_cause_one_refresh(
         answers = await asyncio.gather(*(side.run(call, timeout=LIMIT) for _ in range(20)))
         assert answers == [b"hello"] * 20
         assert credentials.refreshes == 1
-        assert channel.generation == 1, "the connection is kept"
+        assert channel.generation == 1, "the connection was replaced"
         now = counters(side)
         assert (now["credential_refreshes"], now["connects"], now["recoveries"]) == (1, 1, 0)
 
 
 @both
-async def test_a_plain_call_is_raised_and_the_next_one_has_the_new_token(
+async def test_refused_call_is_raised_and_the_next_one_has_the_new_token(
     kind: Kind, guarded: EchoServer
 ) -> None:
     credentials = Provider("old-token", "new-token")
@@ -152,14 +152,14 @@ async def test_a_plain_call_is_raised_and_the_next_one_has_the_new_token(
 
 
 @both
-async def test_a_token_that_expires_again_is_refreshed_again(kind: Kind) -> None:
+async def test_token_that_expires_again_is_refreshed_again(kind: Kind) -> None:
     credentials = Provider("a-token", "b-token", "c-token")
     with EchoServer(token="b-token") as server:
         async with kind(credentials=lambda config: credentials) as side:
             channel = await side.get(config(server))
             call = repeated(side, channel)
             assert await side.run(call, timeout=LIMIT) == b"hello"
-            # The pause after a refresh, which is for tokens that were wrong from the start.
+            # The pause after a refresh, which protects against tokens that are always wrong.
             await asyncio.sleep(1.3)
             await side.call(channel, ACCEPT, b"c-token")
             assert await side.run(call, timeout=LIMIT) == b"hello"
@@ -167,7 +167,7 @@ async def test_a_token_that_expires_again_is_refreshed_again(kind: Kind) -> None
 
 
 @both
-async def test_a_call_that_began_before_a_refresh_does_not_cause_another(
+async def test_call_that_began_before_a_refresh_causes_no_second_one(
     kind: Kind, echo: EchoServer
 ) -> None:
     credentials = Provider("old-token", "new-token")
@@ -177,18 +177,20 @@ async def test_a_call_that_began_before_a_refresh_does_not_cause_another(
         await asyncio.sleep(0.3)
         quick = await refused(side, channel)
         assert await side.handle_error(channel, quick)
-        assert not slow.done(), "it began before the refresh, and ends after it"
-        assert await side.handle_error(channel, await slow), "it may try with the new one"
+        assert not slow.done(), "the slow call ended before the refresh"
+        assert await side.handle_error(channel, await slow), (
+            "the caller may retry with the new token"
+        )
         assert credentials.refreshes == 1
         assert not channel._refusals.refused
 
 
-# -- not for ever ----------------------------------------------------------------------------------
+# -- no endless retries ------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("make", [repeated, intercepted])
-async def test_a_wrong_token_is_not_tried_for_ever(
+async def test_wrong_token_is_not_retried_endlessly(
     kind: Kind, guarded: EchoServer, make: Any
 ) -> None:
     credentials = Provider("old-token", "another-wrong-one")
@@ -206,7 +208,9 @@ async def test_a_wrong_token_is_not_tried_for_ever(
 
 
 @both
-async def test_the_refreshed_one_is_refused_as_well(kind: Kind, echo: EchoServer) -> None:
+async def test_refused_refreshed_token_is_not_refreshed_again_immediately(
+    kind: Kind, echo: EchoServer
+) -> None:
     credentials = Provider("old-token", "another-wrong-one")
     async with kind(credentials=lambda config: credentials) as side:
         channel = await side.get(config(echo))
@@ -218,7 +222,9 @@ async def test_the_refreshed_one_is_refused_as_well(kind: Kind, echo: EchoServer
 
 
 @both
-async def test_without_a_refresh_nothing_is_repeated(kind: Kind, guarded: EchoServer) -> None:
+async def test_credentials_without_a_refresh_are_not_retried(
+    kind: Kind, guarded: EchoServer
+) -> None:
     async with kind(credentials=lambda config: Fixed()) as side:
         channel = await side.get(config(guarded))
         for call in (repeated(side, channel), intercepted(side, channel)):
@@ -230,7 +236,7 @@ async def test_without_a_refresh_nothing_is_repeated(kind: Kind, guarded: EchoSe
 
 
 @both
-async def test_a_refresh_that_fails_is_told_without_the_token(
+async def test_failed_refresh_is_logged_without_the_token(
     kind: Kind, guarded: EchoServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -248,7 +254,7 @@ async def test_a_refresh_that_fails_is_told_without_the_token(
 
 
 @both
-async def test_a_refresh_that_hangs_is_given_up(kind: Kind, guarded: EchoServer) -> None:
+async def test_hung_refresh_is_abandoned(kind: Kind, guarded: EchoServer) -> None:
     class Slow(Provider):
         async def refresh(self) -> None:
             await asyncio.Event().wait()
@@ -261,7 +267,7 @@ async def test_a_refresh_that_hangs_is_given_up(kind: Kind, guarded: EchoServer)
 
 
 @both
-async def test_a_caller_waits_for_a_refresh_no_longer_than_it_has_time(
+async def test_caller_waits_for_a_refresh_until_its_timeout(
     kind: Kind, guarded: EchoServer
 ) -> None:
     may_end = asyncio.Event()
@@ -285,7 +291,7 @@ async def test_a_caller_waits_for_a_refresh_no_longer_than_it_has_time(
 
 
 @both
-async def test_a_token_that_is_fetched_when_it_is_refused(kind: Kind, guarded: EchoServer) -> None:
+async def test_token_is_fetched_when_it_is_refused(kind: Kind, guarded: EchoServer) -> None:
     async def fetch() -> str:
         return "new-token"
 
@@ -297,11 +303,11 @@ async def test_a_token_that_is_fetched_when_it_is_refused(kind: Kind, guarded: E
             assert b"new-token" in await side.call(channel, METADATA)
 
 
-def test_a_token_alone_knows_no_refresh() -> None:
+def test_token_without_a_fetch_function_has_no_refresh() -> None:
     assert TokenCredentials("a").refresh is None
 
 
-async def test_credentials_that_are_awaited_are_refreshed_too(guarded: EchoServer) -> None:
+async def test_async_credentials_are_refreshed(guarded: EchoServer) -> None:
     class Later(AsyncProvider):
         async def metadata(self) -> Any:  # type: ignore[override]
             return super().metadata()
@@ -314,14 +320,14 @@ async def test_credentials_that_are_awaited_are_refreshed_too(guarded: EchoServe
         assert counters(side)["calls_waited"] == 0
 
 
-# -- what is decided -------------------------------------------------------------------------------
+# -- the decisions, without I/O ------------------------------------------------------------
 
 
 def refusals() -> Refusals:
     return Refusals(Backoff(1.0, 4.0, jitter=0.0, clock=Clock.system()))
 
 
-def test_the_pause_grows_while_it_does_not_help() -> None:
+def test_pause_grows_while_refreshes_do_not_help() -> None:
     core, now = refusals(), 0.0
     pauses = []
     assert core.refuse(core.number, now)
@@ -336,18 +342,18 @@ def test_the_pause_grows_while_it_does_not_help() -> None:
     assert pauses[-1] == 4.0
 
 
-def test_one_that_has_lived_has_the_short_pause_again() -> None:
+def test_token_that_worked_gets_the_short_pause_again() -> None:
     core = refusals()
     for now in (0.0, 10.0, 20.0):
         assert core.refuse(core.number, now)
         core.refreshed(None, now)
         assert core.mended
-        assert not core.refuse(core.number - 1, now + 0.5), "an old call says nothing"
+        assert not core.refuse(core.number - 1, now + 0.5), "a refusal of an old token was accepted"
         assert core.mended
     assert core.refuse(core.number, 21.0)
 
 
-def test_of_many_refusals_one_acts() -> None:
+def test_only_one_of_many_refusals_starts_a_refresh() -> None:
     core = refusals()
     assert not core.mended
     assert core.refuse(0, 0.0)
@@ -358,22 +364,22 @@ def test_of_many_refusals_one_acts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "told"),
+    ("known", "expected"),
     [
         ((("authorization", "Bearer secret"),), "no *** for *** of *** (OSError)"),
         ((("authorization-bin", b"secret"),), "no *** for *** of *** (OSError)"),
     ],
 )
-def test_what_failed_is_told_without_secrets(known: Any, told: str) -> None:
+def test_explanation_of_a_failed_refresh_hides_secrets(known: Any, expected: str) -> None:
     class Known:
         def metadata(self) -> Any:
             return known
 
     error = OSError("no secret for root of password")
-    assert explained(error, Known(), "root:password") == told
+    assert explained(error, Known(), "root:password") == expected
 
 
-def test_what_cannot_be_looked_through_is_not_told() -> None:
+def test_explanation_is_the_type_alone_if_secrets_are_unknown() -> None:
     class Later:
         async def metadata(self) -> Any:
             return ()

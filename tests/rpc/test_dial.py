@@ -1,4 +1,4 @@
-"""Channels: each generation is a stranger to the one before, and a failure is told at once."""
+"""Dialling: generations share no connection or backoff, and failures are reported immediately."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- options ---------------------------------------------------------------------------------------
 
 
-def test_options_of_a_channel() -> None:
+def test_channel_options_have_the_expected_defaults() -> None:
     config = ConnectionConfig.from_uri("http://db:1")
     options = dict(channel_options(config, 7))
     assert options == {
@@ -71,7 +71,7 @@ def test_options_of_a_channel() -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple])
-def test_the_users_own_options_go_before_ours(kind: Any) -> None:
+def test_options_of_the_user_override_the_defaults(kind: Any) -> None:
     own = {"grpc.keepalive_time_ms": 1, "grpc.use_local_subchannel_pool": 0, "mine": 2}
     given = own if kind is dict else kind(own.items())
     config = ConnectionConfig.from_uri("http://db:1", channel_options=given)
@@ -79,11 +79,11 @@ def test_the_users_own_options_go_before_ours(kind: Any) -> None:
     assert len(options) == len(dict(options))
     assert options[0] == ("grpc.keepalive_time_ms", 1)
     assert dict(options)["mine"] == 2
-    # Without this one, a new generation would inherit the pause of the old.
+    # Without this one, a new generation would inherit the backoff of the old.
     assert dict(options)["grpc.use_local_subchannel_pool"] == 1
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
+def test_missing_certificate_file_is_named() -> None:
     config = ConnectionConfig.from_uri("https://db:1", ca=Path("/nowhere/ca.pem"))
     with pytest.raises(ConfigError, match=r"option ca .*nowhere"):
         make_channel(config, 1)
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
         (errno.ENAMETOOLONG, ConfigError),
     ],
 )
-def test_a_file_that_may_be_readable_later_is_no_mistake(
+def test_temporarily_unreadable_file_is_not_a_config_error(
     number: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(path: Path) -> bytes:
@@ -113,7 +113,7 @@ def test_a_file_that_may_be_readable_later_is_no_mistake(
         make_channel(config, 1)
 
 
-def test_a_token_is_not_shown() -> None:
+def test_token_is_hidden_in_repr() -> None:
     token = TokenCredentials("secret", encode=lambda token: token[::-1])
     assert token.metadata() == (("authorization", "terces"),)
     assert "secret" not in repr(token) + str(vars(token).keys())
@@ -127,7 +127,7 @@ def test_a_token_is_not_shown() -> None:
 
 
 @both
-async def test_a_channel_that_connects(make: Make, echo: EchoServer) -> None:
+async def test_channel_to_a_running_server_becomes_ready(make: Make, echo: EchoServer) -> None:
     channel = make(ConnectionConfig.from_uri(echo.uri), 1)
     await asyncio.wait_for(ready(channel), 10)
     assert await ask(channel) == b"a"
@@ -135,7 +135,7 @@ async def test_a_channel_that_connects(make: Make, echo: EchoServer) -> None:
 
 
 @both
-async def test_a_refused_connection_is_told_at_once_and_says_why(make: Make) -> None:
+async def test_refused_connection_fails_immediately_with_the_reason(make: Make) -> None:
     config = ConnectionConfig.from_uri(f"http://127.0.0.1:{free_port()}")
     channel = make(config, 1)
     began = time.monotonic()
@@ -148,7 +148,7 @@ async def test_a_refused_connection_is_told_at_once_and_says_why(make: Make) -> 
 
 
 @both
-async def test_a_server_that_says_nothing_is_waited_for(make: Make) -> None:
+async def test_silent_server_is_waited_for(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         channel = make(ConnectionConfig.from_uri(uri), 1)
@@ -158,7 +158,7 @@ async def test_a_server_that_says_nothing_is_waited_for(make: Make) -> None:
 
 
 @both
-async def test_a_channel_that_is_closed_meanwhile_is_never_ready(make: Make) -> None:
+async def test_channel_closed_meanwhile_never_becomes_ready(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         channel = make(ConnectionConfig.from_uri(uri), 1)
@@ -170,7 +170,7 @@ async def test_a_channel_that_is_closed_meanwhile_is_never_ready(make: Make) -> 
 
 
 @both
-async def test_a_server_that_does_not_know_the_question_is_ready(make: Make) -> None:
+async def test_server_without_the_probed_method_is_ready(make: Make) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -181,12 +181,12 @@ async def test_a_server_that_does_not_know_the_question_is_ready(make: Make) -> 
 
 
 @both
-async def test_a_new_generation_does_not_inherit_a_pause(make: Make) -> None:
+async def test_new_generation_does_not_inherit_the_backoff(make: Make) -> None:
     server = EchoServer()
     config = ConnectionConfig.from_uri(server.uri)
     with contextlib.ExitStack() as stack:
         stack.callback(server.kill)
-        # The first one fails often enough for a long pause, and stays open.
+        # The first channel fails often enough for a long backoff, and stays open.
         old = make(config, 1)
         for _ in range(3):
             with pytest.raises(ConnectFailed):
@@ -212,7 +212,7 @@ async def test_generations_do_not_share_a_connection(echo: EchoServer) -> None:
         await channel.close()
 
 
-async def test_a_wait_that_is_given_up_leaves_nothing_behind() -> None:
+async def test_cancelled_wait_leaves_nothing_behind() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = ConnectionConfig.from_uri(f"http://127.0.0.1:{silent.getsockname()[1]}")
         few = threading.active_count()
@@ -225,7 +225,7 @@ async def test_a_wait_that_is_given_up_leaves_nothing_behind() -> None:
                 await task
             await close_channel(channel)
         gc.collect()
-        # Only the thread that closed them stays, for the next one.
+        # Only the thread that closed them stays for reuse.
         assert threading.active_count() <= few + 2
 
 
@@ -233,7 +233,7 @@ async def test_a_wait_that_is_given_up_leaves_nothing_behind() -> None:
 
 
 @both
-async def test_tls_with_an_authority_of_ones_own(make: Make, authority: Path) -> None:
+async def test_tls_with_a_custom_authority_connects(make: Make, authority: Path) -> None:
     with EchoServer(tls=authority) as server:
         uri = f"https://{server.address}"
         ca = authority / "ca.pem"
@@ -247,7 +247,7 @@ async def test_tls_with_an_authority_of_ones_own(make: Make, authority: Path) ->
 
 @both
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_tls_with_the_wrong_name_or_authority(
+async def test_tls_with_a_wrong_name_or_authority_fails(
     make: Make, authority: Path, trusted: bool
 ) -> None:
     options = {"ca": authority / "ca.pem"} if trusted else {"server_name": "server.test"}
@@ -260,7 +260,7 @@ async def test_tls_with_the_wrong_name_or_authority(
         await close_channel(channel)
 
 
-async def test_credentials_of_grpc_are_used_as_they_are(authority: Path) -> None:
+async def test_given_grpc_credentials_are_used(authority: Path) -> None:
     own = grpc.ssl_channel_credentials((authority / "ca.pem").read_bytes())
     with EchoServer(tls=authority) as server:
         config = ConnectionConfig.from_uri(
@@ -274,7 +274,7 @@ async def test_credentials_of_grpc_are_used_as_they_are(authority: Path) -> None
             await close_channel(channel)
 
 
-async def test_a_sockets_file_is_an_address(tmp_path: Path) -> None:
+async def test_unix_socket_is_an_address(tmp_path: Path) -> None:
     path = tmp_path / "echo.sock"
     server = grpc.aio.server()
     method = grpc.unary_unary_rpc_method_handler(_echo)

@@ -1,4 +1,4 @@
-"""The pages about `moored.rpc` say what the code does today, and their programs run."""
+"""The pages about `moored.rpc` agree with the code, and their programs run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT = 30.0
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """The fenced blocks of a page."""
+    """Return the fenced blocks of a page."""
     return re.findall(rf"^```{language}\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
 
 
@@ -71,7 +71,7 @@ async def browsing(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
             yield client
 
 
-async def test_the_application_outlives_its_server(
+async def test_application_survives_a_restart_of_its_server(
     page: dict[str, Any], server: EchoServer
 ) -> None:
     async with browsing(page["app"]) as client:
@@ -91,7 +91,7 @@ async def test_the_application_outlives_its_server(
         assert (await client.get("/ready")).status_code == 200
 
 
-async def test_the_call_that_meets_the_death_is_told_or_repeated(
+async def test_call_in_flight_at_a_kill_fails_or_is_retried(
     page: dict[str, Any], server: EchoServer
 ) -> None:
     async with browsing(page["app"]) as client:
@@ -103,7 +103,7 @@ async def test_the_call_that_meets_the_death_is_told_or_repeated(
         assert (await waiting).status_code == 200
 
 
-async def test_a_user_of_the_application_can_read_what_it_serves(page: dict[str, Any]) -> None:
+async def test_openapi_schema_lists_the_endpoints(page: dict[str, Any]) -> None:
     async with browsing(page["app"]) as client:
         described = (await client.get("/openapi.json")).json()
         assert set(described["paths"]) == {"/once/{name}", "/hello/{name}", "/live", "/ready"}
@@ -111,8 +111,8 @@ async def test_a_user_of_the_application_can_read_what_it_serves(page: dict[str,
         assert (name["name"], name["in"]) == ("name", "path")
 
 
-async def test_endpoints_that_are_plain_functions(page: dict[str, Any], server: EchoServer) -> None:
-    """As the page says: a manager for threads, and `grpc.intercept_channel`."""
+async def test_plain_function_endpoints_work(page: dict[str, Any], server: EchoServer) -> None:
+    """As the page recommends: a manager for threads, and `grpc.intercept_channel`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -137,7 +137,7 @@ async def test_endpoints_that_are_plain_functions(page: dict[str, Any], server: 
         assert (await waiting).json() == {"text": "hello bob"}
 
 
-async def test_a_stub_that_is_taken_when_it_is_needed(page: dict[str, Any]) -> None:
+async def test_stub_as_a_dependency_works(page: dict[str, Any]) -> None:
     exec(blocks(FASTAPI)[1], page)
     app = page["app"]
     async with browsing(app):
@@ -148,7 +148,7 @@ async def test_a_stub_that_is_taken_when_it_is_needed(page: dict[str, Any]) -> N
         assert line["client_count"] == 2  # the lifespan, and the application
 
 
-async def test_a_token_that_changes(echo: EchoServer) -> None:
+async def test_token_program_of_the_page_works(echo: EchoServer) -> None:
     names: dict[str, Any] = {}
     exec("from moored.rpc import AsyncConnectionManager\n" + blocks(FASTAPI)[2], names)
     async with names["manager"] as manager:
@@ -157,7 +157,7 @@ async def test_a_token_that_changes(echo: EchoServer) -> None:
         assert b'"tuesday"' in sent
 
 
-def test_the_codes_that_end_a_retry_are_named_rightly() -> None:
+def test_retry_codes_of_the_page_match_the_code() -> None:
     row = next(line for line in FASTAPI.splitlines() if "fails for another reason" in line)
     ended, _, repeated = row.partition(";")
     assert not set(re.findall(r"[A-Z]+_?[A-Z]+", ended)) & {code.name for code in RETRIED_CODES}
@@ -168,7 +168,7 @@ def test_the_codes_that_end_a_retry_are_named_rightly() -> None:
 
 
 def run(block: str, names: dict[str, Any], **replaced: str) -> Any:
-    """Run a block of the page, with other addresses; returns where its channel leads."""
+    """Run a block of the page with other addresses, and return the address of its channel."""
     for old, new in replaced.items():
         block = block.replace(PLACES[old], new)
     exec(block, names)
@@ -198,29 +198,29 @@ def block_with(words: str) -> str:
 
 @pytest.fixture
 def directory(echo: EchoServer) -> dict[str, Any]:
-    """The names that the first block defines, and its directory."""
+    """The names that the first block defines."""
     names: dict[str, Any] = {"directory": {"orders": {"berlin": echo.uri, "paris": "http://p:1"}}}
     assert run(block_with('row = directory["orders"]'), names) == echo.pid
     return {name: value for name, value in names.items() if name not in ("manager", "channel")}
 
 
-def test_a_function_is_asked(directory: dict[str, Any]) -> None:
+def test_function_source_of_the_page_works(directory: dict[str, Any]) -> None:
     assert directory["members"]()[0].writable
 
 
-def test_one_manager_decides_by_the_configuration(
+def test_strategy_by_configuration_of_the_page_works(
     directory: dict[str, Any], echo: EchoServer
 ) -> None:
     assert run(block_with("def strategy(config)"), directory) == echo.pid
 
 
-def test_errors_that_mean_another_primary(directory: dict[str, Any], echo: EchoServer) -> None:
+def test_classify_function_of_the_page_works(directory: dict[str, Any], echo: EchoServer) -> None:
     directory["ConnectionManager"] = ConnectionManager
     assert run(block_with("def lost_its_place"), directory) == echo.pid
     assert not directory["lost_its_place"](ValueError())
 
 
-def test_a_topology_over_http(echo: EchoServer) -> None:
+def test_http_source_of_the_page_works(echo: EchoServer) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as topology:
         place = f"{topology.url}/global-cluster"
         assert run(block_with("https://global-cluster"), {}, milvus=place) == echo.pid
@@ -232,12 +232,12 @@ def test_a_topology_over_http(echo: EchoServer) -> None:
         assert run(block, {}, **places) == echo.pid
 
 
-def test_a_name(echo: EchoServer) -> None:
+def test_dns_source_of_the_page_works(echo: EchoServer) -> None:
     places = {"name": "localhost", "port": str(echo.port)}
     assert run(block_with("DnsTopology("), {}, **places) == echo.pid
 
 
-def test_a_list_of_replicas(echo: EchoServer) -> None:
+def test_replica_program_of_the_page_works(echo: EchoServer) -> None:
     with EchoServer() as other:
         other.kill()
         places = {"first": other.uri, "second": echo.uri}
@@ -247,11 +247,11 @@ def test_a_list_of_replicas(echo: EchoServer) -> None:
 # -- the topic -------------------------------------------------------------------------------------
 
 
-def test_the_chart_is_the_one_of_the_code() -> None:
+def test_state_chart_of_the_page_is_that_of_the_code() -> None:
     assert CHART.text() in blocks(TOPIC, "text")
 
 
-def test_the_program_of_the_topic_runs(echo: EchoServer) -> None:
+def test_program_of_the_topic_runs(echo: EchoServer) -> None:
     names: dict[str, Any] = {"VectorServiceStub": lambda channel: channel}
     first, apart, repeated = blocks(TOPIC)
     block = first.replace("https://user:pass@vectors:19530/mydb", echo.uri)

@@ -1,4 +1,4 @@
-"""A server that lives and answers UNAVAILABLE: nobody else on the channel is hurt."""
+"""A live server that answers UNAVAILABLE: other calls on the channel are not affected."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .sides import LIMIT, Aio, Kind, Threads, both, config_of
 pytestmark = pytest.mark.every_loop
 
 CHAT = "/test.Echo/Chat"
-#: How long calls of a replaced generation may take: little, for these tests.
+#: The grace of calls of a replaced generation: short, for these tests.
 GRACE = 0.2
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 class Reader:
-    """Somebody who reads a stream that has no end, of either kind of channel."""
+    """Reads an endless stream of either kind of channel."""
 
     def __init__(self, side: Threads | Aio, channel: Any, method: str = ENDLESS) -> None:
         self._side = side
@@ -54,7 +54,7 @@ async def fail(side: Threads | Aio, channel: Any, code: str = "UNAVAILABLE") -> 
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT):
-        while not holds():  # noqa: ASYNC110 - nothing tells
+        while not holds():  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
 
 
@@ -80,17 +80,17 @@ async def test_unavailable_from_a_live_server_ends_no_other_stream(
 
 
 @both
-async def test_calls_to_a_healthy_service_go_on_beside_one_that_is_unavailable(
+async def test_calls_to_a_healthy_service_continue_beside_an_unavailable_one(
     kind: Kind, echo: EchoServer
 ) -> None:
     async with kind() as side:
         channel = await side.get(config_of(echo))
 
-        async def use_the_dead() -> None:
+        async def call_the_unavailable_one() -> None:
             while True:
                 await fail(side, channel)
 
-        dead = asyncio.create_task(use_the_dead())
+        dead = asyncio.create_task(call_the_unavailable_one())
         for _ in range(100):
             assert await side.call(channel, ECHO, b"a") == b"a"
         dead.cancel()
@@ -99,7 +99,7 @@ async def test_calls_to_a_healthy_service_go_on_beside_one_that_is_unavailable(
 
 
 @both
-async def test_a_connection_that_is_lost_is_replaced(kind: Kind) -> None:
+async def test_lost_connection_is_replaced(kind: Kind) -> None:
     with EchoServer() as server:
         async with kind() as side:
             channel = await side.get(config_of(server))
@@ -115,9 +115,7 @@ async def test_a_connection_that_is_lost_is_replaced(kind: Kind) -> None:
 
 
 @both
-async def test_the_stream_of_a_channel_that_was_renewed_is_not_cut(
-    kind: Kind, echo: EchoServer
-) -> None:
+async def test_stream_of_a_renewed_channel_is_not_cut(kind: Kind, echo: EchoServer) -> None:
     async with kind(grace=GRACE, max_age=0.2) as side:
         channel = await side.get(config_of(echo))
         reader = Reader(side, channel)
@@ -128,7 +126,7 @@ async def test_the_stream_of_a_channel_that_was_renewed_is_not_cut(
 
 
 async def moved(side: Threads | Aio, channel: Any, members: list[Member], away: str) -> None:
-    """Have the primary move to another address."""
+    """Move the primary to another address."""
     members[:] = [Member("other", away)]
     (managed,) = side.manager._table
     managed.strategy.hurry()
@@ -136,7 +134,7 @@ async def moved(side: Threads | Aio, channel: Any, members: list[Member], away: 
 
 
 @both
-async def test_a_stream_to_a_member_that_was_left_is_cut_with_unavailable(
+async def test_stream_to_a_former_primary_is_cut_with_unavailable(
     kind: Kind, echo: EchoServer
 ) -> None:
     members = [Member("one", echo.uri)]
@@ -182,7 +180,7 @@ async def _ask_for_the_code(channel: Any) -> None:
 
 
 async def _is_cut(side: Aio, echo: EchoServer, members: list[Member], use: Any) -> bool:
-    """Whether a call ends with UNAVAILABLE after the primary has moved to another server."""
+    """Return whether a call ends with UNAVAILABLE after the primary has moved."""
     channel = await side.get(config_of(echo))
     with EchoServer() as other:
         using = asyncio.create_task(use(channel))
@@ -197,17 +195,17 @@ async def _is_cut(side: Aio, echo: EchoServer, members: list[Member], use: Any) 
     ("use", "lanes"),
     [(_read, 1), (_read, 2), (_chat, 1), (_collect, 1), (_sleep, 1), (_ask_for_the_code, 1)],
 )
-async def test_a_call_that_is_cut_ends_with_an_error_and_not_as_if_it_was_cancelled(
+async def test_cut_call_ends_with_an_error_and_not_as_cancelled(
     echo: EchoServer, use: Any, lanes: int
 ) -> None:
-    """A task that is told CancelledError ends its task group as if all were well."""
+    """A CancelledError would end a task of a task group without an error."""
     members = [Member("one", echo.uri)]
     async with Aio(grace=GRACE, fetch_topology=lambda: members, channels=lanes) as side:
         assert await _is_cut(side, echo, members, use)
 
 
 class Awaiting(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Waits for the answer, as Milvus's does."""
+    """Awaits the answer, as Milvus's interceptor does."""
 
     async def intercept_unary_unary(self, proceed: Any, details: Any, request: Any) -> Any:
         call = await proceed(details, request)
@@ -232,10 +230,10 @@ class Chatting(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("use", [_read, _chat, _collect, _sleep])
-async def test_a_call_that_is_cut_under_an_interceptor_of_the_channel_ends_with_unavailable(
+async def test_cut_call_under_a_channel_interceptor_ends_with_unavailable(
     echo: EchoServer, use: Any
 ) -> None:
-    """gRPC knows nothing but the outer call, which it cancels when the channel is closed."""
+    """gRPC knows only the outer call, which it cancels when the channel is closed."""
     members, numbers = [Member("one", echo.uri)], itertools.count(1_000_000)
 
     def make(config: ConnectionConfig) -> grpc.aio.Channel:
@@ -248,7 +246,7 @@ async def test_a_call_that_is_cut_under_an_interceptor_of_the_channel_ends_with_
 
 
 @both
-async def test_a_stream_that_a_closed_manager_cuts_ends_with_unavailable(
+async def test_stream_cut_by_closing_the_manager_ends_with_unavailable(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.rpc._background.CLOSING", GRACE)
@@ -264,7 +262,7 @@ async def test_a_stream_that_a_closed_manager_cuts_ends_with_unavailable(
 
 
 @both
-async def test_a_stream_that_its_reader_cancels_is_cancelled(kind: Kind, echo: EchoServer) -> None:
+async def test_stream_cancelled_by_its_reader_is_cancelled(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         channel = await side.get(config_of(echo))
         reader = Reader(side, channel)

@@ -1,4 +1,4 @@
-"""Each move leaves an event with its cause, and is counted, as Prometheus reads it."""
+"""Each transition leaves an event with its cause and is counted; the metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SECRET = "opensesame-7531"
 
 
 class Client:
-    """Somebody who uses a connection."""
+    """A client object, for `client=`."""
 
 
 class Scrape:
-    """What Prometheus gets, read back."""
+    """The metrics of a collector, parsed."""
 
     def __init__(self, collector: RpcCollector) -> None:
         registry = CollectorRegistry()
@@ -68,14 +68,14 @@ def events(side: Side, server: EchoServer) -> list[Event]:
     return side.manager.recorder.events(f"rpc.{server.address}")
 
 
-def told(side: Side, server: EchoServer) -> list[tuple[str, str]]:
-    """The events of a connection: what happened, and why."""
+def recorded(side: Side, server: EchoServer) -> list[tuple[str, str]]:
+    """Return the events of a connection as pairs of text and cause."""
     return [(each.text, each.because[0] if each.because else "") for each in events(side, server)]
 
 
 async def until(holds: Any) -> None:
     async with asyncio.timeout(LIMIT):
-        while not holds():  # noqa: ASYNC110 - nothing tells
+        while not holds():  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
 
 
@@ -86,7 +86,7 @@ async def fails(side: Side, channel: Any, timeout: float = 5.0) -> grpc.StatusCo
 
 
 async def loses(side: Side, channel: Any) -> grpc.StatusCode:
-    """The same, and the loss of the connection has been noticed."""
+    """Fail a call, and wait until the loss of the connection is noticed."""
     with pytest.raises(grpc.RpcError) as caught:
         await side.call(channel, ECHO, b"", 5.0)
     await loss_noticed_async(channel)
@@ -97,11 +97,11 @@ async def loses(side: Side, channel: Any) -> grpc.StatusCode:
 
 
 @both
-async def test_an_outage_is_told_step_by_step(kind: Kind) -> None:
+async def test_outage_is_recorded_step_by_step(kind: Kind) -> None:
     with EchoServer() as server:
         async with kind() as side:
             channel = await side.get(config(server))
-            assert told(side, server) == [
+            assert recorded(side, server) == [
                 ("at connecting / dialling", ""),
                 ("at ready / serving", "generation 1 is connected"),
             ]
@@ -111,12 +111,12 @@ async def test_an_outage_is_told_step_by_step(kind: Kind) -> None:
             assert set(await asyncio.gather(*unsent)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
             server.start()
             assert await side.call(channel, ECHO, b"hello") == b"hello"
-        events = told(side, server)[2:]
+        events = recorded(side, server)[2:]
         texts = [text for text, _ in events]
         assert texts[0] in ("at recovering / waiting", "at recovering / dialling")
         assert texts[-2:] == ["at ready / serving", "at closed"]
         assert texts.count("calls are not sent: no connection within their timeout") == 1
-        assert all(why for _, why in events), "each has its cause"
+        assert all(why for _, why in events), "an event has no cause"
         assert events[-2:] == [
             ("at ready / serving", "generation 2 is connected"),
             ("at closed", "everything is closed"),
@@ -128,7 +128,7 @@ async def test_an_outage_is_told_step_by_step(kind: Kind) -> None:
 
 
 @both
-async def test_a_look_at_an_idle_one_is_told(kind: Kind) -> None:
+async def test_probes_are_recorded(kind: Kind) -> None:
     healthy = True
     with EchoServer() as server:
         async with kind(idle=0.1, probe=lambda channel: healthy) as side:
@@ -136,9 +136,9 @@ async def test_a_look_at_an_idle_one_is_told(kind: Kind) -> None:
             for healthy in (True, False):  # noqa: B007 - the probe looks at it
                 await asyncio.sleep(0.2)
                 await side.get(config(server), timeout=LIMIT)
-        assert ("at ready / probing", "it was idle for too long") in told(side, server)
-        assert ("at ready / serving", "the server answers") in told(side, server)
-        causes = [why for _, why in told(side, server)]
+        assert ("at ready / probing", "it was idle for too long") in recorded(side, server)
+        assert ("at ready / serving", "the server answers") in recorded(side, server)
+        causes = [why for _, why in recorded(side, server)]
         assert "the server did not answer the probe" in causes
         now = counters(side)
         assert (now["probes_healthy"], now["probes_unhealthy"]) == (1, 1)
@@ -146,7 +146,7 @@ async def test_a_look_at_an_idle_one_is_told(kind: Kind) -> None:
 
 
 @both
-async def test_a_renewal_and_an_idle_close_are_told(kind: Kind, echo: EchoServer) -> None:
+async def test_renewal_and_idle_close_are_recorded(kind: Kind, echo: EchoServer) -> None:
     async with kind(max_age=0.3, linger=1.0) as side:
         client = Client()
         channel = await side.get(config(echo), client=client)
@@ -154,15 +154,15 @@ async def test_a_renewal_and_an_idle_close_are_told(kind: Kind, echo: EchoServer
         del client
         gc.collect()
         await until(lambda: side.manager.get_stats()["total_connections"] == 0)
-        assert ("at ready / renewing", "the channel is old") in told(side, echo)
-        await until(lambda: told(side, echo)[-1] == ("at closed", "no client uses it"))
+        assert ("at ready / renewing", "the channel is old") in recorded(side, echo)
+        await until(lambda: recorded(side, echo)[-1] == ("at closed", "no client uses it"))
         now = counters(side)
         assert now["renewals"] == now["connects"] - 1 >= 1
         assert now["recoveries"] == 0
 
 
 @both
-async def test_a_refresh_of_credentials_is_told(kind: Kind) -> None:
+async def test_refresh_of_credentials_is_recorded(kind: Kind) -> None:
     class Provider:
         token = "old"
 
@@ -177,14 +177,14 @@ async def test_a_refresh_of_credentials_is_told(kind: Kind) -> None:
             channel = await side.get(config(server))
             assert await fails(side, channel) is grpc.StatusCode.UNAUTHENTICATED
             await until(lambda: counters(side)["credential_refreshes"] == 1)
-            assert told(side, server)[-1] == (
+            assert recorded(side, server)[-1] == (
                 "the credentials were refreshed",
                 "the server refused the previous ones",
             )
 
 
 @both
-async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
+async def test_move_of_the_primary_is_recorded(kind: Kind) -> None:
     with EchoServer() as north, EchoServer() as south:
         version, primary = 1, north
 
@@ -208,9 +208,9 @@ async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
             scrape = Scrape(RpcCollector(side.manager))
             assert scrape("moves_total", address=north.address) == 1.0
             assert scrape("topology_fetches_total", address=north.address) == 2.0
-        causes = [why for _, why in told(side, north)]
+        causes = [why for _, why in recorded(side, north)]
         assert "version 2 of the topology has another primary" in causes
-        moves = [each for each in told(side, north) if each[0].startswith("moved")]
+        moves = [each for each in recorded(side, north) if each[0].startswith("moved")]
         assert moves == [
             (f"moved to {south.address}", f"it was connected to {north.address} before")
         ]
@@ -223,7 +223,7 @@ async def test_a_primary_that_moves_is_told(kind: Kind) -> None:
 
 
 @both
-async def test_a_restart_is_no_move_and_a_topology_that_is_away_is_counted(kind: Kind) -> None:
+async def test_restart_is_not_a_move_and_failed_topology_fetches_are_counted(kind: Kind) -> None:
     with EchoServer() as server:
         away = False
 
@@ -247,7 +247,9 @@ async def test_a_restart_is_no_move_and_a_topology_that_is_away_is_counted(kind:
 
 
 @both
-async def test_an_old_error_is_counted_and_changes_nothing(kind: Kind, echo: EchoServer) -> None:
+async def test_error_of_an_old_generation_is_counted_and_changes_nothing(
+    kind: Kind, echo: EchoServer
+) -> None:
     async with kind(max_age=0.3) as side:
         channel = await side.get(config(echo))
         await until(lambda: channel.generation >= 2)
@@ -260,7 +262,7 @@ async def test_an_old_error_is_counted_and_changes_nothing(kind: Kind, echo: Ech
 
 
 @both
-async def test_nothing_shows_the_token(kind: Kind) -> None:
+async def test_token_is_shown_nowhere(kind: Kind) -> None:
     with EchoServer() as server:
         async with kind() as side:
             channel = await side.get(config(server))
@@ -286,7 +288,7 @@ async def test_nothing_shows_the_token(kind: Kind) -> None:
 
 
 @both
-async def test_the_statistics_have_all_that_they_had(kind: Kind, echo: EchoServer) -> None:
+async def test_statistics_have_the_documented_keys(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         await side.get(config(echo))
         found = side.manager.get_stats()
@@ -301,7 +303,7 @@ async def test_the_statistics_have_all_that_they_had(kind: Kind, echo: EchoServe
 
 
 @both
-async def test_what_prometheus_reads(kind: Kind, echo: EchoServer) -> None:
+async def test_metrics_sum_several_managers(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side, kind() as other:
         client = Client()
         channel = await side.get(config(echo), client=client)
@@ -327,7 +329,7 @@ async def test_what_prometheus_reads(kind: Kind, echo: EchoServer) -> None:
         assert Scrape(collector)("connects_total", **here) == 2.0
 
 
-async def test_every_counter_is_a_metric_and_in_the_docs() -> None:
+async def test_every_counter_is_a_metric_and_documented() -> None:
     probes = {"probes_healthy", "probes_unhealthy"}
     assert set(_COUNTERS) | probes == set(Counters().as_dict())
     page = (Path(__file__).parents[2] / "docs" / "topics" / "rpc.md").read_text()
@@ -339,7 +341,7 @@ async def test_every_counter_is_a_metric_and_in_the_docs() -> None:
 
 
 @both
-async def test_who_cannot_be_reached_is_counted(kind: Kind) -> None:
+async def test_failed_connects_are_counted(kind: Kind) -> None:
     server = EchoServer()
     async with kind() as side:
         with pytest.raises(ConnectFailed):
@@ -349,7 +351,7 @@ async def test_who_cannot_be_reached_is_counted(kind: Kind) -> None:
         assert scrape("connects_total", address=server.address) == 0.0
 
 
-def test_a_manager_that_is_gone_is_not_shown() -> None:
+def test_garbage_collected_manager_has_no_metrics() -> None:
     manager = ConnectionManager()
     collector = RpcCollector(manager)
     manager._table.counters_of("there:1").connects += 1
@@ -359,14 +361,14 @@ def test_a_manager_that_is_gone_is_not_shown() -> None:
     assert "there:1" not in Scrape(collector).text
 
 
-def test_two_collectors_of_one_registry_are_refused() -> None:
+def test_second_collector_in_one_registry_is_refused() -> None:
     registry = CollectorRegistry()
     registry.register(RpcCollector())
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(RpcCollector())
 
 
-def test_addresses_that_come_and_go_are_put_together() -> None:
+def test_counters_of_many_addresses_are_combined() -> None:
     ledger = Ledger()
     kept = ledger.of("kept:1", set)
     kept.connects = 5

@@ -1,4 +1,4 @@
-"""PyMilvus's clients over our managers, against a real Milvus that dies, comes back and moves."""
+"""PyMilvus clients over our managers, against a real Milvus that is killed, restarted and moved."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _names = (f"c{number}" for number in itertools.count(1))
 
 @pytest.fixture(scope="module")
 def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MilvusServer]:
-    """A running server: a test may restart it, and leaves it running."""
+    """A running server; a test that kills it restarts it."""
     with MilvusServer(tmp_path_factory.mktemp("milvus") / "data") as server:
         yield server
 
@@ -68,23 +68,23 @@ def row(number: int) -> dict[str, Any]:
 
 
 def rows(client: Any, name: str) -> list[int]:
-    """The numbers of all rows; a server that was restarted must load them first."""
+    """Return the ids of all rows; a restarted server must load them first."""
     client.load_collection(name)
     return sorted(found["id"] for found in client.query(name, filter="id >= 0", limit=1000))
 
 
 @pytest.fixture
 def keeper(milvus: MilvusServer) -> Iterator[MilvusClient]:
-    """A client that makes and reads what others write.
+    """A client that creates collections and reads the rows of others.
 
-    The server does not do what PyMilvus's client of asyncio asks of it for a new collection.
+    Milvus Lite does not support what PyMilvus's asyncio client requests for a new collection.
     """
     with MilvusManager() as manager:
         yield MilvusClient(milvus.uri, manager=manager)
 
 
 def collections(keeper: MilvusClient) -> list[str]:
-    """One for each caller: the server loses rows if many are the first to use a collection."""
+    """Create one per caller: the server loses rows if several callers first use one together."""
     schema = keeper.create_schema()
     schema.add_field("id", pymilvus.DataType.INT64, is_primary=True)
     schema.add_field("vector", pymilvus.DataType.FLOAT_VECTOR, dim=4)
@@ -95,14 +95,16 @@ def collections(keeper: MilvusClient) -> list[str]:
 
 
 def count(keeper: MilvusClient, name: str) -> int:
-    """How many rows there are."""
+    """Return the number of rows."""
     return int(keeper.get_collection_stats(name)["row_count"])
 
 
-# -- what users do ---------------------------------------------------------------------------------
+# -- client operations ------------------------------------------------------------
 
 
-def test_a_client_does_what_pymilvus_does(manager: MilvusManager, milvus: MilvusServer) -> None:
+def test_client_supports_the_operations_of_pymilvus(
+    manager: MilvusManager, milvus: MilvusServer
+) -> None:
     name = next(_names)
     with MilvusClient(milvus.uri, manager=manager) as client:
         assert isinstance(client, pymilvus.MilvusClient)
@@ -121,15 +123,15 @@ def test_a_client_does_what_pymilvus_does(manager: MilvusManager, milvus: Milvus
         assert line(manager)["generation"] == 1
 
 
-async def test_an_async_client_does_what_pymilvus_does(
+async def test_async_client_supports_the_operations_of_pymilvus(
     async_manager: AsyncMilvusManager, milvus: MilvusServer, keeper: MilvusClient
 ) -> None:
     name = next(_names)
     keeper.create_collection(name, dimension=4)
     async with AsyncMilvusClient(milvus.uri, manager=async_manager) as client:
         assert isinstance(client, pymilvus.AsyncMilvusClient)
-        told = await client.insert(name, [row(number) for number in range(10)])
-        assert told["insert_count"] == 10
+        inserted = await client.insert(name, [row(number) for number in range(10)])
+        assert inserted["insert_count"] == 10
         (found,) = await client.search(name, [row(3)["vector"]], limit=2)
         assert found[0]["id"] == 3
         found = await client.query(name, filter="id in [1, 2]")
@@ -139,7 +141,7 @@ async def test_an_async_client_does_what_pymilvus_does(
         assert line(async_manager)["generation"] == 1
 
 
-def test_all_that_pymilvus_keeps_in_a_client_is_there(
+def test_client_has_the_attributes_of_pymilvus_clients(
     manager: MilvusManager, milvus: MilvusServer
 ) -> None:
     theirs = pymilvus.MilvusClient(milvus.uri)
@@ -154,12 +156,12 @@ def test_all_that_pymilvus_keeps_in_a_client_is_there(
     ours.close()
 
 
-async def test_all_that_pymilvus_keeps_in_an_async_client_is_there(
+async def test_async_client_has_the_attributes_of_pymilvus_clients(
     async_manager: AsyncMilvusManager, milvus: MilvusServer
 ) -> None:
     theirs = pymilvus.AsyncMilvusClient(milvus.uri)
     ours = AsyncMilvusClient(milvus.uri, manager=async_manager)
-    # It is connected at its first use, by whoever comes first.
+    # It connects at its first use.
     lists = await asyncio.gather(*(ours.list_collections() for _ in range(CALLERS)))
     assert len(lists) == CALLERS
     assert vars(theirs).keys() <= vars(ours).keys()
@@ -168,7 +170,7 @@ async def test_all_that_pymilvus_keeps_in_an_async_client_is_there(
         await ours.list_collections()
 
 
-def test_each_client_has_its_database(manager: MilvusManager, milvus: MilvusServer) -> None:
+def test_each_client_has_its_own_database(manager: MilvusManager, milvus: MilvusServer) -> None:
     name, database = next(_names), next(_names)
     one = MilvusClient(milvus.uri, manager=manager)
     one.create_database(database)
@@ -194,12 +196,14 @@ def test_clients_share_a_connection(manager: MilvusManager, milvus: MilvusServer
         assert line(manager)["client_count"] == CALLERS
         clients.pop().close()
         for client in clients:
-            assert client.get_server_version(), "one that was closed took nothing from it"
+            assert client.get_server_version(), "closing one client closed the shared connection"
         MilvusClient(uri, token="else", manager=manager)
         assert manager.get_stats()["shared_connections"] == 2
 
 
-def test_a_dedicated_one_is_nobody_elses(manager: MilvusManager, milvus: MilvusServer) -> None:
+def test_dedicated_client_shares_no_connection(
+    manager: MilvusManager, milvus: MilvusServer
+) -> None:
     shared = MilvusClient(milvus.uri, manager=manager)
     own = MilvusClient(milvus.uri, manager=manager, dedicated=True)
     assert manager.get_stats()["dedicated_connections"] == 1
@@ -208,18 +212,18 @@ def test_a_dedicated_one_is_nobody_elses(manager: MilvusManager, milvus: MilvusS
     assert shared.get_server_version()
 
 
-def test_a_connection_that_nobody_has_is_closed_after_a_while(
+def test_unused_connection_is_closed_after_its_linger(
     manager: MilvusManager, milvus: MilvusServer
 ) -> None:
     client = MilvusClient(milvus.uri, manager=manager)
     assert client.get_server_version()
     del client
     gc.collect()
-    assert line(manager)["client_count"] == 0, "it lingers"
+    assert line(manager)["client_count"] == 0, "the connection was closed immediately"
     eventually(lambda: manager.get_stats()["total_connections"] == 0)
 
 
-def test_there_is_one_manager_for_the_process(milvus: MilvusServer) -> None:
+def test_default_manager_is_shared_in_the_process(milvus: MilvusServer) -> None:
     try:
         assert MilvusClient(milvus.uri)._manager is MilvusClient(milvus.uri)._manager
         assert isinstance(MilvusManager.get_instance(), MilvusManager)
@@ -227,7 +231,7 @@ def test_there_is_one_manager_for_the_process(milvus: MilvusServer) -> None:
         MilvusManager.get_instance().close()
 
 
-def test_each_loop_has_its_manager_and_leaves_none(milvus: MilvusServer) -> None:
+def test_each_loop_has_its_own_default_manager(milvus: MilvusServer) -> None:
     async def use() -> None:
         async with AsyncMilvusClient(milvus.uri) as one, AsyncMilvusClient(milvus.uri) as other:
             assert one._manager is other._manager
@@ -243,7 +247,7 @@ def test_each_loop_has_its_manager_and_leaves_none(milvus: MilvusServer) -> None
 # -- health ----------------------------------------------------------------------------------------
 
 
-def test_a_healthy_idle_connection_is_kept(milvus: MilvusServer) -> None:
+def test_healthy_idle_connection_is_kept(milvus: MilvusServer) -> None:
     with MilvusManager(idle=0.2) as manager:
         MilvusClient(milvus.uri, manager=manager)
         time.sleep(0.3)
@@ -251,7 +255,7 @@ def test_a_healthy_idle_connection_is_kept(milvus: MilvusServer) -> None:
         assert line(manager)["generation"] == 1
 
 
-async def test_a_healthy_idle_connection_of_asyncio_is_kept(milvus: MilvusServer) -> None:
+async def test_healthy_idle_connection_of_asyncio_is_kept(milvus: MilvusServer) -> None:
     async with AsyncMilvusManager(idle=0.2) as manager:
         for _ in range(2):
             async with AsyncMilvusClient(milvus.uri, manager=manager) as client:
@@ -315,12 +319,12 @@ async def test_coroutines_during_an_outage_succeed_when_the_server_is_back(
 
 
 def connects(proxy: FaultProxy) -> int:
-    """How many connections have reached the server."""
+    """Return how many connections have reached the server."""
     seen = proxy.statistics()
     return seen.accepted - seen.refused
 
 
-def test_nobody_listens(manager: MilvusManager, tmp_path: Path) -> None:
+def test_refused_connection_fails_in_its_timeout(manager: MilvusManager, tmp_path: Path) -> None:
     server = MilvusServer(tmp_path / "data")
     with pytest.raises(MilvusUnreachable, match=server.address) as caught:
         MilvusClient(server.uri, manager=manager, timeout=1.0)
@@ -328,7 +332,7 @@ def test_nobody_listens(manager: MilvusManager, tmp_path: Path) -> None:
     assert isinstance(caught.value, pymilvus.MilvusException)
 
 
-def test_a_call_that_finds_no_connection_in_its_time(milvus: MilvusServer) -> None:
+def test_call_without_a_connection_fails_in_its_timeout(milvus: MilvusServer) -> None:
     with (
         FaultProxy("127.0.0.1", milvus.port).in_thread() as proxy,
         MilvusManager(connect_timeout=1.0) as manager,
@@ -342,12 +346,12 @@ def test_a_call_that_finds_no_connection_in_its_time(milvus: MilvusServer) -> No
         with pytest.raises(MilvusUnreachable, match="not sent"):
             client.get_server_version()
         error = limited.exception()
-        assert time.monotonic() - began < 3.0, "not 75 times that"
+        assert time.monotonic() - began < 3.0, "PyMilvus repeated the call"
         assert isinstance(error, grpc.RpcError)
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_coroutine_that_finds_no_connection_in_its_time(milvus: MilvusServer) -> None:
+async def test_coroutine_without_a_connection_fails_in_its_timeout(milvus: MilvusServer) -> None:
     async with (
         FaultProxy("127.0.0.1", milvus.port) as proxy,
         AsyncMilvusManager(connect_timeout=1.0) as manager,
@@ -371,7 +375,7 @@ async def test_clients_follow_the_primary(
     async_manager: AsyncMilvusManager,
     tmp_path: Path,
 ) -> None:
-    """It moves, and then the old one dies: clients of both kinds go to the new one."""
+    """Move the primary, then kill the old one: clients of both kinds use the new one."""
     name = next(_names)
     with MilvusServer(tmp_path / "other") as other, TopologyServer() as topology:
         topology.body = body_of(1, ("a", other.uri, 3), ("b", milvus.uri, 1))
@@ -386,7 +390,9 @@ async def test_clients_follow_the_primary(
             other.kill()
             ours = asyncio.to_thread(client.has_collection, name, timeout=LIMIT)
             theirs = coroutines.has_collection(name, timeout=LIMIT)
-            assert not any(await asyncio.gather(ours, theirs)), "the new one does not have it"
+            assert not any(await asyncio.gather(ours, theirs)), (
+                "a client still used the old primary"
+            )
             for each in (manager, async_manager):
                 assert (line(each)["address"], line(each)["generation"]) == (milvus.address, 2)
             assert coroutines._handler.server_address == milvus.address
@@ -395,10 +401,10 @@ async def test_clients_follow_the_primary(
         }
 
 
-# -- the rest --------------------------------------------------------------------------------------
+# -- files and errors ------------------------------------------------------------
 
 
-def test_a_file_is_a_database_of_milvus_lite(manager: MilvusManager, tmp_path: Path) -> None:
+def test_file_path_opens_milvus_lite(manager: MilvusManager, tmp_path: Path) -> None:
     path = str(tmp_path / "vectors.db")
     with MilvusClient(path, manager=manager) as one, MilvusClient(path, manager=manager) as other:
         one.create_collection("here", dimension=4)
@@ -406,24 +412,26 @@ def test_a_file_is_a_database_of_milvus_lite(manager: MilvusManager, tmp_path: P
         assert line(manager)["client_count"] == 2
 
 
-async def test_a_file_of_asyncio(async_manager: AsyncMilvusManager, tmp_path: Path) -> None:
+async def test_file_path_opens_milvus_lite_for_asyncio(
+    async_manager: AsyncMilvusManager, tmp_path: Path
+) -> None:
     path = str(tmp_path / "vectors.db")
     async with AsyncMilvusClient(path, db_name="default", manager=async_manager) as client:
         assert await client.list_collections() == []
 
 
-def test_a_file_in_a_folder_that_is_not_there(manager: MilvusManager, tmp_path: Path) -> None:
+def test_file_in_a_missing_folder_is_an_error(manager: MilvusManager, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         MilvusClient(str(tmp_path / "nowhere" / "vectors.db"), manager=manager)
 
 
-def test_which_errors_a_new_connection_may_mend() -> None:
+def test_unavailable_errors_of_milvus_are_recognized() -> None:
     moved = pymilvus.MilvusException(1, "code: STREAMING_CODE_REPLICATE_VIOLATION, not primary")
     assert milvus_unavailable(moved)
     assert not milvus_unavailable(pymilvus.MilvusException(1, "no such collection"))
     assert not milvus_unavailable(ValueError("something else"))
 
 
-def test_who_does_not_use_milvus_does_not_need_pymilvus() -> None:
+def test_moored_rpc_imports_without_pymilvus() -> None:
     code = "import sys, moored.rpc; sys.exit('pymilvus' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What PyMilvus's clients may be given means the same here, held against PyMilvus itself."""
+"""The parameters of PyMilvus's clients mean the same here, compared with PyMilvus itself."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test sees what is logged once."""
+    """Forget which one-time messages were logged."""
     monkeypatch.setattr(_milvus_config, "_mentioned", set())
 
 
-# -- PyMilvus's parameters are ours ----------------------------------------------------------------
+# -- parameters ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ours", "theirs"), CLIENTS)
-def test_the_parameters_are_those_of_pymilvus(ours: Any, theirs: Any) -> None:
+def test_parameters_are_those_of_pymilvus(ours: Any, theirs: Any) -> None:
     def parameters(client: Any) -> list[tuple[str, Any, Any]]:
         found = inspect.signature(client.__init__).parameters.values()
         return [(each.name, each.kind, each.default) for each in found]
@@ -71,7 +71,7 @@ def test_the_parameters_are_those_of_pymilvus(ours: Any, theirs: Any) -> None:
 
 
 def test_every_keyword_that_pymilvus_reads_is_known() -> None:
-    """PyMilvus passes on what it is given; its handlers take out what they know."""
+    """PyMilvus passes keywords on to its handlers, which read those that they know."""
     readers = [
         *(pymilvus.MilvusClient.__init__, pymilvus.AsyncMilvusClient.__init__),
         *(TheirConfig.from_uri, GrpcHandler.__init__, AsyncGrpcHandler.__init__),
@@ -83,14 +83,16 @@ def test_every_keyword_that_pymilvus_reads_is_known() -> None:
         source = inspect.getsource(reader)
         read.update(re.findall(r"kwargs(?:\.(?:get|pop)\(|\[)\s*[\"'](\w+)[\"']", source))
         read.update(inspect.signature(reader).parameters)
-    assert {"secure", "option", "server_pem_path", "host"} <= read, "the sources are read rightly"
+    assert {"secure", "option", "server_pem_path", "host"} <= read, (
+        "the sources of PyMilvus were not parsed"
+    )
     named = set(inspect.signature(MilvusClient.__init__).parameters)
     mapped = {"host", "port", "option", "grpc_options", *_PATHS, *_OPTIONS}
     language = {"self", "cls", "kwargs"}
     assert not read - named - mapped - NEEDLESS - REFUSED.keys() - language
 
 
-def test_what_has_another_name_here() -> None:
+def test_keywords_with_another_name_are_translated() -> None:
     config = milvus_config(
         "https://vectors:19530/mydb",
         token="",
@@ -114,7 +116,7 @@ def test_what_has_another_name_here() -> None:
     }
 
 
-def test_what_needs_nothing_is_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_keywords_without_effect_are_accepted_silently(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     plain = milvus_config("http://vectors")
     same = milvus_config(
@@ -124,13 +126,13 @@ def test_what_needs_nothing_is_accepted_without_a_word(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-def test_what_nobody_knows_is_accepted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_keywords_are_accepted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for _ in range(3):
         config = milvus_config("http://vectors", colour="crimson", shape="round")
     assert config == milvus_config("http://vectors")
-    told = [(each.levelname, each.getMessage().split()[0]) for each in caplog.records]
-    assert told == [("INFO", "colour"), ("INFO", "shape")]
+    logged = [(each.levelname, each.getMessage().split()[0]) for each in caplog.records]
+    assert logged == [("INFO", "colour"), ("INFO", "shape")]
     assert "crimson" not in caplog.text
 
 
@@ -146,7 +148,7 @@ def test_what_nobody_knows_is_accepted_and_told_once(caplog: pytest.LogCaptureFi
         ({"host": "", "port": ""}, "localhost:19530"),
     ],
 )
-def test_a_host_and_a_port_where_there_is_no_uri(given: dict[str, Any], address: str) -> None:
+def test_host_and_port_are_used_without_a_uri(given: dict[str, Any], address: str) -> None:
     assert milvus_config(**given).address == address
 
 
@@ -154,8 +156,8 @@ def test_a_host_and_a_port_where_there_is_no_uri(given: dict[str, Any], address:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What gRPC is asked for: with which certificates, and for which name."""
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Records the certificates and names passed to gRPC."""
     seen: list[dict[str, Any]] = []
     credentials = grpc.ssl_channel_credentials
 
@@ -183,8 +185,8 @@ CHOICES = [
 ]
 
 
-async def test_paths_are_combined_as_pymilvus_combines_them(
-    asked: list[dict[str, Any]], tmp_path: Path
+async def test_certificate_paths_are_combined_as_in_pymilvus(
+    requested: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     for name in _PATHS:
         (tmp_path / name).write_text(f"what {name} names")
@@ -202,34 +204,34 @@ async def test_paths_are_combined_as_pymilvus_combines_them(
         ours = milvus_config(**given)
         make_channel(ours, 1).close()
         await make_aio_channel(ours, 1).close()
-        assert len(asked) in (0, 4), given
-        assert all(each == asked[0] for each in asked), given
-        plain += not asked
-        asked.clear()
+        assert len(requested) in (0, 4), given
+        assert all(each == requested[0] for each in requested), given
+        plain += not requested
+        requested.clear()
     assert 0 < plain < 2 * 3 * 2**5
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"secure": True, "ca_pem_path": "a"}, "ca_pem_path not used, as in PyMilvus"),
         ({"server_pem_path": "a"}, "the connection is not encrypted"),
     ],
 )
-def test_paths_that_are_not_used_are_told(
-    given: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+def test_unused_certificate_paths_are_logged(
+    given: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         milvus_config("http://vectors", **given)
     (record,) = caplog.records
-    assert (record.levelno, said in record.getMessage()) == (logging.WARNING, True)
+    assert (record.levelno, message in record.getMessage()) == (logging.WARNING, True)
 
 
-def test_the_names_of_ours_have_no_such_rule() -> None:
+def test_own_option_names_have_no_such_rule() -> None:
     assert milvus_config("https://vectors", ca="a").options == {"ca": "a"}
 
 
-# -- what is wrong ---------------------------------------------------------------------------------
+# -- invalid parameters ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ async def test_what_pymilvus_refuses_is_refused_with_its_own_error(given: dict[s
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"grpc_options": 5}, "grpc_options"),
         ({"option": 5}, "option"),
@@ -276,8 +278,8 @@ async def test_what_pymilvus_refuses_is_refused_with_its_own_error(given: dict[s
         ({"port": "many"}, "port"),
     ],
 )
-def test_what_makes_no_sense_is_named(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(MilvusConfigError, match=said):
+def test_invalid_parameter_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(MilvusConfigError, match=message):
         milvus_config(**given)
 
 
@@ -293,13 +295,13 @@ def test_what_makes_no_sense_is_named(given: dict[str, Any], said: str) -> None:
     ],
     ids=str,
 )
-def test_a_secret_is_not_repeated(given: dict[str, Any]) -> None:
+def test_error_does_not_show_a_secret(given: dict[str, Any]) -> None:
     with pytest.raises(MilvusConfigError) as caught:
         milvus_config(**given)
     assert "hunter2" not in str(caught.value)
 
 
-async def test_certificates_that_cannot_be_used_are_told(server: Server, tmp_path: Path) -> None:
+async def test_unusable_certificates_are_reported(server: Server, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no certificate")
     with (
@@ -316,15 +318,15 @@ async def test_certificates_that_cannot_be_used_are_told(server: Server, tmp_pat
 
 
 @pytest.mark.parametrize("kind", [MilvusConfigError, MilvusRefused, MilvusUnreachable])
-def test_errors_can_be_sent_to_another_process(kind: Any) -> None:
+def test_errors_can_be_pickled(kind: Any) -> None:
     error = kind("the port is wrong")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-# -- what the server is told -----------------------------------------------------------------------
+# -- option= --------------------------------------------------------------------------------------
 
 
-async def test_option_is_told_when_the_server_is_greeted(server: Server) -> None:
+async def test_option_is_sent_with_the_greeting(server: Server) -> None:
     option = {"tenant": "blue"}
     with MilvusManager() as manager:
         MilvusClient(server.uri, option=option, manager=manager)
@@ -332,14 +334,14 @@ async def test_option_is_told_when_the_server_is_greeted(server: Server) -> None
         MilvusClient(server.uri, manager=manager)
     async with AsyncMilvusManager() as coroutines:
         await AsyncMilvusClient(server.uri, option=option, manager=coroutines)._connect()
-    assert server.service.told == [option, {}, option]
+    assert server.service.client_options == [option, {}, option]
 
 
-def test_option_belongs_to_the_connection() -> None:
-    plain, told = milvus_config(), milvus_config(option={"tenant": "blue"})
-    assert told.key != plain.key == ConnectionConfig.from_uri("http://localhost:19530").key
-    assert told.key == milvus_config(option={"tenant": "blue"}).key
-    assert "blue" not in told.key
-    for same in (told.at(told.address), pickle.loads(pickle.dumps(told))):
-        assert (same, same.key) == (told, told.key)
-    assert told.at("other:1").key != plain.at("other:1").key
+def test_option_is_part_of_the_connection_key() -> None:
+    plain, logged = milvus_config(), milvus_config(option={"tenant": "blue"})
+    assert logged.key != plain.key == ConnectionConfig.from_uri("http://localhost:19530").key
+    assert logged.key == milvus_config(option={"tenant": "blue"}).key
+    assert "blue" not in logged.key
+    for same in (logged.at(logged.address), pickle.loads(pickle.dumps(logged))):
+        assert (same, same.key) == (logged, logged.key)
+    assert logged.at("other:1").key != plain.at("other:1").key

@@ -1,7 +1,7 @@
-"""What goes over the wire to Milvus: tokens, greetings, and the answers of a lost primary.
+"""Requests to Milvus: tokens, Connect() greetings, and the answers of a former primary.
 
-The server is a real one of gRPC's with Milvus's own service, so that a test can see what it was
-told and choose what it says.
+The server is a real gRPC server with Milvus's service, so that a test can read its requests and
+choose its answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECRET = "user:correct horse"
 
 
 class Moves:
-    """Two members, of which first the one and then the other is the primary."""
+    """Two members; `move()` makes the other one the primary."""
 
     def __init__(self, first: Server, second: Server) -> None:
         self._first = first
@@ -44,7 +44,7 @@ class Moves:
         self._moved = False
 
     def move(self) -> None:
-        """The primary is another; the first to know is the old one."""
+        """Move the primary; the old one refuses writes from now on."""
         self._first.service.moved = self._moved = True
 
     def topology(self) -> Topology:
@@ -71,10 +71,10 @@ def signature(token: str = SECRET) -> str:
     return base64.b64encode(token.encode()).decode()
 
 
-# -- as whom ---------------------------------------------------------------------------------------
+# -- identity ------------------------------------------------------------
 
 
-def test_a_call_carries_the_token_the_number_and_the_database(server: Server) -> None:
+def test_call_carries_token_identifier_and_database(server: Server) -> None:
     with MilvusManager() as manager:
         client = MilvusClient(server.uri, token=SECRET, db_name="books", manager=manager)
         assert client.get_server_version() == "1"
@@ -87,7 +87,7 @@ def test_a_call_carries_the_token_the_number_and_the_database(server: Server) ->
     )
 
 
-async def test_a_call_of_asyncio_carries_the_same(server: Server) -> None:
+async def test_call_of_asyncio_carries_token_identifier_and_database(server: Server) -> None:
     async with AsyncMilvusManager() as manager:
         client = AsyncMilvusClient(
             server.uri, user="user", password="correct horse", db_name="books", manager=manager
@@ -102,7 +102,7 @@ async def test_a_call_of_asyncio_carries_the_same(server: Server) -> None:
     )
 
 
-def test_a_token_can_be_replaced(server: Server) -> None:
+def test_replaced_token_is_used(server: Server) -> None:
     rotating = TokenCredentials("old", encode=signature)
     with MilvusManager(credentials=lambda config: rotating) as manager:
         client = MilvusClient(server.uri, manager=manager)
@@ -112,13 +112,13 @@ def test_a_token_can_be_replaced(server: Server) -> None:
     assert server.service.calls[0]["authorization"] == signature("new")
 
 
-def test_a_token_that_is_refused_at_the_greeting_is_fetched_anew(server: Server) -> None:
+def test_token_refused_at_the_greeting_is_fetched_again(server: Server) -> None:
     server.service.accepts = signature("new")
     expired = TokenCredentials("old", encode=signature, fetch=lambda: "new")
     with MilvusManager(credentials=lambda config: expired) as manager:
         MilvusClient(server.uri, manager=manager).get_server_version()
-    told = [seen["authorization"] for seen in server.service.greetings]
-    assert told == [signature("old"), signature("new")]
+    sent = [seen["authorization"] for seen in server.service.greetings]
+    assert sent == [signature("old"), signature("new")]
     assert server.service.calls[0]["authorization"] == signature("new")
 
 
@@ -148,7 +148,7 @@ async def test_each_channel_of_a_pool_of_asyncio_greets(server: Server) -> None:
         assert {seen["identifier"] for seen in server.service.calls} == {"1001", "1002"}
 
 
-def test_a_server_that_knows_no_greeting(server: Server) -> None:
+def test_server_without_greetings_is_supported(server: Server) -> None:
     server.service.refuse = grpc.StatusCode.UNIMPLEMENTED
     with MilvusManager() as manager:
         client = MilvusClient(server.uri, manager=manager)
@@ -157,7 +157,7 @@ def test_a_server_that_knows_no_greeting(server: Server) -> None:
     assert "identifier" not in server.service.calls[0]
 
 
-def test_a_server_that_is_not_ready_is_waited_for(server: Server) -> None:
+def test_server_that_is_not_ready_is_waited_for(server: Server) -> None:
     server.service.greeting = common_pb2.Status(code=1, reason="service not ready")
     with MilvusManager() as manager:
         ready = threading.Timer(0.5, setattr, (server.service, "greeting", common_pb2.Status()))
@@ -166,21 +166,21 @@ def test_a_server_that_is_not_ready_is_waited_for(server: Server) -> None:
         assert len(server.service.greetings) > 1
 
 
-# -- who is not let in -----------------------------------------------------------------------------
+# -- refused tokens ------------------------------------------------------------
 
 
-def test_a_wrong_token_is_told_at_once(server: Server) -> None:
+def test_wrong_token_fails_immediately(server: Server) -> None:
     server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
     with MilvusManager() as manager:
         for _ in range(3):
             with pytest.raises(MilvusRefused, match="UNAUTHENTICATED: auth check failure"):
                 MilvusClient(server.uri, token=SECRET, manager=manager)
-        assert len(server.service.greetings) == 1, "and nobody reconnects for it"
+        assert len(server.service.greetings) == 1, "the manager reconnected"
     gc.collect()
-    assert not _refusals, "what was noted of a channel goes with it"
+    assert not _refusals, "notes of a closed channel remain"
 
 
-async def test_a_wrong_token_of_asyncio_is_told_at_once(server: Server) -> None:
+async def test_wrong_token_of_asyncio_fails_immediately(server: Server) -> None:
     server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
     async with AsyncMilvusManager() as manager:
         for _ in range(3):
@@ -191,7 +191,7 @@ async def test_a_wrong_token_of_asyncio_is_told_at_once(server: Server) -> None:
     assert not _refusals
 
 
-async def test_a_probe_needs_no_token(server: Server) -> None:
+async def test_probe_needs_no_token(server: Server) -> None:
     server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
     with grpc.insecure_channel(server.address) as channel:
         assert milvus_probe(channel)
@@ -199,7 +199,7 @@ async def test_a_probe_needs_no_token(server: Server) -> None:
         assert not milvus_probe(channel)
 
 
-def test_the_token_is_shown_nowhere(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_is_shown_nowhere(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with MilvusManager() as manager:
         client = MilvusClient(server.uri, token=SECRET, manager=manager)
@@ -217,10 +217,10 @@ def test_the_token_is_shown_nowhere(server: Server, caplog: pytest.LogCaptureFix
             assert secret not in text
 
 
-# -- the primary that was --------------------------------------------------------------------------
+# -- a former primary ------------------------------------------------------------
 
 
-def test_a_lost_primary_is_left_once(server: Server, other: Server) -> None:
+def test_refused_writes_leave_the_former_primary_once(server: Server, other: Server) -> None:
     moves = Moves(server, other)
     with MilvusManager(fetch_topology=moves.topology) as manager:
         client = MilvusClient(server.uri, manager=manager)
@@ -246,7 +246,9 @@ def test_a_lost_primary_is_left_once(server: Server, other: Server) -> None:
         assert 1 <= server.service.violations <= CALLERS
 
 
-async def test_a_lost_primary_is_left_once_by_coroutines(server: Server, other: Server) -> None:
+async def test_refused_writes_of_coroutines_leave_the_former_primary_once(
+    server: Server, other: Server
+) -> None:
     moves = Moves(server, other)
     async with AsyncMilvusManager(fetch_topology=moves.topology) as manager:
         client = AsyncMilvusClient(server.uri, manager=manager)
@@ -259,7 +261,7 @@ async def test_a_lost_primary_is_left_once_by_coroutines(server: Server, other: 
         assert 1 <= server.service.violations <= CALLERS
 
 
-def test_a_late_answer_of_a_lost_primary_changes_nothing(server: Server, other: Server) -> None:
+def test_late_refusal_of_the_former_primary_changes_nothing(server: Server, other: Server) -> None:
     moves = Moves(server, other)
     other.service.go_on.set()
     with (
@@ -277,7 +279,7 @@ def test_a_late_answer_of_a_lost_primary_changes_nothing(server: Server, other: 
         assert (line["generation"], server.service.violations) == (2, 2)
 
 
-async def test_a_late_answer_of_a_lost_primary_changes_nothing_for_coroutines(
+async def test_late_refusal_of_the_former_primary_changes_nothing_for_coroutines(
     server: Server, other: Server
 ) -> None:
     moves = Moves(server, other)
@@ -295,9 +297,7 @@ async def test_a_late_answer_of_a_lost_primary_changes_nothing_for_coroutines(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_refused_write_with_an_unchanged_primary_is_sent_once(
-    server: Server, alone: bool
-) -> None:
+def test_refused_write_with_an_unchanged_primary_is_sent_once(server: Server, alone: bool) -> None:
     server.service.moved = True
     topology = None if alone else lambda: [Member("one", server.uri)]
     with MilvusManager(fetch_topology=topology) as manager:
@@ -309,7 +309,7 @@ def test_a_refused_write_with_an_unchanged_primary_is_sent_once(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_a_refused_write_of_a_coroutine_with_an_unchanged_primary_is_sent_once(
+async def test_refused_write_of_a_coroutine_with_an_unchanged_primary_is_sent_once(
     server: Server, alone: bool
 ) -> None:
     server.service.moved = True
@@ -322,8 +322,8 @@ async def test_a_refused_write_of_a_coroutine_with_an_unchanged_primary_is_sent_
         assert (line["generation"], server.service.violations) == (1, 1)
 
 
-def test_the_first_call_after_a_restart_greets(server: Server) -> None:
-    """gRPC connects again by itself, over the same channel: its calls have no valid identifier."""
+def test_first_call_after_a_restart_greets(server: Server) -> None:
+    """gRPC reconnects the same channel by itself: its old identifier is invalid."""
     with MilvusManager() as manager:
         client = MilvusClient(server.uri, manager=manager)
         client.get_server_version()
@@ -334,7 +334,7 @@ def test_the_first_call_after_a_restart_greets(server: Server) -> None:
         again.stop()
 
 
-async def test_the_first_call_of_a_coroutine_after_a_restart_greets(server: Server) -> None:
+async def test_first_call_of_a_coroutine_after_a_restart_greets(server: Server) -> None:
     async with AsyncMilvusManager() as manager:
         client = AsyncMilvusClient(server.uri, manager=manager)
         await client.get_server_version()

@@ -1,4 +1,4 @@
-"""OpenTelemetry's own instrumentation, around our channels and under them: all kinds of calls."""
+"""OpenTelemetry's instrumentation around our channels and below them, for all kinds of calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS = {ECHO, COUNT, COLLECT, CHAT}
 
 
 class Traces:
-    """What was traced."""
+    """The recorded spans."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -49,7 +49,7 @@ def traces() -> Traces:
 
 @pytest.fixture(params=["around", "under"])
 def place(request: pytest.FixtureRequest) -> str:
-    """Whether the channel that users hold is instrumented, or each that gRPC makes under it."""
+    """Whether the user's channel is instrumented, or each gRPC channel below it."""
     return str(request.param)
 
 
@@ -65,7 +65,9 @@ def instrumented(place: str, traces: Traces) -> Iterator[None]:
 
 @pytest.mark.usefixtures("instrumented")
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_threads(echo: EchoServer, traces: Traces, place: str, lanes: int) -> None:
+def test_calls_of_threads_are_traced(
+    echo: EchoServer, traces: Traces, place: str, lanes: int
+) -> None:
     with ConnectionManager(channels=lanes) as manager:
         held = channel = manager.get_or_create(config_of(echo))
         assert held._live is not None
@@ -104,7 +106,9 @@ async def _all(stream: Any) -> list[bytes]:
 
 @pytest.mark.usefixtures("instrumented")
 @pytest.mark.parametrize("lanes", [1, 2])
-async def test_asyncio(echo: EchoServer, traces: Traces, place: str, lanes: int) -> None:
+async def test_calls_of_asyncio_are_traced(
+    echo: EchoServer, traces: Traces, place: str, lanes: int
+) -> None:
     async with AsyncConnectionManager(channels=lanes) as manager:
         held = channel = await manager.get_or_create(config_of(echo))
         if place == "around":

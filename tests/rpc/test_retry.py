@@ -1,6 +1,6 @@
-"""Repeated calls, with a real server that is killed and comes back: the caller's time is the bound.
+"""Retried calls with a real server that is killed and restarted; the caller's timeout is the limit.
 
-A small manager stands in for the real one: it dials when it is told of a failure, one at a time.
+A small manager stands in for the real one: it dials after a reported failure, one at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
 
 
 class Recovery:
-    """Dials a server again when a call has failed, on the loop where it was made."""
+    """Dials a server again when a call has failed, on its own loop."""
 
     def __init__(self, uri: str, make: Any, handler: Any) -> None:
         self.handler = handler
@@ -88,7 +88,7 @@ def server() -> Iterator[EchoServer]:
 
 @pytest.fixture
 async def recovery(server: EchoServer) -> AsyncIterator[Recovery]:
-    """Threads call over it; the loop is the one of the test."""
+    """A recovery for calls of threads, on the loop of the test."""
     recovery = Recovery(server.uri, make_channel, Handler())
     await recovery.dial(1)
     yield recovery
@@ -108,7 +108,7 @@ async def aio(server: EchoServer) -> AsyncIterator[Recovery]:
 
 
 class Client:
-    """What a user writes."""
+    """A user's client."""
 
     def __init__(self, handler: Any) -> None:
         self.handler = handler
@@ -116,7 +116,7 @@ class Client:
 
     @retry_on_rpc_failure
     def echo(self, request: bytes, timeout: float | None = None) -> Any:
-        """Its words."""
+        """Its docstring."""
         self.tries += 1
         return self.handler.unary_unary(ECHO)(request, timeout=timeout)
 
@@ -152,7 +152,7 @@ async def test_threads_that_call_during_an_outage_succeed(
     with ThreadPoolExecutor(20) as pool:
         server.kill()
         answers = [pool.submit(client.echo, b"a", timeout=30) for _ in range(20)]
-        # The outage is as long as the start of the new server.
+        # The outage lasts as long as the start of the new server.
         await asyncio.to_thread(server.start)
         loop = asyncio.get_running_loop()
         got = await asyncio.gather(*(asyncio.wrap_future(each, loop=loop) for each in answers))
@@ -169,7 +169,7 @@ async def test_tasks_that_call_during_an_outage_succeed(server: EchoServer, aio:
     assert aio.connects == 2
 
 
-async def test_interceptors_of_threads_repeat_as_well(
+async def test_interceptor_for_threads_retries_during_an_outage(
     server: EchoServer, recovery: Recovery
 ) -> None:
     handler = recovery.handler
@@ -181,7 +181,9 @@ async def test_interceptors_of_threads_repeat_as_well(
     assert await asyncio.to_thread(ask.future(b"b").result, 10) == b"b"
 
 
-async def test_interceptors_of_asyncio_repeat_as_well(server: EchoServer, aio: Recovery) -> None:
+async def test_interceptor_for_asyncio_retries_during_an_outage(
+    server: EchoServer, aio: Recovery
+) -> None:
     channel = intercept_aio_channel(aio.handler, AsyncRetryInterceptor(aio.handler))
     ask = channel.unary_unary(ECHO)
     server.kill()
@@ -193,10 +195,12 @@ async def test_interceptors_of_asyncio_repeat_as_well(server: EchoServer, aio: R
     await channel.close()
 
 
-# -- the bound -------------------------------------------------------------------------------------
+# -- limits ------------------------------------------------------------
 
 
-async def test_a_deadline_ends_it(server: EchoServer, recovery: Recovery, aio: Recovery) -> None:
+async def test_timeout_ends_the_retries(
+    server: EchoServer, recovery: Recovery, aio: Recovery
+) -> None:
     server.kill()
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as raised:
@@ -210,8 +214,10 @@ async def test_a_deadline_ends_it(server: EchoServer, recovery: Recovery, aio: R
     assert 0.9 < time.monotonic() - began < 3
 
 
-async def test_a_failed_recovery_does_not_end_it(server: EchoServer, recovery: Recovery) -> None:
-    # It fails at once, again and again: there is no handler that could be waited for.
+async def test_failed_recovery_does_not_end_the_retries(
+    server: EchoServer, recovery: Recovery
+) -> None:
+    # Each try fails immediately: there is no handler to wait for.
     channel = make_channel(ConnectionConfig.from_uri(server.uri), 99)
     server.kill()
 
@@ -225,7 +231,7 @@ async def test_a_failed_recovery_does_not_end_it(server: EchoServer, recovery: R
     await close_channel(channel)
 
 
-def test_each_try_has_what_is_left_of_the_time(echo: EchoServer) -> None:
+def test_each_try_gets_the_remaining_time(echo: EchoServer) -> None:
     handler = Handler(new_live(echo.uri))
     given: list[float] = []
 
@@ -238,14 +244,14 @@ def test_each_try_has_what_is_left_of_the_time(echo: EchoServer) -> None:
             handler.unary_unary(FAIL)(b"ABORTED", timeout=timeout)
         return left
 
-    # The server is told a rounded time.
+    # gRPC rounds the timeout that it sends.
     assert limit(timeout=30.0) <= given[2] * 1.05
     assert given[0] > given[1] + 0.03 > given[2] + 0.06
     handler._shut(0.0)
     handler._wait_closed(10)
 
 
-def test_without_a_deadline_there_is_a_number_of_tries(echo: EchoServer) -> None:
+def test_number_of_tries_is_limited_without_a_timeout(echo: EchoServer) -> None:
     handler = Handler(new_live(echo.uri))
     client = Client(handler)
     with pytest.raises(grpc.RpcError) as raised:
@@ -256,7 +262,7 @@ def test_without_a_deadline_there_is_a_number_of_tries(echo: EchoServer) -> None
     handler._wait_closed(10)
 
 
-async def test_without_a_deadline_there_is_a_number_of_tries_for_asyncio_too(
+async def test_number_of_tries_is_limited_without_a_timeout_for_asyncio(
     echo: EchoServer,
 ) -> None:
     async with AsyncHandler(await new_aio_live(echo.uri)) as handler:
@@ -266,18 +272,18 @@ async def test_without_a_deadline_there_is_a_number_of_tries_for_asyncio_too(
         assert client.tries == 3
         interceptor = AsyncRetryInterceptor(handler, codes=[ABORTED], retry_times=2)
         ask = intercept_aio_channel(handler, interceptor).unary_unary(FAIL)
-        told: list[int] = []
-        handler._on_rpc_error = lambda error, number: told.append(number)
+        reported: list[int] = []
+        handler._on_rpc_error = lambda error, number: reported.append(number)
         assert await ask(b"ABORTED").code() is ABORTED
-        assert len(told) == 2
+        assert len(reported) == 2
         assert await ask(b"UNAVAILABLE").code() is UNAVAILABLE
-        assert len(told) == 3, "only what is named is repeated"
+        assert len(reported) == 3, "a code that is not listed was retried"
 
 
 @pytest.mark.parametrize(
     "code", [code.name for code in grpc.StatusCode if code.name not in ("OK", "UNAVAILABLE")]
 )
-def test_codes_other_than_unavailable_are_not_repeated(echo: EchoServer, code: str) -> None:
+def test_codes_other_than_unavailable_are_not_retried(echo: EchoServer, code: str) -> None:
     with Handler(new_live(echo.uri)) as handler:
         client = Client(handler)
         with pytest.raises(grpc.RpcError) as raised:
@@ -286,27 +292,27 @@ def test_codes_other_than_unavailable_are_not_repeated(echo: EchoServer, code: s
         assert client.tries == 1
 
 
-def test_an_interceptor_repeats_only_unavailable(echo: EchoServer) -> None:
-    told: list[grpc.StatusCode] = []
+def test_interceptor_retries_only_unavailable(echo: EchoServer) -> None:
+    reported: list[grpc.StatusCode] = []
     with Handler(new_live(echo.uri)) as handler:
-        handler._on_rpc_error = lambda error, number: told.append(error.code())
+        handler._on_rpc_error = lambda error, number: reported.append(error.code())
         ask = grpc.intercept_channel(handler, RetryInterceptor(handler)).unary_unary(FAIL)
         with pytest.raises(grpc.RpcError):
             ask(b"UNKNOWN", timeout=30)
-        assert told == [grpc.StatusCode.UNKNOWN]
+        assert reported == [grpc.StatusCode.UNKNOWN]
 
 
-async def test_an_interceptor_of_asyncio_repeats_only_unavailable(echo: EchoServer) -> None:
-    told: list[grpc.StatusCode] = []
+async def test_interceptor_for_asyncio_retries_only_unavailable(echo: EchoServer) -> None:
+    reported: list[grpc.StatusCode] = []
     async with AsyncHandler(await new_aio_live(echo.uri)) as handler:
-        handler._on_rpc_error = lambda error, number: told.append(error.code())
+        handler._on_rpc_error = lambda error, number: reported.append(error.code())
         ask = intercept_aio_channel(handler, AsyncRetryInterceptor(handler)).unary_unary(FAIL)
         with pytest.raises(grpc.aio.AioRpcError):
             await ask(b"UNKNOWN", timeout=30)
-        assert told == [grpc.StatusCode.UNKNOWN]
+        assert reported == [grpc.StatusCode.UNKNOWN]
 
 
-def test_other_errors_are_not_repeated() -> None:
+def test_other_exceptions_are_not_retried() -> None:
     tries: list[None] = []
 
     @retry_on_rpc_failure
@@ -319,7 +325,7 @@ def test_other_errors_are_not_repeated() -> None:
     assert len(tries) == 1
 
 
-def test_a_new_connection_ends_the_pause(echo: EchoServer) -> None:
+def test_new_connection_ends_the_pause(echo: EchoServer) -> None:
     handler = Handler(new_live(echo.uri))
     failed = threading.Event()
     tries: list[None] = []
@@ -343,9 +349,9 @@ def test_a_new_connection_ends_the_pause(echo: EchoServer) -> None:
     handler._wait_closed(10)
 
 
-def test_it_keeps_the_name_and_the_words() -> None:
+def test_decorated_function_keeps_its_name_and_docstring() -> None:
     assert Client.echo.__name__ == "echo"
-    assert Client.echo.__doc__ == "Its words."
+    assert Client.echo.__doc__ == "Its docstring."
     with pytest.raises(ConfigError, match="retry_times"):
         retry_on_rpc_failure(retry_times=0)
 
@@ -353,7 +359,7 @@ def test_it_keeps_the_name_and_the_words() -> None:
 # -- interceptors of asyncio in general ------------------------------------------------------------
 
 
-async def test_interceptors_of_asyncio_go_on_top(echo: EchoServer) -> None:
+async def test_interceptors_for_asyncio_are_applied_in_order(echo: EchoServer) -> None:
     class Marked(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         def __init__(self, mark: bytes) -> None:
             self.mark = mark
@@ -398,5 +404,5 @@ async def test_interceptors_of_asyncio_go_on_top(echo: EchoServer) -> None:
         assert await call.code() is grpc.StatusCode.OK
         assert call.done()
         assert intercept_aio_channel(handler) is handler
-        with pytest.raises(ConfigError, match="no interceptor"):
+        with pytest.raises(ConfigError, match="is not a grpc.aio.ClientInterceptor"):
             intercept_aio_channel(handler, object())

@@ -1,4 +1,4 @@
-"""TLS through both managers, with an authority of the test's own."""
+"""TLS through both managers, with a test certificate authority."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def pair(authority: Path) -> Pair:
 
 @pytest.fixture(scope="module")
 def running(authority: Path) -> Iterator[EchoServer]:
-    """A server that nobody stops."""
+    """A server that runs for all tests."""
     with EchoServer(tls=authority) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def strict(authority: Path) -> Iterator[EchoServer]:
-    """A server that lets nobody in without a certificate of the authority."""
+    """A server that requires client certificates of the authority."""
     with EchoServer(tls=authority, mutual=True) as server:
         yield server
 
@@ -56,7 +56,7 @@ def config(server: EchoServer, ca: Path | None, **more: Any) -> ConnectionConfig
 
 
 @both
-async def test_it_recovers_from_a_kill(kind: Kind, authority: Path) -> None:
+async def test_encrypted_connection_recovers_from_a_kill(kind: Kind, authority: Path) -> None:
     with EchoServer(tls=authority) as server:
         async with kind() as side:
             channel = await side.get(config(server, authority / "ca.pem"), timeout=LIMIT)
@@ -76,7 +76,7 @@ async def test_it_recovers_from_a_kill(kind: Kind, authority: Path) -> None:
 
 
 @both
-async def test_a_wrong_authority_is_named_as_what_is_wrong(
+async def test_error_names_a_wrong_certificate_authority(
     kind: Kind, authority: Path, running: EchoServer, tmp_path: Path
 ) -> None:
     stranger = make_authority(tmp_path)
@@ -90,7 +90,7 @@ async def test_a_wrong_authority_is_named_as_what_is_wrong(
 
 
 @both
-async def test_a_wrong_name_is_named_as_what_is_wrong(
+async def test_error_names_a_wrong_server_name(
     kind: Kind, authority: Path, running: EchoServer
 ) -> None:
     async with kind() as side:
@@ -100,7 +100,7 @@ async def test_a_wrong_name_is_named_as_what_is_wrong(
 
 
 @both
-async def test_who_speaks_no_tls_is_not_reached(
+async def test_plain_client_does_not_reach_a_tls_server(
     kind: Kind, authority: Path, running: EchoServer
 ) -> None:
     async with kind() as side:
@@ -110,30 +110,32 @@ async def test_who_speaks_no_tls_is_not_reached(
 
 
 @both
-async def test_a_server_that_speaks_no_tls_is_told(kind: Kind, echo: EchoServer) -> None:
+async def test_error_names_a_server_without_tls(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         with pytest.raises(ConnectFailed, match="write http:// for https://"):
             await side.get(config(echo, None), timeout=1.0)
 
 
 @both
-async def test_a_server_of_an_unknown_authority_is_told(kind: Kind, running: EchoServer) -> None:
+async def test_error_names_an_unknown_certificate_authority(
+    kind: Kind, running: EchoServer
+) -> None:
     async with kind() as side:
         with pytest.raises(ConnectFailed, match="the option ca"):
             await side.get(config(running, None), timeout=1.0)
 
 
 @both
-async def test_an_authority_that_cannot_be_read_is_named(kind: Kind, tmp_path: Path) -> None:
+async def test_unreadable_certificate_authority_is_named(kind: Kind, tmp_path: Path) -> None:
     async with kind() as side:
         began = time.monotonic()
         with pytest.raises(ConfigError, match="option ca cannot be read"):
             await side.get(config(EchoServer(), tmp_path / "missing.pem"), timeout=LIMIT)
-        assert time.monotonic() - began < 3.0, "no other try would end in another way"
+        assert time.monotonic() - began < 3.0, "a hopeless attempt was retried"
 
 
 @both
-async def test_with_and_without_tls_are_two_connections(
+async def test_encrypted_and_plain_connections_are_not_shared(
     kind: Kind, authority: Path, running: EchoServer
 ) -> None:
     async with kind() as side:
@@ -146,7 +148,7 @@ async def test_with_and_without_tls_are_two_connections(
 
 
 @pytest.mark.parametrize("uri", ["http://localhost", "https://localhost"])
-def test_who_keeps_the_topology_has_a_certificate_of_its_own(uri: str) -> None:
+def test_topology_server_can_have_its_own_certificate(uri: str) -> None:
     for words in ("Socket closed", "CERTIFICATE_VERIFY_FAILED"):
         error = TopologyError(f"<HttpTopology> failed: {words}")
         assert with_hint(ConnectionConfig.from_uri(uri), error) is error
@@ -161,16 +163,14 @@ def test_who_keeps_the_topology_has_a_certificate_of_its_own(uri: str) -> None:
         ("self signed certificate", {"ca": b"-----BEGIN"}, "does not hold its authority"),
     ],
 )
-def test_what_is_wrong_with_a_certificate_is_told(
-    why: str, options: dict[str, Any], told: str
-) -> None:
+def test_hints_name_the_certificate_problem(why: str, options: dict[str, Any], told: str) -> None:
     wanted = ConnectionConfig.from_uri("https://localhost", **options)
     error = ConnectFailed(f"SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: {why}")
     assert told in str(with_hint(wanted, error))
 
 
 @both
-async def test_what_fails_before_there_is_a_channel_is_not_the_server(
+async def test_error_before_the_channel_is_made_gets_no_tls_hint(
     kind: Kind, echo: EchoServer
 ) -> None:
     def ask_elsewhere(config: ConnectionConfig) -> Any:
@@ -182,7 +182,7 @@ async def test_what_fails_before_there_is_a_channel_is_not_the_server(
         assert "TLS" not in str(caught.value)
 
 
-def test_a_server_that_was_there_speaks_as_it_did() -> None:
+def test_connection_that_worked_before_gets_no_tls_hint() -> None:
     error = ConnectFailed("Socket closed")
     assert with_hint(ConnectionConfig.from_uri("http://localhost"), error, known=True) is error
 
@@ -191,7 +191,7 @@ def test_a_server_that_was_there_speaks_as_it_did() -> None:
 
 
 @both
-async def test_a_client_with_its_certificate_is_let_in(
+async def test_client_with_a_certificate_is_accepted(
     kind: Kind, authority: Path, pair: Pair
 ) -> None:
     with EchoServer(tls=authority, mutual=True) as server:
@@ -208,7 +208,7 @@ async def test_a_client_with_its_certificate_is_let_in(
 
 
 @both
-async def test_a_certificate_that_was_renewed_is_read_for_the_next_generation(
+async def test_renewed_certificate_is_read_for_the_next_generation(
     kind: Kind, authority: Path, pair: Pair, tmp_path: Path
 ) -> None:
     make_authority(tmp_path)
@@ -231,7 +231,7 @@ async def test_a_certificate_that_was_renewed_is_read_for_the_next_generation(
 
 
 @both
-async def test_a_client_without_a_certificate_is_told_what_is_missing(
+async def test_error_names_the_missing_client_certificate(
     kind: Kind, authority: Path, strict: EchoServer
 ) -> None:
     async with kind() as side:
@@ -241,7 +241,7 @@ async def test_a_client_without_a_certificate_is_told_what_is_missing(
 
 
 @both
-async def test_a_certificate_of_another_authority_is_told(
+async def test_error_names_a_client_certificate_of_another_authority(
     kind: Kind, authority: Path, strict: EchoServer, tmp_path: Path
 ) -> None:
     certificate, key = make_certificate(make_authority(tmp_path), "client")
@@ -252,7 +252,7 @@ async def test_a_certificate_of_another_authority_is_told(
 
 
 @both
-async def test_a_certificate_and_a_key_that_do_not_fit_are_told(
+async def test_mismatched_certificate_and_key_are_reported(
     kind: Kind, authority: Path, pair: Pair, strict: EchoServer
 ) -> None:
     swapped = {"certificate": pair["private_key"], "private_key": pair["certificate"]}
@@ -266,7 +266,7 @@ async def test_a_certificate_and_a_key_that_do_not_fit_are_told(
 
 
 @both
-async def test_a_key_that_is_given_as_it_is_is_shown_nowhere(
+async def test_private_key_is_shown_nowhere(
     kind: Kind,
     authority: Path,
     pair: Pair,

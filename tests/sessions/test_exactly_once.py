@@ -102,7 +102,7 @@ async def test_every_send_arrives_once_over_links_that_are_cut(
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
-async def test_a_send_that_timed_out_is_not_written_again(cumulative: bool) -> None:
+async def test_send_that_timed_out_is_not_written_again(cumulative: bool) -> None:
     server = DemoServer()
     async with Sessions(backoff=Backoff(0.01, 0.1)) as sessions:
         protocol = Demo(server, resume=True, cumulative=cumulative)

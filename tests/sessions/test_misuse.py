@@ -111,7 +111,7 @@ async def test_control_character_fails_one_send_and_keeps_the_link(
     assert alice.status()["reconnects"] == 0
 
 
-async def test_a_profile_with_a_control_character_is_refused(
+async def test_profile_with_a_control_character_is_refused(
     sessions: Sessions, broker: Mosquitto
 ) -> None:
     with pytest.raises(SessionError, match=r"the profile cannot be used .*: it has a control"):

@@ -176,7 +176,7 @@ async def test_wrong_key_is_detected_before_anything_is_written() -> None:
         assert await storage.list_profiles() == ["alice"]
 
 
-async def test_damaged_marker_locks_nobody_out() -> None:
+async def test_damaged_marker_does_not_prevent_opening() -> None:
     inner = MemoryStorage()
     for key in (KEY, PASSPHRASE):
         async with open_storage(inner, key=key) as storage:
