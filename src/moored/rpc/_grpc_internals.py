@@ -79,7 +79,7 @@ async def cut_async(channel: Any, why: str) -> None:
     if ending := [asyncio.ensure_future(call.cut(why)) for call in calls]:
         await asyncio.wait(ending, timeout=CUT_TIMEOUT)
     # An interceptor may still have work to do for an aborted call: let it end.
-    await channel.close(CUT_TIMEOUT if ending else None)
+    await (channel.close(CUT_TIMEOUT) if ending else channel.close())
 
 
 def _calls_of(lane: Any) -> list[_CuttableCall]:

@@ -126,7 +126,7 @@ def parse_topology(answer: Any) -> Topology:
     code = body.get("code", 0)
     if code != 0:
         words = str(body.get("message") or "no reason was given")[:MAX_WORDS]
-        raise TopologyError(f"the server did not return the topology: {words} (code {code!r})")
+        raise TopologyError(f"the server refused to return the topology: {words} (code {code!r})")
     data = _field(body.get("data"), "data", dict)
     clusters = _field(data.get("clusters"), "data.clusters", list)
     members = tuple(_member(each, f"data.clusters[{n}]") for n, each in enumerate(clusters))
