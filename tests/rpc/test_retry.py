@@ -404,5 +404,5 @@ async def test_interceptors_for_asyncio_are_applied_in_order(echo: EchoServer) -
         assert await call.code() is grpc.StatusCode.OK
         assert call.done()
         assert intercept_aio_channel(handler) is handler
-        with pytest.raises(ConfigError, match="is not a grpc.aio.ClientInterceptor"):
+        with pytest.raises(ConfigError, match=r"is not a grpc\.aio\.ClientInterceptor"):
             intercept_aio_channel(handler, object())
