@@ -326,8 +326,8 @@ class MqttDialogue(Dialogue):
         self._largest = options.get("maximum_packet_size", packets.LARGEST)
         self._retain = bool(options.get("retain_available", 1))
         # A shorter interval than the server's is always allowed.
-        told = options.get("server_keep_alive") or math.inf
-        keepalive = float(told) if told < (self._plan.keepalive or math.inf) else None
+        theirs = options.get("server_keep_alive") or math.inf
+        keepalive = float(theirs) if theirs < (self._plan.keepalive or math.inf) else None
         keeps = options.get("session_expiry_interval") != 0
         self._ready = Ready(not memory.lapsed, self._window, keepalive, keeps)
         self._subscribe(options, events)

@@ -64,8 +64,8 @@ class Mqtt(Protocol):
         most that wait for the user's handler.
     :param send_window: the most unconfirmed sends, unless the server requests fewer; each is kept
         in memory, to be sent again.
-    :param max_packet_size: the largest packet that is accepted, which the server is told. A larger
-        message that it sends nevertheless is refused, with the event `message_set_aside`.
+    :param max_packet_size: the largest packet that is accepted, as announced to the server. A
+        larger message that it sends nevertheless is refused, with the event `message_set_aside`.
     :param will: the message that the server publishes if the client vanishes.
     :param ca: for TLS, the file of the authorities to trust; those of the system by default.
     :param certificate: for TLS, the file of the client's certificate, if the server requires one.
