@@ -103,7 +103,7 @@ async def test_the_pool_waits_for_the_server_behind_a_pooler(
     async with behind(through(streamed_url, port), streamed_url, stream_id, tmp_path) as pg:
         changes = pg.changes(tables=["orders"])
         with pgbouncer(binary, nowhere, port=port, settings=settings):
-            await until(lambda: said(pg, "look at the pooler's log"))
+            await until(lambda: said(pg, "check the pooler's log"))
             with pytest.raises(TimeoutError, match="snapshot_connection_pool_ready"):
                 await pg.wait_until_active(0.1)
         with pgbouncer(binary, streamed_url, port=port):

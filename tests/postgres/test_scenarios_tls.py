@@ -347,7 +347,7 @@ async def test_an_untrusted_client_certificate_is_fatal(
 ) -> None:
     tls.admit("hostssl all all all cert")
     text = await refused(make(shown(trust.theirs.sign("postgres"))))
-    assert "a certificate that it trusts" in text
+    assert "a client certificate that it trusts" in text
 
 
 async def test_a_missing_or_world_readable_key_is_fatal(
