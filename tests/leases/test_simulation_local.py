@@ -42,7 +42,7 @@ def test_local_leases_are_exchanged() -> None:
 
 def _exchanges_all(self: LeaseTable, known: str) -> Entry | None:
     """A local lease that the store refuses is kept."""
-    entry = self.get(known)
+    entry = self._entries.get(known)
     if entry is not None and entry.local:
         entry.local, entry.deadline = False, float("inf")
         return None
