@@ -72,7 +72,7 @@ class RedisLink:
 
     async def scan(self, pattern: str) -> list[str]:
         """Return the Redis keys that match a pattern, sorted and distinct."""
-        async with self._call(), self._slots:
+        async with self._call(), self._slot():
             return sorted({name async for name in self._client.scan_iter(pattern, count=1000)})
 
     async def _send(self, command: str, script: str, calls: Sequence[Call]) -> list[Any]:
@@ -81,7 +81,7 @@ class RedisLink:
         if len(commands) == 1:
             return [await self._reply(commands[0])]
         if isinstance(self._client, Redis):
-            async with self._slots:
+            async with self._slot():
                 pipeline = self._client.pipeline(transaction=False)
                 for each in commands:
                     pipeline.execute_command(*each)
@@ -90,10 +90,22 @@ class RedisLink:
 
     async def _reply(self, command: tuple[Any, ...]) -> Any:
         try:
-            async with self._slots:
+            async with self._slot():
                 return await self._client.execute_command(*command)
         except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
             return error
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """Limit the commands in flight; report a closed connection alike on every event loop."""
+        async with self._slots:
+            try:
+                yield
+            except RuntimeError as error:
+                # What uvloop raises for a write to a connection that the server has closed.
+                if "the handler is closed" not in str(error):
+                    raise
+                raise ConnectionResetError("the server closed the connection") from error
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
@@ -122,7 +134,7 @@ class RedisLink:
         """Once the server answers, warn about settings that put leases at risk."""
         if self._checked:
             return
-        async with self._slots:
+        async with self._slot():
             try:
                 info = await self._client.execute_command("INFO")
             except exceptions.NoPermissionError:
