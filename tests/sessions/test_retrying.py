@@ -132,10 +132,11 @@ async def test_poison_message_costs_neither_the_link_nor_other_messages(
     assert dead_letters == [b"1"]
     assert bot.generation == 1
     assert bot.status()["handler_failures"] == 0
-    # It was acknowledged: the broker redelivers nothing.
+    # The poison message was acknowledged, so the broker does not redeliver it. Of the message that
+    # was handled right before the disconnect, the acknowledgement may be late.
     await bot.disconnect()
     await bot.connect()
     async with peer(broker) as client:
         await client.publish("poisoned", b"4", qos=1)
         await until(lambda: received[-1:] == [b"4"])
-    assert len(received) == 7
+    assert [received.count(b"%d" % number) for number in (0, 1, 2, 4)] == [1, 3, 1, 1]
