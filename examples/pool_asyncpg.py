@@ -8,7 +8,7 @@ Expected output:
     hello from app
     orders: the server rejected a token (password authentication failed for user "app"): trying …
     hello from app
-    <CachedTokens: good for 15 m 0 s, 2 fetched, 0 failed>
+    <CachedTokens: valid for 15 m 0 s, 2 fetched, 0 failed>
     refills: 2, failed: 0, discarded: {'drained': 1}
 """
 

@@ -264,7 +264,7 @@ def test_table_of_numbers_matches_the_code() -> None:
         "silence until a ping, and its answer": [protocol.keepalive, protocol.patience],
         "a send": [default(Session.send, "timeout")],
         "a question to the server": [default(Session.query, "timeout")],
-        "sends under way in a session": [_senders.LIMIT],
+        "sends without an outcome in a session": [_senders.LIMIT],
         "events that wait": [default(Sessions, "events")],
         "a handler, at the end of its session": [CLOSE_TIMEOUT],
         "a new link for messages that were set aside": [protocol.redelivery],
