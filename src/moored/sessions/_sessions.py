@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -375,24 +375,18 @@ class Sessions:
     # -- a tree --------------------------------------------------------------------------------
 
     def _tree(self, runtime: SessionRuntime, name: str) -> Child:
-        tree = Supervisor.child(
-            name,
-            children=[Child("connection", partial(_run_connection, runtime))],
-            intensity=INTENSITY,
-            restart="temporary",
-        )
-        return dataclasses.replace(tree, run=partial(self._run_tree, runtime, tree.run))
+        run = partial(self._run_tree, runtime)
+        return Child(name, run, restart="temporary", start_timeout=math.inf, shutdown=math.inf)
 
-    async def _run_tree(
-        self, runtime: SessionRuntime, run: Callable[[Context], Awaitable[None]], ctx: Context
-    ) -> None:
+    async def _run_tree(self, runtime: SessionRuntime, ctx: Context) -> None:
         reason = "it was stopped"
         try:
             if runtime.core.stopped:  # before the tree was started
                 raise SessionStopped(runtime.why_offline)
             ctx.register(self._registry, runtime.profile, runtime.session)
             runtime.begins()
-            await run(ctx)
+            connection = Child("connection", partial(_run_connection, runtime))
+            await Supervisor.child("session", children=[connection], intensity=INTENSITY).run(ctx)
         except asyncio.CancelledError:
             raise
         except RestartIntensityExceeded as error:

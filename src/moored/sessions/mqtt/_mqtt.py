@@ -6,7 +6,6 @@ import math
 import re
 import ssl
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +137,11 @@ class Mqtt(Protocol):
         refuse("Mqtt", mistakes)
         assert address is not None
         self._address = address
-        context = None
+        self._tls = None
         if address.secure:
-            context = tls if tls is not None else _context(ca, certificate, key)
-        self._reach = partial(_endpoint, tls=context, server_name=server_name, size=max_packet_size)
-        self._endpoint = self._reach(address)
+            self._tls = tls if tls is not None else _context(ca, certificate, key)
+        self._server_name = server_name
+        self._endpoint = self._endpoint_at(address)
 
     # -- the settings --------------------------------------------------------------------------
 
@@ -195,13 +194,25 @@ class Mqtt(Protocol):
         if memory.moved is not None and not memory.tried:
             memory.tried = True
             if (address := self._address.elsewhere(memory.moved)) is not None:
-                return self._reach(address)
+                return self._endpoint_at(address)
         memory.moved, memory.tried = None, False
         if self._host_of is None or (host := self._host_for(self._host_of, profile)) is None:
             return self._endpoint
         if (address := self._address.elsewhere(host)) is None:
             raise SessionError(f"host_of returned {host!r}, which is not a host or host:port")
-        return self._reach(address)
+        return self._endpoint_at(address)
+
+    def _endpoint_at(self, address: Address) -> Tcp | WebSocket:
+        if not address.web:
+            return Tcp(address.host, address.port, tls=self._tls, server_name=self._server_name)
+        # A frame may hold the end of one packet and the next one. It is read as a whole, so one
+        # with an oversized packet must be accepted before the packet can be set aside.
+        return WebSocket(
+            f"{address}{address.path}",
+            subprotocol="mqtt",
+            tls=self._tls,
+            max_size=max(2 * self._max_packet_size, LARGE_FRAME),
+        )
 
     @staticmethod
     def _host_for(host_of: Callable[[str], str | None], profile: str) -> str | None:
@@ -358,18 +369,3 @@ def _context(
         files = f"certificate={str(certificate)!r}" + (f" with key={str(key)!r}" if key else "")
         raise ValueError(f"Mqtt: {files} cannot be used: {error}") from error
     return context
-
-
-def _endpoint(
-    address: Address, tls: ssl.SSLContext | None, server_name: str | None, size: int
-) -> Tcp | WebSocket:
-    if not address.web:
-        return Tcp(address.host, address.port, tls=tls, server_name=server_name)
-    # A frame may hold the end of one packet and the next one. It is read as a whole, so one with an
-    # oversized packet must be accepted before the packet can be set aside.
-    return WebSocket(
-        f"{address}{address.path}",
-        subprotocol="mqtt",
-        tls=tls,
-        max_size=max(2 * size, LARGE_FRAME),
-    )
