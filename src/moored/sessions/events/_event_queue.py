@@ -14,6 +14,7 @@ acknowledged: otherwise a handler that takes longer than a link lasts would neve
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from .._content import Incoming
@@ -40,68 +41,43 @@ class QueuedEvent(NamedTuple):
     raw: bool = False
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EventQueue:
-    """The events of one session that no consumer has taken yet.
+    """The events of one session that no consumer has taken yet."""
 
-    :param limit: the most events in the queue; and as many messages that must be acknowledged.
-    :param returns: whether the server may send unacknowledged messages again.
-    :param outlives: whether it also sends them to the next session of the profile.
-    """
-
-    __slots__ = (
-        "_aside",
-        "_buffer",
-        "_earlier",
-        "_forgotten",
-        "_keeps",
-        "_known",
-        "_late",
-        "_reported",
-        "_since",
-        "dropped",
-        "era",
-        "limit",
-        "outlives",
-        "owed",
-        "profile",
-        "refuses",
-        "returned",
-        "returns",
-    )
-
-    def __init__(
-        self, profile: str, limit: int = 1000, *, returns: bool = False, outlives: bool = False
-    ) -> None:
-        self.profile = profile
-        self.limit = limit
-        self.returns = returns
-        self.outlives = returns and outlives
-        #: Events dropped because the queue was full.
-        self.dropped = 0
-        #: Messages dropped because the server sends them again.
-        self.returned = 0
-        # How many dropped events were reported to the consumer.
-        self._reported = 0
-        # The queue: the older events, the oldest last, and the newer ones, in order. (Two lists:
-        # most sessions have an event or two in the queue, and a deque takes 600 bytes.)
-        self._earlier: list[QueuedEvent] = []
-        self._buffer: list[QueuedEvent] = []
-        #: The number of queued messages that must be acknowledged, over the current link.
-        self.owed = 0
-        # The queued messages of the last link, in order, until the next link is ready.
-        self._aside: list[QueuedEvent] | None = None
-        #: The number of links that have ended.
-        self.era = 0
-        # Its value when a link was last ready, and when the server had last not kept the session.
-        self._since = 0
-        self._forgotten = 0
-        #: Whether messages that the server will send to the next session are dropped.
-        self.refuses = False
-        self._keeps = True
-        # The keys of messages that were handled after their link had ended, the oldest first.
-        self._late: list[object] | None = None
-        # The results of the inbound steps for unacknowledged messages, by key, for their copies.
-        self._known: dict[object, Incoming] | None = None
+    profile: str
+    #: The most events in the queue; and as many messages that must be acknowledged.
+    limit: int = 1000
+    #: Whether the server may send unacknowledged messages again.
+    returns: bool = False
+    #: Whether it also sends them to the next session of the profile.
+    outlives: bool = False
+    #: Events dropped because the queue was full.
+    dropped: int = 0
+    #: Messages dropped because the server sends them again.
+    returned: int = 0
+    # How many dropped events were reported to the consumer.
+    _reported: int = 0
+    # The queue: the older events, the oldest last, and the newer ones, in order. (Two lists: most
+    # sessions have an event or two in the queue, and a deque takes 600 bytes.)
+    _earlier: list[QueuedEvent] = field(default_factory=list)
+    _buffer: list[QueuedEvent] = field(default_factory=list)
+    #: The number of queued messages that must be acknowledged, over the current link.
+    owed: int = 0
+    # The queued messages of the last link, in order, until the next link is ready.
+    _aside: list[QueuedEvent] | None = None
+    #: The number of links that have ended.
+    era: int = 0
+    # Its value when a link was last ready, and when the server had last not kept the session.
+    _since: int = 0
+    _forgotten: int = 0
+    #: Whether messages that the server will send to the next session are dropped.
+    refuses: bool = False
+    _keeps: bool = True
+    # The keys of messages that were handled after their link had ended, the oldest first.
+    _late: list[object] | None = None
+    # The results of the inbound steps for unacknowledged messages, by key, for their copies.
+    _known: dict[object, Incoming] | None = None
 
     def add(self, item: QueuedEvent) -> bool:
         """Append an event; return False if the queue is full."""
@@ -219,7 +195,7 @@ class EventQueue:
 
     def refuse(self) -> None:
         """Drop the messages that the server will send to the next session, from now on."""
-        if self.outlives and self._keeps:
+        if self.returns and self.outlives and self._keeps:
             self.refuses = True
             aside, self._aside = self._aside or [], None
             self.returned += len(aside) + len(self._take_out())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from moored.kernel import awaited, describe, start_task
@@ -39,47 +40,30 @@ Handler: TypeAlias = Callable[[Incoming], Awaitable[object] | object]
 Prepare: TypeAlias = Callable[[Incoming], Awaitable[Incoming | None]]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sink:
-    """The consumer of a session's events, and the queue that it takes them from.
+    """The consumer of a session's events, and the queue that it takes them from."""
 
-    :param prepare: the inbound steps, which run for a message before the consumer gets it.
-    """
-
-    __slots__ = (
-        "_closer",
-        "_consumer",
-        "_finished",
-        "_handler",
-        "_prepare",
-        "_reader",
-        "_until",
-        "_waiter",
-        "closed",
-        "failed",
-        "put_aside",
-        "queue",
-    )
-
-    def __init__(self, queue: EventQueue, prepare: Prepare | None = None) -> None:
-        self.queue = queue
-        #: The number of times that a handler or an inbound step raised.
-        self.failed = 0
-        #: The number of messages that were set aside.
-        self.put_aside = 0
-        self._prepare = prepare
-        self._handler: Handler | None = None
-        # The task that calls the handler, while there are events.
-        self._consumer: asyncio.Task[None] | None = None
-        # The task that iterates, while it has a message to acknowledge.
-        self._reader: asyncio.Task[Any] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.closed = False
-        # The consumer's own task, if it stops the session: `close` must not wait for it.
-        self._closer: asyncio.Task[Any] | None = None
-        # When CLOSE_TIMEOUT expires.
-        self._until: float | None = None
-        # Set when the consumer has finished its current message at the end.
-        self._finished: asyncio.Future[None] | None = None
+    queue: EventQueue
+    # The inbound steps, which run for a message before the consumer gets it.
+    _prepare: Prepare | None = None
+    #: The number of times that a handler or an inbound step raised.
+    failed: int = 0
+    #: The number of messages that were set aside.
+    put_aside: int = 0
+    _handler: Handler | None = None
+    # The task that calls the handler, while there are events.
+    _consumer: asyncio.Task[None] | None = None
+    # The task that iterates, while it has a message to acknowledge.
+    _reader: asyncio.Task[Any] | None = None
+    _waiter: asyncio.Future[None] | None = None
+    closed: bool = False
+    # The consumer's own task, if it stops the session: `close` must not wait for it.
+    _closer: asyncio.Task[Any] | None = None
+    # When CLOSE_TIMEOUT expires.
+    _until: float | None = None
+    # Set when the consumer has finished its current message at the end.
+    _finished: asyncio.Future[None] | None = None
 
     # -- adding events -------------------------------------------------------------------------
 

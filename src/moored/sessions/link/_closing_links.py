@@ -8,6 +8,7 @@ elsewhere in the cluster, and `stop()` must not return, because the event loop m
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,14 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["ClosingLinks"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ClosingLinks:
     """The closed links of one session whose socket is still open."""
 
-    __slots__ = ("_links",)
-
-    def __init__(self) -> None:
-        # Created when needed: a socket with an empty send buffer is gone in the next turn.
-        self._links: dict[Link, asyncio.Future[None]] | None = None
+    # Created when needed: a socket with an empty send buffer is gone in the next turn.
+    _links: dict[Link, asyncio.Future[None]] | None = None
 
     def closed(self, link: Link) -> None:
         """Track a link that was just closed."""

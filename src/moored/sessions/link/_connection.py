@@ -8,6 +8,7 @@ connection, which dials again.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moored.kernel import Context, describe, start_task
@@ -23,6 +24,7 @@ from .._errors import (
     StorageError,
 )
 from .._protocol import CloseClass
+from ..sending import RetryCache
 from ._core import DialNow, Wait
 from ._link import MOST_ANSWERS, Link
 from ._queries import Queries
@@ -36,34 +38,26 @@ __all__ = ["Connection"]
 LOGIN_TIMEOUT = 300.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Connection:
     """The connection of a session, until it crashes or is stopped."""
 
-    __slots__ = (
-        "_dialling",
-        "_error",
-        "_greeted",
-        "_poke",
-        "_runtime",
-        "endpoint",
-        "link",
-        "queries",
-        "recent",
-    )
+    _runtime: SessionRuntime
+    queries: Queries = field(default_factory=Queries)
+    #: Recent sends, for peers that request one again; a crash discards them.
+    recent: RetryCache | None = None
+    #: The current link, once its socket is open.
+    link: Link | None = None
+    #: The endpoint of the last dial.
+    endpoint: Any = None
+    _poke: asyncio.Future[None] | None = None
+    _dialling: asyncio.Task[None] | None = None
+    _greeted: asyncio.Future[bool | None] | None = None
+    _error: BaseException | None = None
 
-    def __init__(self, runtime: SessionRuntime) -> None:
-        self._runtime = runtime
-        self.queries = Queries()
-        #: Recent sends, for peers that request one again; a crash discards them.
-        self.recent = runtime.owner._retry_cache() if runtime.protocol.repeats else None
-        #: The current link, once its socket is open.
-        self.link: Link | None = None
-        #: The endpoint of the last dial.
-        self.endpoint: Any = runtime.protocol.endpoint
-        self._poke: asyncio.Future[None] | None = None
-        self._dialling: asyncio.Task[None] | None = None
-        self._greeted: asyncio.Future[bool | None] | None = None
-        self._error: BaseException | None = None
+    def __post_init__(self) -> None:
+        if self._runtime.protocol.repeats:
+            self.recent = self._runtime.owner._retry_cache()
 
     # -- run and crash -------------------------------------------------------------------------
 

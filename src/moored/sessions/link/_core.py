@@ -14,6 +14,7 @@ Each report carries the generation of its link; a report of an older link change
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moored.kernel import Backoff, BackoffExhausted, Chart, Generation, Machine
@@ -74,39 +75,24 @@ class Idle(NamedTuple):
     """Do nothing until the state changes."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SessionCore:
-    """The connection state of one session.
+    """The connection state of one session."""
 
-    :param backoff: the pauses between dials.
-    """
-
-    __slots__ = (
-        "_begun",
-        "_due_at",
-        "_generation",
-        "_online_at",
-        "_onlines",
-        "_restarts",
-        "backoff",
-        "last_kind",
-        "last_reason",
-        "machine",
-    )
-
-    def __init__(self, machine: Machine, backoff: Backoff) -> None:
-        self.machine = machine
-        self.backoff = backoff
-        self._generation = Generation()
-        #: Why the session was last offline; unlike `why`, kept while it is online.
-        self.last_kind: CloseClass | None = None
-        self.last_reason: str = ""
-        # Whether the dial of this generation has begun.
-        self._begun = False
-        self._due_at = 0.0
-        self._online_at: float | None = None
-        # The number of links that became ready.
-        self._onlines = 0
-        self._restarts = 0
+    machine: Machine
+    #: The pauses between dials.
+    backoff: Backoff
+    _generation: Generation = field(default_factory=Generation)
+    #: Why the session was last offline; unlike `why`, kept while it is online.
+    last_kind: CloseClass | None = None
+    last_reason: str = ""
+    # Whether the dial of this generation has begun.
+    _begun: bool = False
+    _due_at: float = 0.0
+    _online_at: float | None = None
+    # The number of links that became ready.
+    _onlines: int = 0
+    _restarts: int = 0
 
     @property
     def generation(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from moored.kernel import SECRETS, Secrets, awaited, describe, start_task
@@ -24,26 +25,22 @@ CredentialsProvider: TypeAlias = Callable[[str], Awaitable[bytes] | bytes]
 RECORD = ("creds", "creds")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Credentials:
-    """The credentials of one session.
+    """The credentials of one session."""
 
-    :param provider: returns them for each link, in place of the storage.
-    """
-
-    __slots__ = ("_lease", "_provider", "_refused", "_runtime", "saving", "unsaved", "value")
-
-    def __init__(self, runtime: SessionRuntime, provider: CredentialsProvider | None) -> None:
-        self._runtime = runtime
-        self._provider = provider
-        #: The credentials for the next login; None before the first one.
-        self.value: bytes | None = None
-        # Whether the server has refused credentials since the last link that was ready.
-        self._refused = False
-        #: Whether the storage does not hold them yet.
-        self.unsaved = False
-        # The lease under which the server issued them.
-        self._lease: Lease | None = None
-        self.saving: asyncio.Task[None] | None = None
+    _runtime: SessionRuntime
+    # Returns them for each link, in place of the storage.
+    _provider: CredentialsProvider | None
+    #: The credentials for the next login; None before the first one.
+    value: bytes | None = None
+    # Whether the server has refused credentials since the last link that was ready.
+    _refused: bool = False
+    #: Whether the storage does not hold them yet.
+    unsaved: bool = False
+    # The lease under which the server issued them.
+    _lease: Lease | None = None
+    saving: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
         """Load the credentials for a new link; raises `StorageError` if that fails."""

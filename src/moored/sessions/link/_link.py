@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,52 +65,33 @@ EVENTS = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Link:
     """One link of a session; the receiver of its transport."""
 
-    __slots__ = (
-        "_answers",
-        "_connection",
-        "_early",
-        "_full",
-        "_out",
-        "_runtime",
-        "_timer",
-        "dialogue",
-        "ended",
-        "generation",
-        "keepalive",
-        "keeps",
-        "over",
-        "transport",
-        "window",
-    )
-
-    def __init__(
-        self, runtime: SessionRuntime, connection: Connection, generation: int, dialogue: Dialogue
-    ) -> None:
-        self._runtime = runtime
-        self._connection = connection
-        self.generation = generation
-        self.dialogue = dialogue
-        self.transport: Transport | None = None
-        #: Whether the session has ended the link, and whether its socket is closed.
-        self.ended = self.over = False
-        # Callbacks of the transport that came before its dial returned.
-        self._early: list[Callable[[], None]] | None = []
-        # The bytes to write at the end of this turn of the loop.
-        self._out: list[bytes] | None = None
-        #: The keepalive, once the link is ready.
-        self.keepalive: Keepalive | None = None
-        # For the next check of it. (A handle of its own: named timers take more memory.)
-        self._timer: asyncio.TimerHandle | None = None
-        self.window = Window()
-        # Bytes of replies since the send buffer was last empty.
-        self._answers = 0
-        # Whether a message arrived for which the event queue had no room.
-        self._full = False
-        #: Whether the server keeps the state of this link when it ends.
-        self.keeps = True
+    _runtime: SessionRuntime
+    _connection: Connection
+    generation: int
+    dialogue: Dialogue
+    transport: Transport | None = None
+    #: Whether the session has ended the link, and whether its socket is closed.
+    ended: bool = False
+    over: bool = False
+    # Callbacks of the transport that came before its dial returned.
+    _early: list[Callable[[], None]] | None = field(default_factory=list)
+    # The bytes to write at the end of this turn of the loop.
+    _out: list[bytes] | None = None
+    #: The keepalive, once the link is ready.
+    keepalive: Keepalive | None = None
+    # For the next check of it. (A handle of its own: named timers take more memory.)
+    _timer: asyncio.TimerHandle | None = None
+    window: Window = field(default_factory=Window)
+    # Bytes of replies since the send buffer was last empty.
+    _answers: int = 0
+    # Whether a message arrived for which the event queue had no room.
+    _full: bool = False
+    #: Whether the server keeps the state of this link when it ends.
+    keeps: bool = True
 
     # -- called by the transport ---------------------------------------------------------------
 

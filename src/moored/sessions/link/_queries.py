@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import QueryFailed
@@ -10,14 +11,12 @@ from .._errors import QueryFailed
 __all__ = ["Queries"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Queries:
     """The queries of a connection; they fail when their link is lost."""
 
-    __slots__ = ("_number", "_waiting")
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[Any]] = {}
-        self._number = 0
+    _waiting: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
+    _number: int = 0
 
     def ask(self, generation: int) -> tuple[str, asyncio.Future[Any]]:
         """Register a query; return its id and the future of its answer."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 __all__ = ["Window"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Window:
     """The unanswered sends of one link."""
 
-    __slots__ = ("_again", "_draining", "_size", "_unanswered")
-
-    def __init__(self) -> None:
-        self._size: int | None = None
-        # (The keys of a dict, cleared when it is empty: an empty set takes 216 bytes.)
-        self._unanswered: dict[str, None] = {}
-        # The ids of those that were written twice, and get two answers.
-        self._again: tuple[str, ...] = ()
-        self._draining = False
+    _size: int | None = None
+    # (The keys of a dict, cleared when it is empty: an empty set takes 216 bytes.)
+    _unanswered: dict[str, None] = field(default_factory=dict)
+    # The ids of those that were written twice, and get two answers.
+    _again: tuple[str, ...] = ()
+    _draining: bool = False
 
     def resize(self, size: int | None) -> None:
         """Set the number of sends that may be unanswered; None for no limit."""
