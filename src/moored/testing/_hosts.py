@@ -86,7 +86,7 @@ class Process:
         loop.restricted += 1
         self.frozen = [task for task in loop.tasks() if task.process is self]
         for server in list(self.servers):
-            server.stop_listening()
+            server.killed()
         for transport in list(self.transports):
             transport.killed()
         for future in list(self.awaited):

@@ -9,6 +9,7 @@ from ._errors import Unsimulated
 
 if TYPE_CHECKING:
     from ._network import Network
+    from ._server import SimSocket
 
 __all__ = ["LoopIO"]
 
@@ -73,6 +74,12 @@ class LoopIO:
         if options.get("start_serving", True):
             await server.start_serving()
         return server
+
+    def _start_serving(self, *args: Any) -> None:
+        """Do nothing: the network asks the server whether it serves."""
+
+    def _stop_serving(self, sock: SimSocket) -> None:
+        self.network.unlisten(sock.getsockname())
 
     def _refuse_options(self, options: dict[str, Any]) -> None:
         for name in ("ssl", "sock"):

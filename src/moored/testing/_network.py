@@ -229,22 +229,20 @@ class Network:
         for host in hosts:
             if here.host.name != "main" and host is not here.host:
                 raise OSError(errno.EADDRNOTAVAIL, f"{host.name!r} is not {here.host.name!r}")
-            if (host.name, port) in self._listeners:
+            if (host.ip, port) in self._listeners:
                 raise OSError(errno.EADDRINUSE, f"port {port} of {host.name!r} is in use")
-        process = hosts[0].process
         addresses = [(host.ip, port) for host in hosts]
-        server = SimServer(self.loop, process, process.context(), factory, addresses)
-        for host in hosts:
-            self._listeners[host.name, port] = server
+        server = SimServer(self.loop, hosts[0].process, factory, addresses)
+        self._listeners.update(dict.fromkeys(addresses, server))
         return server
 
-    def unlisten(self, server: SimServer) -> None:
-        """Remove a server from its ports."""
-        self._listeners = {key: kept for key, kept in self._listeners.items() if kept is not server}
+    def unlisten(self, address: tuple[str, int]) -> None:
+        """Free an address that a server listened on."""
+        self._listeners.pop(address, None)
 
     def listener(self, host: Host, port: int) -> SimServer | None:
         """Return the server that accepts connections on this port, or None."""
-        server = self._listeners.get((host.name, port))
+        server = self._listeners.get((host.ip, port))
         return server if server is not None and server.is_serving() else None
 
     async def connect(

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SimServer", "SimSocket"]
 
-# Before 3.12.1 asyncio's wait_closed() returned at once after close(); so does this one.
-_WAITS_FOR_CONNECTIONS = sys.version_info >= (3, 12, 1)
-
 
 class SimSocket:
     """The socket in `get_extra_info("socket")` and `Server.sockets`: addresses only."""
@@ -41,6 +38,9 @@ class SimSocket:
             raise OSError(107, "Transport endpoint is not connected")
         return self._peer
 
+    def listen(self, backlog: int) -> None:
+        """Do nothing: the simulated network has the server."""
+
     def setsockopt(self, *args: Any) -> None:
         """Ignore the option."""
 
@@ -56,42 +56,38 @@ class SimSocket:
         return f"<SimSocket {self._name} -> {self._peer}>"
 
 
-class SimServer(asyncio.AbstractServer):
-    """A listening server of a simulated process."""
+class SimServer(asyncio.Server):
+    """A listening server of a simulated process: asyncio's own class, with simulated sockets."""
+
+    # Undocumented attributes of asyncio's class that this class uses; a test guards them.
+    _attach: Callable[..., None]
+    _detach: Callable[..., None]
+    _protocol_factory: Callable[[], asyncio.BaseProtocol]
+    _serving: bool
+    _sockets: Sequence[Any] | None
 
     def __init__(
         self,
         loop: SimLoop,
         process: Process,
-        context: Context,
         factory: Callable[[], asyncio.BaseProtocol],
         addresses: Sequence[tuple[str, int]],
     ) -> None:
-        self._loop = loop
+        sockets: Any = [SimSocket(address) for address in addresses]
+        super().__init__(loop, sockets, factory, None, 0, None)
+        self.loop = loop
         self.process = process
-        self._context = context
-        self._factory = factory
-        self.addresses = tuple(addresses)
-        self._open = True
-        self._serving = False
-        self._clients: dict[SimTransport, None] = {}
-        self._waiters: list[asyncio.Future[None]] = []
-        self._forever: asyncio.Future[None] | None = None
+        self._context = process.context()
         process.servers[self] = None
-
-    @property
-    def sockets(self) -> tuple[SimSocket, ...]:
-        """The listening sockets, none after `close()`."""
-        return tuple(map(SimSocket, self.addresses)) if self._open else ()
 
     def accept(self, transport: SimTransport) -> None:
         """Accept a connection; its protocol is created when the process next runs."""
         transport.server = self
-        self._clients[transport] = None
-        self._loop.call_soon(self._start, transport, context=transport.context)
+        self._attach(*_client(transport))
+        self.loop.call_soon(self._start, transport, context=transport.context)
 
     def _start(self, transport: SimTransport) -> None:
-        transport.start(self._factory())
+        transport.start(self._protocol_factory())
 
     def connection_context(self) -> Context:
         """Return a context for one connection."""
@@ -99,82 +95,20 @@ class SimServer(asyncio.AbstractServer):
 
     def detach(self, transport: SimTransport) -> None:
         """Remove a connection that has ended."""
-        self._clients.pop(transport, None)
-        self._wake_waiters()
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop."""
-        return self._loop
-
-    def is_serving(self) -> bool:
-        """Whether new connections are accepted."""
-        return self._serving
-
-    def serve(self) -> None:
-        """Start to accept connections."""
-        if not self._open:
-            raise RuntimeError(f"server {self!r} is closed")
-        self._serving = True
-
-    async def start_serving(self) -> None:
-        """Start to accept connections."""
-        self.serve()
-        await asyncio.sleep(0)
-
-    async def serve_forever(self) -> None:
-        """Serve until cancelled or closed."""
-        if self._forever is not None:
-            raise RuntimeError(f"server {self!r} is already being awaited on serve_forever()")
-        self.serve()
-        self._forever = self._loop.create_future()
-        try:
-            await self._forever
-        except asyncio.CancelledError:
-            self.close()
-            await self.wait_closed()
-            raise
-        finally:
-            self._forever = None
+        self._detach(*_client(transport))
 
     def close(self) -> None:
         """Stop accepting; open connections are kept."""
-        if not self._open:
-            return
-        self.stop_listening()
-        if self._forever is not None:
-            self._forever.cancel()
-        self._wake_waiters()
-
-    def close_clients(self) -> None:
-        """Close every connection."""
-        for transport in list(self._clients):
-            transport.close()
-
-    def abort_clients(self) -> None:
-        """Abort every connection."""
-        for transport in list(self._clients):
-            transport.abort()
-
-    def _wake_waiters(self) -> None:
-        if not self._open and not self._clients:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-    async def wait_closed(self) -> None:
-        """Wait until the server is closed and, as asyncio does since 3.12.1, has no connections."""
-        if not self._open and not (_WAITS_FOR_CONNECTIONS and self._clients):
-            return
-        waiter = self._loop.create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def stop_listening(self) -> None:
-        """Refuse new connections, without waking any waiter."""
-        self._open = self._serving = False
         self.process.servers.pop(self, None)
-        self._loop.network.unlisten(self)
+        super().close()
 
-    def __repr__(self) -> str:
-        where = ", ".join(f"{host}:{port}" for host, port in self.addresses)
-        return f"<SimServer {where}, {len(self._clients)} connections>"
+    def killed(self) -> None:
+        """Refuse new connections, because the process was killed; wake no waiter."""
+        for each in self._sockets or ():
+            self.loop._stop_serving(each)
+        self._sockets, self._serving = None, False
+
+
+def _client(transport: SimTransport) -> tuple[SimTransport, ...]:
+    """Return the arguments of asyncio's `_attach` and `_detach`: since 3.13, the transport."""
+    return (transport,) if sys.version_info >= (3, 13) else ()

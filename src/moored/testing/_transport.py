@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["SimTransport"]
 
-_HIGH = 64 * 1024
 
-
-class SimTransport(asyncio.Transport):
+class SimTransport(asyncio.transports._FlowControlMixin):
     """One end of a simulated TCP connection."""
 
     incoming: Pipe
     outgoing: Pipe
+    # Undocumented methods of asyncio's class that this class uses; a test guards them.
+    _maybe_pause_protocol: Callable[[], None]
+    _maybe_resume_protocol: Callable[[], None]
 
     def __init__(
         self, loop: SimLoop, process: Process, context: Context, address: str, extra: dict[str, Any]
     ) -> None:
-        super().__init__(extra)
+        super().__init__(extra, loop)
         self.loop = loop
         self.process = process
         self.context = context
@@ -48,8 +49,6 @@ class SimTransport(asyncio.Transport):
         self._writes_eof = False
         self._closing = False
         self._lost = False
-        self._high, self._low = _HIGH, _HIGH // 4
-        self._protocol_paused = False
         self._reset_sent = False
         self._give_up_timer: asyncio.TimerHandle | None = None
         process.transports[self] = None
@@ -192,12 +191,7 @@ class SimTransport(asyncio.Transport):
             return
         self._buffer += data
         self._send()
-        self._check_high_mark()
-
-    def _check_high_mark(self) -> None:
-        if len(self._buffer) > self._high and not self._protocol_paused:
-            self._protocol_paused = True
-            self._call("pause_writing", self.get_protocol().pause_writing)
+        self._maybe_pause_protocol()
 
     @property
     def waits_for_room(self) -> bool:
@@ -209,9 +203,7 @@ class SimTransport(asyncio.Transport):
         if self._lost:
             return
         self._send()
-        if self._protocol_paused and len(self._buffer) <= self._low:
-            self._protocol_paused = False
-            self._call("resume_writing", self.get_protocol().resume_writing)
+        self._maybe_resume_protocol()
         if not self._buffer:
             self._flushed()
 
@@ -243,21 +235,6 @@ class SimTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         """Return the number of buffered bytes."""
         return len(self._buffer)
-
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        """Return the low and the high mark."""
-        return self._low, self._high
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Set the marks at which the protocol is paused and resumed."""
-        if high is None:
-            high = _HIGH if low is None else 4 * low
-        if low is None:
-            low = high // 4
-        if not high >= low >= 0:
-            raise ValueError(f"high ({high!r}) must be >= low ({low!r}) must be >= 0")
-        self._high, self._low = high, low
-        self._check_high_mark()
 
     # Ending
 
