@@ -186,15 +186,15 @@ async def test_send_repeated_with_its_id_takes_a_second_place_in_the_window(
     assert isinstance(await third, Acked)
 
 
-def test_distinct_timeouts_leave_no_deadline_queues_behind() -> None:
+def test_settled_sends_behind_an_open_one_are_cleaned_up() -> None:
     table = AckTable(lambda parked, outcome: None)
-    table.park(Parked(Outgoing("first", "bob", b""), LONG, LONG))
+    table.park(Parked(Outgoing("first", "bob", b""), -1.0, -1.0))
     for number in range(10 * SLACK):
         parked = Parked(Outgoing(str(number), "bob", b""), float(number), float(number))
         table.park(parked)
         table.failed(parked, "done")
-    assert len(table._queues) <= SLACK + 4
-    assert table.next_deadline() == LONG
+    assert len(table._deadlines) <= SLACK + 4
+    assert table.next_deadline() == -1.0
 
 
 # -- events ----------------------------------------------------------------------------------------

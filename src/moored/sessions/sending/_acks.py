@@ -9,15 +9,18 @@ Invariants:
 - a parked send is settled exactly once;
 - a send that was never written is never `Unknown`, and one that was written is never `NotSent`;
 - a confirmation counts only if it came over the link that the send was last written to;
-- nothing is kept for a settled send, nor for a recipient or a timeout without sends.
+- a settled send is kept at most until the next clean-up of the deadlines (SLACK).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 
-from moored.kernel import counted, duration
+from moored.kernel import duration
 
 from .._errors import LinkLost, SenderCrashed, SessionError
 from .._protocol import Outgoing
@@ -27,83 +30,53 @@ __all__ = ["AckTable", "Parked"]
 
 #: The stage of a send before its first step.
 QUEUED = "queue"
-#: The number of settled sends that a queue of deadlines may hold before it is cleaned up.
+#: The number of settled sends that the heap of deadlines may hold before it is cleaned up.
 SLACK = 64
 
+_numbers = count()
 
+
+@dataclass(slots=True, eq=False, repr=False)
 class Parked:
     """One send without an outcome yet."""
 
-    __slots__ = (
-        "deadline",
-        "future",
-        "hold",
-        "idempotent",
-        "orphan",
-        "outcome",
-        "outgoing",
-        "repeated",
-        "stage",
-        "timeout",
-        "written_in",
-    )
-
-    def __init__(
-        self,
-        outgoing: Outgoing,
-        timeout: float,
-        deadline: float,
-        *,
-        future: object = None,
-        idempotent: bool = False,
-        hold: bool = False,
-    ) -> None:
-        self.outgoing = outgoing
-        self.timeout = timeout
-        self.deadline = deadline
-        #: The future of the caller, which gets the outcome.
-        self.future = future
-        #: Whether it may be written once more if it is unknown whether it arrived.
-        self.idempotent = idempotent
-        #: Whether it waits for a link, until its timeout, instead of failing without one.
-        self.hold = hold
-        #: The name of the current step.
-        self.stage = QUEUED
-        #: The generation of the link that it was written to; 0 if it has not left the process.
-        self.written_in = 0
-        #: Whether that link is lost, and the next link may report or repeat the send.
-        self.orphan = False
-        self.repeated = False
-        self.outcome: Outcome | None = None
+    outgoing: Outgoing
+    timeout: float
+    deadline: float
+    #: The future of the caller, which gets the outcome.
+    future: object = None
+    #: Whether it may be written once more if it is unknown whether it arrived.
+    idempotent: bool = False
+    #: Whether it waits for a link, until its timeout, instead of failing without one.
+    hold: bool = False
+    #: The name of the current step.
+    stage: str = QUEUED
+    #: The generation of the link that it was written to; 0 if it has not left the process.
+    written_in: int = 0
+    #: Whether that link is lost, and the next link may report or repeat the send.
+    orphan: bool = False
+    repeated: bool = False
+    outcome: Outcome | None = None
 
     @property
     def id(self) -> str:
         """The id of the send."""
         return self.outgoing.id
 
-    def __repr__(self) -> str:
-        where = f"written to link {self.written_in}" if self.written_in else f"at {self.stage}"
-        return f"<Parked {self.id}: {self.outcome or where}>"
 
-
+@dataclass(slots=True, eq=False, repr=False)
 class AckTable:
-    """The sends of one session without an outcome yet.
+    """The sends of one session without an outcome yet."""
 
-    :param settle: called once for each send, with its outcome.
-    """
-
-    __slots__ = ("_by_id", "_by_recipient", "_line", "_queues", "_settle", "late")
-
-    def __init__(self, settle: Callable[[Parked, Outcome], None]) -> None:
-        self._settle = settle
-        self._by_id: dict[str, Parked] = {}
-        self._by_recipient: dict[str, dict[str, Parked]] = {}
-        # By timeout, so that each queue is in the order of the deadlines.
-        self._queues: dict[float, deque[Parked]] = {}
-        # The ids in the order in which they were written to the link, if a count confirms them.
-        self._line: deque[str] | None = None
-        #: Confirmations and refusals that were late, duplicate, or from an old link.
-        self.late = 0
+    # Called once for each send, with its outcome.
+    _settle: Callable[[Parked, Outcome], None]
+    _by_id: dict[str, Parked] = field(default_factory=dict)
+    # A heap: the deadline, a number that no other entry has, and the send, perhaps settled.
+    _deadlines: list[tuple[float, int, Parked]] = field(default_factory=list)
+    # The ids in the order in which they were written to the link, if a count confirms them.
+    _line: deque[str] | None = None
+    #: Confirmations and refusals that were late, duplicate, or from an old link.
+    late: int = 0
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -115,29 +88,12 @@ class AckTable:
                 f"a send with the id {id!r} is in progress: wait for its outcome, or use another id"
             )
         self._by_id[id] = parked
-        recipient = parked.outgoing.recipient
-        found = self._by_recipient.get(recipient)
-        if found is None:
-            self._by_recipient[recipient] = {id: parked}
-        else:
-            found[id] = parked
-        queue = self._queues.get(parked.timeout)
-        if queue is None:
-            if len(self._queues) > 2 * len(self._by_id) + SLACK:
-                # A caller whose timeouts all differ leaves many queues of settled sends.
-                self._queues = {
-                    timeout: each
-                    for timeout, each in self._queues.items()
-                    if any(one.outcome is None for one in each)
-                }
-            self._queues[parked.timeout] = deque((parked,))
-            return
-        while queue and queue[0].outcome is not None:
-            queue.popleft()
-        queue.append(parked)
-        if len(queue) > 2 * len(self._by_id) + SLACK:
+        self.next_deadline()  # drops settled sends
+        if len(self._deadlines) > 2 * len(self._by_id) + SLACK:
             # Many settled sends are behind one that is not.
-            self._queues[parked.timeout] = deque(each for each in queue if each.outcome is None)
+            self._deadlines = [each for each in self._deadlines if each[2].outcome is None]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (parked.deadline, next(_numbers), parked))
 
     def written(self, parked: Parked, generation: int) -> None:
         """Mark a send as written to the link of this generation."""
@@ -190,7 +146,7 @@ class AckTable:
 
     def crashed(self, recipient: str, reason: BaseException) -> int:
         """Fail all sends to a recipient, whose sender has crashed; return how many."""
-        found = list(self._by_recipient.get(recipient, {}).values())
+        found = [each for each in self if each.outgoing.recipient == recipient]
         for parked in found:
             self._fail(parked, SenderCrashed(reason))
         return len(found)
@@ -198,14 +154,10 @@ class AckTable:
     def expired(self, now: float) -> int:
         """Settle the sends whose timeout has expired; return how many."""
         count = 0
-        for timeout, queue in list(self._queues.items()):
-            while queue and (queue[0].outcome is not None or queue[0].deadline <= now):
-                parked = queue.popleft()
-                if parked.outcome is None:
-                    count += 1
-                    self._fail(parked, self._overdue(parked))
-            if not queue:
-                self._queues.pop(timeout, None)
+        while (due := self.next_deadline()) is not None and due <= now:
+            parked = heappop(self._deadlines)[2]
+            count += 1
+            self._fail(parked, self._overdue(parked))
         return count
 
     @staticmethod
@@ -219,13 +171,10 @@ class AckTable:
 
     def next_deadline(self) -> float | None:
         """When the next timeout expires; None if there is no send."""
-        heads = []
-        for queue in self._queues.values():
-            while queue and queue[0].outcome is not None:
-                queue.popleft()
-            if queue:
-                heads.append(queue[0].deadline)
-        return min(heads, default=None)
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][2].outcome is not None:
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else None
 
     # -- links ---------------------------------------------------------------------------------
 
@@ -293,18 +242,12 @@ class AckTable:
             self._end(parked, NotSent(id, parked.stage, reason))
 
     def _end(self, parked: Parked, outcome: Outcome) -> None:
-        outgoing = parked.outgoing
         parked.outcome = outcome
-        del self._by_id[outgoing.id]
-        found = self._by_recipient[outgoing.recipient]
-        del found[outgoing.id]
-        if not found:
-            del self._by_recipient[outgoing.recipient]
+        del self._by_id[parked.outgoing.id]
         if not self._by_id:
-            # Most sessions are idle: free the memory of the empty dicts.
+            # Most sessions are idle: free the memory of the empty dict, and of the settled sends.
             self._by_id.clear()
-            self._by_recipient.clear()
-            self._queues.clear()
+            self._deadlines.clear()
         self._settle(parked, outcome)
 
     # -- inspection ----------------------------------------------------------------------------
@@ -317,15 +260,6 @@ class AckTable:
 
     def __iter__(self) -> Iterator[Parked]:
         return iter(list(self._by_id.values()))
-
-    @property
-    def recipients(self) -> int:
-        """The number of recipients of unsettled sends."""
-        return len(self._by_recipient)
-
-    def __repr__(self) -> str:
-        sends, recipients = counted(len(self), "send"), counted(self.recipients, "recipient")
-        return f"<AckTable: {sends} without an outcome, to {recipients}>"
 
 
 def _lost(reason: BaseException | str) -> BaseException:

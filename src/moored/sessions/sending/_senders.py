@@ -48,16 +48,14 @@ class Senders:
         if self._workers is not None and recipient in self._workers:
             self._submit(parked, 0, None)
             return
-        if not self._steps:
-            self._runtime.sends.relay(parked)
-            return
         try:
-            self._walk(parked, 0)
+            if (waiting := self._walk(parked, 0)) is not None:
+                self._submit(parked, *waiting)
         except Exception as error:
             self.crashed(recipient, error)
 
-    def _walk(self, parked: Parked, index: int) -> None:
-        """Run the steps from this one on, until one must be awaited."""
+    def _walk(self, parked: Parked, index: int) -> tuple[int, Awaitable[Any]] | None:
+        """Run the steps from this one on; return the first that must be awaited, or relay."""
         steps = self._steps
         while index < len(steps):
             parked.stage, step = steps[index]
@@ -65,15 +63,15 @@ class Senders:
                 outcome = step(parked.outgoing, self._runtime.session)
             except FAILURES as error:
                 self._runtime.sends.table.failed(parked, error)
-                return
+                return None
             except asyncio.CancelledError as error:
                 raise _gave_up(parked.stage) from error
             if inspect.isawaitable(outcome):
-                self._submit(parked, index, outcome)
-                return
+                return index, outcome
             self._took(parked, outcome)
             index += 1
         self._runtime.sends.relay(parked)
+        return None
 
     def _submit(self, parked: Parked, index: int, waiting: Awaitable[Any] | None) -> None:
         if self._workers is None:
@@ -90,43 +88,41 @@ class Senders:
 
     async def _work(self, recipient: str, work: Work) -> None:
         parked, index, waiting = work
-        table = self._runtime.sends.table
-        steps = self._steps
         try:
-            while index < len(steps):
-                if parked.outcome is not None:
-                    # Settled meanwhile: run no more steps.
-                    _drop(waiting)
+            while parked.outcome is None:
+                if waiting is None:
+                    if (found := self._walk(parked, index)) is None:
+                        return
+                    index, waiting = found
+                elif not await self._finish(parked, waiting):
                     return
-                parked.stage, step = steps[index]
-                try:
-                    outcome = (
-                        step(parked.outgoing, self._runtime.session) if waiting is None else waiting
-                    )
-                    waiting = None
-                    if inspect.isawaitable(outcome):
-                        # Until the send's timeout, so that the sends behind it can go on.
-                        async with asyncio.timeout_at(parked.deadline) as limit:
-                            outcome = await outcome
-                except FAILURES as error:
-                    table.failed(parked, error)
-                    return
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    table.expired(parked.deadline)
-                    return
-                except asyncio.CancelledError as error:
-                    if asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                        raise
-                    # The awaitable was cancelled, not the sender.
-                    raise _gave_up(parked.stage) from error
-                self._took(parked, outcome)
-                index += 1
+                else:
+                    index, waiting = index + 1, None
+            _drop(waiting)  # settled meanwhile: run no more steps
         except Exception as error:
             self.crashed(recipient, error)
             raise
-        self._runtime.sends.relay(parked)
+
+    async def _finish(self, parked: Parked, waiting: Awaitable[Any]) -> bool:
+        """Await a step, until the send's timeout: the sends behind it must go on."""
+        table = self._runtime.sends.table
+        try:
+            async with asyncio.timeout_at(parked.deadline) as limit:
+                self._took(parked, await waiting)
+        except FAILURES as error:
+            table.failed(parked, error)
+            return False
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            table.expired(parked.deadline)
+            return False
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            # The awaitable was cancelled, not the sender.
+            raise _gave_up(parked.stage) from error
+        return True
 
     @staticmethod
     def _took(parked: Parked, outcome: Any) -> None:
