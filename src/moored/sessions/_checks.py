@@ -8,16 +8,6 @@ from collections.abc import Iterable
 from ._errors import SessionError
 from ._protocol import Protocol
 
-__all__ = [
-    "check_drain",
-    "check_handler",
-    "check_loop",
-    "check_protocol",
-    "check_steps",
-    "check_texts",
-    "check_timeout",
-]
-
 
 def check_drain(drain: object) -> None:
     """Raise `ValueError` unless it is a number of seconds, 0 or more."""

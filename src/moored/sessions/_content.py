@@ -8,20 +8,6 @@ from typing import Any
 
 from ._protocol import CloseClass
 
-__all__ = [
-    "Bounce",
-    "ConnectionUpdate",
-    "Incoming",
-    "Media",
-    "Msg",
-    "Poll",
-    "Presence",
-    "Receipt",
-    "SenderCrash",
-    "SetAside",
-    "Text",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Text:

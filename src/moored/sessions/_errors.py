@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from moored.kernel import MooredError
 
-__all__ = [
-    "AlreadyRunning",
-    "CorruptRecord",
-    "LinkLost",
-    "NotConnected",
-    "ProtocolError",
-    "QueryFailed",
-    "QueryTimeout",
-    "SenderCrashed",
-    "SessionError",
-    "SessionStopped",
-    "StepFailed",
-    "StorageError",
-    "Unsupported",
-]
-
 
 class SessionError(MooredError):
     """Base class of the errors of sessions."""

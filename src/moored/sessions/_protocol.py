@@ -22,33 +22,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
-__all__ = [
-    "Accepted",
-    "Answered",
-    "Bounced",
-    "CloseClass",
-    "Closing",
-    "Confirmed",
-    "ConfirmedUpTo",
-    "Dialogue",
-    "DialogueEvent",
-    "Feature",
-    "Greeting",
-    "Happening",
-    "Ignored",
-    "InboundStep",
-    "LoginStep",
-    "Notice",
-    "Outgoing",
-    "Protocol",
-    "Ready",
-    "Refused",
-    "Remember",
-    "Repeat",
-    "StartTls",
-    "Unhandled",
-]
-
 
 class Feature(Enum):
     """Optional features of a protocol; calling one that it lacks raises `Unsupported`."""

@@ -17,21 +17,6 @@ from typing import Any, Final
 
 from .._errors import ProtocolError
 
-__all__ = [
-    "LIMIT",
-    "bare_properties",
-    "broken",
-    "check_characters",
-    "data_field",
-    "malformed",
-    "number",
-    "properties",
-    "read_number",
-    "read_properties",
-    "read_text",
-    "text_field",
-]
-
 TWO: Final = Struct(">H")
 FOUR: Final = Struct(">I")
 #: The largest number that a variable byte integer can hold.

@@ -14,19 +14,6 @@ from typing import Any, TypeAlias
 
 from .._errors import SessionError
 
-__all__ = [
-    "Acked",
-    "NotSent",
-    "Outcome",
-    "Rejected",
-    "SendFailed",
-    "SendNotSent",
-    "SendRejected",
-    "SendUnknown",
-    "Submitted",
-    "Unknown",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Acked:

@@ -15,20 +15,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from moored.sessions import Media, Poll, ProtocolError, StepFailed, Text
 
-__all__ = [
-    "MAX_FRAME",
-    "PIECE",
-    "DemoFrames",
-    "Frame",
-    "bytes_of",
-    "content_of",
-    "count_of",
-    "encode",
-    "text_from",
-    "text_of",
-    "wire_form",
-]
-
 Frame: TypeAlias = dict[str, Any]
 
 #: The longest frame, in bytes.
