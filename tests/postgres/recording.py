@@ -73,10 +73,9 @@ def relation(
     schema: str = "public",
     name: str = "t",
     identity: bytes = b"d",
-    xid: int | None = None,
 ) -> bytes:
     """A table, with names and types of its columns, and whether they are part of the key."""
-    message = b"R" + _xid(xid) + struct.pack("!I", oid) + text(schema) + text(name) + identity
+    message = b"R" + struct.pack("!I", oid) + text(schema) + text(name) + identity
     message += struct.pack("!H", len(columns))
     for column, type_oid, *key in columns:
         message += struct.pack("!B", bool(key and key[0])) + text(column)
@@ -102,9 +101,9 @@ def row(values: Sequence[Value]) -> bytes:
     return data
 
 
-def insert(values: Sequence[Value], *, oid: int = 16400, xid: int | None = None) -> bytes:
+def insert(values: Sequence[Value], *, oid: int = 16400) -> bytes:
     """A row is new."""
-    return b"I" + _xid(xid) + struct.pack("!I", oid) + b"N" + row(values)
+    return b"I" + struct.pack("!I", oid) + b"N" + row(values)
 
 
 def update(
@@ -112,22 +111,15 @@ def update(
     *,
     old: tuple[bytes, Sequence[Value]] | None = None,
     oid: int = 16400,
-    xid: int | None = None,
 ) -> bytes:
     """A row is different; `old` is b"K" or b"O" with the values before."""
     before = old[0] + row(old[1]) if old else b""
-    return b"U" + _xid(xid) + struct.pack("!I", oid) + before + b"N" + row(values)
+    return b"U" + struct.pack("!I", oid) + before + b"N" + row(values)
 
 
-def delete(
-    values: Sequence[Value], *, kind: bytes = b"K", oid: int = 16400, xid: int | None = None
-) -> bytes:
+def delete(values: Sequence[Value], *, kind: bytes = b"K", oid: int = 16400) -> bytes:
     """A row is gone."""
-    return b"D" + _xid(xid) + struct.pack("!I", oid) + kind + row(values)
-
-
-def _xid(xid: int | None) -> bytes:
-    return b"" if xid is None else struct.pack("!I", xid)
+    return b"D" + struct.pack("!I", oid) + kind + row(values)
 
 
 def feed_all(messages: Sequence[bytes], assembler: Assembler | None = None) -> list[Committed]:
@@ -188,13 +180,10 @@ class Recorder:
         """What a query gives."""
         return self.connection.execute(query).fetchall()
 
-    def slot(self, *, two_phase: bool = False) -> str:
+    def slot(self) -> str:
         """A new slot; changes from now on can be read from it."""
         name = f"recorded_{os.getpid()}_{next(_numbers)}"
-        self.connection.execute(
-            "select pg_create_logical_replication_slot(%s, 'pgoutput', false, %s)",
-            [name, two_phase],
-        )
+        self.connection.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
         self._slots.append(name)
         return name
 

@@ -38,7 +38,7 @@ often = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-KINDS = b"BCORYTMSEcAbPKrpIUD"
+KINDS = b"BCORYTMIUD"
 
 
 def consume(messages: list[bytes]) -> list[tuple[object, ...]] | None:
@@ -65,12 +65,12 @@ kinds = st.sampled_from([bytes([kind]) for kind in KINDS])
 
 
 @often
-@given(st.one_of(st.binary(), st.builds(bytes.__add__, kinds, st.binary())), st.booleans())
-def test_random_bytes_as_a_message(data: bytes, streamed: bool) -> None:
+@given(st.one_of(st.binary(), st.builds(bytes.__add__, kinds, st.binary())))
+def test_random_bytes_as_a_message(data: bytes) -> None:
     if data[:1] in (b"I", b"U", b"D"):
         return
     with suppress(DecodeError):
-        parse(data, 0, streamed=streamed)
+        parse(data, 0)
 
 
 @often
@@ -111,7 +111,7 @@ def test_random_values_of_every_type(kind: bytes) -> None:
     """psycopg's loaders in C must not be given what would make them read elsewhere."""
     chance = random.Random(base_seed())
     for oid in OIDS:
-        table = parse(relation([("c", oid)]), 0, streamed=False)
+        table = parse(relation([("c", oid)]), 0)
         assert isinstance(table, Relation)
         chosen = [chance.randbytes(chance.randrange(40)) for _ in range(scaled(300, least=10))]
         for content in AWKWARD + chosen:
@@ -144,7 +144,7 @@ PIECES = [
 def test_random_arrays_as_text() -> None:
     """Of the characters that mean something in them, in any order."""
     chance = random.Random(base_seed())
-    tables = [parse(relation([("c", oid)]), 0, streamed=False) for oid in (1007, 1009, 1020, 1231)]
+    tables = [parse(relation([("c", oid)]), 0) for oid in (1007, 1009, 1020, 1231)]
     for _ in range(scaled(100_000, least=5000)):
         table, written = chance.choice(tables), chance.choices(PIECES, k=chance.randrange(14))
         assert isinstance(table, Relation)
@@ -221,7 +221,6 @@ ROWS = (
 FORMS = {
     "text": {"messages": "true"},
     "binary": {"messages": "true", "binary": "true"},
-    "in parts": {"messages": "true", "proto_version": "4", "streaming": "parallel"},
 }
 
 
@@ -232,8 +231,6 @@ def recorded(postgres_url: str, request: pytest.FixtureRequest) -> Iterator[list
         for statement in TABLES:
             recorder.connection.execute(statement.encode())
         slot = recorder.slot()
-        # Everything is streamed at once, instead of when there is much of it.
-        recorder.run("set debug_logical_replication_streaming = immediate")
         for statements in (ROWS[:4], ROWS[4:]):
             with recorder.connection.transaction():
                 for number, statement in enumerate(statements):
@@ -248,16 +245,6 @@ def described(recorded: list[bytes]) -> list[tuple[object, ...]]:
     assert found is not None
     assert len(found) > 10
     return found
-
-
-def looked_at(recorded: list[bytes]) -> list[tuple[int, bytes]]:
-    """Return the messages without rolled back rows, which are never decoded."""
-    aborted = {message[30:34] for message in recorded if message[25:26] == b"A"}
-    return [
-        (place, message)
-        for place, message in enumerate(recorded)
-        if message[25:26] not in (b"I", b"U", b"D") or message[26:30] not in aborted
-    ]
 
 
 def test_byte_flips_of_a_recorded_stream(recorded: list[bytes]) -> None:
@@ -282,15 +269,14 @@ def test_byte_flips_of_a_recorded_stream(recorded: list[bytes]) -> None:
 def test_truncated_and_extended_messages(recorded: list[bytes]) -> None:
     """Not only does nothing break: that something is missing is always noticed."""
     described(recorded)
-    for place, message in looked_at(recorded):
+    for place, message in enumerate(recorded):
         cuts = range(26, len(message), 1 + len(message) // scaled(300, least=30))
-        # Without its place an abort is as version 2 of the protocol has it.
-        shorter = [message[:cut] for cut in cuts if not (message[25:26] == b"A" and cut == 34)]
+        shorter = [message[:cut] for cut in cuts]
         for broken in (*shorter, message + b"\0", message + message[25:]):
             assert consume([*recorded[:place], broken, *recorded[place + 1 :]]) is None
 
 
-FRAME = {b"B", b"C", b"S", b"E"}
+FRAME = {b"B", b"C"}
 
 
 def test_missing_and_duplicate_begins_and_commits(recorded: list[bytes]) -> None:
@@ -322,12 +308,11 @@ def frames(message: bytes, at: int) -> Iterator[tuple[int, int]]:
 def test_changed_counts_and_sizes(recorded: list[bytes]) -> None:
     """A row with extra bytes after it is never accepted."""
     chance = random.Random(base_seed())
-    streamed = any(message[25:26] == b"S" for message in recorded)
     tried = 0
-    for place, message in looked_at(recorded):
+    for place, message in enumerate(recorded):
         if message[25:26] != b"I":
             continue
-        for begins, ends in frames(message, 25 + (10 if streamed else 6)):
+        for begins, ends in frames(message, 31):
             for _ in range(scaled(50, least=5)):
                 at, byte = chance.randrange(begins, ends), chance.randrange(1, 256)
                 other = message[:at] + bytes([message[at] ^ byte]) + message[at + 1 :]

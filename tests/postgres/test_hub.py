@@ -50,9 +50,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def apply(hub: Hub, *ends: int) -> None:
-    hub.apply_all(
-        [Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0) for end in ends]
-    )
+    hub.apply_all([Committed(1, Body(), {}).complete(end - 5, end, 0) for end in ends])
 
 
 async def following(changes: Changes) -> Transaction:
@@ -493,31 +491,6 @@ async def test_the_length_equals_the_number_of_iterated_changes(hub: Hub, spill_
         txn = await following(everything)
         assert len(txn) == len(list(txn)) == wanted
     assert hub.consumers()["orders"]["queued"] == 0
-
-
-@pytest.mark.parametrize("spill_after", [0, 2**20])
-async def test_rolled_back_changes_concern_no_consumer(hub: Hub, spill_after: int) -> None:
-    assembler = Assembler(lambda: Body(Shelf(spill_after=spill_after)))
-    messages = [
-        b"S" + struct.pack("!IB", 50, 1),
-        relation([("id", 23)], oid=ORDERS, name="orders", xid=50),
-        relation([("id", 23)], oid=OTHER, name="other", xid=50),
-        insert(texts("1"), oid=OTHER, xid=50),
-        insert(texts("1"), oid=ORDERS, xid=51),
-        emitted("rolled back", xid=51),
-        b"E",
-        b"A" + struct.pack("!II", 50, 51),
-        b"c" + struct.pack("!IBQQq", 50, 0, 1100, 1108, 0),
-    ]
-    orders, other = hub.attach("orders", tables=("orders",)), hub.attach("other", tables=("other",))
-    (committed,), _ = assembler.feed_all([framed(message) for message in messages])
-    assert committed.touched() == {OTHER}
-    hub.apply_all([committed])
-    txn = await following(other)
-    assert len(txn) == len(list(txn)) == 1
-    assert hub.consumers()["orders"]["queued"] == 0
-    assert acknowledged(hub, "orders") == str(Lsn(1108))
-    assert orders.name == "orders"
 
 
 def test_a_large_transaction_is_not_read_to_find_its_consumers(

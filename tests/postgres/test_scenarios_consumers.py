@@ -113,7 +113,7 @@ def test_transactions_in_flight_while_attaching_again_are_not_skipped(tmp_path: 
 
 def apply(hub: Hub, *ends: int) -> None:
     for end in ends:
-        hub.apply_all([Committed(1, Body(), {}, streamed=False).complete(end - 5, end, 0)])
+        hub.apply_all([Committed(1, Body(), {}).complete(end - 5, end, 0)])
 
 
 def taken(changes: Changes) -> list[int]:

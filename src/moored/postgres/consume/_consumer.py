@@ -251,7 +251,7 @@ class Changes:
         if len(wanted) == len(known):
             return None  # no other table is published
         touched = committed.touched()
-        mine = wanted & touched
+        mine = wanted.intersection(touched)
         return None if mine and len(mine) == len(touched) else mine
 
     def _forget(self) -> None:

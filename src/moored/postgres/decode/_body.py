@@ -6,7 +6,8 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
@@ -25,19 +26,10 @@ SPILL_AFTER = 16 * 2**20
 #: The size of reads and writes of the file.
 _CHUNK = 2**20
 _head = struct.Struct("!i")
-#: The kind of a message; the kind with the bytes that identify its table and subtransaction.
-_KIND, _KEY = slice(HEADER, HEADER + 1), slice(HEADER, HEADER + 9)
+#: The kind of a message; the kind with the bytes that identify its table.
+_KIND, _KEY = slice(HEADER, HEADER + 1), slice(HEADER, HEADER + 5)
 _key_of = itemgetter(_KEY)
 TRUNCATE = b"T"
-#: With more different tables and subtransactions than this, they are not counted.
-_MOST = 100_000
-
-
-def _count(found: dict[bytes, int], messages: Iterable[bytes]) -> dict[bytes, int]:
-    get = found.get
-    for key in map(_key_of, messages):
-        found[key] = get(key, 0) + 1
-    return found
 
 
 class Shelf:
@@ -99,15 +91,14 @@ class Body:
         if self.size > self._shelf.spill_after:
             self._spill()
 
-    def mentioned(self) -> Mapping[bytes, int] | None:
-        """Count the messages by their kind and the eight bytes after it; None if too many differ.
+    def mentioned(self) -> Mapping[bytes, int]:
+        """Count the messages by their kind and the four bytes after it, for a row the table's oid.
 
-        For a row, these bytes begin with the table's oid; in a streamed transaction, with the xid
-        of the subtransaction and the oid. Those of a file were counted when it was written.
+        Those of a file were counted when it was written.
         """
         if self._spilled is not None:
             return self._spilled.mentioned
-        return _count({}, self._of_messages())
+        return Counter(map(_key_of, self._of_messages()))
 
     def truncates(self) -> list[bytes]:
         """Return the truncate messages."""
@@ -153,7 +144,7 @@ class _Spilled:
         self._file: int | None = None
         self._relations: list[Relation] = []
         self._gathered = bytearray()
-        self.mentioned: dict[bytes, int] | None = {}
+        self.mentioned: Counter[bytes] = Counter()
         self.truncates: list[bytes] = []
         # Readers in several threads may have to write the rest first.
         self._writing = threading.Lock()
@@ -180,11 +171,7 @@ class _Spilled:
             self._relations.append(entry)
             self._gathered += _head.pack(-len(self._relations))
         else:
-            if (mentioned := self.mentioned) is not None:
-                key = entry[_KEY]
-                mentioned[key] = mentioned.get(key, 0) + 1
-                if len(mentioned) > _MOST:
-                    self.mentioned = None
+            self.mentioned[entry[_KEY]] += 1
             if entry[_KIND] == TRUNCATE:
                 self.truncates.append(entry)
             self._gathered += _head.pack(len(entry))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .._errors import DecodeError
 from ._rows import UNCHANGED, Relation, Row
@@ -219,14 +219,11 @@ class Emitted:
 _KINDS: dict[int, type[Change]] = {ord("I"): Insert, ord("U"): Update, ord("D"): Delete}
 
 
-def read_change(
-    data: bytes, at: int, relations: Mapping[int, Relation], *, streamed: bool
-) -> Change:
+def read_change(data: bytes, at: int, relations: Mapping[int, Relation]) -> Change:
     """Return the change whose message begins here."""
     try:
         kind = _KINDS[data[at]]
-        at += 5 if streamed else 1
-        (oid,) = _oid(data, at)
+        (oid,) = _oid(data, at + 1)
         relation = relations[oid]
     except (struct.error, IndexError):
         raise DecodeError("the message of a row is truncated") from None
@@ -234,12 +231,4 @@ def read_change(
         raise DecodeError(
             f"a change of a table that was not described before (oid {error.args[0]})"
         ) from None
-    return kind(relation, data, at + 4)
-
-
-def xid_of(data: bytes, at: int) -> Any:
-    """Return the xid of the (sub)transaction that a streamed message belongs to."""
-    try:
-        return _oid(data, at + 1)[0]
-    except struct.error:
-        raise DecodeError("the message of a row is truncated") from None
+    return kind(relation, data, at + 5)
