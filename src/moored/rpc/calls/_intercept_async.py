@@ -6,11 +6,12 @@ are above the handler, so that a call that an interceptor retries goes to the cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
+from grpc.aio._interceptor import UnaryUnaryCallResponse  # type: ignore[import-untyped]
 
 from .._errors import ConfigError
 from ._kinds import KINDS, FourKinds, arguments
@@ -137,45 +138,8 @@ grpc.aio.UnaryStreamCall.register(_Stream)
 grpc.aio.StreamStreamCall.register(_Stream)
 
 
-class _Answer(grpc.aio.UnaryUnaryCall):  # type: ignore[misc]
+class _Answer(UnaryUnaryCallResponse):  # type: ignore[misc]
     """A call that returns an interceptor's own response."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        yield from ()
-        return self._answer
-
-    def cancel(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        return True
-
-    def time_remaining(self) -> None:
-        return None
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)
-
-    async def initial_metadata(self) -> grpc.aio.Metadata:
-        return grpc.aio.Metadata()
-
-    async def trailing_metadata(self) -> grpc.aio.Metadata:
-        return grpc.aio.Metadata()
-
-    async def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.OK
-
-    async def details(self) -> str:
-        return ""
-
-    async def debug_error_string(self) -> str:
-        return ""
-
-    async def wait_for_connection(self) -> None:
-        pass

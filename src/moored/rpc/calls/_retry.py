@@ -16,12 +16,13 @@ import inspect
 import time
 from collections import namedtuple
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar, overload
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import Backoff, Clock
+from moored.kernel import Backoff, Clock, Deadline
 
 from .._errors import ConfigError
 from .._handler import Handler
@@ -52,18 +53,13 @@ class _Attempts:
     """The tries of one call."""
 
     def __init__(
-        self,
-        handler: Channel | None,
-        timeout: float | None,
-        tries: int,
-        codes: Collection[grpc.StatusCode],
-        backoff: Backoff,
+        self, policy: _RetryPolicy, handler: Channel | None, timeout: float | None
     ) -> None:
         self.handler = handler
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._tries = tries
-        self._codes = codes
-        self._backoff = backoff
+        self._deadline = Deadline.after(timeout, Clock.system())
+        self._tries = policy.retry_times
+        self._codes = policy.codes
+        self._backoff = policy.backoff.fresh()
         self._seen: LiveChannel | None = None
 
     def begin(self) -> float | None:
@@ -71,18 +67,14 @@ class _Attempts:
         if self.handler is not None:
             self._seen = self.handler._live
         self._tries -= 1
-        return self.left()
-
-    def left(self) -> float | None:
-        """Return the seconds left; None without a deadline."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return self._deadline.timeout
 
     def pause(self, error: BaseException) -> float | None:
         """Return the pause before the next try; None if there is no next try."""
         code = getattr(error, "code", None)  # a user's bare RpcError has none
         if not isinstance(error, grpc.RpcError) or not callable(code) or code() not in self._codes:
             return None
-        left = self.left()
+        left = self._deadline.timeout
         if left is None:
             return self._backoff.fail() if self._tries > 0 else None
         pause = self._backoff.fail()
@@ -95,7 +87,7 @@ class _Attempts:
         if isinstance(handler, Handler) and handler._must_not_wait():
             return False  # in a finalizer, where waiting would block all other threads
         if isinstance(handler, Handler) and self._refused(error):
-            return handler._await_credentials(self.left())
+            return handler._await_credentials(self._deadline.timeout)
         if (pause := self.pause(error)) is None:
             return False
         # The pause ends early when there is another connection.
@@ -109,7 +101,7 @@ class _Attempts:
         """Wait before the next try, on a loop; return whether there is one."""
         handler = self.handler
         if isinstance(handler, AsyncHandler) and self._refused(error):
-            return await handler._await_credentials(self.left())
+            return await handler._await_credentials(self._deadline.timeout)
         if (pause := self.pause(error)) is None:
             return False
         if not isinstance(handler, AsyncHandler):
@@ -126,38 +118,42 @@ class _Attempts:
             and handler._refusals is not None
             and refused(error)
             and self._tries > 0
-            and self.left() != 0
+            and self._deadline.timeout != 0
         )
 
 
+@dataclass(eq=False)
 class _RetryPolicy:
-    """The parameters of retries."""
+    """The parameters of retries: see `retry_on_rpc_failure`."""
 
-    def __init__(
-        self,
-        handler: Channel | Callable[..., Channel] | None,
-        tries: int,
-        codes: Collection[grpc.StatusCode],
-        start: float,
-        factor: float,
-        longest: float,
-        clock: Clock | None,
-    ) -> None:
-        if tries < 1:
-            raise ConfigError(f"retry_times={tries!r} must be at least 1")
-        self._handler = handler
-        self._tries = tries
-        self._codes = frozenset(codes)
-        self._backoff = Backoff(start, longest, factor=factor, jitter=0.25, clock=clock)
+    handler: Channel | Callable[..., Channel] | None = None
+    _: KW_ONLY
+    retry_times: int = TRIES
+    codes: Collection[grpc.StatusCode] = RETRIED_CODES
+    initial_backoff: float = 0.01
+    backoff_multiplier: float = 3.0
+    max_backoff: float = 3.0
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        if self.retry_times < 1:
+            raise ConfigError(f"retry_times={self.retry_times!r} must be at least 1")
+        self.codes = frozenset(self.codes)
+        self.backoff = Backoff(
+            self.initial_backoff,
+            self.max_backoff,
+            factor=self.backoff_multiplier,
+            jitter=0.25,
+            clock=self.clock,
+        )
 
     def tries(self, timeout: float | None, given: tuple[Any, ...] = ()) -> _Attempts:
         """Return the attempts of one call."""
-        handler = self._find(given)
-        return _Attempts(handler, timeout, self._tries, self._codes, self._backoff.fresh())
+        return _Attempts(self, self._find(given), timeout)
 
     def _find(self, given: tuple[Any, ...]) -> Channel | None:
         """Return the given handler, or the one that the first argument is or has."""
-        named = self._handler
+        named = self.handler
         if isinstance(named, (Handler, AsyncHandler)):
             return named
         if named is not None:
@@ -189,18 +185,7 @@ def retry_on_rpc_failure(
 ) -> Callable[[F], F]: ...
 
 
-def retry_on_rpc_failure(
-    function: Any = None,
-    /,
-    *,
-    handler: Channel | Callable[..., Channel] | None = None,
-    retry_times: int = TRIES,
-    codes: Collection[grpc.StatusCode] = RETRIED_CODES,
-    initial_backoff: float = 0.01,
-    backoff_multiplier: float = 3.0,
-    max_backoff: float = 3.0,
-    clock: Clock | None = None,
-) -> Any:
+def retry_on_rpc_failure(function: Any = None, /, **options: Any) -> Any:
     """Decorate a function or a method, plain or `async`, to retry it when an RPC in it fails.
 
     The keyword argument `timeout` of a call is the limit for all tries, and each try is passed the
@@ -214,9 +199,7 @@ def retry_on_rpc_failure(
     :param initial_backoff: the first pause; each is `backoff_multiplier` times the one before, up
         to `max_backoff`, with a jitter of a quarter, so that callers do not retry all at once.
     """
-    policy = _RetryPolicy(
-        handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
-    )
+    policy = _RetryPolicy(**options)
 
     def decorate(function: Any) -> Any:
         if inspect.iscoroutinefunction(function):
@@ -272,26 +255,7 @@ class _CallDetails(_Details, grpc.ClientCallDetails):  # type: ignore[misc]
     """The details of a call, as interceptors change them."""
 
 
-class _RetryInterceptorBase:
-    """The constructor of both interceptors."""
-
-    def __init__(
-        self,
-        handler: Channel | None = None,
-        *,
-        retry_times: int = TRIES,
-        codes: Collection[grpc.StatusCode] = RETRIED_CODES,
-        initial_backoff: float = 0.01,
-        backoff_multiplier: float = 3.0,
-        max_backoff: float = 3.0,
-        clock: Clock | None = None,
-    ) -> None:
-        self._policy = _RetryPolicy(
-            handler, retry_times, codes, initial_backoff, backoff_multiplier, max_backoff, clock
-        )
-
-
-class RetryInterceptor(_RetryInterceptorBase, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class RetryInterceptor(_RetryPolicy, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """Retries unary calls: `grpc.intercept_channel(handler, RetryInterceptor(handler))`.
 
     The call's timeout is the limit. Calls that were begun with `future()` are not retried: no
@@ -303,7 +267,7 @@ class RetryInterceptor(_RetryInterceptorBase, grpc.UnaryUnaryClientInterceptor):
     ) -> Any:
         """See `grpc.UnaryUnaryClientInterceptor`."""
         details = client_call_details
-        tries = self._policy.tries(details.timeout)
+        tries = self.tries(details.timeout)
         while True:
             left = tries.begin()
             outcome = continuation(
@@ -321,7 +285,7 @@ def with_details(details: Any, **changes: Any) -> _CallDetails:
     return _CallDetails(**{**given, **changes})
 
 
-class AsyncRetryInterceptor(_RetryInterceptorBase, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class AsyncRetryInterceptor(_RetryPolicy, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """Retries unary calls: `intercept_aio_channel(handler, AsyncRetryInterceptor(handler))`.
 
     As an interceptor of gRPC's own channel it would retry calls over a lost connection. Parameters:
@@ -333,7 +297,7 @@ class AsyncRetryInterceptor(_RetryInterceptorBase, grpc.aio.UnaryUnaryClientInte
     ) -> Any:
         """See `grpc.aio.UnaryUnaryClientInterceptor`."""
         details = client_call_details
-        tries = self._policy.tries(details.timeout)
+        tries = self.tries(details.timeout)
         while True:
             left = tries.begin()
             timed = details if left is None else details._replace(timeout=left)
