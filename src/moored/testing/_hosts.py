@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moored.kernel import Clock
 
 from ._errors import HostKilled, SimulationError
-from ._tasks import SimTask
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
@@ -43,8 +42,6 @@ class Process:
         self.transports: dict[SimTransport, None] = {}
         self.servers: dict[SimServer, None] = {}
         self.awaited: dict[asyncio.Future[Any], None] = {}
-        self.started: dict[asyncio.Task[Any], None] = {}
-        self.frozen: list[SimTask] = []
         self._parked: list[asyncio.Handle] = []
 
     def context(self) -> Context:
@@ -84,7 +81,7 @@ class Process:
         self.resume()
         self.alive = False
         loop.restricted += 1
-        self.frozen = [task for task in loop.tasks() if task.process is self]
+        loop.kept.update((task, None) for task in loop.tasks() if task.process is self)
         for server in list(self.servers):
             server.killed()
         for transport in list(self.transports):
@@ -107,8 +104,6 @@ class Host:
         self.wall_offset = 0.0
         self.clock = Clock(loop.time, self._wall, loop._clock.random)
         self.process = Process(self)
-        # Kept to the end, because the collection of a pending task is reported as a defect.
-        self._killed: list[Process] = []
 
     def _wall(self) -> float:
         return self.loop._clock.wall() + self.wall_offset
@@ -131,8 +126,8 @@ class Host:
         task: asyncio.Task[T] = self.loop.create_task(
             coro, name=name or f"{self.name}/{self.loop.number()}", context=self.process.context()
         )
-        self.process.started[task] = None
-        task.add_done_callback(self.process.started.pop)
+        self.loop.kept[task] = None
+        task.add_done_callback(self.loop.kept.pop)
         return task
 
     async def run(self, coro: Coroutine[Any, Any, T]) -> T:
@@ -177,7 +172,6 @@ class Host:
             starting = mains
         else:
             starting = (*self.mains, *mains)
-            self._killed.append(self.process)
             self.process = Process(self)
         self.mains.extend(mains)
         self.loop.mark(self.name, "starts", 2)
@@ -190,13 +184,6 @@ class Host:
             self.loop.call_exception_handler(
                 {"message": f"the main of host {self.name!r} failed", "exception": error}
             )
-
-    def release_killed(self) -> None:
-        """Release the tasks of killed processes."""
-        for process in (*self._killed, self.process):
-            process.frozen.clear()
-            process.started.clear()
-        self._killed.clear()
 
     def pause(self) -> None:
         """Stop the host: no code runs on it, and bytes sent to it wait."""

@@ -304,11 +304,6 @@ class Network:
         """Whether any end of a connection is still open."""
         return any(not pipe.sender.gone for pipe in self._pipes)
 
-    def release_killed(self) -> None:
-        """Release the tasks of killed processes."""
-        for host in self._hosts.values():
-            host.release_killed()
-
     def shut_down(self) -> None:
         """Abort every open connection."""
         for pipe in list(self._pipes):

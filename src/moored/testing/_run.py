@@ -6,12 +6,12 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 
 from moored.kernel import counted
 
 from ._errors import SimulationError, Unretrieved
-from ._loop import SimLoop
+from ._loop import ScheduleOptions, SimLoop
 from ._sim import Sim
 from ._teardown import Teardown, deterministic_process
 from ._trace import Trace
@@ -67,36 +67,21 @@ def run_one(
     scenario: Scenario[T],
     seed: int,
     *,
-    drift: bool = True,
-    lateness: float = 0.0,
-    timer_slack: float = 0.0,
-    time_limit: float = 3600.0,
     trace: bool = False,
     check: bool = True,
+    **options: Unpack[ScheduleOptions],
 ) -> Outcome[T]:
     """Run one schedule of a scenario in this process and return its result.
 
     A failed schedule raises its error, so that a test that ignores the result still fails.
 
-    :param drift: whether tasks may overtake each other.
-    :param lateness: virtual seconds by which a task may be late, as on a busy machine; 0 keeps
-        virtual times exact.
-    :param timer_slack: virtual seconds by which a timer may fire before or after its deadline;
-        uvloop's fire up to 0.001 s early.
-    :param time_limit: virtual seconds after which the scenario counts as stuck.
     :param trace: record the events in `Outcome.trace`, which is slower.
     :param check: False returns the outcome of a failed schedule instead of raising its error.
+    :param options: `drift`, `lateness`, `timer_slack` and `time_limit` of `SimLoop`.
     """
     refuse_running_loop()
     with deterministic_process(seed) as unraisable:
-        loop = SimLoop(
-            seed,
-            drift=drift,
-            lateness=lateness,
-            timer_slack=timer_slack,
-            time_limit=time_limit,
-            trace=Trace() if trace else None,
-        )
+        loop = SimLoop(seed, trace=Trace() if trace else None, **options)
         try:
             outcome = _outcome(loop, scenario, unraisable)
         finally:

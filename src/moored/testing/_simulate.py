@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from ._errors import SimulationError
+from ._loop import ScheduleOptions
 from ._report import Report, failure
 from ._run import Scenario, refuse_running_loop, run_one
 from ._scale import base_seed
@@ -26,10 +27,7 @@ def simulate(
     *,
     processes: int | None = None,
     first_seed: int | None = None,
-    drift: bool = True,
-    lateness: float = 0.0,
-    timer_slack: float = 0.0,
-    time_limit: float = 3600.0,
+    **options: Unpack[ScheduleOptions],
 ) -> Report:
     """Run a scenario once per seed; raise `SimulationFailed` for the first seed that fails.
 
@@ -41,24 +39,18 @@ def simulate(
     :param processes: the number of worker processes; by default one per CPU. Workers are forked, so
         the scenario may be any function, but its side effects stay in the worker.
     :param first_seed: the first seed when `seeds` is a number; by default MOORED_SEED.
-    :param drift: whether tasks may overtake each other.
-    :param lateness: virtual seconds by which a task may be late; 0 keeps virtual times exact.
-    :param timer_slack: virtual seconds by which a timer may fire before or after its deadline;
-        uvloop's fire up to 0.001 s early.
-    :param time_limit: virtual seconds after which a schedule counts as stuck.
+    :param options: `drift`, `lateness`, `timer_slack` and `time_limit` of `SimLoop`.
     """
-    options = {
-        "drift": drift,
-        "lateness": lateness,
-        "timer_slack": timer_slack,
-        "time_limit": time_limit,
-    }
     chosen = _chosen(seeds, base_seed() if first_seed is None else first_seed)
     return explore(scenario, chosen, processes=processes, **options)
 
 
 def explore(
-    scenario: Scenario[Any], chosen: Sequence[int], *, processes: int | None = None, **options: Any
+    scenario: Scenario[Any],
+    chosen: Sequence[int],
+    *,
+    processes: int | None = None,
+    **options: Unpack[ScheduleOptions],
 ) -> Report:
     """Run exactly these seeds; ignore MOORED_SIM_SEED and --sim-seeds."""
     refuse_running_loop()
@@ -116,7 +108,7 @@ def _fail(
     seeds: Sequence[int],
     position: int,
     traceback_text: str,
-    options: dict[str, Any],
+    options: ScheduleOptions,
 ) -> None:
     """Repeat the failing seed in this process with a trace, and raise `SimulationFailed`."""
     seed = seeds[position]

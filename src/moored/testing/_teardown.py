@@ -125,7 +125,7 @@ class Teardown:
                 warnings.simplefilter("ignore")
                 loop.drop_scheduled()
                 loop.run_until_complete(_discard_all(tasks))
-                loop.network.release_killed()
+                loop.kept.clear()
                 del tasks
                 gc.collect()
         del loop.unhandled[unhandled:]

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from ._errors import SimulationError
+from ._loop import ScheduleOptions
 from ._run import Scenario, run_one
 
 _JOIN_TIMEOUT = 5.0
@@ -36,7 +37,7 @@ class SeedResults:
         scenario: Scenario[Any],
         seeds: Sequence[int],
         positions: Iterable[int],
-        options: dict[str, Any],
+        options: ScheduleOptions,
     ) -> Self:
         """Run the seeds at these positions, up to the first that fails."""
         results = cls()
@@ -63,7 +64,7 @@ class SeedResults:
 
 
 def run_forked(
-    scenario: Scenario[Any], seeds: Sequence[int], options: dict[str, Any], count: int
+    scenario: Scenario[Any], seeds: Sequence[int], options: ScheduleOptions, count: int
 ) -> SeedResults:
     """Run the seeds in `count` processes; worker k takes every count-th seed from k on."""
     context = multiprocessing.get_context("fork")
@@ -125,7 +126,7 @@ def _work(
     scenario: Scenario[Any],
     seeds: Sequence[int],
     positions: Iterable[int],
-    options: dict[str, Any],
+    options: ScheduleOptions,
 ) -> None:
     # Ctrl-C reaches the whole process group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
