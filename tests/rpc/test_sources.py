@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.rpc.topology_server import Conversation, TopologyServer, body_of
 
-from moored.kernel import Clock, LoopThread, Recorder
+from moored.kernel import LoopThread, Recorder
 from moored.rpc._config import ConnectionConfig
 from moored.rpc._errors import ConfigError, TopologyError
 from moored.rpc.topology._refresher import Refresher
@@ -658,6 +658,16 @@ def run_virtual(scenario: Callable[[Sim], Any]) -> None:
     simulate(scenario, seeds=20, processes=1)
 
 
+async def ended(refresher: Refresher) -> None:
+    await asyncio.wait([refresher.task])
+    assert refresher.task.cancelled()
+
+
+async def stopped(refresher: Refresher) -> None:
+    refresher.stop()
+    await ended(refresher)
+
+
 def test_refresher_runs_about_every_five_minutes() -> None:
     async def scenario(sim: Sim) -> None:
         times: list[float] = []
@@ -666,10 +676,8 @@ def test_refresher_runs_about_every_five_minutes() -> None:
             times.append(sim.now)
 
         refresher = Refresher(refresh)
-        running = asyncio.create_task(refresher.run())
         await asyncio.sleep(3500)
-        refresher.stop()
-        await running
+        await stopped(refresher)
         gaps = [late - early for early, late in zip([0.0, *times], times, strict=False)]
         assert all(270 <= gap <= 330 for gap in gaps)
         assert 10 <= len(times) <= 13
@@ -687,7 +695,6 @@ def test_triggers_are_combined_and_spaced() -> None:
             await asyncio.sleep(0.25)
 
         refresher = Refresher(refresh, pause=1.0)
-        running = asyncio.create_task(refresher.run())
         await asyncio.sleep(10)
         for _ in range(100):
             refresher.trigger()
@@ -698,8 +705,7 @@ def test_triggers_are_combined_and_spaced() -> None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(5)
         assert times == [10, 11]
-        refresher.stop()
-        await running
+        await stopped(refresher)
 
     run_virtual(scenario)
 
@@ -713,11 +719,9 @@ def test_trigger_before_the_start_is_not_lost() -> None:
 
         refresher = Refresher(refresh)
         refresher.trigger()
-        running = asyncio.create_task(refresher.run())
         await asked.wait()
         assert sim.now == 0
-        refresher.stop()
-        await running
+        await stopped(refresher)
 
     run_virtual(scenario)
 
@@ -729,17 +733,11 @@ def test_failures_are_recorded_and_do_not_stop_the_refresher() -> None:
 
         recorder = Recorder()
         refresher = Refresher(refresh, every=10, recorder=recorder, name="rpc.test")
-        running = asyncio.create_task(refresher.run())
         for error in (TopologyError("no primary"), RuntimeError("a bug"), TimeoutError("slow")):
-            failures = refresher.failures
             await asyncio.sleep(12)
-            assert refresher.failures > failures
             assert str(error) in recorder.explain("rpc.test")
-        assert not running.done()
-        assert "running, every 10 s" in repr(refresher)
-        refresher.stop()
-        await running
-        assert "stopped" in repr(refresher)
+        assert not refresher.task.done()
+        await stopped(refresher)
 
     run_virtual(scenario)
 
@@ -757,12 +755,10 @@ def test_stop_ends_the_refresher_immediately() -> None:
                 under_way -= 1
 
         refresher = Refresher(refresh, every=5)
-        running = asyncio.create_task(refresher.run())
         await asyncio.sleep(sim.random(0, 100))
         stopped_at = sim.now
         refresher.trigger()
-        refresher.stop()
-        await running
+        await stopped(refresher)
         assert (sim.now, under_way) == (stopped_at, 0)
         refresher.trigger()  # no effect after stop()
         refresher.stop()
@@ -770,68 +766,32 @@ def test_stop_ends_the_refresher_immediately() -> None:
     run_virtual(scenario)
 
 
-def test_refresher_stopped_before_its_run_ends() -> None:
+def test_refresher_stopped_before_its_first_step_does_not_refresh() -> None:
     async def scenario(sim: Sim) -> None:
         async def refresh() -> None:
             raise AssertionError("nobody wants it")
 
-        refresher = Refresher(refresh)
-        refresher.stop()
-        await refresher.run()
-        assert (sim.now, refresher.refreshes) == (0, 0)
+        await stopped(Refresher(refresh))
+        assert sim.now == 0
 
     run_virtual(scenario)
 
 
-def test_cancelled_refresher_cancels_its_refresh() -> None:
-    async def scenario(sim: Sim) -> None:
-        ended = asyncio.Event()
-
-        async def refresh() -> None:
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                ended.set()
-
-        refresher = Refresher(refresh, every=1)
-        running = asyncio.create_task(refresher.run())
-        await asyncio.sleep(5)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert ended.is_set()
-
-    run_virtual(scenario)
-
-
-def test_refresher_on_a_loop_thread_can_be_triggered_from_any_thread() -> None:
+def test_refresher_on_a_loop_thread_can_be_triggered_and_stopped_from_any_thread() -> None:
     asked = threading.Semaphore(0)
 
     async def refresh() -> None:
         asked.release()
 
+    async def start() -> Refresher:
+        return Refresher(refresh, pause=0.0)
+
     with LoopThread("test-refresher") as loop:
-        refresher = Refresher(refresh, pause=0.0, clock=Clock.system())
-        running = loop.spawn(refresher.run())
+        refresher = loop.run(start())
         for _ in range(5):
             refresher.trigger()
             assert asked.acquire(timeout=10)
         refresher.stop()
-        running.result(10)
+        loop.run(asyncio.wait_for(ended(refresher), 10))
     refresher.trigger()
     refresher.stop()
-
-
-def test_refresher_runs_once() -> None:
-    async def refresh() -> None: ...
-
-    async def twice() -> None:
-        refresher = Refresher(refresh)
-        running = asyncio.create_task(refresher.run())
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="runs already"):
-            await refresher.run()
-        refresher.stop()
-        await running
-
-    asyncio.run(twice())

@@ -439,8 +439,8 @@ def test_refresher_continues_after_a_recovery_and_ends_with_the_strategy(side: F
     side(strategy.on_unavailable, Managed("a:1"))
     side(strategy.create_handler, GLOBAL)
     source.wait(source.fetches + 3)
-    following = strategy._following
-    assert following is not None
+    assert strategy._refresher is not None
+    following = strategy._refresher.task
     managed = Managed("b:1", handler=channel)
     side.close(strategy, managed)
     assert channel.closed
@@ -460,7 +460,8 @@ def test_channel_created_after_a_close_is_followed_again(side: Flavour) -> None:
     strategy = side.strategy(fetch_topology=source, refresh_every=0.05)
     side.close(strategy, Managed("a:1", handler=side(strategy.create_handler, GLOBAL)))
     deadline = time.monotonic() + 10
-    while strategy._following and not strategy._following.done() and time.monotonic() < deadline:
+    following = strategy._refresher.task
+    while not following.done() and time.monotonic() < deadline:
         time.sleep(0.01)
     side(strategy.create_handler, GLOBAL)
     source.wait(source.fetches + 3)
@@ -482,13 +483,13 @@ def test_topology_that_arrives_after_the_close_is_not_followed(side: Flavour) ->
     over.set()
     creating.join(30)
     assert strategy.address == "a:1"
-    assert strategy._following is None
+    assert strategy._refresher is None
 
 
 def test_static_topology_is_not_refreshed(side: Flavour) -> None:
     strategy = side.strategy(fetch_topology=StaticTopology(["a:1", "b:1"]))
     assert side(strategy.create_handler, GLOBAL).config.address == "a:1"
-    assert strategy._following is None
+    assert strategy._refresher is None
     assert side(strategy.on_unavailable, Managed("a:1")) is True
 
 
@@ -497,7 +498,7 @@ def test_garbage_collected_strategy_stops_its_refresher(side: Flavour) -> None:
     strategy: Any = side.strategy(fetch_topology=source, refresh_every=0.05)
     side.made.clear()
     side(strategy.create_handler, GLOBAL)
-    following, gone = strategy._following, weakref.ref(strategy)
+    following, gone = strategy._refresher.task, weakref.ref(strategy)
     del strategy
     deadline = time.monotonic() + 10
     while (gone() is not None or not following.done()) and time.monotonic() < deadline:

@@ -151,8 +151,8 @@ class AsyncGlobalStrategy(Follower, ConnectionStrategy):
     async def close_async(self, managed: Managed) -> None:
         """Stop following the topology, and close the handler."""
         self._stop()
-        if (following := self._following) is not None:
-            await asyncio.wait((following,))
+        if self._refresher is not None:
+            await asyncio.wait([self._refresher.task])
         await awaited(managed.handler.close())
 
 

@@ -113,7 +113,6 @@ class Follower(TopologyMixin):
         self._tried: set[str] = set()
         self._tried_at = float("-inf")
         self._refresher: Refresher | None = None
-        self._following: asyncio.Task[None] | None = None
         # Incremented by `_stop`: a fetch that began before it must not start the refresher.
         self._closings = 0
 
@@ -294,7 +293,7 @@ class Follower(TopologyMixin):
 
     def _follow(self, source: TopologySource) -> None:
         """Start the task that fetches the topology regularly."""
-        if not source.changes or (self._following is not None and not self._following.done()):
+        if not source.changes or (self._refresher is not None and not self._refresher.task.done()):
             return
         # Weakly, so that an unreferenced strategy can be collected.
         method = weakref.WeakMethod(self._refresh)
@@ -310,7 +309,6 @@ class Follower(TopologyMixin):
             clock=self._clock,
             recorder=self._recorder,
         )
-        self._following = asyncio.create_task(refresher.run(), name=self._name)
         weakref.finalize(self, refresher.stop).atexit = False
 
     async def _refresh(self, source: TopologySource) -> None:

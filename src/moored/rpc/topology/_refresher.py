@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from moored.kernel import Clock, Recorder, first_of
+from moored.kernel import Clock, Recorder, start_task
 
 __all__ = ["Refresher"]
 
@@ -17,11 +16,11 @@ JITTER = 0.1
 
 
 class Refresher:
-    """Calls a function regularly, until it is stopped.
+    """Calls a function regularly on the running loop, until it is stopped.
 
     - An exception of the function is recorded, and the next call is made as usual.
     - Triggers that come before the next refresh count as one.
-    - `trigger` and `stop` may be called from any thread, before, during and after `run`.
+    - `trigger` and `stop` may be called from any thread.
 
     :param refresh: the function.
     :param every: seconds between two refreshes without a trigger.
@@ -42,83 +41,45 @@ class Refresher:
         self._refresh = refresh
         self._every = every
         self._pause = pause
-        self._clock = clock
+        self._clock = clock or Clock.current()
         self._recorder = recorder
-        self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # Set by any thread, and copied into the events by the loop.
-        self._wanted = self._stopped = False
-        self._wake, self._end = asyncio.Event(), asyncio.Event()
-        #: The number of refreshes, and of failed ones.
-        self.refreshes = 0
-        self.failures = 0
-
-    async def run(self) -> None:
-        """Refresh until `stop` is called, or this task is cancelled."""
-        if self._loop is not None:
-            raise RuntimeError(f"{self.name} runs already")
+        self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # From here on other threads notify the loop; what they wanted before is read now.
-        self._notice()
-        if not self._stopped:
-            await first_of(self._end.wait(), self._rounds())
+        #: The task that calls the function.
+        self.task = start_task(self._run(), name=name)
 
     def trigger(self) -> None:
         """Refresh soon."""
-        self._wanted = True
-        self._notify()
+        self._post(self._wake.set)
 
     def stop(self) -> None:
-        """End `run`, and cancel a refresh in progress; return at once."""
-        self._stopped = True
-        self._notify()
+        """Cancel the task, and a refresh in progress; return at once."""
+        self._post(self.task.cancel)
 
-    def _notify(self) -> None:
-        # A forked child inherits the object, but not the loop.
-        if (loop := self._loop) is not None and os.getpid() == self._pid:
-            with suppress(RuntimeError):  # the loop is closed: `run` has ended
-                loop.call_soon_threadsafe(self._notice)
+    def _post(self, act: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the task has ended
+            self._loop.call_soon_threadsafe(act)
 
-    def _notice(self) -> None:
-        if self._stopped:
-            self._end.set()
-        elif self._wanted:
-            self._wake.set()
-
-    async def _rounds(self) -> None:
-        clock = self._clock or Clock.current()
+    async def _run(self) -> None:
         began_at = float("-inf")
         while True:
-            triggered = await self._wait(clock)
-            if triggered and (rest := began_at + self._pause - clock.monotonic()) > 0:
+            triggered = await self._wait()
+            if triggered and (rest := began_at + self._pause - self._clock.monotonic()) > 0:
                 await asyncio.sleep(rest)
-            self._wanted = False
             self._wake.clear()
-            began_at = clock.monotonic()
-            await self._round()
+            began_at = self._clock.monotonic()
+            try:
+                await self._refresh()
+            except Exception as error:
+                if self._recorder is not None:
+                    self._recorder.record(self.name, "refresh failed", kind="failure", cause=error)
 
-    async def _wait(self, clock: Clock) -> bool:
-        """Wait for the next round; return whether it was triggered."""
-        chance = JITTER * (2 * clock.random.random() - 1)
+    async def _wait(self) -> bool:
+        """Wait for the next refresh; return whether it was triggered."""
+        chance = JITTER * (2 * self._clock.random.random() - 1)
         try:
             async with asyncio.timeout(self._every * (1 + chance)):
                 await self._wake.wait()
         except TimeoutError:
             return False
         return True
-
-    async def _round(self) -> None:
-        self.refreshes += 1
-        try:
-            await self._refresh()
-        except Exception as error:
-            self.failures += 1
-            if self._recorder is not None:
-                self._recorder.record(self.name, "refresh failed", kind="failure", cause=error)
-
-    def __repr__(self) -> str:
-        state = "stopped" if self._stopped else "running" if self._loop else "not started"
-        return (
-            f"<Refresher {self.name}: {state}, every {self._every:g} s, "
-            f"{self.refreshes} refreshes, {self.failures} failed>"
-        )
