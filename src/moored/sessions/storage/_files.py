@@ -23,7 +23,7 @@ from pathlib import Path
 from .._errors import StorageError
 from ._file_names import from_file_name, is_cut, to_file_name
 from ._storage import Changes
-from ._thread import Job, ThreadStorage, settle, sync_directory
+from ._thread import ThreadStorage, sync_directory
 
 __all__ = ["FileStorage"]
 
@@ -104,11 +104,6 @@ class FileStorage(ThreadStorage):
         return await self._do(lambda: sorted(_names_in(self._at(profile, namespace))))
 
     # -- in the thread --------------------------------------------------------------------------
-
-    def _carry_out(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            job.run()
-            settle((job,))
 
     def _advice(self, error: Exception) -> str:
         # Without the file's name, which may name a recipient.

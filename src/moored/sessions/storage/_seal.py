@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -41,12 +40,12 @@ SALT = 16
 NO_SALT = b""
 KEY_BYTES = 32
 MIN_PASSPHRASE = 8
-#: The most keys derived from passphrases that are cached; a storage usually has one salt.
-MAX_MADE = 32
 
 
 class Seal:
     """Puts values into envelopes, and takes them out again.
+
+    Deriving a key from a passphrase takes 0.2 s, once for each salt.
 
     :param key: 32 bytes, or a passphrase (a string), or several of them: the first one encrypts,
         all of them decrypt, so that a key can be replaced. Without a key, records only have a
@@ -57,20 +56,12 @@ class Seal:
 
     def __init__(self, key: Keys | None = None, *, accept_plain: bool = False) -> None:
         self._secrets = [_Secret(each) for each in _listed(key)]
-        self._accept_plain = accept_plain or not self._secrets
+        #: Whether there is a key, and whether records that are not encrypted are accepted.
+        self.encrypts = bool(self._secrets)
+        self.accept_plain = accept_plain or not self._secrets
         self._aes = _aes_gcm() if self._secrets else None
         #: The salt of the passphrase; the storage's own, once it is known.
         self._salt = secrets.token_bytes(SALT)
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether there is a key."""
-        return bool(self._secrets)
-
-    @property
-    def accept_plain(self) -> bool:
-        """Whether records that are not encrypted are accepted."""
-        return self._accept_plain
 
     def close_envelope(self, names: Names, value: bytes) -> bytes:
         """Return the envelope to store under these names."""
@@ -87,32 +78,24 @@ class Seal:
         """Return the value; raises `CorruptRecord` if it is damaged, moved, or of another key."""
         kind, payload = _checked(names, envelope)
         if kind == PLAIN:
-            if not self._accept_plain:
+            if not self.accept_plain:
                 raise _corrupt(names, "is not encrypted, although there is a key")
             return payload
         if not self._secrets:
             raise _corrupt(names, "is encrypted, and no key was given")
         return self._reveal(kind, names, payload)
 
-    def must_prepare(self, names: Names, envelope: bytes) -> bool:
-        """Whether opening it is slow, because a key must be derived from a passphrase first."""
-        salt = _salt_of(names, envelope)
-        return salt is not None and any(not secret.has_made(salt) for secret in self._secrets)
-
-    def prepare(self, salt: bytes | None = None) -> None:
-        """Derive the keys from the passphrases, which is slow: call it in a thread."""
-        for secret in self._secrets:
-            if secret.is_passphrase:
-                secret.master(self._salt if salt is None else salt)
-
-    def prepare_for(self, names: Names, envelope: bytes) -> None:
-        """Derive the keys that are needed to open this envelope; call it in a thread."""
-        if (salt := _salt_of(names, envelope)) is not None:
-            self.prepare(salt)
-
     def adopt(self, names: Names, envelope: bytes) -> bool:
-        """Use the salt of this envelope from now on; return False if its key is not the first."""
-        kind, payload = _checked(names, envelope)
+        """Use the salt of this envelope from now on; return False if it must be written again.
+
+        That is, if it is damaged, or encrypted with another key than the first. Raises
+        `CorruptRecord` if none of the keys fits.
+        """
+        try:
+            kind, payload = _checked(names, envelope)
+        except CorruptRecord:
+            return False  # the checksum is wrong, which says nothing about the key
+        self.open_envelope(names, envelope)
         first = self._secrets[0]
         if kind != (WITH_PASSPHRASE if first.is_passphrase else WITH_KEY):
             return False
@@ -171,10 +154,8 @@ class _Secret:
             SECRETS.add(value)
             value = value.encode("utf-8", "surrogatepass")
         self._value = value
-        self._made: OrderedDict[bytes, bytes] = OrderedDict()
-
-    def has_made(self, salt: bytes) -> bool:
-        return not self.is_passphrase or salt in self._made
+        # The derived keys, by salt: a storage usually has one.
+        self._made: dict[bytes, bytes] = {}
 
     def master(self, salt: bytes) -> bytes:
         """Return the key itself, or the one derived from the passphrase and the salt."""
@@ -187,8 +168,6 @@ class _Secret:
                 self._value, salt=salt, n=2**15, r=8, p=3, maxmem=2**26, dklen=KEY_BYTES
             )
             self._made[salt] = made
-            while len(self._made) > MAX_MADE:
-                self._made.popitem(last=False)
         return made
 
     def __repr__(self) -> str:
@@ -243,11 +222,6 @@ def _checked(names: Names, envelope: bytes) -> tuple[int, bytes]:
     if kind not in (PLAIN, WITH_KEY, WITH_PASSPHRASE):
         raise _corrupt(names, f"was written by a newer version of Moored (kind {kind})")
     return kind, payload
-
-
-def _salt_of(names: Names, envelope: bytes) -> bytes | None:
-    kind, payload = _checked(names, envelope)
-    return payload[:SALT] if kind == WITH_PASSPHRASE else None
 
 
 def _checksum(head: bytes, names: Names, payload: bytes) -> bytes:

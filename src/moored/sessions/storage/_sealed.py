@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from moored.kernel import in_thread
 
 from .._errors import CorruptRecord, StorageError
@@ -21,6 +23,9 @@ class Sealed(Storage):
     The names of profiles, namespaces and keys are not encrypted. A marker record shows whether the
     key is right: with a wrong key, `open` raises `CorruptRecord`, before any record is treated as
     missing and overwritten.
+
+    Several processes that open a new storage at once, with a passphrase, may each have a salt: the
+    first read of a record with another salt blocks the event loop for 0.2 s.
     """
 
     def __init__(self, inner: Storage, seal: Seal) -> None:
@@ -49,7 +54,7 @@ class Sealed(Storage):
         """The record, or None; raises `CorruptRecord` if it cannot be read."""
         names = (_named(profile), namespace, key)
         envelope = await self.inner.get(*names)
-        return None if envelope is None else await self._opened(names, envelope)
+        return None if envelope is None else self._seal.open_envelope(names, envelope)
 
     async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
         """Write the record."""
@@ -116,13 +121,6 @@ class Sealed(Storage):
     def __repr__(self) -> str:
         return f"<Sealed {self.inner!r}, {self._seal!r}>"
 
-    async def _opened(self, names: Names, envelope: bytes) -> bytes:
-        seal = self._seal
-        if seal.encrypts and seal.must_prepare(names, envelope):
-            # Another process wrote it before it had read the marker, with a salt of its own.
-            await in_thread(lambda: seal.prepare_for(names, envelope), name="moored makes a key")
-        return seal.open_envelope(names, envelope)
-
     async def _check_key(self) -> None:
         # In this order: another process may be writing its first record, after the marker.
         profiles = await self.list_profiles() if self._seal.encrypts else []
@@ -137,25 +135,19 @@ class Sealed(Storage):
                 "accept_plain=True and call reseal(), once"
             )
         if marker is None or not await self._fits(marker):
-            await in_thread(self._seal.prepare, name="moored makes a key")
-            await self.inner.put(*MARKER, self._seal.close_envelope(MARKER, b""))
+            # In a thread, because a key may have to be derived from a passphrase.
+            seal = partial(self._seal.close_envelope, MARKER, b"")
+            await self.inner.put(*MARKER, await in_thread(seal, name="moored makes a key"))
 
     async def _fits(self, marker: bytes) -> bool:
         """Whether the marker was written with the first key; False if it must be replaced."""
-        seal = self._seal
         try:
-            needs_time = seal.must_prepare(MARKER, marker)
-        except CorruptRecord:
-            return False  # the checksum is wrong: damaged, which says nothing about the key
-        if needs_time:
-            await in_thread(lambda: seal.prepare_for(MARKER, marker), name="moored makes a key")
-        try:
-            seal.open_envelope(MARKER, marker)
+            adopt = partial(self._seal.adopt, MARKER, marker)
+            return await in_thread(adopt, name="moored makes a key")
         except CorruptRecord:
             raise CorruptRecord(
                 f"{self.inner!r} was encrypted with another key than those given"
             ) from None
-        return seal.adopt(MARKER, marker)
 
 
 def _named(profile: str) -> str:

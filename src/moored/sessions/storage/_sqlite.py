@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from itertools import takewhile
 from typing import Any, TypeVar
 
 from .._errors import StorageError
 from ._storage import Changes
-from ._thread import Job, ThreadStorage, settle, sync_directory
+from ._thread import Job, ThreadStorage, sync_directory
 
 __all__ = ["SqliteStorage"]
 
@@ -53,6 +52,7 @@ class SqliteStorage(ThreadStorage):
 
     # UnicodeDecodeError: the message of SQLite quotes a damaged name.
     _failures = (sqlite3.Error, OSError, UnicodeDecodeError)
+    _max_group = 1000
 
     def __init__(self, path: str | os.PathLike[str], *, patience: float = 5.0) -> None:
         super().__init__(path)
@@ -131,15 +131,10 @@ class SqliteStorage(ThreadStorage):
     # -- in the thread --------------------------------------------------------------------------
 
     def _carry_out(self, jobs: list[Job]) -> None:
-        # Reads before the first write need not wait for the commit. Reads after it must: they may
-        # not return what is not durable yet.
-        reads = list(takewhile(lambda job: not job.writes, jobs))
-        for job in reads:
-            job.run()
-        settle(reads)
-        if rest := jobs[len(reads) :]:
-            self._commit(rest)
-            settle(rest)
+        if jobs[0].writes:
+            self._commit(jobs)
+        else:
+            super()._carry_out(jobs)
 
     def _commit(self, jobs: list[Job]) -> None:
         try:
@@ -158,7 +153,7 @@ class SqliteStorage(ThreadStorage):
                 job.error = error
         else:
             self.commits += 1
-            self.writes += sum(job.writes for job in jobs)
+            self.writes += sum(bool(job.writes) for job in jobs)
 
     def _roll_back(self) -> None:
         if self._database.in_transaction:
@@ -173,7 +168,9 @@ class SqliteStorage(ThreadStorage):
 
     def _take(self) -> None:
         self._make_file()
-        self._database = sqlite3.connect(self.path, timeout=self.patience, isolation_level=None)
+        self._database = sqlite3.connect(
+            self.path, timeout=self.patience, isolation_level=None, check_same_thread=False
+        )
         self._prepare()
 
     def _make_file(self) -> None:
